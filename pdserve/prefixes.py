@@ -12,7 +12,7 @@ from itertools import takewhile
 
 NAME = 8
 """length of a name in bytes"""
-MAX_TOLD = 4096
+MAX_REPORTED = 4096
 """most names that a worker tells: of a larger cache, only every 2nd block's, every 4th's, and so on"""
 
 
@@ -50,7 +50,7 @@ class CachedPrefixes:
     def resize(self, blocks: int, block_size: int) -> None:
         """Set the size of the cache, while it is empty."""
         self.block_size, self.stride = block_size, 1
-        while blocks > self.stride * MAX_TOLD:
+        while blocks > self.stride * MAX_REPORTED:
             self.stride *= 2
 
     def add(self, name: bytes, depth: int) -> None:

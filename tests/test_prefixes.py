@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.prefixes import MAX_TOLD, CachedPrefixes, names, root
+from pdserve.prefixes import MAX_REPORTED, CachedPrefixes, names, root
 
 
 def cached(blocks: int, block_size: int, prompt: list[int], salt: str | None = None) -> CachedPrefixes:
@@ -77,7 +77,9 @@ def test_nothing_is_kept_for_nobody() -> None:
     assert prefixes.known() == [b"12345678"]
 
 
-@pytest.mark.parametrize(("blocks", "stride"), [(1, 1), (MAX_TOLD, 1), (MAX_TOLD + 1, 2), (40_000, 16)])
+@pytest.mark.parametrize(
+    ("blocks", "stride"), [(1, 1), (MAX_REPORTED, 1), (MAX_REPORTED + 1, 2), (40_000, 16)]
+)
 def test_a_large_cache_tells_of_every_nth_block(blocks: int, stride: int) -> None:
     prefixes = cached(blocks, 1, list(range(64)))
     assert prefixes.stride == stride

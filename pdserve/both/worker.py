@@ -56,7 +56,7 @@ class BothWorker(DecodeWorker):
             request.resolve(OWN)
 
     async def _take_back_untaken(self) -> None:
-        """For ever: prefill own prompts here that no worker takes. A worker that drains, or whose KV cache is full of
+        """Prefill own prompts here, for ever, that no worker takes. A worker that drains, or whose KV cache is full of
         streams, takes nothing from the queue, not even its own prompts; and all others may be full."""
         pulling = self._prompts.pulling
         while True:

@@ -99,7 +99,7 @@ class RequestRunner:
             decision, handle = Decision("local", "fallback"), None
         first = None
         if not request.cancelled:
-            first = await self._tell(request, decision, handle, done.first if done is not None else [])
+            first = await self._report(request, decision, handle, done.first if done is not None else [])
         finished = first is not None and first.finished
         after = first.tokens if first is not None else []
         if request.cancelled or finished:
@@ -114,11 +114,11 @@ class RequestRunner:
         if request.cancelled or finished:
             self.requests.drop(request)
 
-    async def _tell(
+    async def _report(
         self, request: DecodeRequest, decision: Decision, handle: KvHandle | None, packed: list[bytes]
     ) -> Output | None:
-        """Tell the frontend how the prompt gets its KV. Then send the token that the prefill worker sampled, if it did
-        (`packed`), without waiting for the KV: even if the KV is lost, the request continues after that token."""
+        """Report to the frontend how the prompt gets its KV. Then send the token that the prefill worker sampled, if it
+        did (`packed`), without waiting for the KV: even if that is lost, the request continues after the token."""
         request.decision = decision
         if handle is not None:
             request.cached = max(request.hit, prefix_hit(handle))

@@ -154,8 +154,8 @@ class Engine(Lifetime):
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Tell the prefill engine that `kv` will not be read, so that it frees the blocks now. Does not wait for that,
-        and does not fail if that engine is gone."""
+        """Notify the prefill engine that `kv` will not be read, so that it frees the blocks now. Does not wait for
+        that, and does not fail if that engine is gone."""
 
     @abstractmethod
     async def read_ahead(self, kv: KvHandle, skip: int) -> None:
@@ -214,5 +214,5 @@ class Engine(Lifetime):
 
     @abstractmethod
     def cpu_seconds(self) -> float:
-        """CPU time that the engine's processes have used so far. It tells a long step, in which they do not answer
+        """CPU time that the engine's processes have used so far. It separates a long step, in which they do not answer
         either, from a hang."""

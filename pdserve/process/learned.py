@@ -66,9 +66,9 @@ class PrefillSpeed:
             self.token_seconds.learn(self._seconds / self._tokens, now)
 
 
-def hopeful(value: float | None, age: float, other: float | None) -> float | None:
+def discounted(value: float | None, age: float, other: float | None) -> float | None:
     """What to expect of a value measured `age` seconds ago, where the alternative takes `other`. A worse value moves
-    towards `other` with its age: it may have become as good by now, which only a try can tell. A better one stays."""
+    towards `other` with its age: it may have become as good by now, which only a try shows. A better one stays."""
     if value is None or other is None or value <= other:
         return other if value is None else value
     return other + (value - other) * float(0.5 ** (age / HALF_LIFE))

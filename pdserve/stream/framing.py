@@ -206,7 +206,7 @@ class FramedConnection(asyncio.Protocol):
         try:
             try:
                 return tls.decrypt(data)
-            finally:  # on failure this is TLS's alert, which tells the other side why
+            finally:  # on failure this is TLS's alert, the reason for the other side
                 if answer := tls.encrypt(b""):
                     self._transport.write(answer)
         except ssl.SSLError as error:
