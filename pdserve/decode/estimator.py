@@ -12,7 +12,7 @@ from pdserve.decode.estimate import Estimates, SeenLoad, estimate
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.messages import PrefillDone, PrefillLoad
-from pdserve.process.learned import SHORTEST, LearnedMean, PrefillSpeed, discounted
+from pdserve.process.learned import SHORTEST, LearnedMean, PrefillSpeed, revised
 from pdserve.queue.base import PrefillQueue
 from pdserve.recent import RecentKeys
 
@@ -57,8 +57,7 @@ class Estimator:
             there=[
                 seen[name].left(held[name], seconds) for name, seconds in zip(workers, there, strict=True)
             ],
-            handover=discounted(self._handover.value, now - self._handover.at, FIRST_HANDOVER)
-            or FIRST_HANDOVER,
+            handover=revised(self._handover.value, now - self._handover.at, FIRST_HANDOVER) or FIRST_HANDOVER,
         )
 
     def _seen(self, worker: str, now: float) -> SeenLoad:
@@ -74,9 +73,9 @@ class Estimator:
         mean = self._here.token_seconds
         there = [load.load.token_seconds or None for load in seen.values()]
         best = min(filter(None, there), default=None)
-        here = discounted(mean.value, now - mean.at, best)
+        here = revised(mean.value, now - mean.at, best)
         expected = [
-            discounted(value, load.age, mean.value) for value, load in zip(there, seen.values(), strict=True)
+            revised(value, load.age, mean.value) for value, load in zip(there, seen.values(), strict=True)
         ]
         known = best or mean.value or FIRST_TOKEN_SECONDS
         return here or known, [value or known for value in expected]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.process.learned import HALF_LIFE, LearnedMean, PrefillSpeed, discounted
+from pdserve.process.learned import HALF_LIFE, LearnedMean, PrefillSpeed, revised
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_short_prompts_say_little_of_long_ones() -> None:
 def test_what_was_bad_long_ago_is_hoped_to_be_good(
     value: float | None, age: float, other: float | None, expected: float | None
 ) -> None:
-    assert discounted(value, age, other) == (expected if expected is None else pytest.approx(expected))
+    assert revised(value, age, other) == (expected if expected is None else pytest.approx(expected))
