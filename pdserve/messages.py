@@ -74,7 +74,11 @@ class Hello(Struct, frozen=True, tag=True):
     """send `WorkerLoad`, which older frontends cannot read"""
 
 
-ToDecode = Submit | Cancel | Hello
+class GetArchive(Struct, frozen=True, tag=True):
+    """Send the archive of the model (`stream/archives.py`), in `ArchivePart`s."""
+
+
+ToDecode = Submit | Cancel | Hello | GetArchive
 
 
 # ── frontend, from a decode worker ────────────────────────────────────────────────────────────────────────────────
@@ -161,7 +165,13 @@ class Refused(Struct, frozen=True, tag=True):
     message: str
 
 
-ToFrontend = Placed | Outputs | Failed | WorkerLoad | PrefixesChanged | Refused
+class ArchivePart(Struct, frozen=True, tag=True):
+    """The next bytes of the model's archive; none: it is complete."""
+
+    data: bytes = b""
+
+
+ToFrontend = Placed | Outputs | Failed | WorkerLoad | PrefixesChanged | Refused | ArchivePart
 
 
 # ── prefill worker, from a decode worker, through the queue ───────────────────────────────────────────────────────

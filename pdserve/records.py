@@ -50,8 +50,8 @@ class Instance(Struct, frozen=True):
     fingerprint: str = ""
     """of the model's files and of the arguments that change KV; workers share KV only with the same fingerprint"""
     clock_skew: float | None = None
-    """seconds that its clock is ahead of the NATS server's; None: not measured. Nothing depends on it, but the logs of
-    hosts can be compared only if it is small"""
+    """seconds that a worker's clock is ahead of the NATS server's; None: not measured. Nothing depends on it, but the
+    logs of hosts can be compared only if it is small"""
     draining: bool = False
     """true: the process finishes its requests and takes no new ones"""
     queue_lost: bool = False
@@ -112,7 +112,7 @@ class ModelCard(Struct, frozen=True):
     max_model_len: int = 0
     vllm_version: str = ""
     blob: str = ""
-    """name of the archive with config, tokenizer and chat template in NATS' object store; empty: not uploaded"""
+    """digest of the worker's archive with config, tokenizer and chat template; empty: a hub id"""
     supported_tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
     created: int = 0
     """Unix seconds, for display"""

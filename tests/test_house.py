@@ -103,8 +103,8 @@ ARROWS = {
     "frontend/admission": "config",
     "frontend/edge": "frontend/admission observe tasks",
     "frontend/keys": "frontend/admission frontend/edge config observe",
-    "frontend/model": "frontend/admission frontend/edge config queue registry stream observe tasks",
-    "frontend": "frontend/admission frontend/edge frontend/keys frontend/model process config plan queue registry "
+    "frontend/model": "frontend/admission frontend/edge config registry stream observe tasks",
+    "frontend": "frontend/admission frontend/edge frontend/keys frontend/model process config plan registry "
     "stream observe tasks",
     "frontend/watching": "frontend frontend/edge frontend/keys config observe",
     "supervisor": "process config plan graph queue registry observe tasks",
@@ -356,7 +356,7 @@ ROOMS = {
     "process": 970,
     "queue": 2270,
     "registry": 910,
-    "stream": 800,
+    "stream": 930,
     "supervisor": 2610,
 }
 """lines of each room of the package"""

@@ -1,17 +1,13 @@
 """Messages that cannot be read, on every port and subject, are logged and skipped, and everything goes on."""
 
 import asyncio
-from pathlib import Path
 
 import msgspec
 import nats
 import pytest
 import zmq
 
-from pdserve.errors import Unavailable
 from pdserve.messages import Hello, PrefillCancel, PrefillFailed, encode
-from pdserve.queue import connect_blobs
-from pdserve.queue.archives import unpack
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import QueueNames
 from pdserve.records import Instance, Role, encode_record
@@ -89,13 +85,6 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
     await client.close()
     for what in ("queue state skipped", "prefill request", ".answers.decode-0 skipped", ".notices skipped"):
         assert what in caplog.text
-
-
-async def test_a_damaged_model_archive(nats_url: str, namespace: str, tmp_path: Path) -> None:
-    blobs = connect_blobs(nats_url, namespace)
-    await blobs.put("archive", b"garbage")
-    with pytest.raises(Unavailable, match="cannot be unpacked"):
-        unpack(await blobs.get("archive"), tmp_path)
 
 
 async def test_frames_at_a_decode_worker() -> None:

@@ -15,7 +15,7 @@ import pytest
 from pdserve import registry
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
-from pdserve.queue import clock_skew, connect, connect_blobs
+from pdserve.queue import clock_skew, connect
 from pdserve.registry import etcd
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from tests.conditions import until
@@ -111,8 +111,6 @@ async def test_nats_serves_no_stranger(tmp_path: Path, credentials: Credentials,
                 pass
         for credentials_of_none in (None, other):
             with pytest.raises(QueueUnavailable):
-                await connect_blobs(server.url, "ns", credentials_of_none).get("m")
-            with pytest.raises(QueueUnavailable):
                 await clock_skew(server.url, credentials_of_none)
         assert await clock_skew(server.url, credentials) is not None
 
@@ -124,8 +122,6 @@ async def test_no_prompt_goes_to_a_nats_without_tls(
     with pytest.raises(ConfigError, match=r"has no TLS, but Security\.credentials is set"):
         async with connect(nats_url, "ns", "m", credentials):
             pass
-    with pytest.raises(QueueUnavailable):
-        await connect_blobs(nats_url, "ns", credentials).put("m", b"x")
 
     server = nats_server(tmp_path / "ours", credentials=credentials)
     impostor = create(tmp_path / "theirs" / "credentials")

@@ -35,7 +35,7 @@ class StandIn(BothWorker):
         self._runner.stands_in = True
 
     def permanent(self) -> Mapping[str, Work]:
-        work = {**super().permanent(), "model archive": self._keep_card}
+        work = {**super().permanent(), "model card": self._keep_card}
         del work["untaken prompts"]  # it queues none
         return work
 

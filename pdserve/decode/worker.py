@@ -20,14 +20,14 @@ from pdserve.decode.turns import PromptTurns
 from pdserve.decode.warm_up import WarmUp
 from pdserve.engine.base import Engine, Step
 from pdserve.errors import EngineDead
-from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Submit, ToDecode
+from pdserve.messages import Cancel, Failed, GetArchive, Hello, Load, Refused, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.process.presence import model_card
 from pdserve.process.worker import EngineWorker
-from pdserve.queue.archives import StoredArchive
 from pdserve.records import ModelCard, Role
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
+from pdserve.stream.archives import ModelArchive
 from pdserve.tasks import Apart, Work
 from pdserve.watch import LinkState
 
@@ -45,7 +45,7 @@ class DecodeWorker(EngineWorker):
         assert self._stream is not None
         self.requests = DecodeRequests(self.tracer)
         self.settings = LiveSettings(config.decode)
-        self._archive = StoredArchive(config.model, self._blobs)
+        self._archive = ModelArchive(config.model)
         self._workers = PrefillWorkers(
             self.id, config.served_model_name, engine, queue, self.view, self.requests
         )
@@ -90,7 +90,6 @@ class DecodeWorker(EngineWorker):
             "prefill answers": self._answers.read,
             "registry changes": self._follow_registry,
             "prefill workers": self._workers.watch,
-            "model archive": self._archive.keep_stored,
             **(warm_ups if self.settings.current.remote_prefill else {}),
         }
 
@@ -158,14 +157,15 @@ class DecodeWorker(EngineWorker):
                         await self._frontends.cancel(request)
             case Hello():
                 await self._hello(frontend, message)
+            case GetArchive():
+                self.tasks.create_task(self._archive.send(partial(self._frontends.send, frontend)))
             case None:
                 await self._frontends.forget(frontend)
 
     async def _hello(self, frontend: str, hello: Hello) -> None:
-        ours, version = self._engine.facts.vllm_version, hello.vllm_version
-        if version != ours:
-            refused = Refused(f"{self.id} runs vLLM {ours}, the frontend {version}")
-            await self._frontends.send(frontend, refused)
+        ours, given = self._engine.facts.vllm_version, hello.vllm_version
+        if given != ours:
+            await self._frontends.send(frontend, Refused(f"{self.id} runs vLLM {ours}, the frontend {given}"))
         elif self.draining:
             await self._frontends.send(frontend, Refused(f"{self.id} is draining"))
         else:

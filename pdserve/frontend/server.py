@@ -15,12 +15,11 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from pdserve import queue, registry, stream
+from pdserve import registry, stream
 from pdserve.certificate import ServerCertificate
 from pdserve.config.host import installed_vllm
 from pdserve.config.schema import Config, FrontendConfig
 from pdserve.credentials import Credentials
-from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
@@ -35,7 +34,7 @@ from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
 from pdserve.ports import in_url
 from pdserve.process.life import Service
-from pdserve.process.presence import Presence, new_instance_id, registered_skew
+from pdserve.process.presence import Presence, new_instance_id
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner, Work
@@ -52,8 +51,6 @@ EXHAUSTED = 1.0
 KEEP_ALIVE = 125
 """seconds that an idle connection stays open: clearly longer than clients keep theirs (httpx, and so OpenAI's, 5) and
 reverse proxies (nginx 60, Traefik 90, Caddy 120). A server that closes first loses the request that is just sent"""
-CLOCK_WITHIN = 3.0
-"""seconds that NATS gets to tell its time"""
 
 
 class Frontend(Service):
@@ -66,7 +63,6 @@ class Frontend(Service):
         config, frontend = self._config, self._config.frontend
         assert frontend is not None, f"{config.path} has no section for a frontend"
         assert config.etcd is not None
-        assert config.nats is not None
         self._keys = KeySource(config.security.api_keys)
         credentials = Credentials.load(config.security.credentials)
         files = ServerCertificate.of(config.security.tls_certificate, config.security.tls_key)
@@ -78,7 +74,7 @@ class Frontend(Service):
         self.connections.add("etcd", config.etcd, lambda: connection.connected)
         view = await stack.enter_async_context(RegistryView(connection))
         self._keys.keys.ledger.frontends = lambda: len(view.instances(Role.FRONTEND))
-        context = self._model_context(frontend, config.nats, credentials)
+        context = self._model_context(frontend, credentials)
         models = await stack.enter_async_context(
             serve_models(view, context, config.served_model_name, frontend)
         )
@@ -87,9 +83,7 @@ class Frontend(Service):
             with suppress(TimeoutError):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
         self._models, self._view = models, view
-        self._presence = Presence(
-            connection, self._instance(await _clock_skew(config.nats, credentials)), None
-        )
+        self._presence = Presence(connection, self._instance(), None)
         keys, model = self._keys.keys, config.served_model_name
         self._ribs = ribs = Ribs.load(
             RibContext(self.id, model, models, keys, view, client, self.watched, self.tracer)
@@ -151,22 +145,19 @@ class Frontend(Service):
         await self._serving
         logger.info("stopped")
 
-    def _model_context(
-        self, frontend: FrontendConfig, nats: str, credentials: Credentials | None
-    ) -> ModelContext:
+    def _model_context(self, frontend: FrontendConfig, credentials: Credentials | None) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
             # a name of its own for each connection: a worker takes a second connection of the same name for the
             # successor of the first, and while a model's card changes there are two
             connect=lambda address: stream.connect(address, f"{self.id}.{next(serial)}", credentials),
-            blobs=queue.connect_blobs(nats, config.namespace, credentials),
             state_dir=config.state_dir,
             router=frontend.router,
             request_timeout=config.request_timeout,
             longest=max(config.request_timeout, frontend.max_request_timeout) + 2 * GRACE,
         )
 
-    def _instance(self, clock_skew: float | None) -> Instance:
+    def _instance(self) -> Instance:
         config, frontend = self._config, self._config.frontend
         assert frontend is not None
         host = in_url(frontend.host, config.host)
@@ -178,16 +169,8 @@ class Frontend(Service):
             host=config.host,
             pid=os.getpid(),
             vllm_version=installed_vllm().version,
-            clock_skew=clock_skew,
             settings={"router": frontend.router},
         )
-
-
-async def _clock_skew(nats: str, credentials: Credentials | None) -> float | None:
-    with suppress(QueueUnavailable, TimeoutError):
-        async with asyncio.timeout(CLOCK_WITHIN):
-            return registered_skew(await queue.clock_skew(nats, credentials), None)
-    return None
 
 
 class QuietServer(uvicorn.Server):

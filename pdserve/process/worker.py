@@ -18,7 +18,7 @@ from pdserve.plan.slots import Slot
 from pdserve.process.engine_checks import log_memory, self_test, watch_engine
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, worker_instance
-from pdserve.queue.base import BlobStore, PrefillQueue
+from pdserve.queue.base import PrefillQueue
 from pdserve.records import ModelCard, Role
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
@@ -44,18 +44,15 @@ class EngineWorker(Service):
         registry: Registry,
         queue: PrefillQueue,
         stream: StreamServer | None = None,
-        blobs: BlobStore | None = None,
         metrics_url: str = "",
     ) -> None:
-        """`stream` and `blobs` are for workers that decode: the frontends' connections, and the model archive for
-        them."""
+        """`stream` is for workers that decode: the frontends' connections."""
         super().__init__(config, slot, instance_id, metrics_url)
         self.view = RegistryView(registry, *self.follows)
         self._engine = engine
         self._registry = registry
         self._queue = queue
         self._stream = stream
-        self._blobs = blobs
         self.connections.add("NATS", config.nats or "", lambda: queue.connected)
         self.connections.add("etcd", config.etcd or "", lambda: registry.connected)
         self._assemble(engine)
@@ -76,7 +73,6 @@ class EngineWorker(Service):
                 config.nats, config.namespace, config.served_model_name, credentials, cls.without_nats
             ),
             stream.listen(config.host, credentials) if decodes else None,
-            queue.connect_blobs(config.nats, config.namespace, credentials) if decodes else None,
             metrics_url,
         )
 

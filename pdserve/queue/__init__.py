@@ -8,14 +8,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pdserve.credentials import Credentials
-from pdserve.queue.base import BlobStore, PrefillQueue
+from pdserve.queue.base import PrefillQueue
 
 
 def connect(
     nats: str, namespace: str, model: str, credentials: Credentials | None = None, meanwhile: str = ""
 ) -> PrefillQueue:
     """Return the queue of one model, to enter. `meanwhile` says in the log what an outage means for this process."""
-    if _in_memory(nats):
+    if nats.startswith("memory://"):
         from pdserve.queue.memory import MemoryQueue, broker_at
 
         return MemoryQueue(broker_at(nats), namespace, model)
@@ -24,25 +24,12 @@ def connect(
     return JetStreamQueue(nats, namespace, model, credentials=credentials, meanwhile=meanwhile)
 
 
-def connect_blobs(nats: str, namespace: str, credentials: Credentials | None = None) -> BlobStore:
-    """Return the store of model archives. It connects for each operation and is not entered."""
-    if _in_memory(nats):
-        from pdserve.queue.memory import MemoryBlobs, broker_at
-
-        return MemoryBlobs(broker_at(nats), namespace)
-    from pdserve.queue.jetstream.blobs import NatsBlobs
-
-    return NatsBlobs(nats, namespace, credentials)
-
-
 async def clock_skew(nats: str, credentials: Credentials | None = None) -> float | None:
-    """Return the seconds that this process's time of day is ahead of the server's, or None if the server does not tell
-    its time. Leaves nothing behind on the server. Raises QueueUnavailable."""
-    if _in_memory(nats):
-        return None
-    from pdserve.queue.jetstream import blobs
+    """Return the seconds that this process's time of day is ahead of the NATS server's, or None if the server does not
+    tell its time. Leaves nothing behind on the server. Raises QueueUnavailable."""
+    from pdserve.queue.jetstream.stream import measure_once
 
-    return await blobs.clock_skew(nats, credentials)
+    return await measure_once(nats, credentials.client if credentials else None)
 
 
 async def server_info(nats: str) -> dict[str, Any]:
@@ -59,7 +46,3 @@ async def server_info(nats: str) -> dict[str, Any]:
             await writer.wait_closed()
     except ValueError as error:
         raise ConnectionError(f"no NATS server: {error}") from error
-
-
-def _in_memory(nats: str) -> bool:
-    return nats.startswith("memory://")

@@ -1,4 +1,4 @@
-"""The prefill queue seam: prefill requests out, answers and cancellations back, model archives beside them.
+"""The prefill queue seam: prefill requests out, answers and cancellations back.
 
 One queue per model. A request is delivered to one prefill worker at a time, and at least once: it is delivered again if
 its worker neither acks nor reports progress for `ack_wait` seconds. Answers and cancellations are delivered at most
@@ -6,7 +6,7 @@ once, and only to processes that listen: wait for them with a timeout.
 """
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 
 from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillLoad, PrefillRequest, ToPrefill
@@ -124,15 +124,3 @@ class PrefillQueue(Lifetime):
     @abstractmethod
     def notices(self) -> AsyncIterator[ToPrefill]:
         """Yield the cancellations and requests to confirm, which go to all prefill workers of the model."""
-
-
-class BlobStore(ABC):
-    """Small archives by name (a model's config, tokenizer and chat template), for frontends on other hosts. Methods
-    raise QueueUnavailable while the server is away."""
-
-    @abstractmethod
-    async def put(self, name: str, data: bytes) -> None: ...
-
-    @abstractmethod
-    async def get(self, name: str) -> bytes:
-        """Raises KeyError if there is none."""

@@ -19,7 +19,7 @@ from pdserve.messages import (
     PrefillRequest,
     ToPrefill,
 )
-from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
+from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
 from pdserve.recent import RecentKeys
 
@@ -67,7 +67,6 @@ class MemoryBroker:
         self.bound = bound
         self.alive = True
         self.losses = 0
-        self.blobs: dict[tuple[str, str], bytes] = {}
         self.changed = asyncio.Condition()
         self._queues: dict[tuple[str, str], _ModelQueue] = defaultdict(_ModelQueue)
 
@@ -86,7 +85,6 @@ class MemoryBroker:
         self.alive = True
         if lose_data:
             self.losses += 1
-            self.blobs.clear()
             for queue in self._queues.values():
                 queue.entries.clear()
                 queue.ids.clear()
@@ -258,17 +256,3 @@ class MemoryQueue(PrefillQueue):
                 yield await inbox.get()
 
         return read()
-
-
-class MemoryBlobs(BlobStore):
-    def __init__(self, broker: MemoryBroker, namespace: str = "pdserve") -> None:
-        self._broker = broker
-        self._namespace = namespace
-
-    async def put(self, name: str, data: bytes) -> None:
-        self._broker.check()
-        self._broker.blobs[self._namespace, name] = data
-
-    async def get(self, name: str) -> bytes:
-        self._broker.check()
-        return self._broker.blobs[self._namespace, name]

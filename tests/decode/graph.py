@@ -115,10 +115,10 @@ class Frontend:
         await self.client.send(Cancel([request_id]))
 
 
-def config(decode: DecodeConfig | None = None, drain_timeout: float = 5.0) -> Config:
+def config(decode: DecodeConfig | None = None, drain_timeout: float = 5.0, model: str = "demo") -> Config:
     return Config(
         path=Path("test.yaml"),
-        model="demo",
+        model=model,
         served_model_name="demo",
         frontend=None,
         decode=decode,
@@ -138,12 +138,16 @@ class Graph:
     """`async with Graph(tmp) as graph`: one decode worker, and what `prefill` adds."""
 
     def __init__(
-        self, drain_timeout: float = 5.0, engine: type[SimEngine] = SimEngine, **decode: object
+        self,
+        drain_timeout: float = 5.0,
+        engine: type[SimEngine] = SimEngine,
+        model: str = "demo",
+        **decode: object,
     ) -> None:
         settings = {"remote_prefill": True, "max_local_prefill_length": 32, "max_prefill_queue_size": 4}
         self.registry = MemoryServer()
         self.broker = MemoryBroker(ack_wait=0.5)
-        self.config = config(DecodeConfig(**(settings | decode)), drain_timeout)  # type: ignore[arg-type]
+        self.config = config(DecodeConfig(**(settings | decode)), drain_timeout, model)  # type: ignore[arg-type]
         self.decode_engine = engine(spec(Role.DECODE, "decode-0"))
         self.stream = MemoryStreamServer()
         self.decode = DecodeWorker(

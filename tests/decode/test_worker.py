@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -34,7 +35,9 @@ from pdserve.messages import (
 from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Instance, Role, decode_card, decode_instance, encode_record
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.stream.memory import MemoryStreamServer
+from pdserve.registry.view import RegistryView
+from pdserve.stream.archives import archive_name, fetch, pack_model
+from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
 from tests.conditions import holds, until
 from tests.decode.graph import Frontend, Graph
 from tests.engine.sims import FAST, LOADED, body, collect, sim
@@ -758,6 +761,16 @@ async def test_what_the_registry_says_of_it() -> None:
         await frontend.client.__aexit__(None, None, None)
         await graph.life
         assert await other.read("") == {}
+
+
+async def test_frontends_get_the_archive_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    async with Graph(model=str(tmp_path)) as graph, MemoryStreamClient(graph.stream.address, "new") as client:
+        archive = await fetch(client)
+        async with RegistryView(await graph.registry_of_another()) as view:
+            ((_, card),) = view.cards()["demo"]
+    assert archive_name(archive) == card.blob
+    assert archive == pack_model(tmp_path)
 
 
 async def test_frontends_are_told_its_load() -> None:

@@ -28,12 +28,12 @@ from pdserve.frontend.model.served import ServedModels, serve_models
 from pdserve.frontend.ribs import RIBS, RibContext, Ribs
 from pdserve.frontend.server import QuietServer, http_config
 from pdserve.observe.tracing import Tracer
-from pdserve.queue.base import BlobStore
 from pdserve.records import ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from pdserve.stream import connect
+from pdserve.stream.archives import archive_name
 from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
@@ -47,14 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:max_tokens is deprecated:DeprecationWarning"
     )  # vLLM's own
-
-
-class NoBlobs(BlobStore):
-    async def put(self, name: str, data: bytes) -> None:
-        raise NotImplementedError
-
-    async def get(self, name: str) -> bytes:
-        raise KeyError(name)
 
 
 def card(name: str = "demo", **changes: object) -> ModelCard:
@@ -96,7 +88,6 @@ class Frontend:
         view = await enter(RegistryView(await enter(MemoryRegistry(server))))
         context = ModelContext(
             lambda address: connect(address, f"{self.id}.{next(serial)}"),
-            NoBlobs(),
             state,
             "round-robin",
             20.0,
@@ -149,8 +140,10 @@ class Graph(Frontend):
         generation: int = 0,
         args: dict[str, object] | None = None,
         role: Role = Role.DECODE,
+        archive: bytes = b"",
     ) -> AsyncIterator[EchoWorker]:
-        """A worker that is registered and connected; leaving kills it and its lease."""
+        """A worker that is registered and connected; leaving kills it and its lease. With an archive, its model is on
+        another host."""
         self._count += 1
         worker = EchoWorker(
             f"{role.value}-0-{self._count:04}",
@@ -163,6 +156,9 @@ class Graph(Frontend):
         )
         served = card(model, fingerprint=loaded, generation=generation)
         served = msgspec.structs.replace(served, engine_args={**served.engine_args, **(args or {})})
+        if archive:
+            worker.archive = archive
+            served = msgspec.structs.replace(served, model="/elsewhere/model", blob=archive_name(archive))
         async with worker, MemoryRegistry(self.registry) as registry:
             await registry.put(keys.card(model, worker.id), encode_record(served))
             await registry.put(keys.instance(worker.instance), encode_record(worker.instance))

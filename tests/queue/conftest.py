@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.credentials import Credentials
-from pdserve.queue.base import BlobStore, PrefillQueue
-from pdserve.queue.jetstream.blobs import NatsBlobs
+from pdserve.queue.base import PrefillQueue
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
-from pdserve.queue.memory import MemoryBlobs, MemoryBroker, MemoryQueue
+from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from tests.servers import kill, nats_server, restart
 
 ACK_WAIT, BOUND, MAX_DELIVER = 1.0, 50, 3
@@ -20,10 +19,9 @@ ACK_WAIT, BOUND, MAX_DELIVER = 1.0, 50, 3
 class Queues:
     """Makes queues as different processes would, and entered."""
 
-    def __init__(self, make: Callable[[str], PrefillQueue], blobs: BlobStore) -> None:
+    def __init__(self, make: Callable[[str], PrefillQueue]) -> None:
         self._make = make
         self._stack = AsyncExitStack()
-        self.blobs = blobs
 
     async def __call__(self, model: str = "org/model 1.5", loaded: str = "") -> PrefillQueue:
         queue = self._make(model)
@@ -49,15 +47,12 @@ class Outage:
 
 
 def _memory_queues(broker: MemoryBroker) -> Queues:
-    return Queues(lambda model: MemoryQueue(broker, "ns", model), MemoryBlobs(broker, "ns"))
+    return Queues(lambda model: MemoryQueue(broker, "ns", model))
 
 
 def nats_queues(url: str, namespace: str, credentials: Credentials | None = None) -> Queues:
     limits = StreamLimits(ack_wait=ACK_WAIT, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3, check=0.3)
-    return Queues(
-        lambda model: JetStreamQueue(url, namespace, model, limits, credentials),
-        NatsBlobs(url, namespace, credentials),
-    )
+    return Queues(lambda model: JetStreamQueue(url, namespace, model, limits, credentials))
 
 
 def _broker() -> MemoryBroker:

@@ -273,14 +273,3 @@ async def test_publishing_again_stores_nothing_twice(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     await publish(decode, "r", "r")
     assert ids(await prefill.pull(5, 1)) == ["r"]
-
-
-async def test_blobs(queues: Queues) -> None:
-    data = bytes(range(256)) * 3000
-    await queues.blobs.put("org/model 1.5", data)
-    await queues.blobs.put("org/model 1.5", data)
-    assert await queues.blobs.get("org/model 1.5") == data
-    await queues.blobs.put("org/model 1.5", b"")
-    assert await queues.blobs.get("org/model 1.5") == b""
-    with pytest.raises(KeyError):
-        await queues.blobs.get("absent")

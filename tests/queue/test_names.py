@@ -2,9 +2,8 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from nats.js.object_store import VALID_BUCKET_RE
 
-from pdserve.queue.jetstream.stream import QueueNames, bucket, token
+from pdserve.queue.jetstream.stream import QueueNames, token
 
 TEXT = st.text(st.sampled_from("aZ09_-./=+ 2Fé*>"), max_size=8)
 
@@ -13,7 +12,6 @@ TEXT = st.text(st.sampled_from("aZ09_-./=+ 2Fé*>"), max_size=8)
 def test_different_models_never_share_a_name(a: str, b: str, c: str, d: str) -> None:
     names, others = QueueNames(a, b), QueueNames(c, d)
     assert (names == others) == (names.stream == others.stream) == (names.requests == others.requests)
-    assert (a == c) == (bucket(a) == bucket(c))
 
 
 @given(st.text(min_size=0, max_size=150))
@@ -21,7 +19,6 @@ def test_tokens_are_legal(text: str) -> None:
     assert token(text)
     assert not set(token(text)) & set(" .*>/\\\t\r\n")
     assert len(token(text)) <= 120
-    assert VALID_BUCKET_RE.match(bucket(text))
 
 
 def test_subjects_of_a_model_are_apart() -> None:

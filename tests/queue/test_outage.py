@@ -16,7 +16,7 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
-from pdserve.queue import clock_skew, connect, connect_blobs, server_info
+from pdserve.queue import clock_skew, connect, server_info
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
@@ -250,9 +250,9 @@ async def test_a_server_that_refuses_the_stream_is_named_once(
     assert caplog.text.count(f"NATS at {nats_url} refuses what is needed of it") == 1
 
 
-async def test_blobs_of_a_server_that_is_away() -> None:
+async def test_a_clock_is_not_read_where_the_server_is_away() -> None:
     with pytest.raises(QueueUnavailable):
-        await connect_blobs(f"nats://127.0.0.1:{free_port('127.0.0.1')}", "ns").get("m")
+        await clock_skew(f"nats://127.0.0.1:{free_port('127.0.0.1')}")
 
 
 async def test_a_clock_is_not_read_where_its_stream_is_removed_meanwhile(

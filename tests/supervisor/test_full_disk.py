@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from pdserve.credentials import Credentials
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.queue.archives import pack_model, unpack
 from pdserve.records import Role
+from pdserve.stream.archives import pack_model, unpack
 from pdserve.supervisor import state
 from pdserve.supervisor.child import Child
 from pdserve.supervisor.output import ProcessOutput

@@ -89,7 +89,7 @@ async def _tasks(http: httpx.AsyncClient, instance: Instance) -> int:
 
 
 async def nats_keeps(graph: GraphRecord) -> int:
-    """Messages and consumers of all streams; the model's archive among them."""
+    """Messages and consumers of all streams."""
     credentials = graph.load_credentials()
     tls = credentials.client_context() if credentials else None
     async with short_connection(graph.nats, tls) as client:

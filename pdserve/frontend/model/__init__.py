@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.queue.base import BlobStore
 from pdserve.stream.base import StreamClient
 
 Connect = Callable[[str], StreamClient]
@@ -21,7 +20,6 @@ class ModelContext:
     """Shared by all models of a frontend."""
 
     connect: Connect
-    blobs: BlobStore
     state_dir: Path
     router: str
     """the configured policy; the live setting `router` takes precedence"""

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
 from pdserve.config.arguments import to_argv
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import ConfigError, PeerGone, Unavailable
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.core import RemoteCore
 from pdserve.frontend.model.vllm_api import (
@@ -29,11 +29,15 @@ from pdserve.frontend.model.vllm_api import (
 )
 from pdserve.frontend.model.vllm_aside import SideLoop
 from pdserve.frontend.model.workers import WorkerPool
-from pdserve.queue.archives import archive_name, pack_model, unpack
-from pdserve.queue.base import BlobStore
-from pdserve.records import ModelCard
+from pdserve.records import Instance, ModelCard
+from pdserve.stream.archives import archive_name, fetch, pack_model, unpack
 
 logger = logging.getLogger(__name__)
+
+Workers = Callable[[], list[Instance]]
+FETCH_WITHIN = 10.0
+LOOK = 0.2
+"""seconds for a worker's archive to come, and between two looks for a worker that sends it"""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ class Processor:
 
 
 @asynccontextmanager
-async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[Processor]:
-    """Serve the card while entered. Entering takes a second or two, most of it in a thread. Raises ConfigError or
-    Unavailable if this host cannot serve the card."""
+async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
+    """Serve the card while entered; `workers` lists those that have one like it. Entering takes a second or two, most
+    of it in a thread. Raises ConfigError or Unavailable if this host cannot serve the card."""
     if card.vllm_version != VERSION:
         theirs = card.vllm_version or "an unknown version"
         raise ConfigError(
@@ -60,7 +64,7 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
     core = RemoteCore(card, context)
     async with AsyncExitStack() as stack:
         registry = stack.enter_context(MODEL_METRICS.model())
-        folder = await model_folder(card, context.blobs, context.state_dir)
+        folder = await model_folder(card, context, workers)
         try:
             args = await asyncio.to_thread(parse_args, frontend_argv(card, folder))
             engine = await asyncio.to_thread(make_engine, args, core, registry)
@@ -85,18 +89,33 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
 # ── from a card to vLLM's arguments ────────────────────────────────────────────────────────────────────
 
 
-async def model_folder(card: ModelCard, blobs: BlobStore, state_dir: Path) -> str:
+async def model_folder(card: ModelCard, context: ModelContext, workers: Workers) -> str:
     """A folder with config, tokenizer and chat template as the worker loaded them, or the hub id. Raises Unavailable
     if there is neither. The same path on this host may hold another model: then the worker's archive is used."""
+    folder = context.state_dir.expanduser() / "models"
     if not card.model.startswith("/") or await asyncio.to_thread(_is_in_place, card):
         return card.model
     if not card.blob:
-        raise Unavailable(f"{card.model} is not on this host, and its worker uploaded no archive of it")
-    try:
-        archive = await blobs.get(card.blob)
-    except KeyError:
-        raise Unavailable(f"{card.model} is not on this host, and its archive {card.blob} is gone") from None
-    return str(await asyncio.to_thread(unpack, archive, state_dir / "models"))
+        raise Unavailable(f"{card.model} is not on this host, and its worker has no archive of it")
+    if (folder / card.blob).is_dir():
+        return str(folder / card.blob)
+    return str(await asyncio.to_thread(unpack, await _archive(card, context, workers), folder))
+
+
+async def _archive(card: ModelCard, context: ModelContext, workers: Workers) -> bytes:
+    """Get the archive that the card names from one of the workers; they may be registered a moment after their
+    card."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FETCH_WITHIN):
+            while True:
+                for worker in workers():
+                    with suppress(PeerGone):
+                        async with context.connect(worker.address) as client:
+                            archive = await fetch(client)
+                        if archive_name(archive) == card.blob:
+                            return archive
+                await asyncio.sleep(LOOK)
+    raise Unavailable(f"{card.model} is not on this host, and no worker sends its archive {card.blob}")
 
 
 def _is_in_place(card: ModelCard) -> bool:

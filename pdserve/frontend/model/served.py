@@ -286,19 +286,20 @@ class ServedModels:
     def _update_model(self, model: ServedModel) -> None:
         if model.processor is not None:
             frontends = len(self._view.instances(Role.FRONTEND))
-            workers = self._view.instances(model=model.card.name)
-            ours = [
-                worker
-                for worker in workers
-                if worker.fingerprint == model.card.fingerprint
-                and (worker.role.does(Role.DECODE) or worker.stands_in)
-            ]
-            model.processor.workers.update(ours, max(1, frontends))
+            model.processor.workers.update(self._workers(model.card), max(1, frontends))
             now = in_force({"router": self._context.router}, self._view.settings())
             model.processor.workers.policy = now["router"]
             model.admission.advance()
         if model.retired.is_set():
             model.replace(model.card.name in self._models and not model.live)
+
+    def _workers(self, card: ModelCard) -> list[Instance]:
+        """The workers that frontends may connect to for this card."""
+        return [
+            worker
+            for worker in self._view.instances(model=card.name)
+            if worker.fingerprint == card.fingerprint and (worker.role.does(Role.DECODE) or worker.stands_in)
+        ]
 
     def _warn_if_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
         loaded, before = {card.fingerprint for _, card in cards}, self._mixed.get(name)
@@ -350,7 +351,9 @@ class ServedModels:
         name = model.card.name
         async with AsyncExitStack() as stack:
             async with self._building:
-                serving = (await _import_processor()).serve_model(model.card, self._context)
+                serving = (await _import_processor()).serve_model(
+                    model.card, self._context, lambda: self._workers(model.card)
+                )
                 processor: Processor = await stack.enter_async_context(serving)
             processor.core.on_capacity = model.admission.advance
             try:

@@ -8,10 +8,12 @@ time, never with this host's.
 import hashlib
 import json
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
+from ssl import SSLContext
 from typing import Any
 
 import nats.js.errors
@@ -20,8 +22,9 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
 from pdserve import clock
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import QueueState
+from pdserve.queue.jetstream.client import available, short_connection
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +101,6 @@ class QueueNames:
 
 CONSUMER = "prefill"
 """the durable consumer of a stream, shared by all prefill workers"""
-
-
-def bucket(namespace: str) -> str:
-    """Buckets may hold only letters, digits, `_` and `-`."""
-    return "pdserve-" + token(namespace).replace("_", "__").replace("=", "_x")
 
 
 # the stream
@@ -300,6 +298,24 @@ class ServerClock:
     def age(self, stamp: float) -> float:
         """Seconds since the server stamped a message with these Unix seconds."""
         return max(0.0, time.monotonic() + self.ahead - stamp)
+
+
+async def measure_once(url: str, tls: SSLContext | None) -> float | None:
+    """Return the skew, measured on a stream that exists only for that moment. Raises QueueUnavailable also if the
+    server is not of this graph."""
+    stream = f"pdserve-clock-{secrets.token_hex(4)}"
+    try:
+        with available(url):
+            async with short_connection(url, tls) as client:
+                js = client.jetstream(timeout=API_TIMEOUT)
+                await js.add_stream(StreamConfig(name=stream, subjects=[stream], storage=StorageType.MEMORY))
+                try:
+                    measured = await measure(client, stream)
+                finally:
+                    await js.delete_stream(stream)
+    except ConfigError as error:
+        raise QueueUnavailable(str(error)) from error
+    return measured.skew if measured else None
 
 
 async def measure(client: Client, stream: str) -> ServerClock | None:

@@ -16,7 +16,19 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.errors import PeerGone
 from pdserve.frontend.model.vllm_api import VERSION
-from pdserve.messages import Cancel, Failed, Hello, Outputs, Placed, Refused, Submit, ToDecode, ToFrontend
+from pdserve.messages import (
+    ArchivePart,
+    Cancel,
+    Failed,
+    GetArchive,
+    Hello,
+    Outputs,
+    Placed,
+    Refused,
+    Submit,
+    ToDecode,
+    ToFrontend,
+)
 from pdserve.records import Instance, Role
 from pdserve.stream.memory import MemoryStreamServer
 
@@ -83,6 +95,8 @@ class EchoWorker:
         """answered to every request instead of tokens, under that request's id"""
         self.placed = Placed("", prefill, "test")
         """sent for every request, under that request's id"""
+        self.archive = b""
+        """of the model; sent in two parts"""
         self._model = model
         self._stream = MemoryStreamServer()
         self._frontends: dict[str, None] = {}
@@ -128,10 +142,13 @@ class EchoWorker:
         async for frontend, message in self._stream.received():
             if message is not None:
                 self._frontends[frontend] = None
-                await self._take(message)
+                await self._take(frontend, message)
 
-    async def _take(self, message: ToDecode) -> None:
+    async def _take(self, frontend: str, message: ToDecode) -> None:
         match message:
+            case GetArchive():
+                for part in (self.archive[:100], self.archive[100:], b""):
+                    await self._stream.send(frontend, ArchivePart(part))
             case Hello(version):
                 self.hello = version
             case Cancel(ids):

@@ -6,22 +6,16 @@ import pytest
 
 from pdserve.config.arguments import arguments
 from pdserve.errors import Unavailable
+from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import frontend_argv, model_folder
 from pdserve.frontend.model.vllm_api import parse_args
-from pdserve.queue.base import BlobStore
-from pdserve.records import ModelCard
-from tests.queue.test_archives import tar_of
+from pdserve.records import Instance, ModelCard, Role
+from pdserve.stream import connect
+from pdserve.stream.archives import archive_name
+from tests.frontend.model.echo import EchoWorker
+from tests.stream.test_archives import tar_of
 
-
-class Blobs(BlobStore):
-    def __init__(self, **blobs: bytes) -> None:
-        self.blobs = blobs
-
-    async def put(self, name: str, data: bytes) -> None:
-        self.blobs[name] = data
-
-    async def get(self, name: str) -> bytes:
-        return self.blobs[name]
+ARCHIVE = tar_of(**{"config.json": b"{}", "sub/a.txt": b"a" * 1000})
 
 
 def card(model: str, blob: str = "") -> ModelCard:
@@ -33,26 +27,38 @@ def files(folder: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+async def folder_of(card: ModelCard, state: Path, *workers: Instance) -> str:
+    context = ModelContext(lambda address: connect(address, "frontend-0"), state, "round-robin", 1.0)
+    return await model_folder(card, context, lambda: [*workers])
+
+
 async def test_folder_on_this_host(tmp_path: Path) -> None:
-    assert await model_folder(card(str(tmp_path)), Blobs(), tmp_path) == str(tmp_path)
+    assert await folder_of(card(str(tmp_path)), tmp_path) == str(tmp_path)
 
 
 async def test_hub_id(tmp_path: Path) -> None:
-    assert await model_folder(card("Qwen/Qwen3-8B"), Blobs(), tmp_path) == "Qwen/Qwen3-8B"
+    assert await folder_of(card("Qwen/Qwen3-8B"), tmp_path) == "Qwen/Qwen3-8B"
 
 
-async def test_from_the_object_store(tmp_path: Path) -> None:
-    blobs = Blobs(b=tar_of(**{"config.json": b"{}", "sub/a.txt": b"a"}))
-    folder = await model_folder(card("/elsewhere/model", "b"), blobs, tmp_path)
-    assert files(folder) == {"config.json": b"{}", "sub/a.txt": b"a"}
-    assert await model_folder(card("/elsewhere/model", "b"), blobs, tmp_path) == folder
+async def test_from_a_worker_once(tmp_path: Path) -> None:
+    there = card("/elsewhere/model", archive_name(ARCHIVE))
+    gone = Instance("decode-9", Role.DECODE, address="memory://nowhere")
+    async with EchoWorker("decode-0") as other, EchoWorker("decode-1") as worker:
+        other.archive, worker.archive = b"of another model", ARCHIVE
+        folder = await folder_of(there, tmp_path, gone, other.instance, worker.instance)
+    assert files(folder) == {"config.json": b"{}", "sub/a.txt": b"a" * 1000}
+    assert await folder_of(there, tmp_path) == folder, "also when no worker is there any more"
     assert len(files(str(tmp_path))) == 2
 
 
-@pytest.mark.parametrize(("blob", "part"), [("", "uploaded no archive"), ("gone", "gone")])
-async def test_nowhere(tmp_path: Path, blob: str, part: str) -> None:
-    with pytest.raises(Unavailable, match=part):
-        await model_folder(card("/elsewhere/model", blob), Blobs(), tmp_path)
+@pytest.mark.parametrize(
+    ("blob", "part"), [("", "has no archive"), ("gone", "no worker sends its archive gone")]
+)
+async def test_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blob: str, part: str) -> None:
+    monkeypatch.setattr("pdserve.frontend.model.processor.FETCH_WITHIN", 0.1)
+    async with EchoWorker("decode-0") as worker:
+        with pytest.raises(Unavailable, match=part):
+            await folder_of(card("/elsewhere/model", blob), tmp_path, worker.instance)
 
 
 def argv(**engine_args: object) -> list[str]:

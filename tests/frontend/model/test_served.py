@@ -15,16 +15,17 @@ from rich.console import Console
 from pdserve.cli.find import GraphAddress
 from pdserve.cli.status import render
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.model.processor import Processor, serve_model
+from pdserve.frontend.model.processor import Processor, Workers, serve_model
 from pdserve.messages import Load, WorkerLoad
 from pdserve.observe.graph_state import graph_state
 from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.view import RegistryView
+from pdserve.stream.archives import pack_model
 from pdserve.watch import Watched
 from tests.conditions import until
-from tests.frontend.conftest import Graph, card
+from tests.frontend.conftest import MODEL, Graph, card
 from tests.frontend.test_generate import completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -80,9 +81,9 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
     build = asyncio.Event()
 
     @asynccontextmanager
-    async def slowly(card: ModelCard, context: ModelContext) -> AsyncIterator[Processor]:
+    async def slowly(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
         await build.wait()
-        async with serve_model(card, context) as processor:
+        async with serve_model(card, context, workers) as processor:
             yield processor
 
     monkeypatch.setattr("pdserve.frontend.model.processor.serve_model", slowly)
@@ -102,7 +103,7 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
 async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
     cores = []
     for number in range(3):
-        async with serve_model(card(f"passing-{number}"), graph.models._context) as processor:
+        async with serve_model(card(f"passing-{number}"), graph.models._context, list) as processor:
             cores.append(weakref.ref(processor.core))
         del processor
     gc.collect()
@@ -156,7 +157,14 @@ async def test_another_vllm_version_is_not_served(graph: Graph, caplog: pytest.L
     assert any("old is not served" in record.getMessage() for record in caplog.records)
 
 
-async def test_a_model_folder_that_is_nowhere(graph: Graph) -> None:
+async def test_a_model_on_another_host_is_served_with_its_workers_archive(graph: Graph) -> None:
+    async with graph.worker("elsewhere", archive=pack_model(MODEL)):
+        answer = await graph.http.post("/v1/completions", json=completion(model="elsewhere"))
+    assert answer.status_code == 200
+
+
+async def test_a_model_folder_that_is_nowhere(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.frontend.model.processor.FETCH_WITHIN", 0.1)
     async with MemoryRegistry(graph.registry) as registry:
         lost = card("lost", model="/nowhere/model", blob="gone")
         await registry.put(keys.card("lost", "decode-9-y"), encode_record(lost))

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from pdserve.frontend.model import ModelContext, vllm_api
 from pdserve.stream import connect
 from pdserve.stream.base import StreamClient
-from tests.frontend.conftest import NoBlobs, card
+from tests.frontend.conftest import card
 
 # What AsyncLLM does with its engine core: a new use must be answered by RemoteCore, or be one that may fail.
 CORE_USES = {
@@ -49,7 +49,7 @@ def test_remote_core_answers_all_uses(tmp_path: Path) -> None:
     def connected(address: str) -> StreamClient:
         return connect(address, "frontend-0")
 
-    core = RemoteCore(card(), ModelContext(connected, NoBlobs(), tmp_path, "round-robin", 1.0))
+    core = RemoteCore(card(), ModelContext(connected, tmp_path, "round-robin", 1.0))
     missing = {name for name in CORE_USES if not hasattr(core, name)}
     assert not missing
 

@@ -1,18 +1,19 @@
-"""A model's archive: what is in it, its name, and what is refused when it is unpacked."""
+"""A model's archive: what is in it, its name, and what is refused when it is unpacked; how a frontend gets it."""
 
 import asyncio
 import io
 import os
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pdserve.errors import Unavailable
-from pdserve.queue import archives
-from pdserve.queue.archives import StoredArchive, archive_name, pack_model, unpack
-from pdserve.queue.memory import MemoryBlobs, MemoryBroker
-from tests.conditions import until
+from pdserve.messages import ArchivePart, GetArchive
+from pdserve.stream import archives
+from pdserve.stream.archives import ModelArchive, archive_name, fetch, pack_model, unpack
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 
 
 @pytest.fixture
@@ -73,40 +74,31 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         unpack(tar_of(a=b"x" * 11), tmp_path / "models")
 
 
-async def test_it_is_stored_under_its_name(folder: Path) -> None:
-    blobs = MemoryBlobs(MemoryBroker())
-    archive = StoredArchive(str(folder), blobs)
+@pytest.mark.parametrize("size", [0, 1, 100, 250])
+async def test_it_arrives_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(archives, "PART", 100)
+    archive = ModelArchive(str(folder))
     await archive.make()
-    assert archive_name(await blobs.get(archive.name)) == archive.name
+    archive._data = archive._data[:size]
+    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "one") as client:
+        fetching = asyncio.create_task(fetch(client))
+        frontend, message = await anext(aiter(server.received()))
+        assert message == GetArchive()
+        await archive.send(partial(server.send, frontend))
+        assert await fetching == archive._data
 
 
-async def test_a_hub_id_has_no_archive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.queue.archives.CHECK", 0.01)
-    broker = MemoryBroker()
-    archive = StoredArchive("Qwen/Qwen3-0.6B", MemoryBlobs(broker))
+async def test_an_endless_one_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "MAX_ARCHIVE", 10)
+    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "one") as client:
+        fetching = asyncio.create_task(fetch(client))
+        frontend, _ = await anext(aiter(server.received()))
+        await server.send(frontend, ArchivePart(b"x" * 11))
+        with pytest.raises(Unavailable, match="too large"):
+            await fetching
+
+
+async def test_a_hub_id_has_no_archive() -> None:
+    archive = ModelArchive("Qwen/Qwen3-0.6B")
     await archive.make()
     assert archive.name == ""
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(archive.keep_stored(), 0.05)
-    assert not broker.blobs
-
-
-async def test_it_is_stored_when_nats_comes_late_and_when_nats_has_lost_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("pdserve.queue.archives.RETRY", 0.01)
-    monkeypatch.setattr("pdserve.queue.archives.CHECK", 0.01)
-    broker = MemoryBroker()
-    await broker.down()
-    archive = StoredArchive(str(folder), MemoryBlobs(broker))
-    await archive.make()
-    assert archive.name, "the card names it all the same"
-    keeping = asyncio.create_task(archive.keep_stored())
-    await asyncio.sleep(0.05)
-    assert caplog.text.count("for now") == 1, "said once"
-    await broker.up()
-    await until(lambda: bool(broker.blobs))
-    broker.blobs.clear()
-    await until(lambda: bool(broker.blobs))
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)

@@ -1,4 +1,5 @@
-"""A model's folder without its weights, as one archive in the blob store, for frontends on other hosts."""
+"""A model's folder without its weights, as one archive, which frontends on other hosts get from a decode worker over a
+stream (docs/decisions/0053-archives-over-streams.md)."""
 
 import asyncio
 import gzip
@@ -8,32 +9,26 @@ import logging
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from pdserve.errors import QueueUnavailable, Unavailable
-from pdserve.queue.base import BlobStore
+from pdserve.errors import Unavailable
+from pdserve.messages import ArchivePart, GetArchive
+from pdserve.stream.base import StreamClient
+from pdserve.tasks import Apart
 
 log = logging.getLogger(__name__)
 
 _WEIGHTS = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".ckpt",
-    ".npz",
-    ".tflite",
-}
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz", ".tflite",
+}  # fmt: skip
 _LARGEST = 100 << 20
 """bytes; larger files are left out. The largest tokenizers have some 40 MB"""
 MAX_ARCHIVE = 1 << 30
 """bytes that an archive may unpack to: tokenizers and configs, never weights"""
-RETRY, CHECK = 5.0, 60.0
-"""seconds until an archive is stored again: while NATS is away, and while it is there"""
+PART = 1 << 20
+"""bytes of an archive in one message"""
+TOO_LARGE = "the model archive is too large to hold only tokenizer and configuration"
 
 
 def pack_model(folder: Path) -> bytes:
@@ -54,47 +49,44 @@ def pack_model(folder: Path) -> bytes:
 
 
 def archive_name(archive: bytes) -> str:
-    """Return the archive's digest, so that the same files are stored once."""
+    """Return the archive's digest, by which a frontend knows that its host has the same files."""
     return hashlib.sha256(archive).hexdigest()[:32]
 
 
-class StoredArchive:
-    """A model's archive in NATS' object store; without `blobs` there is none. The model card may name it before it is
-    stored: frontends that need it try again."""
+class ModelArchive:
+    """The archive of a decode worker's model."""
 
-    def __init__(self, model: str, blobs: BlobStore | None) -> None:
+    def __init__(self, model: str) -> None:
         self.name = ""
-        """name in the store; empty for a hub id, which every host can load by itself"""
+        """empty for a hub id, which every host can load by itself"""
         self._model = Path(model)
-        self._blobs = blobs
         self._data = b""
-        self._missing = False
 
     async def make(self) -> None:
-        """Pack the archive, and store it if NATS is there."""
-        if self._blobs is not None and await asyncio.to_thread(self._model.is_dir):
+        if await asyncio.to_thread(self._model.is_dir):
             self._data = await asyncio.to_thread(pack_model, self._model)
             self.name = archive_name(self._data)
-            await self._store(self._blobs)
 
-    async def keep_stored(self) -> None:
-        """Store it again and again, for ever: NATS may come late, or lose its data."""
-        while True:
-            await asyncio.sleep(RETRY if self._missing else CHECK)
-            if self._blobs is not None and self.name:
-                await self._store(self._blobs)
+    async def send(self, send: Callable[[ArchivePart], Awaitable[None]]) -> None:
+        """Answer a `GetArchive`."""
+        with Apart("model archive"):
+            for start in range(0, len(self._data), PART):
+                await send(ArchivePart(self._data[start : start + PART]))
+            await send(ArchivePart())
 
-    async def _store(self, blobs: BlobStore) -> None:
-        missed, self._missing = self._missing, False
-        try:
-            await blobs.put(self.name, self._data)
-        except QueueUnavailable as error:
-            self._missing = True
-            if not missed:
-                log.warning("frontends on other hosts will not find the tokenizer for now: %s", error)
-            return
-        if missed:
-            log.info("frontends on other hosts will find the tokenizer: NATS is back")
+
+async def fetch(worker: StreamClient) -> bytes:
+    """Return the archive of the worker's model. Raises PeerGone, and Unavailable if it is too large."""
+    await worker.send(GetArchive())
+    data = bytearray()
+    async for message in worker.received():
+        if isinstance(message, ArchivePart):
+            data += message.data
+            if len(data) > MAX_ARCHIVE:
+                raise Unavailable(TOO_LARGE)
+            if not message.data:
+                break
+    return bytes(data)
 
 
 def unpack(archive: bytes, folder: Path) -> Path:
@@ -112,7 +104,7 @@ def unpack(archive: bytes, folder: Path) -> Path:
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             if sum(member.size for member in tar) > MAX_ARCHIVE:
-                raise Unavailable("the model archive is too large to hold only tokenizer and configuration")
+                raise Unavailable(TOO_LARGE)
             tar.extractall(fresh, filter="data")
         _move(fresh, target)
     except (tarfile.TarError, EOFError, OSError) as error:
