@@ -347,12 +347,12 @@ async def test_a_greeting_that_does_not_end_is_not_waited_for(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "GREET_WITHIN", 0.5)
+    started = time.monotonic()
     async with (
         wire.server() as server,
         wire.raw(server.address) as slow,
         wire.raw(server.address) as mute,
     ):
-        started = time.monotonic()
         greeting = frame(GREETING + b" " + b"x" * 900)
         while not slow.reader.at_eof():
             slow.send(greeting[:1])
