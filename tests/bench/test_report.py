@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from pdserve_bench.report import (
     Cell,
@@ -22,7 +23,7 @@ from pdserve_bench.report import (
     machine,
 )
 from pdserve_bench.report.origin import command_line, revision
-from pdserve_bench.report.plot import colours_of
+from pdserve_bench.report.plot import colours_of, draw
 
 from pdserve.errors import ConfigError
 from tests.terminal import Terminal
@@ -160,7 +161,6 @@ LONG = "a system with max-num-batched-tokens=2048 and max-num-seqs=256, which ta
 NASTY = [
     Chart("no series", "lines", "x", "y", []),
     Chart("no points", "bars", "x", "y", [Series("a", [], [])]),
-    Chart("no samples", "cdf", "x", "y", [Series("a", [], []), Series("b", [NAN], [])]),
     Chart("only NaN", "dots", "x", "y", [Series("a", [1, 2], [NAN, None])], log_y=True),
     Chart("zeros", "lines", "x", "y", [Series("a", [0, 1, 100], [5, 0, 1e6])], log_x=True, log_y=True),
     Chart("one point", "lines", "x", "y", [Series("a", [3], [4])], {"far": 70}, {"left": -3, "none": NAN}),
@@ -178,6 +178,21 @@ def test_nothing_that_was_measured_breaks_a_picture(tmp_path: Path) -> None:
     assert imread(tmp_path / "v0.2.png").shape[1] == 1500
     Report("nothing").write(None, tmp_path / "x.png")
     assert imread(tmp_path / "x.png").shape[1] == 1500
+
+
+def test_ticks_are_plain_numbers_with_their_unit() -> None:
+    """Also on a logarithmic scale, where matplotlib writes powers of ten as mathematics, which is off."""
+    series = [Series("a", [1, 32, 1000], [0.02, 0.3, 0.4])]
+    chart = Chart("", "lines", "", "", series, log_x=True, log_y=True, y_unit="s")
+    figure = Figure()
+    axes = figure.subplots()
+    draw(axes, chart, colours_of([chart]))
+    figure.draw_without_rendering()
+    ticks = [
+        text.get_text() for text in (*axes.get_xticklabels(which="both"), *axes.get_yticklabels(which="both"))
+    ]
+    assert {"1", "100", "20 ms", "200 ms"} <= set(ticks)
+    assert not any("^" in text or "e+" in text for text in ticks)
 
 
 def test_a_label_has_one_colour_and_a_baseline_is_grey() -> None:

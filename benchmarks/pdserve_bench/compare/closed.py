@@ -275,7 +275,7 @@ class ClosedLoops:
 
 
 def _phase(turn: Turn) -> str:
-    return f"round {turn.round + 1}, {turn.clients} clients: {turn.system}" + (" again" if turn.again else "")
+    return f"round {turn.round + 1}, c={turn.clients}: {turn.system}" + (" again" if turn.again else "")
 
 
 def score(measured: Sequence[Measured]) -> float:

@@ -70,10 +70,10 @@ class Series:
 @dataclass(frozen=True)
 class Chart:
     """`lines` joins points, `dots` does not; `bars` has a group for each x (a text) and in it a horizontal bar for each
-    series; `cdf` takes samples as xs (no ys) and draws the share of them up to each."""
+    series."""
 
     title: str
-    kind: Literal["lines", "bars", "cdf", "dots"]
+    kind: Literal["lines", "bars", "dots"]
     x_label: str
     y_label: str
     series: Sequence[Series]
@@ -84,9 +84,8 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     better: Literal["", "higher", "lower"] = ""
-    x_unit: str = ""
-    """`s` for values in seconds (shown as 20 ms), `share` for 0 to 1 (shown as %); empty: the unit is in the label"""
     y_unit: str = ""
+    """`s` for values in seconds (shown as 20 ms), `share` for 0 to 1 (shown as %); empty: the unit is in the label"""
 
 
 @dataclass

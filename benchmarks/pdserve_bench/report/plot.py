@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, Formatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from pdserve_bench.report import BROKEN_OFF, Chart, Report, Series
 from pdserve_bench.report.terminal import printable
@@ -21,6 +21,8 @@ _WIDTH, _HIGH, _BAR = 10.0, 3.2, 0.22
 """inches: of the picture, of a chart, of a bar"""
 _LETTERS = 110
 """of a line of text"""
+_LABEL = 60
+"""letters of a label"""
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98500", "#2b9bd6")
 """can be told apart with any kind of colour blindness (after Okabe and Ito)"""
 _GREYS = ("#7a828c", "#a4abb3", "#545b64")
@@ -72,9 +74,6 @@ def draw(axes: Axes, chart: Chart, colours: Mapping[str, str]) -> None:
         style: dict[str, Any] = {"color": colours[series.label], "label": _shown(series.label)}
         if bars:
             _bars(axes, chart, series, place, style)
-        elif chart.kind == "cdf":
-            if samples := [x for x in _numbers(series.xs) if math.isfinite(x)]:
-                axes.ecdf(samples, **style)
         else:
             xs = (
                 series.xs if all(isinstance(x, int | float) for x in series.xs) else [*map(_shown, series.xs)]
@@ -119,21 +118,25 @@ def _axes(axes: Axes, chart: Chart) -> None:
     axes.set_xlabel(_shown(chart.y_label if bars else chart.x_label))
     if not bars:
         axes.set_ylabel(_shown(chart.y_label))
-    lows = axes.dataLim
-    if chart.log_x and lows.x0 > 0:
-        axes.set_xscale("log")
-    if chart.log_y and lows.y0 > 0:
-        axes.set_yscale("log")
-    if form := _form(chart.y_unit):
-        (axes.xaxis if bars else axes.yaxis).set_major_formatter(form)
-    if not bars and (form := _form(chart.x_unit)):
-        axes.xaxis.set_major_formatter(form)
-
-
-def _form(unit: str) -> Formatter | None:
-    if unit == "share":
-        return PercentFormatter(1.0)
-    return EngFormatter(unit) if unit else None
+    form = (
+        PercentFormatter(1.0)
+        if chart.y_unit == "share"
+        else EngFormatter(chart.y_unit)
+        if chart.y_unit
+        else None
+    )
+    values = axes.xaxis if bars else axes.yaxis
+    for axis, log, least in (
+        (axes.xaxis, chart.log_x, axes.dataLim.x0),
+        (axes.yaxis, chart.log_y, axes.dataLim.y0),
+    ):
+        if log and least > 0:
+            (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    if form:
+        values.set_major_formatter(form)
 
 
 def _inches(chart: Chart) -> float:
@@ -152,7 +155,8 @@ def _numbers(values: Iterable[object]) -> list[float]:
 
 def _shown(text: object) -> str:
     """A text from anywhere, which may be long; one that begins with `_` would be left out of a legend."""
-    found = textwrap.shorten(printable(str(text)), 60, placeholder="…")
+    found = " ".join(printable(str(text)).split())
+    found = found if len(found) <= _LABEL else f"{found[: _LABEL - 1]}…"
     return f"\N{ZERO WIDTH SPACE}{found}" if found.startswith("_") else found
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import psutil
 
@@ -42,13 +41,6 @@ class CpuMeter:
             with suppress(psutil.Error):
                 self._processes.append((process.pid, label(process)))
         self._last: dict[int, float] = {}
-
-    @classmethod
-    def of(cls, *meters: "CpuMeter") -> Self:
-        """All of them together."""
-        found = cls(())
-        found._processes = [process for meter in meters for process in meter._processes]
-        return found
 
     def read(self) -> CpuReading:
         spent: dict[str, float] = {}

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 
-from pdserve.records import Instance, Role, decode_instance
 from pdserve.registry import connect, keys
 from pdserve.tasks import Lifetime
 from pdserve_bench.endpoint import Endpoint
@@ -41,10 +40,6 @@ class RunningSystem:
         """Live settings; the others are those of its file. Raises ValueError where it has none."""
         if settings:
             raise ValueError(f"no such settings here: {', '.join(settings)}")
-
-    async def instances(self, role: Role) -> list[Instance]:
-        """What its processes of this role say of themselves. Empty where it is no graph."""
-        return []
 
 
 class System(ABC):
@@ -110,11 +105,6 @@ class _RunningGraph(RunningSystem):
                 await self._registry.delete(key)
         for name, value in settings.items():
             await self._registry.put(keys.setting(name), value.encode(), leased=False)
-
-    async def instances(self, role: Role) -> list[Instance]:
-        found = await self._registry.read(keys.INSTANCES)
-        instances = [decode_instance(value) for value in found.values()]
-        return [instance for instance in instances if instance.role.does(role)]
 
 
 class Stage(Lifetime):
