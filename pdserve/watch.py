@@ -45,7 +45,7 @@ MAX_TICKS = 150
 """ticks that a frontend keeps: 5 minutes"""
 MOST_KEPT, KEPT_FOR = 1000, 900.0
 """how many receipts of finished requests a frontend keeps, and for how many seconds"""
-MAX_TOLD = 100
+MAX_REPORTED = 100
 """the newest receipts that a frontend reports at once: encoding more would delay its streams"""
 MAX_ASTRAY = 30
 """older receipts with a detour, the newest, that it reports in addition"""
@@ -103,9 +103,9 @@ class Receipt(Struct, frozen=True):
         return any(hop.name in DETOURS for hop in self.hops)
 
 
-def newest(limit: int, *told: Sequence[Receipt]) -> list[Receipt]:
+def newest(limit: int, *reported: Sequence[Receipt]) -> list[Receipt]:
     """Merge the receipts of several processes, the newest first."""
-    return sorted((receipt for some in told for receipt in some), key=lambda receipt: receipt.age)[:limit]
+    return sorted((receipt for some in reported for receipt in some), key=lambda receipt: receipt.age)[:limit]
 
 
 class LinkState(Struct, frozen=True):
@@ -176,7 +176,7 @@ class Watched(Struct, frozen=True):
     ticks: list[Tick] = []
     """of a frontend: the newest last"""
     receipts: list[Receipt] = []
-    """of a frontend: the newest first, `MAX_TOLD` and `MAX_ASTRAY`"""
+    """of a frontend: the newest first, `MAX_REPORTED` and `MAX_ASTRAY`"""
     outages: list[Outage] = []
     gone: list[Gone] = []
     """of a frontend"""

@@ -13,7 +13,7 @@ from pdserve.observe.graph_state import (
     short_names,
 )
 from pdserve.records import Instance, Role
-from pdserve.watch import BUCKETS, MAX_TOLD, TICK, LinkState, Receipt, Tick, Watched
+from pdserve.watch import BUCKETS, MAX_REPORTED, TICK, LinkState, Receipt, Tick, Watched
 
 
 def histogram(*seconds: float) -> list[int]:
@@ -102,17 +102,17 @@ def test_a_short_name_stands_for_one_instance() -> None:
 
 
 def test_receipts_of_all_frontends_the_newest_first() -> None:
-    told = [Receipt(str(age), f"frontend-{age % 2}", "/", age) for age in range(MAX_TOLD)]
+    told = [Receipt(str(age), f"frontend-{age % 2}", "/", age) for age in range(MAX_REPORTED)]
     found = state({"a": Watched(receipts=told[::2]), "b": Watched(receipts=told)}).receipts
-    assert len(found) == MAX_TOLD
+    assert len(found) == MAX_REPORTED
     assert [receipt.age for receipt in found] == sorted(receipt.age for receipt in found)
 
 
 def test_receipts_with_a_detour_are_kept_beyond_the_newest() -> None:
-    usual = [Receipt(str(age), "a", "/", age) for age in range(MAX_TOLD + 5)]
+    usual = [Receipt(str(age), "a", "/", age) for age in range(MAX_REPORTED + 5)]
     fell = Receipt("fell", "a", "/", 500.0, hops=[Hop("fallback", 0.5, why="timeout")])
     found = state({"a": Watched(receipts=[*usual, fell])}).receipts
-    assert [receipt.request_id for receipt in found[MAX_TOLD - 1 :]] == [str(MAX_TOLD - 1), "fell"]
+    assert [receipt.request_id for receipt in found[MAX_REPORTED - 1 :]] == [str(MAX_REPORTED - 1), "fell"]
 
 
 def test_detours_are_listed_the_newest_first() -> None:

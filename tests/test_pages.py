@@ -15,7 +15,7 @@ from pdserve.messages import Load
 from pdserve.observe import pages
 from pdserve.observe.pages import read_loads, read_receipts, read_watched, serve_pages
 from pdserve.records import Instance, Role
-from pdserve.watch import MAX_TOLD, Receipt, Watched
+from pdserve.watch import MAX_REPORTED, Receipt, Watched
 from tests.conditions import until
 
 
@@ -67,7 +67,7 @@ async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_process_that_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "TOLD_WITHIN", 0.05)
+    monkeypatch.setattr(pages, "ANSWER_WITHIN", 0.05)
     with serve_pages("127.0.0.1") as page:
         url = page.metrics.replace("metrics", "watch")
         with _connection(page.metrics, b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
@@ -88,7 +88,7 @@ async def test_pages_are_refused_under_foreign_names_and_bound_what_is_asked(
                 for name in ("evil.example", "127.0.0.1.nip.io:80", "[::1", ""):
                     assert (await http.get(path, headers={"host": name})).status_code == 403
                 assert (await http.get(path, headers={"host": "localhost:80"})).status_code == 200
-    assert asked[:4] == [MAX_TOLD, MAX_TOLD, MAX_TOLD, 7]
+    assert asked[:4] == [MAX_REPORTED, MAX_REPORTED, MAX_REPORTED, 7]
     assert capfd.readouterr().err == ""
 
 

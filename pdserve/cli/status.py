@@ -55,7 +55,7 @@ def status(
     ] = False,
 ) -> int:
     """Show the processes of a running graph: those that are registered in etcd, with their load and KV usage as they
-    tell them (`?` where one does not answer), and those that should be there; what is wrong, the models, the prefill
+    report them (`?` where one does not answer), and those that should be there; what is wrong, the models, the prefill
     queue and the live settings. While etcd does not answer, the processes are those that `serve` on this machine saw
     there last. Exit code 1 where nothing runs.
 
@@ -113,15 +113,15 @@ async def _states(view: GraphView, etcd: str) -> AsyncIterator[GraphState]:
 
 def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
     """Plain data: the registry's records, and each process's load and links (None and [] where it did not answer)."""
-    told = msgspec.to_builtins(state)
-    cards = told.pop("cards")
+    fields = msgspec.to_builtins(state)
+    cards = fields.pop("cards")
     return {
         "etcd": graph.etcd,
         "namespace": graph.namespace,
         "url": graph.url,
-        **told,
+        **fields,
         "instances": [
-            {**each["instance"], "load": each["load"], "links": each["links"]} for each in told["instances"]
+            {**each["instance"], "load": each["load"], "links": each["links"]} for each in fields["instances"]
         ],
         "models": {
             name: [{"instance": owner, **card} for owner, card in written] for name, written in cards.items()

@@ -81,11 +81,11 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     async with view_of(graph) as view:
         frontends = view.instances(Role.FRONTEND)
         found = await read_receipts(frontends, 1, request_id=wanted) if wanted else []
-        told = {} if found else await read_watched(frontends)
-    last = newest(MOST_KEPT, *(frontend.receipts for frontend in told.values()))
+        answers = {} if found else await read_watched(frontends)
+    last = newest(MOST_KEPT, *(frontend.receipts for frontend in answers.values()))
     matches = found or (matching(last, wanted) if wanted else last)
     if wanted and not matches:
-        print(f"pdserve: {not_found(wanted, frontends, told, last)}", file=sys.stderr)
+        print(f"pdserve: {not_found(wanted, frontends, answers, last)}", file=sys.stderr)
         return 1
     one = matches[0] if wanted and len(matches) == 1 else None
     if as_json:

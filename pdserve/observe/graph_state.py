@@ -16,8 +16,8 @@ from pdserve.watch import (
     BUCKETS,
     DETOURS,
     MAX_ASTRAY,
+    MAX_REPORTED,
     MAX_TICKS,
-    MAX_TOLD,
     TICK,
     Gone,
     LinkState,
@@ -66,7 +66,7 @@ class GraphState(Struct, frozen=True):
     moments: list[Moment]
     """the oldest first"""
     receipts: list[Receipt]
-    """the newest first: `MAX_TOLD`, then up to `MAX_ASTRAY` older ones with a detour"""
+    """the newest first: `MAX_REPORTED`, then up to `MAX_ASTRAY` older ones with a detour"""
     outages: dict[str, list[Outage]]
     """by the id of the instance that reports them, or the name of another process that looks at the graph"""
     gone: list[Gone]
@@ -81,11 +81,11 @@ def graph_state(
     watched: Mapping[str, Watched],
 ) -> GraphState:
     """`watched`: by instance id, without the processes that did not answer. Pure."""
-    loads = [told.load for told in watched.values()]
+    loads = [reported.load for reported in watched.values()]
     ordered = sorted(instances, key=lambda instance: place(instance.role, instance.id))
-    receipts = [receipt for told in watched.values() for receipt in told.receipts]
+    receipts = [receipt for reported in watched.values() for receipt in reported.receipts]
     receipts.sort(key=lambda receipt: receipt.age)
-    astray = [receipt for receipt in receipts[MAX_TOLD:] if receipt.astray]
+    astray = [receipt for receipt in receipts[MAX_REPORTED:] if receipt.astray]
     return GraphState(
         queue_depth=max((load.queue_depth for load in loads), default=0),
         queue_limit=max((load.queue_limit for load in loads), default=0),
@@ -93,15 +93,15 @@ def graph_state(
         slots=list(slots),
         cards=dict(cards),
         settings=dict(settings),
-        moments=moments([told.ticks for told in watched.values()]),
-        receipts=receipts[:MAX_TOLD] + astray[:MAX_ASTRAY],
-        outages={name: told.outages for name, told in watched.items() if told.outages},
+        moments=moments([reported.ticks for reported in watched.values()]),
+        receipts=receipts[:MAX_REPORTED] + astray[:MAX_ASTRAY],
+        outages={name: reported.outages for name, reported in watched.items() if reported.outages},
         gone=_gone(watched.values(), {each.id for each in ordered}),
     )
 
 
 def _gone(watched: Iterable[Watched], there: Container[str]) -> list[Gone]:
-    found = {each.id: each for told in watched for each in told.gone if each.id not in there}
+    found = {each.id: each for reported in watched for each in reported.gone if each.id not in there}
     return sorted(found.values(), key=lambda each: each.seconds)
 
 
@@ -191,5 +191,5 @@ def place(role: Role, name: str) -> tuple[int, list[tuple[int, str]]]:
     return _ORDER[role.value], [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
-def _instance(instance: Instance, told: Watched | None) -> InstanceState:
-    return InstanceState(instance, told.load if told else None, told.links if told else [])
+def _instance(instance: Instance, reported: Watched | None) -> InstanceState:
+    return InstanceState(instance, reported.load if reported else None, reported.links if reported else [])

@@ -25,10 +25,10 @@ from pdserve.messages import Load, reader
 from pdserve.observe.metrics import TASKS
 from pdserve.ports import is_loopback, names_this_machine
 from pdserve.records import Instance
-from pdserve.watch import MAX_TOLD, Receipt, Watched, newest
+from pdserve.watch import MAX_REPORTED, Receipt, Watched, newest
 
 METRICS, WATCH, RECEIPTS = "/metrics", "/watch", "/receipts"
-TOLD_WITHIN = 1.0
+ANSWER_WITHIN = 1.0
 """seconds that a process's event loop has to answer"""
 READ_WITHIN = 2.0
 """seconds that a process has to answer"""
@@ -77,8 +77,8 @@ def serve_pages(host: str) -> Iterator[ProcessPages]:
         elif path == RECEIPTS:
             asked = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
             limit, key, request_id = (asked.get(name, [None])[0] for name in ("limit", "key", "id"))
-            most = int(limit) if limit and limit.isdecimal() and len(limit) < 4 else MAX_TOLD
-            question = partial(pages.receipts, min(most, MAX_TOLD), key, request_id or "")
+            most = int(limit) if limit and limit.isdecimal() and len(limit) < 4 else MAX_REPORTED
+            question = partial(pages.receipts, min(most, MAX_REPORTED), key, request_id or "")
         else:
             return metrics(environ, start_response)
         try:
@@ -137,16 +137,16 @@ class _PagesServer(ThreadingMixIn, WSGIServer):
 
 def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
     """Call `question` in the event loop. Raises what it raises, and TimeoutError."""
-    told: Future[T] = Future()
+    answer: Future[T] = Future()
 
-    def tell() -> None:
+    def call() -> None:
         try:
-            told.set_result(question())
+            answer.set_result(question())
         except Exception as error:
-            told.set_exception(error)
+            answer.set_exception(error)
 
-    loop.call_soon_threadsafe(tell)
-    return told.result(TOLD_WITHIN)
+    loop.call_soon_threadsafe(call)
+    return answer.result(ANSWER_WITHIN)
 
 
 async def read_watched(
@@ -157,7 +157,7 @@ async def read_watched(
 
 
 async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
-    return {name: told.load for name, told in (await read_watched(instances)).items()}
+    return {name: watched.load for name, watched in (await read_watched(instances)).items()}
 
 
 async def read_receipts(
@@ -180,16 +180,16 @@ async def _read_all(
         async with httpx.AsyncClient(trust_env=False, verify=False) as own:
             return await _read_all(instances, page, decode, own)
     asking = asyncio.Semaphore(AT_ONCE)
-    told: dict[str, T] = {}
+    answers: dict[str, T] = {}
 
     async def read(instance: Instance) -> None:
         try:
             async with asking, asyncio.timeout(READ_WITHIN):
                 answer = await client.get(instance.metrics.removesuffix(METRICS) + page)
             if answer.status_code == 200:
-                told[instance.id] = decode(answer.content)
+                answers[instance.id] = decode(answer.content)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ProtocolError):
             pass
 
     await asyncio.gather(*map(read, instances))
-    return told
+    return answers

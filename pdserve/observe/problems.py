@@ -88,8 +88,8 @@ def nodes(state: GraphState, now: float) -> list[Node]:
             node = replace(node, state=DRAINING if instance.draining else READY)
         elif node.state == READY:
             node = _silent(node)
-        shown, told = names[instance.id], {"load": each.load, "links": each.links}
-        found.append(replace(node, name=shown, host=instance.host, instance=instance, **told))
+        shown, reported = names[instance.id], {"load": each.load, "links": each.links}
+        found.append(replace(node, name=shown, host=instance.host, instance=instance, **reported))
     gone = [_node(slot, now) for slot in slots.values()]
     found += [_silent(node) if node.state == READY else node for node in gone]
     return sorted(found, key=lambda node: place(node.role, node.name))
@@ -97,7 +97,7 @@ def nodes(state: GraphState, now: float) -> list[Node]:
 
 def problems(state: GraphState, found: Sequence[Node]) -> list[Problem]:
     """The worst first; empty where all is well. `found`: the state's `nodes`."""
-    told = [
+    listed = [
         *_outages(state, found),
         *_processes(found, _lost(state.receipts), state.gone),
         *_missing(found),
@@ -106,12 +106,12 @@ def problems(state: GraphState, found: Sequence[Node]) -> list[Problem]:
         *_links(found),
         *_fallbacks(state.receipts),
     ]
-    told.sort(key=lambda problem: ("bad", "warn", "info").index(problem.level))
-    if len(told) <= MOST:
-        return told
+    listed.sort(key=lambda problem: ("bad", "warn", "info").index(problem.level))
+    if len(listed) <= MOST:
+        return listed
     return [
-        *told[: MOST - 1],
-        Problem(told[MOST - 1].level, f"and {len(told) - MOST + 1} more of less weight"),
+        *listed[: MOST - 1],
+        Problem(listed[MOST - 1].level, f"and {len(listed) - MOST + 1} more of less weight"),
     ]
 
 
@@ -236,7 +236,7 @@ def _links(found: Sequence[Node]) -> Iterator[Problem]:
     ]
     for source, target, link in links:
         if target in down:
-            continue  # told already
+            continue  # the process is a problem already
         why = f": {link.failure}" if link.failure else ""
         if not link.up and link.kind == "kv":
             yield Problem("bad", f"{source} does not read KV from {target}{why}", [source, target])
@@ -281,10 +281,10 @@ def _moved(why_lost: Sequence[str]) -> str:
 
 
 def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:
-    told = [hop.why for age, hop, _ in detours(receipts) if hop.name == "fallback" and age < LATELY]
-    if told:
-        failed = f"{count(len(told), 'remote prefill')} of the last {LATELY:.0f} s came to nothing"
-        yield Problem("warn", f"{failed}, and decode workers computed the prompts: {_most(told)}")
+    reasons = [hop.why for age, hop, _ in detours(receipts) if hop.name == "fallback" and age < LATELY]
+    if reasons:
+        failed = f"{count(len(reasons), 'remote prefill')} of the last {LATELY:.0f} s came to nothing"
+        yield Problem("warn", f"{failed}, and decode workers computed the prompts: {_most(reasons)}")
 
 
 def _most(reasons: Iterable[str]) -> str:

@@ -75,7 +75,7 @@ def error_response(path: str, error: PdserveError) -> Response:
 
 def with_one_shape(path: str, body: bytes, status: int = 0) -> bytes:
     """Give an error of vLLM's app, whole or as an event of a stream, the shape of `error_body`: bodies that cannot be
-    read have a `detail`, and what is wrong in a request for Anthropic's route is told as OpenAI does. What the graph
+    read have a `detail`, and what is wrong in a request for Anthropic's route is in OpenAI's shape. What the graph
     caused has the type that its status has everywhere: the app calls a 504 now TimeoutError, now Gateway Timeout."""
     mark = _EVENT if body.startswith(_EVENT) else b""
     try:
@@ -234,8 +234,8 @@ class ResponseWriter:
 def server_timing(hops: Sequence[Hop], *, whole: bool) -> str:
     """Return the `server-timing` header: each hop with its ms and its instance or, where it takes no time, its reason.
     A stream is not `whole` when it begins: its decode is still to come."""
-    told = [hop for hop in hops if hop.name in HOPS and (whole or hop.name != "decode")]
-    return ", ".join(map(_timed, told[:MAX_TIMED]))
+    shown = [hop for hop in hops if hop.name in HOPS and (whole or hop.name != "decode")]
+    return ", ".join(map(_timed, shown[:MAX_TIMED]))
 
 
 def _timed(hop: Hop) -> str:

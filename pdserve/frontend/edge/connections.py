@@ -33,7 +33,7 @@ that a client gets to read a refusal before its connection is closed, or to say 
 SWEEP = 1.0
 """seconds between two looks at all connections"""
 UNREAD = "pdserve.unread"
-"""the extension of the ASGI scope by which a request is told whether its client reads"""
+"""the extension of the ASGI scope by which a request learns whether its client reads"""
 CHUNKS = "pdserve.chunks"
 """the extension by which parts of a response's body are written past its `send`: a `ChunkWriter`"""
 UNSENT = 16 << 10
@@ -220,8 +220,8 @@ class ClientConnection(HttpToolsProtocol):
             self._closing_since = self._closing_since or now
         return now - self._closing_since if self._closing_since else 0.0
 
-    def tell_request(self, unread: bool) -> None:
-        """Tell the request whether its client has stopped to read: it may give its places to others meanwhile."""
+    def report_unread(self, unread: bool) -> None:
+        """Report to the request whether its client has stopped to read: it may give its places to others meanwhile."""
         extensions: dict[str, Any] = {} if self._idle() else dict(self.cycle.scope.get("extensions") or {})
         if UNREAD in extensions:
             extensions[UNREAD](unread)
@@ -333,7 +333,7 @@ class ClientConnections:
     def _look(self, connection: ClientConnection, now: float) -> None:
         client = connection.client[0] if connection.client else "a client"
         unread = connection.unread_seconds(now)
-        connection.tell_request(unread > self._pause_after)
+        connection.report_unread(unread > self._pause_after)
         if unread > self._write_timeout:
             logger.warning("%s has read nothing for %g s: its request ends", client, self._write_timeout)
             CONNECTIONS_CLOSED.labels("unread").inc()

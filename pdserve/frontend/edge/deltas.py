@@ -29,7 +29,7 @@ _json = msgspec.json.Encoder().encode
 
 def is_plain(fields: Mapping[str, object]) -> bool:
     """Whether a request, as decoded from its JSON, asks for a stream of a single text and for nothing that would be
-    told beside it. False for every field that is not known here, and for a tool_choice of null, with which a tool
+    sent beside it. False for every field that is not known here, and for a tool_choice of null, with which a tool
     parser looks at the text."""
     given = {name: value for name, value in fields.items() if value is not None or name == "tool_choice"}
     options, prompt = given.pop("stream_options", {}), given.get("prompt")

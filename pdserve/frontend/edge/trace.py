@@ -22,13 +22,13 @@ MAX_HOPS = 32
 MAX_WHY = 300
 """characters"""
 LONGEST = 1e6
-"""seconds of a hop, and of its start: a worker that tells more, or no number, is not believed"""
+"""seconds of a hop, and of its start: a worker that reports more, or no number, is not believed"""
 NO_WORKER = "no decode worker is there"
 PAUSED = "its place is another client's for a while"
 CLIENT_LEFT = 499
 """in place of a status, where the client left before an answer"""
 RETRY_AFTER = 5.0
-"""seconds that a client is told to wait where no worker can serve it now"""
+"""seconds after which a client may try again where no worker can serve it now"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SequenceHops:
         self._sent: float | None = None
         """when it was sent to the worker that has it; None: no worker has it"""
         self._instance = ""
-        self._told: list[Hop] = []
+        self._reported: list[Hop] = []
         """the hops that this worker reported last"""
         self._first_output: float | None = None
         """when this worker's first output came"""
@@ -86,13 +86,13 @@ class SequenceHops:
 
     def sent(self, instance: str) -> None:
         self.released()
-        self._sent, self._instance, self._told, self._first_output = time.monotonic(), instance, [], None
+        self._sent, self._instance, self._reported, self._first_output = time.monotonic(), instance, [], None
 
-    def told(self, hops: Sequence[Hop]) -> None:
+    def reported(self, hops: Sequence[Hop]) -> None:
         """Its worker reports hops: all that it knows of."""
         if self._sent is not None:
             offset = self._sent - self._started
-            self._told = [
+            self._reported = [
                 Hop(
                     hop.name,
                     offset + _bounded(hop.start),
@@ -133,9 +133,9 @@ class SequenceHops:
         if self._sent is None:
             return []
         if self._first_output is None or last_token < self._first_output:
-            return self._told
+            return self._reported
         since, seconds = self._first_output - self._started, last_token - self._first_output
-        return [*self._told, Hop("decode", since, seconds, self._instance)]
+        return [*self._reported, Hop("decode", since, seconds, self._instance)]
 
     def _keep(self, hops: list[Hop]) -> None:
         self._past += hops[: MAX_HOPS - len(self._past)]
@@ -177,7 +177,7 @@ class RequestTrace:
     _prompts: dict[str, int] = field(default_factory=dict)
     _cached: dict[str, int] = field(default_factory=dict)
     _placed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """by generation: how its prompt got its KV and why, as its worker told last before an output"""
+    """by generation: how its prompt got its KV and why, as its worker reported last before an output"""
     _instances: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What an API key has left of what it may use at this frontend. Pure: the time is told to it, in monotonic seconds.
+"""What an API key has left of what it may use at this frontend. Pure: its caller gives the time, in monotonic seconds.
 
 Requests and tokens come from a bucket that holds a minute's worth and fills steadily; below zero it counts on. Each
 frontend fills its buckets at its share of the rate, by the number of frontends, and asks no other process: in the mean

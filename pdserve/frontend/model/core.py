@@ -160,7 +160,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             case Placed(request_id):
                 if generation := link.generations.get(request_id):
                     generation.placed = message
-                    generation.hops.told(message.hops)
+                    generation.hops.reported(message.hops)
             case Outputs(body):
                 self._take_outputs(link, body)
             case Failed(request_id):

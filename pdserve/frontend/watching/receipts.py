@@ -22,8 +22,8 @@ from pdserve.watch import (
     BUCKETS,
     KEPT_FOR,
     MAX_ASTRAY,
+    MAX_REPORTED,
     MAX_TICKS,
-    MAX_TOLD,
     MOST_KEPT,
     TICK,
     Receipt,
@@ -88,8 +88,8 @@ class Receipts(Rib):
 
     def _reported(self) -> list[Receipt]:
         """Return what dashboards and `status` get: the newest, and older ones of requests that went astray."""
-        now, found = time.monotonic(), self.receipts(MAX_TOLD)
-        since = now - found[-1].age if len(found) == MAX_TOLD else 0.0
+        now, found = time.monotonic(), self.receipts(MAX_REPORTED)
+        since = now - found[-1].age if len(found) == MAX_REPORTED else 0.0
         astray = [
             replace(receipt, age=now - started)
             for started, receipt in reversed(self._astray)
@@ -130,8 +130,8 @@ class Receipts(Rib):
 
     async def _list(self, request: Request) -> Response:
         limit = request.query_params.get("limit", "20")
-        if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= MAX_TOLD:
-            raise HttpError(400, f"limit must be a whole number from 1 to {MAX_TOLD}", "limit")
+        if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= MAX_REPORTED:
+            raise HttpError(400, f"limit must be a whole number from 1 to {MAX_REPORTED}", "limit")
         return _json({"object": "list", "data": await self._find(request, int(limit))})
 
     async def _one(self, request: Request) -> Response:

@@ -22,7 +22,7 @@ from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
 from pdserve.frontend.keys.auth import Viewer
 from pdserve.frontend.server import Frontend
 from pdserve.frontend.watching.dashboard import page as dashboard
-from pdserve.frontend.watching.dashboard.page import SHELL, Dashboard, told
+from pdserve.frontend.watching.dashboard.page import SHELL, Dashboard, shown_to
 from pdserve.graph import service_of
 from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
@@ -137,7 +137,7 @@ class Visit:
 
     async def draws(self, state: GraphState) -> None:
         """Show this state from now on, in place of the frontend's."""
-        found = encode_record(told(state, Viewer(), "frontend-0-aa", NOW, "demo"))
+        found = encode_record(shown_to(state, Viewer(), "frontend-0-aa", NOW, "demo"))
         await self.page.unroute("**/dashboard/state")
         await self.page.route("**/dashboard/state", lambda route: route.fulfill(body=found))
         await self.looks_again()
@@ -461,10 +461,10 @@ async def test_a_key_sees_what_is_its_own() -> None:
     slot = SlotState("decode-0", Role.DECODE, "secret", "stopped", end="exit code 1", cause="/secret/path")
     watched = Watched(links=[link], receipts=receipts, outages=[Outage("etcd", "secret:2379", 1.0)])
     state = graph_state([frontend], [slot], {}, {}, {frontend.id: watched})
-    own = told(state, Viewer("alice", everything=False), frontend.id, 0.0, "demo")
+    own = shown_to(state, Viewer("alice", everything=False), frontend.id, 0.0, "demo")
     assert [receipt.key for receipt in own.receipts] == ["alice"]
     assert "secret" not in str(own)
-    everything = told(state, Viewer("admin"), frontend.id, 0.0, "demo")
+    everything = shown_to(state, Viewer("admin"), frontend.id, 0.0, "demo")
     assert [receipt.key for receipt in everything.receipts] == ["alice", "bob"]
     assert "secret" in str(everything)
 
@@ -473,6 +473,6 @@ async def test_of_very_many_links_those_in_trouble_are_shown() -> None:
     links = [LinkState(f"prefill-{index}-x", "kv", up=index != 700) for index in range(1000)]
     decode = Instance("decode-0-x", Role.DECODE)
     state = graph_state([decode], [], {}, {}, {decode.id: Watched(links=links)})
-    (node,) = told(state, Viewer(), "frontend-0-x", 0.0, "demo").nodes
+    (node,) = shown_to(state, Viewer(), "frontend-0-x", 0.0, "demo").nodes
     assert len(node.links) == 400
     assert not node.links[0].up

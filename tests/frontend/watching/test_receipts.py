@@ -363,7 +363,7 @@ async def test_what_a_worker_reports_wrongly_is_bounded(graph: Graph) -> None:
 async def test_receipts_with_a_detour_are_reported_for_longer(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receipts, "MAX_TOLD", 1)
+    monkeypatch.setattr(receipts, "MAX_REPORTED", 1)
     async with graph.worker() as worker:
         usual = worker.placed
         worker.placed = replace(usual, hops=[Hop("fallback", 0.0, 0.0, worker.id, "timeout")])

@@ -80,8 +80,8 @@ class Dashboard(Rib):
         ]
 
     async def _answer(self, request: Request) -> Response:
-        told = await self.state(self._context.keys.viewer(request.headers))
-        return Response(told, media_type="application/json", headers={"cache-control": "no-store"})
+        found = await self.state(self._context.keys.viewer(request.headers))
+        return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def state(self, viewer: Viewer) -> bytes:
         async with self._reading:
@@ -91,7 +91,7 @@ class Dashboard(Rib):
                 self._answers = {}
             if viewer not in self._answers:
                 self._answers[viewer] = encode_record(
-                    told(self._state, viewer, self._context.id, clock.unix(), self._context.model)
+                    shown_to(self._state, viewer, self._context.id, clock.unix(), self._context.model)
                 )
             return self._answers[viewer]
 
@@ -103,7 +103,7 @@ class Dashboard(Rib):
         return graph_state(*view.snapshot(), watched)
 
 
-def told(state: GraphState, viewer: Viewer, own: str, now: float, model: str) -> DashboardState:
+def shown_to(state: GraphState, viewer: Viewer, own: str, now: float, model: str) -> DashboardState:
     """Return what this viewer may see. `now`: Unix seconds, for people. `model`: the frontend's, which has a name also
     while no worker of it is there. Pure."""
     if not viewer.everything:
