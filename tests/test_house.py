@@ -122,7 +122,11 @@ def room(path: Path) -> str:
 
 
 def imported_rooms(path: Path) -> Iterator[str]:
-    """The rooms that the file imports from, wherever in it, also for types alone."""
+    yield from map(room, imported_files(path))
+
+
+def imported_files(path: Path) -> Iterator[Path]:
+    """The files of the package that the file imports from, wherever in it, also for types alone."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -133,7 +137,7 @@ def imported_rooms(path: Path) -> Iterator[str]:
         for module in modules:
             package, *parts = module.split(".")
             if package == "pdserve":
-                yield room(_source(ROOT / "pdserve", parts))
+                yield _source(ROOT / "pdserve", parts)
 
 
 def _source(folder: Path, parts: list[str]) -> Path:
@@ -167,6 +171,12 @@ def test_leaves_import_only_leaves_before_them() -> None:
 def test_arrows_between_rooms_go_one_way() -> None:
     """Raises CycleError, which names the cycle."""
     assert set(TopologicalSorter(arrows()).static_order()) >= set(ARROWS)
+
+
+def test_imports_between_files_go_one_way() -> None:
+    """Raises CycleError, which names the cycle."""
+    files = {name(path): {name(found) for found in imported_files(path)} - {name(path)} for path in SOURCES}
+    assert len(list(TopologicalSorter(files).static_order())) == len(SOURCES)
 
 
 def test_a_class_name_stands_for_one_thing() -> None:

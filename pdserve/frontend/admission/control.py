@@ -148,7 +148,7 @@ class AdmissionControl:
         """admitted and not over"""
         self._starting: set[Admission] = set()
         """of these, requests that no decode worker has yet, and that the capacity does not reflect"""
-        self._granted = GrantedPermits(lambda permit: self.queue.runs(permit.admission))
+        self._granted = GrantedPermits[SequencePermit](lambda permit: self.queue.runs(permit.admission))
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
         """held while a long text is tokenized that is not generated from"""
