@@ -175,6 +175,9 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
         "duplicate_window": min(120.0, limits.max_age),
         "no_ack": False,
         "sealed": False,
+        # sealing sets both; of two workers that mend the stream, one may write them into what the other made anew
+        "deny_delete": False,
+        "deny_purge": False,
     }
     version = client.connected_server_version
     return settings | ({"allow_msg_ttl": True} if (version.major, version.minor) >= MESSAGE_TTL else {})
