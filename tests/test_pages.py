@@ -107,10 +107,11 @@ async def test_the_event_loop_works_between_two_questions() -> None:
 
     with serve_pages("127.0.0.1") as page, ExitStack() as stack:
         page.watched = watched
-        sent = b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        sent, before = b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n", threading.active_count()
         for _ in range(8):
             stack.enter_context(_connection(page.metrics, sent))
-        time.sleep(0.3)  # noqa: ASYNC251 - until all have asked
+        while threading.active_count() < before + 8:  # they ask; the event loop hangs meanwhile
+            time.sleep(0.001)  # noqa: ASYNC251
         working = asyncio.create_task(work())
         await until(lambda: len(asked) == 8)
         working.cancel()
