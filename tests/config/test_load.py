@@ -132,12 +132,6 @@ def test_reinterpreted_keys_give_one_note_each(tmp_path: Path) -> None:
     assert any("graph.yaml:9: Frontend.endpoint has no meaning here" in n for n in notes)
 
 
-@pytest.mark.parametrize("name", ["disagg", "agg", "local"])
-def test_our_files_load(name: str) -> None:
-    config = load(Path(__file__).parents[2] / "configs" / f"{name}.yaml", {})
-    assert (config.prefill is None) == (name == "agg")
-
-
 def test_our_disagg_means_what_the_dynamo_file_does(tmp_path: Path) -> None:
     ours = load(Path(__file__).parents[2] / "configs" / "disagg.yaml", {})
     theirs = read(tmp_path, DYNAMO)
