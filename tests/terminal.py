@@ -27,13 +27,10 @@ class Terminal:
     def __enter__(self) -> "Terminal":
         self._ours, theirs = pty.openpty()
         self._process = subprocess.Popen(
-            ["bash", "-c", self._script],
+            ["bash", "-c", f"exec <>{os.ttyname(theirs)} >&0 2>&1; {self._script}"],
             env=self._env,
             stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            start_new_session=True,  # so that the terminal which it opens becomes its own
         )
         os.close(theirs)
         self._reading.start()

@@ -20,7 +20,7 @@ from pdserve.config.load import load
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.ports import free_port
 from pdserve.supervisor import state
-from pdserve.supervisor.exits import Guardian, end_group, exit_of
+from pdserve.supervisor.exits import Guardian, end_group, exit_of, tied
 from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write
 
@@ -46,17 +46,6 @@ SIM_SPEED = {"sim": {"step-seconds": 0.02, "prefill-rate": 5000, "lease": 12, "f
 never read is free soon, and only poison has the fatal token in its prompt"""
 
 
-_TIED = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)  # SIGTERM at the parent's death
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-"""runs a command that ends with its parent. Not as Popen's `preexec_fn`: in a process with threads of gRPC or torch,
-what runs between fork and exec crashes now and then"""
-
-
 class ServerRun:
     """A server in a process of its own, its output in a file. It ends with this process, as by SIGTERM."""
 
@@ -69,10 +58,9 @@ class ServerRun:
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Start it in a process group of its own, in this session: a session would get its own scheduling group."""
-        wrapped = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *self.command]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                wrapped,
+                tied(self.command),
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
-from pdserve.supervisor.exits import Guardian, dies_with_parent, end_group, exit_of
+from pdserve.supervisor.exits import Guardian, end_group, exit_of, tied
 from pdserve.supervisor.guardian import RUN_VARIABLE, members, shared_memory
 
 log = logging.getLogger(__name__)
@@ -107,14 +107,13 @@ class Child:
         out, into = os.pipe()
         try:
             self._process = subprocess.Popen(
-                command,
+                tied(command, parent_death) if parent_death else command,
                 env={**os.environ, **(env or {}), **mark},
                 stdin=subprocess.DEVNULL,
                 stdout=into,
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 pass_fds=(*pass_fds, out) if outlives else pass_fds,
-                preexec_fn=dies_with_parent(parent_death) if parent_death else None,
             )
         except BaseException:
             os.close(out)

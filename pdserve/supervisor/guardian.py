@@ -39,25 +39,31 @@ def main() -> None:
 
 def stop_in_waves(groups: Mapping[int, int], patience: float) -> None:
     """Stop process groups, given with their waves: each wave of roles gets `patience` seconds, lower waves first."""
+    began = {group: _stat(group)[2] for group in groups}
     for wave in sorted(set(groups.values())):
         allowed = SERVERS_PATIENCE if wave == SERVERS else patience
-        stop([group for group, of in groups.items() if of == wave], allowed)
+        stop({group: began[group] for group, of in groups.items() if of == wave}, allowed)
 
 
-def stop(groups: Collection[int], patience: float) -> None:
+def stop(groups: Mapping[int, int], patience: float) -> None:
     """Send SIGTERM to the leaders, each of which stops the processes below it in its own order; then SIGKILL to what is
-    left of the groups when all leaders are gone, or after `patience` seconds."""
-    send(groups, signal.SIGTERM)
+    left of the groups when all leaders are gone, or after `patience` seconds. `groups` have the start times of their
+    leaders: one with another start time only has the pid of a leader that ended."""
+
+    def left() -> list[int]:
+        return [group for group, began in groups.items() if _stat(group)[2] in (began, 0)]
+
+    send(left(), signal.SIGTERM)
     deadline = time.monotonic() + patience
-    while time.monotonic() < deadline and any(alive(leader) for leader in groups):
+    while time.monotonic() < deadline and any(alive(leader) for leader in left()):
         time.sleep(0.05)
-    memory = {name for group in groups for name in shared_memory(members(group))}
-    for group in groups:
+    memory = {name for group in left() for name in shared_memory(members(group))}
+    for group in left():
         send((pid for pid in members(group) if not is_tracker(pid)), signal.SIGKILL)
     deadline = time.monotonic() + TRACKER_PATIENCE
-    while time.monotonic() < deadline and any(members(group) for group in groups):
+    while time.monotonic() < deadline and any(members(group) for group in left()):
         time.sleep(0.05)
-    for group in groups:
+    for group in left():
         send(members(group), signal.SIGKILL)
     release(memory)
 
@@ -81,7 +87,7 @@ def members(group: int) -> list[int]:
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            state, group_of = _stat(int(name))
+            state, group_of, _ = _stat(int(name))
             if group_of == group and state not in "ZX":
                 found.append(int(name))
     return found
@@ -100,12 +106,12 @@ def groups_of(run: str) -> dict[int, int]:
     return found
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """State and process group; `X` for a process that does not exist."""
+def _stat(pid: int) -> tuple[str, int, int]:
+    """State, process group and start time (ticks since boot); `X` and zeros for a process that does not exist."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-        state, _, group = stat.read().rpartition(")")[2].split()[:3]
-        return state, int(group)
-    return "X", 0
+        fields = stat.read().rpartition(")")[2].split()
+        return fields[0], int(fields[2]), int(fields[19])
+    return "X", 0, 0
 
 
 def is_tracker(pid: int) -> bool:

@@ -1,5 +1,6 @@
 """The supervisor itself is killed: nothing that it started may be left."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ import pytest
 
 from pdserve.supervisor import state
 from pdserve.supervisor.embedded import EmbeddedNats
-from pdserve.supervisor.guardian import alive
+from pdserve.supervisor.guardian import alive, stop_in_waves
 from tests.conditions import until
 
 SUPERVISOR = """
@@ -198,3 +199,44 @@ async def test_a_copy_of_the_folder_of_a_running_graph_leaves_that_graph_alone(t
         process.wait()
         with state.locked(folder):  # when its guardian has stopped it
             pass
+
+
+WAITS = "trap 'touch $0/told' TERM; touch $0/up; until [ -e $0/go ]; do sleep 0.02; done"
+
+
+def _sleeper(*command: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(command, process_group=0)
+
+
+def _with_pid(pid: int) -> "subprocess.Popen[bytes]":
+    """A process that has this pid, which is free."""
+    for _ in range(1000):
+        try:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        except OSError:
+            pytest.skip("needs root")
+        process = _sleeper("sleep", "600")
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.wait()
+    raise AssertionError(f"no process got the pid {pid}")
+
+
+async def test_a_process_that_got_the_pid_of_one_that_ended_is_not_stopped(tmp_path: Path) -> None:
+    """As where a worker ends by itself while the frontends, which are stopped before it, still drain."""
+    first, second = _sleeper("bash", "-c", WAITS, str(tmp_path)), _sleeper("sleep", "600")
+    await until((tmp_path / "up").exists)
+    stopping = asyncio.create_task(asyncio.to_thread(stop_in_waves, {first.pid: 0, second.pid: 1}, 30))
+    await until((tmp_path / "told").exists)
+    second.kill()
+    second.wait()
+    stranger = _with_pid(second.pid)
+    try:
+        (tmp_path / "go").touch()
+        await stopping
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+        first.wait()
