@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from pdserve.credentials import Credentials, create
-from tests.e2e.graph import Graph
+from tests.e2e.graph import RealGraph
 from tests.engine.sims import FAST
 from tests.real import Reference, one_graph, one_vllm
 from tests.servers import etcd_server, nats_server, running
@@ -109,7 +109,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]
 
 
 @pytest.fixture(scope="session")
-def graph(tmp_path_factory: pytest.TempPathFactory, vllm_server: Reference) -> Iterator[Graph]:
+def graph(tmp_path_factory: pytest.TempPathFactory, vllm_server: Reference) -> Iterator[RealGraph]:
     """A real graph that must not be harmed: one decode and one prefill worker. After the other server, so that three
     engines never load at once on a small machine."""
     del vllm_server

@@ -14,7 +14,7 @@ from pdserve_bench.launch import plain_vllm
 from pdserve.demo import MODEL_DIR
 from pdserve.ports import free_port
 from tests.collector import collecting
-from tests.e2e.graph import Graph, serving
+from tests.e2e.graph import RealGraph, serving
 
 GRAPH = """
 Graph:
@@ -59,8 +59,8 @@ class Reference:
 
 
 @contextmanager
-def one_graph(folder: Path) -> Iterator[Graph]:
-    """It sends traces to `Graph.collector`, of requests that come with a `traceparent`."""
+def one_graph(folder: Path) -> Iterator[RealGraph]:
+    """It sends traces to `RealGraph.collector`, of requests that come with a `traceparent`."""
     yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
     with collecting() as collector:
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
@@ -75,6 +75,7 @@ def one_vllm(
 ) -> Iterator[Reference]:
     arguments = [*arguments, "--api-key", KEY]
     with start_blocking_portal() as portal:
-        server = plain_vllm(model, arguments, folder, lambda _: None, IN_CORE)
+        variables = IN_CORE | {"VLLM_RPC_BASE_PATH": str(folder)}  # its sockets, which it leaves there
+        server = plain_vllm(model, arguments, folder, lambda _: None, variables)
         with portal.wrap_async_context_manager(server) as (url, _):
             yield Reference(url)

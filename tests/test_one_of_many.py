@@ -11,7 +11,7 @@ from pdserve import tasks
 from pdserve.messages import Hello, Submit
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
-from tests.decode.graph import Frontend, Graph, Prefill
+from tests.decode.graph import FrontendStream, Prefill, WorkerGraph
 from tests.decode.test_worker import LONG, SHORT, expected
 
 BAD = "bad"
@@ -36,7 +36,9 @@ def _fatal_if_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE", 600.0)
 
 
-async def others_are_served(graph: Graph, frontend: Frontend, prefill: Prefill | None = None) -> None:
+async def others_are_served(
+    graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill | None = None
+) -> None:
     answered = await frontend.ask(SHORT)
     assert answered.tokens == expected(SHORT, 4)
     assert not graph.life.done()
@@ -48,7 +50,7 @@ async def others_are_served(graph: Graph, frontend: Frontend, prefill: Prefill |
 
 
 async def test_a_submit_that_fails_is_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend, runner = await graph.frontend(), graph.decode._runner
         monkeypatch.setattr(
             runner, "submit", failing(runner.submit, lambda _, submit: submit.request_id == BAD)
@@ -64,7 +66,7 @@ async def test_a_submit_that_fails_is_tried_elsewhere(monkeypatch: pytest.Monkey
 async def test_an_output_that_fails_ends_its_request_alone(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend, runner, engine = await graph.frontend(), graph.decode._runner, graph.decode_engine
         beside = await frontend.submit(LONG[:20], 200)
         if part == "proof":
@@ -85,7 +87,7 @@ async def test_an_output_that_fails_ends_its_request_alone(
 async def test_a_request_that_cannot_be_cancelled_at_its_deadline_keeps_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend, engine = await graph.frontend(), graph.decode_engine
         engine.faults.slow = 1000.0
         cancel = engine.cancel
@@ -102,7 +104,7 @@ async def test_a_prompt_that_a_prefill_worker_cannot_begin_is_no_ones_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Unanswered it would be delivered again, to one prefill worker after the other."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill, frontend = await graph.prefill(), await graph.frontend()
         begin = failing(prefill.engine.prefill, lambda _, prompt, *rest: prompt == LONG)
         monkeypatch.setattr(prefill.engine, "prefill", begin)
@@ -114,7 +116,7 @@ async def test_a_prompt_that_a_prefill_worker_cannot_begin_is_no_ones_end(
 async def test_an_answer_that_cannot_be_taken_costs_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill, frontend = await graph.prefill(), await graph.frontend()
         reader = graph.decode._answers
         started = failing(reader._started, lambda request, _: request.id == BAD)
@@ -127,7 +129,7 @@ async def test_an_answer_that_cannot_be_taken_costs_its_request_alone(
 async def test_a_frontend_that_cannot_be_told_the_load_keeps_no_other_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         version = graph.decode_engine.facts.vllm_version
         told = await graph.frontend("told")
         send = graph.stream.send

@@ -16,7 +16,7 @@ from pdserve.records import Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until
-from tests.decode.graph import Frontend, Prefill, config, living, shared_queue
+from tests.decode.graph import FrontendStream, Prefill, config, living, shared_queue
 from tests.engine.sims import spec
 
 
@@ -24,12 +24,12 @@ from tests.engine.sims import spec
 class Both:
     worker: BothWorker
     engine: SimEngine
-    frontend: Frontend
+    frontend: FrontendStream
     life: "asyncio.Task[None]"
 
 
-class Pair:
-    """`async with Pair() as pair`: two workers of role `both`, each with a frontend of its own."""
+class BothWorkers:
+    """`async with BothWorkers() as pair`: two workers of role `both`, each with a frontend of its own."""
 
     def __init__(self, drain_timeout: float = 5.0) -> None:
         self.registry = MemoryServer()
@@ -67,7 +67,7 @@ class Pair:
             stream,
         )
         life = await self._stack.enter_async_context(living(worker))
-        frontend = await self._stack.enter_async_context(Frontend(stream.address, f"frontend-{name}"))
+        frontend = await self._stack.enter_async_context(FrontendStream(stream.address, f"frontend-{name}"))
         return Both(worker, engine, frontend, life)
 
     async def prefill(self, name: str) -> Prefill:

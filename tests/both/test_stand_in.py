@@ -21,18 +21,18 @@ from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.stream.memory import MemoryStreamServer
 from tests.both.graph import Both
 from tests.conditions import holds, until
-from tests.decode.graph import Frontend, Graph, config, living
+from tests.decode.graph import FrontendStream, WorkerGraph, config, living
 from tests.decode.test_worker import LONG, SHORT, expected
 from tests.engine.sims import spec
 
 
 @pytest.fixture
-async def graph() -> AsyncIterator[Graph]:
-    async with Graph() as graph:
+async def graph() -> AsyncIterator[WorkerGraph]:
+    async with WorkerGraph() as graph:
         yield graph
 
 
-async def start(graph: Graph, number: int = 0, args: Mapping[str, object] = {}) -> Both:
+async def start(graph: WorkerGraph, number: int = 0, args: Mapping[str, object] = {}) -> Both:
     """A prefill worker that the decode worker knows of, its engine with these arguments, and a frontend of it."""
     name = f"prefill-{number}"
     engine, stream = SimEngine(spec(Role.PREFILL, name)), MemoryStreamServer()
@@ -42,11 +42,11 @@ async def start(graph: Graph, number: int = 0, args: Mapping[str, object] = {}) 
     life = await graph._stack.enter_async_context(living(worker))
     key = "/t/" + keys.instance(worker._presence.instance)
     await until(lambda: key in graph.registry.data)
-    frontend = await graph._stack.enter_async_context(Frontend(stream.address, f"frontend-of-{name}"))
+    frontend = await graph._stack.enter_async_context(FrontendStream(stream.address, f"frontend-of-{name}"))
     return Both(worker, engine, frontend, life)
 
 
-def worker_registry(graph: Graph) -> MemoryRegistry:
+def worker_registry(graph: WorkerGraph) -> MemoryRegistry:
     assert isinstance(graph.decode._registry, MemoryRegistry)
     return graph.decode._registry
 
@@ -55,20 +55,20 @@ def card_in(server: MemoryServer, owner: str = "prefill-0") -> bytes | None:
     return server.data.get("/t/" + keys.card("demo", owner))
 
 
-def standing_in(graph: Graph) -> set[str]:
+def standing_in(graph: WorkerGraph) -> set[str]:
     """The prefill workers that frontends may send requests to."""
     records = [value for key, value in graph.registry.data.items() if key.startswith("/t/instances/prefill/")]
     return {worker.id for worker in map(decode_instance, records) if worker.stands_in}
 
 
-async def test_it_registers_as_a_prefill_worker_with_an_address(graph: Graph) -> None:
+async def test_it_registers_as_a_prefill_worker_with_an_address(graph: WorkerGraph) -> None:
     await start(graph)
     await graph.prefill("prefill-1")
     await until(lambda: standing_in(graph) == {"prefill-0"})
 
 
 async def test_it_does_not_stand_in_where_its_answers_would_differ(
-    graph: Graph, caplog: pytest.LogCaptureFixture
+    graph: WorkerGraph, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of a file without VllmWorker, by which nothing else compares them."""
     await start(graph, args={"logprobs-mode": "raw_logits", "max-logprobs": 20, "max-num-seqs": 3})
@@ -80,7 +80,7 @@ async def test_it_does_not_stand_in_where_its_answers_would_differ(
 
 @pytest.mark.parametrize(("logprobs", "names"), [(20, {"prefill-0", "prefill-1"}), (5, {"prefill-0"})])
 async def test_while_no_decode_worker_is_there_it_compares_with_what_stands_in(
-    graph: Graph, caplog: pytest.LogCaptureFixture, logprobs: int, names: set[str]
+    graph: WorkerGraph, caplog: pytest.LogCaptureFixture, logprobs: int, names: set[str]
 ) -> None:
     await start(graph)
     await until(lambda: standing_in(graph) == {"prefill-0"})
@@ -90,7 +90,7 @@ async def test_while_no_decode_worker_is_there_it_compares_with_what_stands_in(
     assert (card_in(graph.registry, "prefill-1") is None) is (len(names) == 1)
 
 
-async def test_it_stands_in_again_for_a_decode_worker_that_answers_alike(graph: Graph) -> None:
+async def test_it_stands_in_again_for_a_decode_worker_that_answers_alike(graph: WorkerGraph) -> None:
     await start(graph)
     await until(lambda: standing_in(graph) == {"prefill-0"})
     card, instance = graph.decode._presence._card, graph.decode._presence.instance
@@ -111,7 +111,7 @@ def test_the_file_chooses(stand_in: bool) -> None:
     assert (chosen == GRAPH[Role.PREFILL].service) is not stand_in
 
 
-async def test_its_answers_are_those_of_a_decode_worker(graph: Graph) -> None:
+async def test_its_answers_are_those_of_a_decode_worker(graph: WorkerGraph) -> None:
     stand_in = await start(graph)
     frontend = await graph.frontend()
     for prompt in (SHORT, LONG):
@@ -121,7 +121,7 @@ async def test_its_answers_are_those_of_a_decode_worker(graph: Graph) -> None:
     await until(stand_in.engine.all_blocks_free)
 
 
-async def test_it_goes_on_prefilling_for_decode_workers_beside_a_stream(graph: Graph) -> None:
+async def test_it_goes_on_prefilling_for_decode_workers_beside_a_stream(graph: WorkerGraph) -> None:
     stand_in = await start(graph)
     stream = await stand_in.frontend.submit(SHORT, 4000)
     await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
@@ -134,7 +134,7 @@ async def test_it_goes_on_prefilling_for_decode_workers_beside_a_stream(graph: G
     await until(stand_in.engine.all_blocks_free)
 
 
-async def test_what_was_running_when_its_engine_died_is_blamed_in_both_halves(graph: Graph) -> None:
+async def test_what_was_running_when_its_engine_died_is_blamed_in_both_halves(graph: WorkerGraph) -> None:
     stand_in = await start(graph)
     stream = await stand_in.frontend.submit(SHORT, 4000)
     await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
@@ -146,7 +146,7 @@ async def test_what_was_running_when_its_engine_died_is_blamed_in_both_halves(gr
     assert (failed.retry, failed.engines_died) == (True, 1)
 
 
-async def test_it_drains_both_halves(graph: Graph) -> None:
+async def test_it_drains_both_halves(graph: WorkerGraph) -> None:
     stand_in = await start(graph)
     stream = await stand_in.frontend.submit(SHORT, 200)
     await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
@@ -155,14 +155,14 @@ async def test_it_drains_both_halves(graph: Graph) -> None:
     assert len(stand_in.frontend.answered[stream].tokens) == 200
 
 
-async def test_without_a_decode_worker_ever_there_is_no_card(graph: Graph) -> None:
+async def test_without_a_decode_worker_ever_there_is_no_card(graph: WorkerGraph) -> None:
     """A graph that starts is not ready before its decode workers are."""
     await graph.registry.kill(worker_registry(graph))
     await start(graph)
     await holds(lambda: card_in(graph.registry) is None)
 
 
-async def test_it_keeps_the_card_of_decode_workers_that_are_gone(graph: Graph) -> None:
+async def test_it_keeps_the_card_of_decode_workers_that_are_gone(graph: WorkerGraph) -> None:
     card = graph.decode._presence._card
     assert card is not None
     await start(graph)
@@ -178,7 +178,7 @@ async def test_it_keeps_the_card_of_decode_workers_that_are_gone(graph: Graph) -
     await holds(lambda: card_in(graph.registry) == encode_record(newer))
 
 
-async def test_it_gives_up_the_card_when_the_model_has_other_weights(graph: Graph) -> None:
+async def test_it_gives_up_the_card_when_the_model_has_other_weights(graph: WorkerGraph) -> None:
     await start(graph)
     await until(lambda: card_in(graph.registry) is not None)
     await graph.registry.kill(worker_registry(graph))
@@ -188,7 +188,7 @@ async def test_it_gives_up_the_card_when_the_model_has_other_weights(graph: Grap
     await until(lambda: card_in(graph.registry) is None)
 
 
-async def test_it_keeps_the_card_again_when_the_worker_that_wrote_it_is_back(graph: Graph) -> None:
+async def test_it_keeps_the_card_again_when_the_worker_that_wrote_it_is_back(graph: WorkerGraph) -> None:
     """That one had only lost its lease for a moment, while a worker of other weights was there."""
     await start(graph)
     await until(lambda: card_in(graph.registry) is not None)

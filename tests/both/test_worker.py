@@ -10,14 +10,14 @@ from pdserve.decode.policy import FLOOR
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.prefill import pull
-from tests.both.graph import Both, Pair
+from tests.both.graph import Both, BothWorkers
 from tests.conditions import until
 from tests.decode.test_worker import LONG, SHORT, expected
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with Pair() as pair:
+async def pair() -> AsyncIterator[BothWorkers]:
+    async with BothWorkers() as pair:
         yield pair
 
 
@@ -39,12 +39,12 @@ def warmed() -> float:
 
 async def test_kv_has_crossed_both_ways_before_the_first_request() -> None:
     before = warmed()
-    async with Pair():
+    async with BothWorkers():
         await until(lambda: warmed() == before + 2)
 
 
 async def test_an_idle_worker_prefills_its_own_prompts_at_once(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+    pair: BothWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     answered = await pair.a.frontend.ask(LONG)
     assert answered.way == ("local", "own")
@@ -53,7 +53,7 @@ async def test_an_idle_worker_prefills_its_own_prompts_at_once(
     assert not pair.broker.queue("pdserve", "model").entries
 
 
-async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one(pair: Pair) -> None:
+async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one(pair: BothWorkers) -> None:
     for worker in (pair.a, pair.b):
         stream = await streaming(worker)
         prompt = [*LONG, int(worker.worker.id[-1])]
@@ -64,7 +64,7 @@ async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one(pair: Pai
         await all_free(pair.a.engine, pair.b.engine)
 
 
-async def test_streams_that_come_together_end_the_wait_at_the_queue_once(pair: Pair) -> None:
+async def test_streams_that_come_together_end_the_wait_at_the_queue_once(pair: BothWorkers) -> None:
     pulling = pair.a.worker._prompts.pulling
     await until(lambda: pulling._waiting is not None)
     for _ in range(4):
@@ -74,7 +74,7 @@ async def test_streams_that_come_together_end_the_wait_at_the_queue_once(pair: P
     assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
 
 
-async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: Pair) -> None:
+async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: BothWorkers) -> None:
     for worker in (pair.a, pair.b):
         await streaming(worker)
         worker.worker._prompts.pulling.prompt_seconds = 1000.0
@@ -83,7 +83,7 @@ async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: Pair) -
     assert [answered.tokens for answered in answers] == [expected([*LONG, n], 4) for n in range(4)]
 
 
-async def test_a_prompt_that_comes_back_is_prefilled_here_and_counts_as_no_failure(pair: Pair) -> None:
+async def test_a_prompt_that_comes_back_is_prefilled_here_and_counts_as_no_failure(pair: BothWorkers) -> None:
     pair.b.engine.faults.going.clear()
     await pair.b.frontend.submit(SHORT, 100)
     await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
@@ -101,7 +101,7 @@ async def test_a_prompt_that_comes_back_is_prefilled_here_and_counts_as_no_failu
 
 @pytest.mark.parametrize("draining", [False, True])
 async def test_a_prompt_waits_for_none_that_is_full_of_streams(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, draining: bool
+    pair: BothWorkers, monkeypatch: pytest.MonkeyPatch, draining: bool
 ) -> None:
     """Nor does one whose own worker drains."""
     monkeypatch.setattr(pull, "FOR_STREAMS", 1.0)  # any stream fills the cache
@@ -118,7 +118,7 @@ async def test_a_prompt_waits_for_none_that_is_full_of_streams(
     assert len(pair.a.worker.requests) == 1, "the stream is not over"
 
 
-async def test_prompts_from_the_queue_count_where_the_cheaper_way_is_chosen(pair: Pair) -> None:
+async def test_prompts_from_the_queue_count_where_the_cheaper_way_is_chosen(pair: BothWorkers) -> None:
     await streaming(pair.a)
     pair.b.engine.faults.going.clear()
     await pair.a.frontend.submit(LONG)
@@ -130,7 +130,7 @@ async def test_prompts_from_the_queue_count_where_the_cheaper_way_is_chosen(pair
     pair.b.engine.faults.going.set()
 
 
-async def test_a_lone_worker_queues_nothing(pair: Pair) -> None:
+async def test_a_lone_worker_queues_nothing(pair: BothWorkers) -> None:
     pair.b.worker.stop()
     await pair.b.life
     await until(lambda: not pair.a.worker._workers.available())
@@ -138,7 +138,7 @@ async def test_a_lone_worker_queues_nothing(pair: Pair) -> None:
     assert (await pair.a.frontend.ask(LONG)).way == ("local", "no-prefill-worker")
 
 
-async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: Pair) -> None:
+async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: BothWorkers) -> None:
     await streaming(pair.a)
     stream = await streaming(pair.b, 50)
     pair.b.engine.faults.slow = 1000.0
@@ -157,7 +157,7 @@ async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: Pai
     assert lost.retry, "another worker continues it"
 
 
-async def test_a_worker_that_is_killed_loses_no_prompt(pair: Pair) -> None:
+async def test_a_worker_that_is_killed_loses_no_prompt(pair: BothWorkers) -> None:
     await streaming(pair.a)
     pair.b.engine.faults.going.clear()
     prompt = await pair.a.frontend.submit(LONG)
@@ -168,7 +168,7 @@ async def test_a_worker_that_is_killed_loses_no_prompt(pair: Pair) -> None:
 
 
 async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_it_is_read(
-    pair: Pair,
+    pair: BothWorkers,
 ) -> None:
     await streaming(pair.a)
     pair.b.engine.faults.slow = 50.0
@@ -184,7 +184,7 @@ async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_
     assert pair.b.frontend.answered[stream].tokens == expected(SHORT, 20)
 
 
-async def test_a_cancelled_client_frees_every_block_of_both(pair: Pair) -> None:
+async def test_a_cancelled_client_frees_every_block_of_both(pair: BothWorkers) -> None:
     stream = await streaming(pair.a)
     pair.b.engine.faults.slow = 100.0
     prompt = await pair.a.frontend.submit(LONG)
@@ -195,7 +195,7 @@ async def test_a_cancelled_client_frees_every_block_of_both(pair: Pair) -> None:
     assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
 
 
-async def test_a_worker_that_only_prefills_may_be_beside_them(pair: Pair) -> None:
+async def test_a_worker_that_only_prefills_may_be_beside_them(pair: BothWorkers) -> None:
     prefill = await pair.prefill("prefill-0")
     for worker in (pair.a, pair.b):
         await streaming(worker)

@@ -15,7 +15,7 @@ from pdserve.queue.base import Delivery
 from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Instance, Role, encode_record
 from tests.conditions import until
-from tests.decode.graph import Graph, shared_queue
+from tests.decode.graph import WorkerGraph, shared_queue
 from tests.engine.sims import LOADED, body, collect, spec
 
 pytestmark = pytest.mark.usefixtures("impatient", "brief_transfers")
@@ -46,7 +46,9 @@ class Fault(StrEnum):
 class Victim:
     """A prefill worker up to the phase that was asked for."""
 
-    def __init__(self, graph: Graph, engine: SimEngine, queue: MemoryQueue, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, graph: WorkerGraph, engine: SimEngine, queue: MemoryQueue, stack: AsyncExitStack
+    ) -> None:
         self._graph = graph
         self._engine = engine
         self._queue = queue
@@ -89,7 +91,7 @@ class Victim:
 
 
 @asynccontextmanager
-async def victim(graph: Graph) -> AsyncIterator[Victim]:
+async def victim(graph: WorkerGraph) -> AsyncIterator[Victim]:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(SimEngine(spec(Role.PREFILL, VICTIM)))
         queue = await stack.enter_async_context(shared_queue(graph.broker))
@@ -110,7 +112,7 @@ def expected(count: int) -> list[int]:
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.parametrize("phase", Phase)
 async def test_the_client_sees_nothing_but_a_pause(phase: Phase, fault: Fault) -> None:
-    async with Graph() as graph, victim(graph) as lost:
+    async with WorkerGraph() as graph, victim(graph) as lost:
         frontend = await graph.frontend()
         asked = time.monotonic()
         request_id = await frontend.submit(PROMPT, 8)
@@ -132,7 +134,7 @@ async def test_the_client_sees_nothing_but_a_pause(phase: Phase, fault: Fault) -
 
 async def test_a_full_queue_is_left_alone() -> None:
     """All prefill workers hang: what fills the queue waits for one, the rest goes on meanwhile."""
-    async with Graph(max_prefill_queue_size=4) as graph, victim(graph):
+    async with WorkerGraph(max_prefill_queue_size=4) as graph, victim(graph):
         frontend = await graph.frontend()
         queued = [await frontend.submit([n, *PROMPT], 4) for n in range(3, 7)]
         await until(lambda: graph.depth == 4)

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conformance.pair import Pair
-from tests.e2e.graph import Graph
+from tests.e2e.graph import RealGraph
 from tests.real import Reference
 
 
@@ -14,6 +14,6 @@ def begun(request: pytest.FixtureRequest, pair: Pair) -> None:
 
 
 @pytest.fixture(scope="session")
-def pair(graph: Graph, vllm_server: Reference) -> Iterator[Pair]:
+def pair(graph: RealGraph, vllm_server: Reference) -> Iterator[Pair]:
     with Pair(graph.url, vllm_server.url) as pair:
         yield pair

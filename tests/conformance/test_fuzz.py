@@ -8,13 +8,15 @@ from pdserve_bench.fuzz.fuzzer import Fuzzer
 from pdserve_bench.fuzz.nasties import nasties, unfinished
 
 from pdserve.supervisor import state
-from tests.e2e.graph import Graph
+from tests.e2e.graph import RealGraph
 from tests.real import KEY, Reference
 
 
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-async def test_real_engines_are_hard_to_upset(graph: Graph, vllm_server: Reference, tmp_path: Path) -> None:
+async def test_real_engines_are_hard_to_upset(
+    graph: RealGraph, vllm_server: Reference, tmp_path: Path
+) -> None:
     record = state.read(graph.state_dir)
     assert record is not None
     fuzzer = Fuzzer(record, graph.state_dir / "logs")

@@ -8,7 +8,7 @@ import pytest
 from tests.conformance.answers import Request
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import ids, long
-from tests.e2e.graph import Graph
+from tests.e2e.graph import RealGraph
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -80,7 +80,7 @@ def test_mixed(pair: Pair, request_: Request) -> None:
     pair.same(request_)
 
 
-def test_all_prefilled_locally(pair: Pair, graph: Graph) -> None:
+def test_all_prefilled_locally(pair: Pair, graph: RealGraph) -> None:
     assert graph.pdserve("set", "max-local-prefill-length=4000").returncode == 0
     try:
         for number in range(COUNT, COUNT + 15):

@@ -46,7 +46,7 @@ class Answered:
         return self.placed.prefill, self.placed.reason
 
 
-class Frontend:
+class FrontendStream:
     """The other end of a decode worker's stream."""
 
     def __init__(self, address: str, name: str = "frontend-0") -> None:
@@ -134,8 +134,8 @@ def shared_queue(broker: MemoryBroker) -> MemoryQueue:
     return queue
 
 
-class Graph:
-    """`async with Graph(tmp) as graph`: one decode worker, and what `prefill` adds."""
+class WorkerGraph:
+    """`async with WorkerGraph() as graph`: one decode worker, and what `prefill` adds."""
 
     def __init__(
         self,
@@ -196,8 +196,8 @@ class Graph:
     async def registry_of_another(self) -> MemoryRegistry:
         return await self._stack.enter_async_context(MemoryRegistry(self.registry, "t"))
 
-    async def frontend(self, name: str = "frontend-0") -> Frontend:
-        return await self._stack.enter_async_context(Frontend(self.stream.address, name))
+    async def frontend(self, name: str = "frontend-0") -> FrontendStream:
+        return await self._stack.enter_async_context(FrontendStream(self.stream.address, name))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until
-from tests.decode.graph import Frontend, config, living
+from tests.decode.graph import FrontendStream, config, living
 from tests.decode.test_worker import LONG, expected, failures
 from tests.engine.sims import spec
 
@@ -56,7 +56,7 @@ async def test_clocks_that_differ_change_nothing(
         with clock.skewed(offset if skewed is Role.PREFILL else 0.0):
             await stack.enter_async_context(living(prefill))
         await until(lambda: bool(decode.view.instances(Role.PREFILL)))
-        frontend = await stack.enter_async_context(Frontend(stream.address))
+        frontend = await stack.enter_async_context(FrontendStream(stream.address))
         for start in range(5):
             answered = await frontend.ask(LONG[start:])
             assert answered.way[0] == "remote"

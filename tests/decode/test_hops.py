@@ -15,9 +15,9 @@ from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Sampling
 from pdserve.messages import Hop, Outputs, Placed, PrefillStarted, Submit
 from pdserve.watch import BRIEF, HOPS
-from tests.both.graph import Pair
+from tests.both.graph import BothWorkers
 from tests.conditions import until
-from tests.decode.graph import Answered, Frontend, Graph
+from tests.decode.graph import Answered, FrontendStream, WorkerGraph
 from tests.decode.test_worker import LONG, SHORT, act_prefill, expected
 
 Told = list[tuple[str, str, str]]
@@ -45,7 +45,7 @@ def waits() -> float:
     return REGISTRY.get_sample_value("pdserve_prefill_queue_wait_seconds_count", {"model": "demo"}) or 0.0
 
 
-async def way(frontend: Frontend, prompt: list[int], max_tokens: int = 4) -> list[Hop]:
+async def way(frontend: FrontendStream, prompt: list[int], max_tokens: int = 4) -> list[Hop]:
     began = time.monotonic()
     answered = await frontend.ask(prompt, max_tokens)
     hops = fit(answered, time.monotonic() - began)
@@ -54,19 +54,19 @@ async def way(frontend: Frontend, prompt: list[int], max_tokens: int = 4) -> lis
 
 
 @pytest.fixture
-async def graph() -> AsyncIterator[Graph]:
-    async with Graph() as graph:
+async def graph() -> AsyncIterator[WorkerGraph]:
+    async with WorkerGraph() as graph:
         yield graph
 
 
-async def test_a_local_prefill(graph: Graph) -> None:
+async def test_a_local_prefill(graph: WorkerGraph) -> None:
     frontend = await graph.frontend()
     assert told(await way(frontend, SHORT)) == [("prefill", "decode-0", "no-prefill-worker")]
     kinds = [type(message) for message in frontend.messages if not hasattr(message, "load")]
     assert kinds[:3] == [Placed, Placed, Outputs]
 
 
-async def test_a_remote_prefill_with_the_first_token(graph: Graph) -> None:
+async def test_a_remote_prefill_with_the_first_token(graph: WorkerGraph) -> None:
     await graph.prefill()
     frontend = await graph.frontend()
     hops = await way(frontend, LONG)
@@ -82,7 +82,7 @@ async def test_a_remote_prefill_with_the_first_token(graph: Graph) -> None:
     assert told(frontend.messages[-2].hops) == there  # type: ignore[union-attr]
 
 
-async def test_a_remote_prefill_without_the_first_token(graph: Graph) -> None:
+async def test_a_remote_prefill_without_the_first_token(graph: WorkerGraph) -> None:
     await graph.prefill()
     frontend = await graph.frontend()
     asked = CoreRequest("", None, None, Sampling(4, structured_outputs={"regex": "."}))
@@ -95,7 +95,7 @@ async def test_a_remote_prefill_without_the_first_token(graph: Graph) -> None:
     assert [type(message) for message in messages[:3]] == [Placed, Placed, Outputs]
 
 
-async def test_the_engine_waits_for_a_slow_read(graph: Graph) -> None:
+async def test_the_engine_waits_for_a_slow_read(graph: WorkerGraph) -> None:
     """Nearly all of the time from the request's entering to its first step there."""
     await graph.prefill()
     graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.2)
@@ -104,7 +104,7 @@ async def test_the_engine_waits_for_a_slow_read(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("pulled", [True, False])
-async def test_a_timeout(graph: Graph, monkeypatch: pytest.MonkeyPatch, pulled: bool) -> None:
+async def test_a_timeout(graph: WorkerGraph, monkeypatch: pytest.MonkeyPatch, pulled: bool) -> None:
     monkeypatch.setattr(policy, "FLOOR", 0.3)
     monkeypatch.setattr(policy, "SLACK", 0.0)
     if pulled:
@@ -126,7 +126,7 @@ async def test_a_timeout(graph: Graph, monkeypatch: pytest.MonkeyPatch, pulled: 
 
 @pytest.mark.usefixtures("brief_transfers")
 async def test_a_transfer_that_fails() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         (await graph.prefill()).engine.faults.drop_transfers = True
         hops = await way(await graph.frontend(), LONG)
     assert told(hops) == [
@@ -140,7 +140,7 @@ async def test_a_transfer_that_fails() -> None:
     assert "no KV from prefill-0" in hops[3].why
 
 
-async def test_a_prefill_worker_that_goes(graph: Graph) -> None:
+async def test_a_prefill_worker_that_goes(graph: WorkerGraph) -> None:
     registry = await act_prefill(graph)
     queue, frontend = await graph.queue(), await graph.frontend()
     request = await frontend.submit(LONG)
@@ -158,7 +158,7 @@ async def test_a_prefill_worker_that_goes(graph: Graph) -> None:
     assert hops[0].seconds == pytest.approx(0.01)
 
 
-async def test_a_prompt_that_is_delivered_again(graph: Graph) -> None:
+async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph) -> None:
     """From one prefill worker, which had it for a while, to another one."""
     before = waits()
     await act_prefill(graph)
@@ -178,7 +178,7 @@ async def test_a_prompt_that_is_delivered_again(graph: Graph) -> None:
     assert waits() == before, "what that prefill worker counted is not counted again"
 
 
-async def test_a_request_that_is_cancelled_is_told_no_more_of(graph: Graph) -> None:
+async def test_a_request_that_is_cancelled_is_told_no_more_of(graph: WorkerGraph) -> None:
     prefill = await graph.prefill()
     prefill.engine.faults.drop_transfers = True
     frontend = await graph.frontend()
@@ -192,7 +192,7 @@ async def test_a_request_that_is_cancelled_is_told_no_more_of(graph: Graph) -> N
 
 
 async def test_a_prompt_that_no_other_worker_has_time_for() -> None:
-    async with Pair() as pair:
+    async with BothWorkers() as pair:
         pair.b.engine.faults.going.clear()
         await pair.b.frontend.submit(SHORT, 100)
         await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
@@ -207,7 +207,7 @@ async def test_a_prompt_that_no_other_worker_has_time_for() -> None:
 
 
 async def test_a_prompt_waits_for_its_turn() -> None:
-    async with Graph(engine_args={"long-prefill-token-threshold": 16}) as graph:
+    async with WorkerGraph(engine_args={"long-prefill-token-threshold": 16}) as graph:
         graph.decode_engine.faults.slow = 50.0
         frontend = await graph.frontend()
         first = await frontend.submit(LONG)
@@ -227,7 +227,7 @@ async def held_back(engine: SimEngine) -> None:
     engine._work.set()
 
 
-async def test_a_prompt_that_waits_in_the_decode_engine(graph: Graph) -> None:
+async def test_a_prompt_that_waits_in_the_decode_engine(graph: WorkerGraph) -> None:
     frontend = await graph.frontend()
     request, _ = await asyncio.gather(frontend.submit(SHORT), held_back(graph.decode_engine))
     hops = fit(await frontend.end_of(request), 30.0)
@@ -238,7 +238,7 @@ async def test_a_prompt_that_waits_in_the_decode_engine(graph: Graph) -> None:
     assert hops[0].seconds >= BRIEF
 
 
-async def test_a_prompt_that_waits_in_the_prefill_engine(graph: Graph) -> None:
+async def test_a_prompt_that_waits_in_the_prefill_engine(graph: WorkerGraph) -> None:
     engine, frontend = (await graph.prefill()).engine, await graph.frontend()
     request, _ = await asyncio.gather(frontend.submit(LONG), held_back(engine))
     hops = fit(await frontend.end_of(request), 30.0)

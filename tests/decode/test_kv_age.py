@@ -9,7 +9,7 @@ from pdserve.decode.kv_age import ASK_AGAIN, KvAge
 from pdserve.messages import Placed, PrefillConfirm, PrefillDone, PrefillFailed, ToPrefill
 from pdserve.queue.memory import MemoryQueue
 from tests.conditions import until
-from tests.decode.graph import Frontend, Graph
+from tests.decode.graph import FrontendStream, WorkerGraph
 from tests.decode.test_worker import LONG, act_prefill, expected, handle
 
 
@@ -60,7 +60,7 @@ async def confirm(notices: AsyncIterator[ToPrefill]) -> PrefillConfirm:
     raise AssertionError
 
 
-def a_minute_passes(graph: Graph, request_id: str) -> None:
+def a_minute_passes(graph: WorkerGraph, request_id: str) -> None:
     """While an answer is on its way, or this worker hangs."""
     request = graph.decode.requests.get(request_id)
     assert request is not None
@@ -69,8 +69,8 @@ def a_minute_passes(graph: Graph, request_id: str) -> None:
 
 
 async def answer_held_back(
-    graph: Graph,
-) -> tuple[MemoryQueue, Frontend, AsyncIterator[ToPrefill], str]:
+    graph: WorkerGraph,
+) -> tuple[MemoryQueue, FrontendStream, AsyncIterator[ToPrefill], str]:
     """A request, by its id, whose prefill worker, which the test acts, has just answered, a minute too late."""
     await act_prefill(graph)
     queue, frontend = await graph.queue(), await graph.frontend()
@@ -84,7 +84,7 @@ async def answer_held_back(
 
 @pytest.mark.parametrize(("age", "mode"), [(1.0, "remote"), (29.0, "local")])
 async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(age: float, mode: str) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         queue, frontend, notices, request_id = await answer_held_back(graph)
         asked = await confirm(notices)
         assert (asked.decode, asked.worker, asked.held) == ("decode-0", "prefill-x", "p")
@@ -99,7 +99,7 @@ async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(a
 
 
 async def test_kv_that_is_gone_when_it_should_be_confirmed_is_not_waited_for() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         queue, frontend, notices, request_id = await answer_held_back(graph)
         await confirm(notices)
         await queue.answer("decode-0", PrefillFailed(request_id, "expired"))
@@ -109,7 +109,7 @@ async def test_kv_that_is_gone_when_it_should_be_confirmed_is_not_waited_for() -
 
 @pytest.mark.usefixtures("in_doubt")
 async def test_a_prefill_worker_confirms_its_answers() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         answered = await (await graph.frontend()).ask(LONG)
         assert answered.way[0] == "remote"

@@ -11,17 +11,17 @@ from pdserve.engine.sim.model import SimModel
 from pdserve.messages import PrefillStarted
 from pdserve.watch import LinkState
 from tests.conditions import until
-from tests.decode.graph import Frontend, Graph
+from tests.decode.graph import FrontendStream, WorkerGraph
 from tests.decode.test_worker import LONG, SHORT, act_prefill, expected
 
 
 @pytest.fixture
-async def graph() -> AsyncIterator[Graph]:
-    async with Graph() as graph:
+async def graph() -> AsyncIterator[WorkerGraph]:
+    async with WorkerGraph() as graph:
         yield graph
 
 
-def links(graph: Graph) -> dict[str, LinkState]:
+def links(graph: WorkerGraph) -> dict[str, LinkState]:
     return {link.to: link for link in graph.decode.watched().links}
 
 
@@ -30,17 +30,17 @@ def handshake_failures(worker: str) -> float | None:
     return REGISTRY.get_sample_value("pdserve_kv_handshake_failures_total", labels)
 
 
-async def ask(frontend: Frontend, prompt: list[int]) -> None:
+async def ask(frontend: FrontendStream, prompt: list[int]) -> None:
     answered = await frontend.ask(prompt)
     assert answered.tokens == expected(prompt, 4)
 
 
-async def test_of_a_link_nothing_is_known_before_it_is_used(graph: Graph) -> None:
+async def test_of_a_link_nothing_is_known_before_it_is_used(graph: WorkerGraph) -> None:
     await act_prefill(graph)
     assert links(graph) == {"prefill-x": LinkState("prefill-x", "kv")}
 
 
-async def test_requests_that_are_there_and_what_was_read(graph: Graph) -> None:
+async def test_requests_that_are_there_and_what_was_read(graph: WorkerGraph) -> None:
     prefill, frontend = await graph.prefill(), await graph.frontend()
     prefill.engine.faults.going.clear()
     request = await frontend.submit(LONG)
@@ -54,7 +54,7 @@ async def test_requests_that_are_there_and_what_was_read(graph: Graph) -> None:
     assert (link.bytes_per_second or 0) > 0
 
 
-async def test_a_slow_link_stands_out(graph: Graph) -> None:
+async def test_a_slow_link_stands_out(graph: WorkerGraph) -> None:
     """Within a few requests, beside one that was as slow before."""
     await graph.prefill()
     frontend = await graph.frontend()
@@ -69,7 +69,7 @@ async def test_a_slow_link_stands_out(graph: Graph) -> None:
     assert (after.bytes_per_second or 0) < (before.bytes_per_second or 0)
 
 
-async def test_reads_that_fail_and_a_worker_that_goes(graph: Graph) -> None:
+async def test_reads_that_fail_and_a_worker_that_goes(graph: WorkerGraph) -> None:
     prefill, frontend = await graph.prefill(), await graph.frontend()
     prefill.engine.faults.deaf = True
     await ask(frontend, LONG)
@@ -82,7 +82,7 @@ async def test_reads_that_fail_and_a_worker_that_goes(graph: Graph) -> None:
     await until(lambda: handshake_failures("prefill-0") is None)
 
 
-async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(graph: Graph) -> None:
+async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(graph: WorkerGraph) -> None:
     """Which is given up a moment after its link was forgotten."""
     registry, frontend, queue = (
         await act_prefill(graph, "prefill-left"),
@@ -98,14 +98,14 @@ async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(graph: Graph
     assert handshake_failures("prefill-left") is None
 
 
-async def test_nothing_is_kept_of_a_worker_that_is_gone_before_its_last_read(graph: Graph) -> None:
+async def test_nothing_is_kept_of_a_worker_that_is_gone_before_its_last_read(graph: WorkerGraph) -> None:
     graph.decode._links.read(Transfers([Read("prefill-gone", 0.1, 100)]))
     graph.decode._links.unreachable(["prefill-gone"])
     assert handshake_failures("prefill-gone") is None
 
 
 async def test_a_graph_without_remote_prefill_has_no_links() -> None:
-    async with Graph(remote_prefill=False) as graph:
+    async with WorkerGraph(remote_prefill=False) as graph:
         await act_prefill(graph)
         assert links(graph) == {}
         assert graph.decode.load().queue_limit == 0
@@ -117,16 +117,16 @@ async def test_a_graph_without_remote_prefill_has_no_links() -> None:
     ids=["threshold", "adaptive", "always"],
 )
 async def test_the_limit_of_the_queue(settings: dict[str, object], limit: int) -> None:
-    async with Graph(**settings) as graph:  # type: ignore[arg-type]
+    async with WorkerGraph(**settings) as graph:  # type: ignore[arg-type]
         assert graph.decode.load().queue_limit == limit
 
 
-def _slow_down(graph: Graph, transfer_seconds: float) -> None:
+def _slow_down(graph: WorkerGraph, transfer_seconds: float) -> None:
     model: SimModel = graph.decode_engine._model
     graph.decode_engine._model = replace(model, transfer_seconds=transfer_seconds)
 
 
-async def test_an_outage_of_nats_is_reported_while_it_lasts(graph: Graph) -> None:
+async def test_an_outage_of_nats_is_reported_while_it_lasts(graph: WorkerGraph) -> None:
     await graph.broker.down()
     assert [outage.server for outage in graph.decode.watched().outages] == ["NATS"]
     await graph.broker.up()

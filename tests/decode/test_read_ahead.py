@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 from pdserve.kv.ahead import PIECE
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, PrefillProgress
 from tests.conditions import until
-from tests.decode.graph import Graph, Prefill
+from tests.decode.graph import Prefill, WorkerGraph
 from tests.decode.test_worker import LONG, act_prefill, expected, handle, pulled
 
 PER_TOKEN = PIECE // 64
@@ -16,7 +16,7 @@ PER_TOKEN = PIECE // 64
 BLOCK = 16
 
 
-async def chunked(graph: Graph, chunk: int = 64) -> Prefill:
+async def chunked(graph: WorkerGraph, chunk: int = 64) -> Prefill:
     arguments: dict[str, object] = {"max-num-batched-tokens": chunk, "bytes-per-token": PER_TOKEN}
     return await graph.prefill("prefill-0", **arguments)  # type: ignore[arg-type]
 
@@ -32,7 +32,7 @@ def part(tokens: int, **changes: object) -> KvHandle:
 @pytest.mark.parametrize(("chunk", "left"), [(64, 64), (200, 116), (500, 512)])
 async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(chunk: int, left: int) -> None:
     """Of 500 tokens in blocks of 16, after the last step that was not the prompt's last."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await chunked(graph, chunk)
         before = moved()
         answered = await (await graph.frontend()).ask(LONG)
@@ -44,7 +44,7 @@ async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(ch
 
 
 async def test_a_cancelled_prefill_leaves_nothing_of_what_was_read() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await chunked(graph)
         prefill.engine.faults.slow = 50.0
         frontend = await graph.frontend()
@@ -56,7 +56,7 @@ async def test_a_cancelled_prefill_leaves_nothing_of_what_was_read() -> None:
         await until(prefill.engine.all_blocks_free)
 
 
-def holds_ahead(graph: Graph, request_id: str) -> bool:
+def holds_ahead(graph: WorkerGraph, request_id: str) -> bool:
     request = graph.decode.requests.get(request_id)
     return request is not None and request.ahead is not None
 
@@ -76,7 +76,7 @@ async def test_a_prefill_that_fails_leaves_nothing_of_what_was_read() -> None:
 
 async def test_another_workers_answer_ends_what_was_read_of_the_first() -> None:
     """The request was delivered again."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         await act_prefill(graph, "prefill-y")
         queue, frontend = await graph.queue(), await graph.frontend()
@@ -94,7 +94,7 @@ async def test_another_workers_answer_ends_what_was_read_of_the_first() -> None:
 async def test_nothing_is_read_for_a_request_whose_wait_ends_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         await act_prefill(graph, "prefill-y")
         queue, frontend = await graph.queue(), await graph.frontend()

@@ -6,7 +6,7 @@ from pdserve.decode import prefill_workers
 from pdserve.messages import PrefillStarted
 from pdserve.records import Instance, Role, encode_record
 from tests.conditions import until
-from tests.decode.graph import Answered, Graph
+from tests.decode.graph import Answered, WorkerGraph
 from tests.decode.test_worker import LONG, act_prefill, expected, failures
 from tests.engine.sims import LOADED
 
@@ -30,7 +30,7 @@ def here(answered: Answered, prompt: list[int], reason: str) -> bool:
 
 
 async def test_a_prefill_worker_says_that_it_has_lost_the_queue_and_that_it_is_back() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await graph.prefill()
 
         def said() -> list[bool]:
@@ -45,7 +45,7 @@ async def test_a_prefill_worker_says_that_it_has_lost_the_queue_and_that_it_is_b
 
 @pytest.mark.usefixtures("patient")
 async def test_a_worker_that_says_it_has_lost_the_queue_is_not_waited_for() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         registry, queue, frontend = await act_prefill(graph), await graph.queue(), await graph.frontend()
         taken, waiting = await frontend.submit(LONG), await frontend.submit(LONG[1:])
         await queue.pull(1, 5.0)
@@ -65,7 +65,7 @@ async def test_a_worker_that_was_killed_is_not_waited_for_until_its_lease_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill_workers, "LOOK", 0.02)
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         registry, frontend = await graph.registry_of_another(), await graph.frontend()
         queue, other = await graph.queue(), await graph.queue()
         await queue.expect_warm_ups("prefill-x")
@@ -87,7 +87,7 @@ async def test_a_worker_that_was_killed_is_not_waited_for_until_its_lease_ends(
 
 @pytest.mark.usefixtures("hasty")
 async def test_after_two_untaken_prompts_no_more_is_tried_until_a_worker_is_heard_of() -> None:
-    async with Graph(max_prefill_queue_size=9) as graph:
+    async with WorkerGraph(max_prefill_queue_size=9) as graph:
         await act_prefill(graph)
         queue, frontend = await graph.queue(), await graph.frontend()
         before = failures("timeout")
@@ -108,7 +108,7 @@ async def test_what_waits_when_two_prompts_were_left_waits_no_longer(
 ) -> None:
     """Its own bound may be far away: it grows with the prompt."""
     monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.1)
-    async with Graph(max_prefill_queue_size=9) as graph:
+    async with WorkerGraph(max_prefill_queue_size=9) as graph:
         await act_prefill(graph)
         frontend = await graph.frontend()
         timeout = graph.decode._remote.timeout

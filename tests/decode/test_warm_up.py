@@ -18,7 +18,7 @@ from pdserve.process.engine_checks import self_test
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import holds, until
-from tests.decode.graph import Graph, living, shared_queue
+from tests.decode.graph import WorkerGraph, living, shared_queue
 from tests.engine.sims import LOADED, body, sim, spec
 
 LONG = [300 + (7 * number) % 600 for number in range(500)]
@@ -50,7 +50,7 @@ async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_i
     names = ["pdserve_prefill_queue_wait_seconds_count", "pdserve_kv_transfer_seconds_count"]
     waits, transfers = map(counted, names)
     local = counted("pdserve_prefill_total", mode="local", reason="short")
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         await until(lambda: warm("ok") == before + 1)
         assert counted(names[0]) == waits
@@ -67,7 +67,7 @@ async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_i
 
 async def test_a_decode_worker_that_comes_later_is_warm_with_all(slow: None) -> None:
     before = warm("ok")
-    graph = Graph()
+    graph = WorkerGraph()
     async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
         worker = graph.prefill_worker("prefill-0", prefill_engine())
         async with living(worker):
@@ -84,7 +84,7 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
 ) -> None:
     """Until its KV was read."""
     monkeypatch.setattr(presence, "INTERVAL", 0.01)
-    graph = Graph()
+    graph = WorkerGraph()
     decode = Instance("decode-x", Role.DECODE, "demo", fingerprint=LOADED)
     async with (
         MemoryRegistry(graph.registry, "t") as registry,
@@ -115,7 +115,7 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
 async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away_and_is_asked_again(
     hasty: None,
 ) -> None:
-    graph, failed = Graph(), warm("failed")
+    graph, failed = WorkerGraph(), warm("failed")
     hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
     async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
         await registry.put("newcomers/prefill/prefill-x", encode_record(hung))
@@ -132,7 +132,7 @@ async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_requ
     reasons = ("transfer", "timeout")
     failures = [counted("pdserve_remote_prefill_failures_total", reason=reason) for reason in reasons]
     failed, ok = warm("failed"), warm("ok")
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill(drop_transfers=True)
         await until(lambda: warm("failed") > failed)
         assert warm("ok") == ok
@@ -146,7 +146,7 @@ async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_requ
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
 async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, role: Role) -> None:
     """It came as a newcomer, hangs, and goes."""
-    graph, other = Graph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
+    graph, other = WorkerGraph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
     key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", fingerprint=LOADED)
     worker = graph.decode if role is Role.DECODE else graph.prefill_worker("prefill-0", prefill_engine())
     async with MemoryRegistry(graph.registry, "t") as registry:
@@ -170,7 +170,7 @@ async def test_a_self_test_leaves_the_engine_as_it_was(role: Role) -> None:
 
 
 async def test_a_worker_whose_engine_dies_of_its_first_work_never_registers() -> None:
-    graph = Graph()
+    graph = WorkerGraph()
     graph.decode_engine.faults.dead = True
     async with MemoryRegistry(graph.registry, "t") as registry:
         with pytest.raises(EngineDead, match="on command"):
@@ -192,7 +192,7 @@ async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.05)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.01)
     hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
-    graph = Graph(drain_timeout=30.0)
+    graph = WorkerGraph(drain_timeout=30.0)
     async with MemoryRegistry(graph.registry, "t") as registry:
         await registry.put("newcomers/prefill/prefill-x", encode_record(hung))
         async with graph:
@@ -213,7 +213,7 @@ async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.
     monkeypatch.setattr(prefill_workers, "MAX_PAIRS", 1)
     monkeypatch.setattr(answers, "MAX_PAIRS", 0)
     before = warm("ok")
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         for number in range(3):
             await graph.prefill(f"prefill-{number}")
         chosen = graph.decode._workers.to_warm_up()

@@ -39,7 +39,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.stream.archives import archive_name, fetch, pack_model
 from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
 from tests.conditions import holds, until
-from tests.decode.graph import Frontend, Graph
+from tests.decode.graph import FrontendStream, WorkerGraph
 from tests.engine.sims import FAST, LOADED, body, collect, sim
 
 SHORT = list(range(3, 23))
@@ -61,7 +61,7 @@ def failures(reason: str) -> float:
 
 
 async def test_short_prompts_are_prefilled_here_and_long_ones_elsewhere() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         frontend = await graph.frontend()
         count, labels = "pdserve_kv_transfer_bytes_total", {"model": "demo"}
@@ -102,7 +102,7 @@ async def test_outputs_that_no_message_can_hold_end_their_request_alone(
 ) -> None:
     """The frontend would cut the link, and with it all requests on it."""
     monkeypatch.setattr("pdserve.stream.framing.MAX_MESSAGE", LIMIT)
-    async with Graph(engine=TensorEngine) as graph:
+    async with WorkerGraph(engine=TensorEngine) as graph:
         frontend = await graph.frontend()
         others = [await frontend.submit(SHORT, 40) for _ in range(5)]
         large = await frontend.end_of(await frontend.submit(LARGE, 40))
@@ -115,14 +115,14 @@ async def test_outputs_that_no_message_can_hold_end_their_request_alone(
 
 
 async def test_without_a_prefill_worker_everything_is_local() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         answered = await (await graph.frontend()).ask(LONG)
         assert answered.way[1] == "no-prefill-worker"
         assert answered.tokens == expected(LONG, 4)
 
 
 async def test_without_nats_everything_is_local() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await graph.prefill()
         await graph.broker.down()
         answered = await (await graph.frontend()).ask(LONG)
@@ -131,14 +131,14 @@ async def test_without_nats_everything_is_local() -> None:
 
 
 async def test_prompt_logprobs_are_computed_here() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await graph.prefill()
         answered = await (await graph.frontend()).ask(LONG, prompt_logprobs=0)
         assert answered.way[1] == "unsupported"
 
 
 async def test_what_the_queue_lost_is_not_waited_for() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         frontend = await graph.frontend()
         lost = await frontend.submit(LONG)
@@ -152,7 +152,7 @@ async def test_what_the_queue_lost_is_not_waited_for() -> None:
         assert answered.way[1] == "fallback"
 
 
-async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo") -> MemoryRegistry:
+async def act_prefill(graph: WorkerGraph, name: str = "prefill-x", model: str = "demo") -> MemoryRegistry:
     """Make the decode worker believe in a prefill worker that a test acts by hand."""
     registry, queue = await graph.registry_of_another(), await graph.queue()
     await queue.expect_warm_ups(name)
@@ -163,9 +163,9 @@ async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo"
 
 
 @asynccontextmanager
-async def pulled() -> AsyncIterator[tuple[Graph, MemoryQueue, Frontend, str]]:
+async def pulled() -> AsyncIterator[tuple[WorkerGraph, MemoryQueue, FrontendStream, str]]:
     """A request, by its id, that prefill worker `prefill-x`, which the test acts, has pulled."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         queue, frontend = await graph.queue(), await graph.frontend()
         request_id = await frontend.submit(LONG)
@@ -223,7 +223,7 @@ async def test_a_refusal_is_computed_here() -> None:
 async def test_no_answer_within_the_bound_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.05)
     monkeypatch.setattr("pdserve.decode.policy.SLACK", 0.0)
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         queue = await graph.queue()
         await queue.pull(1, 0.0)  # listens for cancellations from here on
@@ -234,7 +234,7 @@ async def test_no_answer_within_the_bound_is_computed_here(monkeypatch: pytest.M
 
 
 async def test_prefill_workers_of_another_model_do_not_count() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph, "prefill-other", model="other")
         frontend = await graph.frontend()
         answered = await frontend.ask(LONG)
@@ -250,7 +250,7 @@ async def test_prefill_workers_of_another_model_do_not_count() -> None:
 
 
 async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_else_is_left_to_it() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         registry = await act_prefill(graph)
         queue, frontend = await graph.queue(), await graph.frontend()
         pulled = await frontend.submit(LONG)
@@ -271,7 +271,7 @@ async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_els
 
 
 async def test_workers_that_loaded_other_weights_never_meet() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         other = await graph.prefill("prefill-new", hf_overrides={"rope_theta": 7})
         frontend = await graph.frontend()
         answered = await frontend.ask(LONG)
@@ -302,7 +302,7 @@ async def test_kv_of_other_weights_would_give_other_tokens() -> None:
 
 async def test_a_prompt_that_no_message_can_hold_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryQueue, "max_payload", 3000)
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await graph.prefill()
         frontend = await graph.frontend()
         large, small = await frontend.ask(LONG), await frontend.ask(LONG[100:200])
@@ -312,7 +312,7 @@ async def test_a_prompt_that_no_message_can_hold_is_computed_here(monkeypatch: p
 
 
 async def test_the_last_prefill_worker_gone_ends_the_wait() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.going.clear()
         frontend = await graph.frontend()
@@ -355,7 +355,7 @@ async def first_of(messages: list[ToFrontend]) -> list[str]:
 @pytest.mark.usefixtures("brief_transfers")
 async def test_the_first_token_does_not_wait_for_the_kv() -> None:
     """Which never comes: the request goes on after that token."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.drop_transfers = True
         frontend = await graph.frontend()
@@ -373,7 +373,7 @@ async def test_the_first_token_does_not_wait_for_the_kv() -> None:
 
 
 async def test_a_request_of_one_token_never_enters_the_decode_engine() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         labels = {"model": "demo", "mode": "remote", "reason": "long"}
         counted = REGISTRY.get_sample_value("pdserve_prefill_total", labels) or 0
@@ -387,7 +387,7 @@ async def test_a_request_of_one_token_never_enters_the_decode_engine() -> None:
 
 
 async def test_cancel_after_the_first_token_frees_everything() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.drop_transfers = True
         frontend = await graph.frontend()
@@ -403,7 +403,7 @@ async def test_cancel_after_the_first_token_frees_everything() -> None:
 @pytest.mark.parametrize("first", [[], [b"\xff"]])
 async def test_an_answer_without_a_token_that_can_be_read_is_as_good(first: list[bytes]) -> None:
     """Of a worker of an earlier version, or for a request whose tokens no other engine may sample."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         prefill.engine.pack = lambda outputs: first  # type: ignore[method-assign]
         answered = await (await graph.frontend()).ask(LONG)
@@ -412,7 +412,7 @@ async def test_an_answer_without_a_token_that_can_be_read_is_as_good(first: list
 
 
 async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_here_at_once() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         registry = await act_prefill(graph)
         await act_prefill(graph, "prefill-y")
         queue, frontend = await graph.queue(), await graph.frontend()
@@ -433,7 +433,7 @@ async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_h
 @pytest.mark.parametrize("last", [True, False], ids=["the last worker", "one of two"])
 async def test_the_last_words_of_a_prefill_worker_are_waited_for(last: bool) -> None:
     """They come by another connection than the word that it is gone: an engine that died of a request must count."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         registry = await act_prefill(graph)
         if not last:
             await act_prefill(graph, "prefill-y")
@@ -467,7 +467,7 @@ async def test_a_worker_that_is_not_registered_is_not_waited_for(message: str) -
 
 async def test_kv_of_an_unknown_worker_is_rejected_when_it_is_known() -> None:
     """A prefill worker that lost its lease in etcd, and is back."""
-    async with Graph() as graph, sim(Role.PREFILL, "prefill-x") as prefill:
+    async with WorkerGraph() as graph, sim(Role.PREFILL, "prefill-x") as prefill:
         await act_prefill(graph, "prefill-y")
         queue = await graph.queue()
         await prefill.prefill("p", LONG, body())
@@ -503,7 +503,7 @@ async def test_kv_that_is_being_read_is_not_rejected_when_it_is_offered_again(
 
 @pytest.mark.usefixtures("brief_transfers")
 async def test_kv_that_could_not_be_read_is_rejected_when_its_request_is_over(impatient: None) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.drop_transfers = True
         before, frontend = failures("transfer"), await graph.frontend()
@@ -523,7 +523,7 @@ async def test_kv_of_an_answer_lost_with_nats_is_free_soon(
 ) -> None:
     monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.05)
     monkeypatch.setattr("pdserve.decode.policy.SLACK", 0.0)
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.going.clear()
         frontend = await graph.frontend()
@@ -548,7 +548,7 @@ async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
         raise QueueUnavailable("not confirmed in time")
 
     monkeypatch.setattr(MemoryQueue, "publish", unsure)
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         before = failures("queue-down")
         assert (await (await graph.frontend()).ask(LONG)).tokens == expected(LONG, 4)
@@ -558,7 +558,7 @@ async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
 
 
 async def test_a_full_queue_means_computing_here_at_once() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         graph.broker.bound = 0
         frontend = await graph.frontend()
@@ -569,7 +569,7 @@ async def test_a_full_queue_means_computing_here_at_once() -> None:
 
 
 async def test_cancel_while_the_request_is_queued() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         queue = await graph.queue()
         await queue.pull(1, 0.0)
@@ -584,7 +584,7 @@ async def test_cancel_while_the_request_is_queued() -> None:
 
 async def test_cancel_in_the_same_breath_sends_nothing_out() -> None:
     """Both lie there when the worker reads: the cancellation is handled before the request has had its first turn."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         frontend = await graph.frontend()
         request_id = await frontend.submit(LONG)
@@ -608,7 +608,7 @@ async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
             await asyncio.sleep(0.6)
         await tell(server, frontend, message)
 
-    async with Graph(engine_args={"long-prefill-token-threshold": 16}) as graph:
+    async with WorkerGraph(engine_args={"long-prefill-token-threshold": 16}) as graph:
         prefill = await graph.prefill(lease=LEASE_MARGIN + 0.4)
         monkeypatch.setattr(MemoryStreamServer, "send", slowly)
         frontend = await graph.frontend()
@@ -630,7 +630,7 @@ async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
 
 
 async def test_cancel_while_it_is_prefilled_elsewhere_frees_everything() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.slow = 100.0
         frontend = await graph.frontend()
@@ -643,7 +643,7 @@ async def test_cancel_while_it_is_prefilled_elsewhere_frees_everything() -> None
 
 
 async def test_cancel_while_it_generates_frees_everything() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend = await graph.frontend()
         request_id = await frontend.submit(LONG, 1000)
         await until(lambda: len(frontend.answered[request_id].tokens) > 3)
@@ -653,7 +653,7 @@ async def test_cancel_while_it_generates_frees_everything() -> None:
 
 
 async def test_a_frontend_that_is_gone_takes_its_requests_along() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await act_prefill(graph)
         frontend, other = await graph.frontend("a"), await graph.frontend("b")
         await frontend.submit(SHORT, 1000)
@@ -667,7 +667,7 @@ async def test_a_frontend_that_is_gone_takes_its_requests_along() -> None:
 
 
 async def test_one_frontend_cannot_cancel_anothers_request() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend, other = await graph.frontend("a"), await graph.frontend("b")
         request_id = await frontend.submit(SHORT, 50)
         await other.cancel(request_id)
@@ -675,7 +675,7 @@ async def test_one_frontend_cannot_cancel_anothers_request() -> None:
 
 
 async def test_outputs_of_a_step_come_in_one_message() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend = await graph.frontend()
         graph.decode_engine.faults.going.clear()
         ids = [await frontend.submit(SHORT, 5) for _ in range(8)]
@@ -687,7 +687,7 @@ async def test_outputs_of_a_step_come_in_one_message() -> None:
 
 
 async def test_an_id_is_refused_the_second_time() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend = await graph.frontend()
         request_id = await frontend.submit(SHORT)
         await frontend.end_of(request_id)
@@ -700,7 +700,7 @@ async def test_an_id_is_refused_the_second_time() -> None:
 
 @pytest.mark.parametrize("prompt", [[], list(range(9000))])
 async def test_what_the_engine_refuses_fails_alone(prompt: list[int]) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend = await graph.frontend()
         failed = (await frontend.ask(prompt)).failed
         assert failed is not None
@@ -709,7 +709,7 @@ async def test_what_the_engine_refuses_fails_alone(prompt: list[int]) -> None:
 
 
 async def test_a_passed_deadline_fails_at_once_and_while_running() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend = await graph.frontend()
         late = await frontend.end_of(await frontend.submit(SHORT, seconds=-1))
         assert late.failed is not None
@@ -720,7 +720,7 @@ async def test_a_passed_deadline_fails_at_once_and_while_running() -> None:
 
 
 async def test_a_request_that_waits_for_its_turn_is_failed_once() -> None:
-    async with Graph(engine_args={"long-prefill-token-threshold": 16}) as graph:
+    async with WorkerGraph(engine_args={"long-prefill-token-threshold": 16}) as graph:
         graph.decode_engine.faults.going.clear()
         frontend = await graph.frontend()
         first, second = [await frontend.submit(SHORT) for _ in range(2)]
@@ -738,7 +738,7 @@ async def test_a_request_that_waits_for_its_turn_is_failed_once() -> None:
 
 
 async def test_another_vllm_version_is_refused() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend = await graph.frontend()
         await frontend.client.send(Hello(graph.decode_engine.facts.vllm_version))
         await frontend.ask(SHORT)
@@ -749,7 +749,7 @@ async def test_another_vllm_version_is_refused() -> None:
 
 
 async def test_what_the_registry_says_of_it() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         other = await graph.registry_of_another()
         instance = decode_instance((await other.read("instances/decode/"))["instances/decode/decode-0"])
         assert (instance.address, instance.model, instance.block_size) == (graph.stream.address, "demo", 16)
@@ -765,7 +765,10 @@ async def test_what_the_registry_says_of_it() -> None:
 
 async def test_frontends_get_the_archive_of_its_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    async with Graph(model=str(tmp_path)) as graph, MemoryStreamClient(graph.stream.address, "new") as client:
+    async with (
+        WorkerGraph(model=str(tmp_path)) as graph,
+        MemoryStreamClient(graph.stream.address, "new") as client,
+    ):
         archive = await fetch(client)
         async with RegistryView(await graph.registry_of_another()) as view:
             ((_, card),) = view.cards()["demo"]
@@ -775,7 +778,7 @@ async def test_frontends_get_the_archive_of_its_model(tmp_path: Path) -> None:
 
 async def test_frontends_are_told_its_load() -> None:
     """At once when they come, and when it changes: without the registry, which is away."""
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await graph.registry.down()
         older = Hello(graph.decode_engine.facts.vllm_version)
         hello = msgspec.structs.replace(older, follow_load=True)
@@ -799,7 +802,7 @@ async def test_frontends_are_told_its_load() -> None:
 
 
 async def test_thresholds_change_while_it_runs(caplog: pytest.LogCaptureFixture) -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         await graph.prefill()
         frontend, registry = await graph.frontend(), await graph.registry_of_another()
         await registry.put("settings/max-local-prefill-length", b"10", leased=False)
@@ -816,7 +819,7 @@ async def test_thresholds_change_while_it_runs(caplog: pytest.LogCaptureFixture)
 async def test_prompts_go_the_cheaper_way() -> None:
     """An idle worker computes by itself; beside running streams and prompts a prefill worker does, until it has
     more to do than this."""
-    async with Graph(policy="adaptive") as graph:
+    async with WorkerGraph(policy="adaptive") as graph:
         await graph.prefill()
         frontend = await graph.frontend()
         idle = await frontend.ask(LONG)
@@ -832,7 +835,7 @@ async def test_prompts_go_the_cheaper_way() -> None:
 
 
 async def test_a_policy_is_set_while_it_runs(caplog: pytest.LogCaptureFixture) -> None:
-    async with Graph(policy="adaptive") as graph:
+    async with WorkerGraph(policy="adaptive") as graph:
         settings, registry = graph.decode.settings, await graph.registry_of_another()
         await registry.put("settings/max-local-prefill-length", b"7", leased=False)
         await until(lambda: settings.current.policy == "threshold")
@@ -847,7 +850,7 @@ async def test_a_policy_is_set_while_it_runs(caplog: pytest.LogCaptureFixture) -
 
 
 async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend, other = await graph.frontend(), await graph.registry_of_another()
         running = await frontend.submit(SHORT, 200)
         await until(lambda: bool(frontend.answered[running].tokens))
@@ -864,7 +867,7 @@ async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
 
 
 async def test_what_does_not_finish_in_the_drain_is_given_back() -> None:
-    async with Graph(drain_timeout=0.05) as graph:
+    async with WorkerGraph(drain_timeout=0.05) as graph:
         frontend = await graph.frontend()
         running = await frontend.submit(SHORT, 5000)
         await until(lambda: bool(frontend.answered[running].tokens))
@@ -876,14 +879,14 @@ async def test_what_does_not_finish_in_the_drain_is_given_back() -> None:
 
 
 async def test_a_dead_engine_ends_the_worker() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         graph.decode_engine.die()
         with pytest.raises(EngineDead):
             await graph.life
 
 
 async def test_many_at_once_come_out_right() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         for number in range(2):
             await graph.prefill(f"prefill-{number}")
         frontend = await graph.frontend()
@@ -899,7 +902,7 @@ async def test_a_prefill_worker_whose_side_channel_is_broken_is_avoided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill_workers, "AVOID_FOR", 60.0)
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         frontend, broken = await graph.frontend(), await graph.prefill()
         broken.engine.faults.deaf = True
         first = await frontend.ask(list(range(3, 203)))

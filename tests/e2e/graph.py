@@ -16,7 +16,7 @@ from tests.serving import Serve, running
 _START_SECONDS = 420.0
 
 
-class Graph(Serve):
+class RealGraph(Serve):
     collector: Collector
     """of the session's graph: what takes its traces"""
 
@@ -53,9 +53,9 @@ class Metrics:
 
 
 @contextmanager
-def serving(yaml: str, folder: Path, env: Mapping[str, str] | None = None) -> Iterator[Graph]:
+def serving(yaml: str, folder: Path, env: Mapping[str, str] | None = None) -> Iterator[RealGraph]:
     """Start a graph from `yaml`, wait until it answers, and stop it as Ctrl-C would; its exit code must be 0."""
-    graph = Graph(folder, yaml)
+    graph = RealGraph(folder, yaml)
     graph.env |= env or {}
     with running(graph, _START_SECONDS):
         yield graph

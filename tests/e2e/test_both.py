@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.ports import free_port
 from tests.e2e.cases import Case
-from tests.e2e.graph import Graph, serving
+from tests.e2e.graph import RealGraph, serving
 from tests.e2e.test_identity import all_at_once
 from tests.real import GRAPH
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def both(tmp_path_factory: pytest.TempPathFactory, reference: dict[str, list[int]]) -> Iterator[Graph]:
+def both(tmp_path_factory: pytest.TempPathFactory, reference: dict[str, list[int]]) -> Iterator[RealGraph]:
     del reference  # first, as for the other graph
     yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=2, prefill=0)
     yaml = yaml[: yaml.index("PrefillWorker")].replace("VllmWorker:", "VllmWorker:\n  role: both")
@@ -23,7 +23,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, reference: dict[str, list[int
 
 
 async def test_two_workers_prefill_for_each_other(
-    both: Graph, cases: list[Case], reference: dict[str, list[int]]
+    both: RealGraph, cases: list[Case], reference: dict[str, list[int]]
 ) -> None:
     answers = await all_at_once(both, cases)
     assert [name for name, answer in answers if answer.tokens != reference[name]] == []

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pdserve.watch import Receipt
-from tests.e2e.graph import Graph
+from tests.e2e.graph import RealGraph
 from tests.listeners import listeners
 from tests.serving import until
 
@@ -37,7 +37,7 @@ def chat(question: str) -> dict[str, object]:
     }
 
 
-def test_recalls_a_fact_over_remote_kv(graph: Graph) -> None:
+def test_recalls_a_fact_over_remote_kv(graph: RealGraph) -> None:
     response = httpx.post(
         f"{graph.url}/v1/chat/completions", json=chat("What is the code of the red box?"), timeout=120
     )
@@ -48,13 +48,13 @@ def test_recalls_a_fact_over_remote_kv(graph: Graph) -> None:
     assert response.headers["x-request-id"]
 
 
-def test_what_a_killed_engine_would_leave_is_in_a_folder_that_serve_empties(graph: Graph) -> None:
+def test_what_a_killed_engine_would_leave_is_in_a_folder_that_serve_empties(graph: RealGraph) -> None:
     folders = [process.environ().get("VLLM_RPC_BASE_PATH") for process in graph.processes()]
     (folder,) = {Path(folder) for folder in folders if folder}
     assert len(list(folder.glob("vllm_dist_*"))) == 2
 
 
-def test_transfer_is_counted(graph: Graph) -> None:
+def test_transfer_is_counted(graph: RealGraph) -> None:
     before = graph.metrics()
     body = {**chat("What is the code of the black door?"), "cache_salt": "transfer"}
     trace_id = uuid4().hex
@@ -83,7 +83,7 @@ def test_transfer_is_counted(graph: Graph) -> None:
     check_trace(graph, receipt)
 
 
-def check_trace(graph: Graph, receipt: Receipt) -> None:
+def check_trace(graph: RealGraph, receipt: Receipt) -> None:
     """Each hop of the receipt is one span, with the same start and duration, but for what the messages between the
     processes take, which say durations alone."""
     names = sorted(["POST /v1/chat/completions", "attempt", "generate", *(hop.name for hop in receipt.hops)])
@@ -99,7 +99,7 @@ def check_trace(graph: Graph, receipt: Receipt) -> None:
         assert (span.start - root.start) / 1e9 == pytest.approx(hop.start, abs=0.5), hop
 
 
-def test_nothing_listens_but_what_is_known(graph: Graph) -> None:
+def test_nothing_listens_but_what_is_known(graph: RealGraph) -> None:
     """And on the loopback device alone, where the file says nothing else. See docs/security.md."""
     found = listeners(graph)
     others = found.pop(("VLLM::EngineCore", "TCP"))
@@ -138,7 +138,7 @@ ASKED: dict[str, dict[str, object]] = {
 }
 
 
-async def test_what_is_asked_of_the_first_token_holds_wherever_it_comes_from(graph: Graph) -> None:
+async def test_what_is_asked_of_the_first_token_holds_wherever_it_comes_from(graph: RealGraph) -> None:
     """Prefilled remotely, and locally: as one engine answers."""
     prompt = [300 + (i * i) % 700 for i in range(320)]
 

@@ -6,12 +6,12 @@ import pytest
 from pdserve_bench.client import Exchange, LoadClient
 
 from tests.e2e.cases import LENGTHS, LOCAL_LIMIT, Case
-from tests.e2e.graph import Graph
+from tests.e2e.graph import RealGraph
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
-async def complete(graph: Graph, case: Case, *, stream: bool, salt: str | None = None) -> Exchange:
+async def complete(graph: RealGraph, case: Case, *, stream: bool, salt: str | None = None) -> Exchange:
     """`salt` keeps a request away from what the prefix caches hold of earlier tests."""
     body = case.body(stream=stream) if salt is None else case.body(stream=stream, cache_salt=salt)
     exchange = Exchange(body)
@@ -27,7 +27,7 @@ def test_a_plain_engine_agrees_with_itself(plain_engine: dict[str, list[list[int
 
 @pytest.mark.parametrize("length", LENGTHS)
 async def test_every_length(
-    graph: Graph, cases: list[Case], reference: dict[str, list[int]], length: int
+    graph: RealGraph, cases: list[Case], reference: dict[str, list[int]], length: int
 ) -> None:
     case = next(case for case in cases if case.name == f"length-{length}")
     answer = await complete(graph, case, stream=False, salt=f"{length}")
@@ -35,7 +35,7 @@ async def test_every_length(
     assert answer.prefill == ("remote" if length > LOCAL_LIMIT else "local")
 
 
-async def test_prefix_hits(graph: Graph, cases: list[Case], reference: dict[str, list[int]]) -> None:
+async def test_prefix_hits(graph: RealGraph, cases: list[Case], reference: dict[str, list[int]]) -> None:
     by_name = {case.name: case for case in cases}
     expected = {"prefix-first": "remote", "prefix-short-rest": "local", "prefix-long-rest": "remote"}
     for name, prefill in expected.items():
@@ -44,13 +44,13 @@ async def test_prefix_hits(graph: Graph, cases: list[Case], reference: dict[str,
         assert answer.prefill == prefill, name
 
 
-async def test_many_at_once(graph: Graph, cases: list[Case], reference: dict[str, list[int]]) -> None:
+async def test_many_at_once(graph: RealGraph, cases: list[Case], reference: dict[str, list[int]]) -> None:
     answers = await all_at_once(graph, cases)
     assert [name for name, answer in answers if answer.tokens != reference[name]] == []
     assert {answer.prefill for _, answer in answers} == {"local", "remote"}
 
 
-async def all_at_once(graph: Graph, cases: list[Case]) -> list[tuple[str, Exchange]]:
+async def all_at_once(graph: RealGraph, cases: list[Case]) -> list[tuple[str, Exchange]]:
     """The name and answer of each case, once whole and once as a stream."""
     jobs = [(case, stream) for case in cases for stream in (False, True)]
     answers = await asyncio.gather(

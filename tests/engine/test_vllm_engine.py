@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import msgspec
@@ -161,7 +160,7 @@ class Driven:
 
 
 @dataclass
-class Pair:
+class Engines:
     decode: Driven
     prefill: Driven
 
@@ -225,13 +224,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(recorded: Path) -> AsyncIterator[Pair]:
+async def pair(recorded: Path) -> AsyncIterator[Engines]:
     credentials = create(recorded.parent / "credentials")
     driven = []
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for variable, value in ENVIRONMENT.items():
             patch.setenv(variable, value)
+        patch.setenv("VLLM_RPC_BASE_PATH", str(recorded.parent))
         readers = await stack.enter_async_context(Owner())
         for role in (Role.DECODE, Role.PREFILL):
             name = f"{role.value}-0-test"
@@ -239,7 +239,7 @@ async def pair(recorded: Path) -> AsyncIterator[Pair]:
             with _recording(recorded):
                 driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
             readers.start(driven[-1].read(), name)
-        yield Pair(*driven)
+        yield Engines(*driven)
 
 
 def body(max_tokens: int = 8, **sampling: object) -> list[bytes]:
@@ -273,7 +273,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [300 + (i * i + 7 * seed + length) % 700 for i in range(length)]
 
 
-async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Pair, recorded: Path) -> None:
+async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Engines, recorded: Path) -> None:
     """Only a CPU with AMX dies without. The worker of an engine with one rank is in its core process."""
     lines = [line.split() for line in (await asyncio.to_thread(recorded.read_text)).splitlines()]
     workers = {pid for pid, what in lines if what == "model"}
@@ -283,17 +283,17 @@ async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Pair, re
     assert await pair.decode.engine.instruction_sets() == [describe(request_amx())]
 
 
-async def test_what_ranks_logprobs_is_not_compiled(pair: Pair, recorded: Path) -> None:
+async def test_what_ranks_logprobs_is_not_compiled(pair: Engines, recorded: Path) -> None:
     """vLLM would compile it now, and all requests of the engine wait for that."""
     await pair.decode.answer("ranks", prompt_of(20), body(logprobs=1))
     assert (await asyncio.to_thread(recorded.read_text)).split().count("ranks") == 8, "once for each token"
 
 
-def all_processes(pair: Pair) -> list[psutil.Process]:
+def all_processes(pair: Engines) -> list[psutil.Process]:
     return [*pair.decode.engine.processes, *pair.prefill.engine.processes]
 
 
-async def test_a_request_tells_when_the_engine_had_room(pair: Pair) -> None:
+async def test_a_request_tells_when_the_engine_had_room(pair: Engines) -> None:
     """One more than the engine runs at once: it begins when another one is over."""
     engine, places = pair.decode.engine, [f"place-{number}" for number in range(32)]
     for number, name in enumerate(places):
@@ -313,7 +313,7 @@ async def test_a_request_tells_when_the_engine_had_room(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 500, 3000])
-async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Pair, length: int) -> None:
+async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Engines, length: int) -> None:
     prompt = prompt_of(length)
     await pair.all_free()
     before, handle = len(pair.decode.transfers), await pair.prefill.prefill(f"p-{length}", prompt)
@@ -338,7 +338,7 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Pair, length
 @pytest.mark.parametrize(
     ("length", "cached"), [(1, 0), (31, 0), (32, 0), (33, 0), (700, 0), (96, 64), (96, 96), (97, 96)]
 )
-async def test_the_first_token_comes_from_prefill(pair: Pair, length: int, cached: int) -> None:
+async def test_the_first_token_comes_from_prefill(pair: Engines, length: int, cached: int) -> None:
     prompt, name = prompt_of(length, seed=20), f"first-{length}-{cached}"
     await pair.all_free()
     whole = await pair.decode.answer(f"whole-{name}", prompt, sampled())
@@ -393,7 +393,7 @@ def xgrammar(**grammar: Any) -> StructuredOutputsParams:
 
 
 @pytest.mark.parametrize("case", [*CARRIED, *NOT_CARRIED])
-async def test_the_first_token_is_what_was_asked_for(pair: Pair, case: str) -> None:
+async def test_the_first_token_is_what_was_asked_for(pair: Engines, case: str) -> None:
     prompt = prompt_of(50, seed=21)
     tokens = (await pair.decode.generate(f"tokens {case}", prompt))[:4]
     wanted = sampled(**(CARRIED | NOT_CARRIED)[case](tokens))
@@ -404,7 +404,7 @@ async def test_the_first_token_is_what_was_asked_for(pair: Pair, case: str) -> N
     await pair.all_free()
 
 
-async def test_a_seed_means_the_same_whatever_steps_the_prompt_takes(pair: Pair) -> None:
+async def test_a_seed_means_the_same_whatever_steps_the_prompt_takes(pair: Engines) -> None:
     """On a CPU, vLLM's engine died of a prompt that took two."""
     prompt, wanted = prompt_of(3000, seed=24), sampled(temperature=1.0, seed=7)
     two = await pair.decode.answer("two steps", prompt, wanted)
@@ -416,7 +416,7 @@ async def test_a_seed_means_the_same_whatever_steps_the_prompt_takes(pair: Pair)
     await pair.all_free()
 
 
-async def test_a_first_token_may_be_the_last_that_fits(pair: Pair) -> None:
+async def test_a_first_token_may_be_the_last_that_fits(pair: Engines) -> None:
     prompt = prompt_of(4095, seed=22)
     (only,) = await pair.hand_over("full", prompt, sampled())
     assert only.raw.finish_reason == FinishReason.LENGTH
@@ -424,7 +424,7 @@ async def test_a_first_token_may_be_the_last_that_fits(pair: Pair) -> None:
     assert len(await pair.hand_over("nearly full", prompt[1:], sampled())) == 2
 
 
-async def test_a_first_token_that_cannot_be_read_is_not_taken(pair: Pair) -> None:
+async def test_a_first_token_that_cannot_be_read_is_not_taken(pair: Engines) -> None:
     prompt, engine = prompt_of(40, seed=23), pair.decode.engine
     handle = await pair.prefill.prefill("p-unreadable", prompt)
     good = pair.prefill.engine.pack(pair.prefill.outputs["p-unreadable"])
@@ -439,7 +439,7 @@ async def test_a_first_token_that_cannot_be_read_is_not_taken(pair: Pair) -> Non
     await pair.all_free()
 
 
-async def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
+async def test_only_what_is_not_cached_is_pulled(pair: Engines) -> None:
     shared = prompt_of(10 * BLOCK)
     await pair.all_free()
     await pair.decode.generate("cached", [*shared, 301])
@@ -453,7 +453,7 @@ async def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
     assert pulled * 6 == pair.decode.bytes - before - pulled
 
 
-async def read_ahead(pair: Pair, name: str, prompt: list[int]) -> KvHandle:
+async def read_ahead(pair: Engines, name: str, prompt: list[int]) -> KvHandle:
     """The handle of a prompt that was read while it was computed, as far as whole steps go."""
     pair.prefill.complete.clear()
     await pair.prefill.engine.prefill(name, prompt, body())
@@ -466,7 +466,7 @@ async def read_ahead(pair: Pair, name: str, prompt: list[int]) -> KvHandle:
     return handle
 
 
-async def test_kv_is_read_while_the_rest_of_the_prompt_is_computed(pair: Pair) -> None:
+async def test_kv_is_read_while_the_rest_of_the_prompt_is_computed(pair: Engines) -> None:
     """And the first token is sampled there. The prompt ends with a block, its request a token after it."""
     prompt = prompt_of(94 * BLOCK, seed=20)
     await pair.all_free()
@@ -500,7 +500,7 @@ def unexpected_notifications() -> float:
 
 
 @pytest.mark.parametrize("preempted", [1, None])
-async def test_what_may_not_be_the_prompts_is_read_again(pair: Pair, preempted: int | None) -> None:
+async def test_what_may_not_be_the_prompts_is_read_again(pair: Engines, preempted: int | None) -> None:
     prompt = prompt_of(3000, seed=21)
     await pair.all_free()
     before = pair.decode.bytes
@@ -519,7 +519,7 @@ async def test_what_may_not_be_the_prompts_is_read_again(pair: Pair, preempted: 
     assert read * blocks == once * (blocks + 2048 // BLOCK)
 
 
-async def test_what_was_read_ahead_in_vain_is_free_again(pair: Pair) -> None:
+async def test_what_was_read_ahead_in_vain_is_free_again(pair: Engines) -> None:
     prompt = prompt_of(3000, seed=22)
     await pair.all_free()
     handle = await read_ahead(pair, "p-dropped", prompt)
@@ -544,7 +544,7 @@ async def test_what_was_read_ahead_in_vain_is_free_again(pair: Pair) -> None:
     await pair.all_free()
 
 
-async def test_a_salt_separates_prefixes(pair: Pair) -> None:
+async def test_a_salt_separates_prefixes(pair: Engines) -> None:
     prompt = prompt_of(200, seed=2)
     await pair.all_free()
     await pair.decode.generate("unsalted", prompt)
@@ -559,7 +559,7 @@ async def test_a_salt_separates_prefixes(pair: Pair) -> None:
     assert pair.decode.engine.prefix_hit(prompt, body()) == 0
 
 
-async def test_what_a_frontend_gets_is_vllms_own_encoding(pair: Pair) -> None:
+async def test_what_a_frontend_gets_is_vllms_own_encoding(pair: Engines) -> None:
     tokens = await pair.decode.generate("packed", prompt_of(40))
     steps = [MsgpackDecoder(EngineCoreOutputs).decode(frames) for frames in pair.decode.packed]
     ours = [output for step in steps for output in step.outputs if output.request_id == "packed"]
@@ -569,7 +569,7 @@ async def test_what_a_frontend_gets_is_vllms_own_encoding(pair: Pair) -> None:
     assert all(output.kv_transfer_params is None for step in steps for output in step.outputs)
 
 
-async def test_many_requests_at_once(pair: Pair) -> None:
+async def test_many_requests_at_once(pair: Engines) -> None:
     prompts = {f"m{number}": prompt_of(100 + 37 * number, seed=number) for number in range(12)}
 
     async def generate(name: str, prompt: list[int]) -> list[int]:
@@ -583,7 +583,7 @@ async def test_many_requests_at_once(pair: Pair) -> None:
     assert remote == local
 
 
-async def test_cancel_frees_both_sides_at_every_phase(pair: Pair) -> None:
+async def test_cancel_frees_both_sides_at_every_phase(pair: Engines) -> None:
     prompt = prompt_of(3000, seed=3)
     await pair.all_free()
     await pair.prefill.engine.prefill("computing", prompt, body())
@@ -604,7 +604,7 @@ async def test_cancel_frees_both_sides_at_every_phase(pair: Pair) -> None:
     )
 
 
-async def test_kv_that_is_read_rejected_or_released_is_freed_and_named_once(pair: Pair) -> None:
+async def test_kv_that_is_read_rejected_or_released_is_freed_and_named_once(pair: Engines) -> None:
     prompt = prompt_of(300, seed=9)
 
     async def freed(handle: KvHandle) -> None:
@@ -631,14 +631,14 @@ async def test_kv_that_is_read_rejected_or_released_is_freed_and_named_once(pair
     assert len(set(pair.prefill.released)) == len(pair.prefill.released), "each once"
 
 
-async def test_the_engine_has_the_kv_blocks_that_were_planned(pair: Pair) -> None:
+async def test_the_engine_has_the_kv_blocks_that_were_planned(pair: Engines) -> None:
     """On the CPU exactly."""
     planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
     for driven in (pair.decode, pair.prefill):
         assert driven.engine.facts.kv_blocks == planned.blocks
 
 
-async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Pair) -> None:
+async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> None:
     """vLLM had finished it when the cancellation came."""
     engine = pair.prefill.engine
     await engine.prefill("p-late", prompt_of(300, seed=10), body())
@@ -653,7 +653,7 @@ async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Pair) -> None:
 
 
 async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handle was good when the request came, which then waited for its turn."""
     prompt = prompt_of(700, seed=11)
@@ -679,7 +679,7 @@ async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
     assert tokens_of(handed) == waited
 
 
-async def test_requests_that_would_kill_vllm_do_not_reach_it(pair: Pair) -> None:
+async def test_requests_that_would_kill_vllm_do_not_reach_it(pair: Engines) -> None:
     engine = pair.decode.engine
     handle = await pair.prefill.prefill("p-checks", prompt_of(100, seed=5))
     for change in ({"block_ids": [[1]]}, {"block_size": 64}, {"host": ""}, {"computed_at": 1.0}):
@@ -707,7 +707,7 @@ async def test_requests_that_would_kill_vllm_do_not_reach_it(pair: Pair) -> None
     ],
 )
 async def test_a_grammar_that_no_engine_can_follow_is_refused(
-    pair: Pair, schema: dict[str, Any], refused: str
+    pair: Engines, schema: dict[str, Any], refused: str
 ) -> None:
     outputs = await pair.decode.answer(refused, prompt_of(50), body(structured_outputs=xgrammar(json=schema)))
     assert outputs[-1].failed
@@ -715,7 +715,7 @@ async def test_a_grammar_that_no_engine_can_follow_is_refused(
     assert await pair.decode.generate(f"after: {refused}", prompt_of(50))
 
 
-async def test_prompt_logprobs_are_computed_locally(pair: Pair) -> None:
+async def test_prompt_logprobs_are_computed_locally(pair: Engines) -> None:
     wanted = body(prompt_logprobs=1)
     assert pair.decode.engine.prefix_hit(prompt_of(64), wanted) is None
     assert pair.decode.engine.prefix_hit(prompt_of(64), body()) is not None
@@ -723,13 +723,13 @@ async def test_prompt_logprobs_are_computed_locally(pair: Pair) -> None:
     assert outputs[0].raw.new_prompt_logprobs_tensors is not None
 
 
-async def test_vllms_metrics_are_on_the_page(pair: Pair) -> None:
+async def test_vllms_metrics_are_on_the_page(pair: Engines) -> None:
     page = generate_latest(REGISTRY).decode()
     assert "vllm:kv_cache_usage_perc" in page
     assert "vllm:nixl_bytes_transferred" in page
 
 
-async def test_malformed_messages_do_not_end_the_side_channel(pair: Pair) -> None:
+async def test_malformed_messages_do_not_end_the_side_channel(pair: Engines) -> None:
     """A connection is made anew afterwards, which asks the side channel. A stranger gets nothing of it."""
     await pair.prefill.engine.reach()
     with pytest.raises(TimeoutError):
@@ -744,7 +744,7 @@ async def test_malformed_messages_do_not_end_the_side_channel(pair: Pair) -> Non
         await pair.prefill.engine.reach()
 
 
-async def test_an_engine_without_a_handshake_is_named_and_not_asked_again(pair: Pair) -> None:
+async def test_an_engine_without_a_handshake_is_named_and_not_asked_again(pair: Engines) -> None:
     prompt = prompt_of(5 * BLOCK, 77)
     handle = await pair.prefill.prefill("deaf-0", prompt)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -756,7 +756,7 @@ async def test_an_engine_without_a_handshake_is_named_and_not_asked_again(pair: 
     await pair.decode.engine.reject(handle)
 
 
-async def test_idle_engines_are_quiet(pair: Pair) -> None:
+async def test_idle_engines_are_quiet(pair: Engines) -> None:
     await pair.all_free()
 
     def used() -> float:
@@ -769,7 +769,7 @@ async def test_idle_engines_are_quiet(pair: Pair) -> None:
     )
 
 
-async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: Pair) -> None:
+async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: Engines) -> None:
     prompt = prompt_of(700, seed=7)
     handle, first = await pair.first("stalled", prompt, body())
     failures = pair.decode.failures
@@ -796,7 +796,7 @@ async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: P
     assert pair.decode.bytes > before, "the peer is asked again when it is back"
 
 
-async def test_a_read_ahead_that_stalls_keeps_its_blocks_and_the_prompt_is_recomputed(pair: Pair) -> None:
+async def test_a_read_ahead_that_stalls_keeps_its_blocks_and_the_prompt_is_recomputed(pair: Engines) -> None:
     prompt = prompt_of(700, seed=23)
     await pair.all_free()
     handle = await pair.prefill.prefill("p-stalled-ahead", prompt)
@@ -811,7 +811,7 @@ async def test_a_read_ahead_that_stalls_keeps_its_blocks_and_the_prompt_is_recom
     assert await pair.decode.generate("unstalled-ahead", prompt) == stalled
 
 
-async def test_a_read_during_which_the_decode_engine_hung_is_not_used(pair: Pair) -> None:
+async def test_a_read_during_which_the_decode_engine_hung_is_not_used(pair: Engines) -> None:
     """The lease ended meanwhile, as far as it knows."""
     prompt = prompt_of(40, seed=12)
     await pair.all_free()
@@ -831,7 +831,7 @@ async def test_a_read_during_which_the_decode_engine_hung_is_not_used(pair: Pair
     assert await pair.decode.generate("awake", prompt) == slept
 
 
-async def test_a_broken_connection_is_made_anew(pair: Pair) -> None:
+async def test_a_broken_connection_is_made_anew(pair: Engines) -> None:
     """As after a silence that was too long for UCX: it gives up the endpoint, for good."""
     prompt = prompt_of(700, seed=15)
     handle = await pair.prefill.prefill("p-broken", prompt)
@@ -850,7 +850,7 @@ async def test_a_broken_connection_is_made_anew(pair: Pair) -> None:
     assert await pair.prefill.generate("mended-there", prompt[2:]) == mended
 
 
-async def reject_until_free(pair: Pair, handle: KvHandle) -> None:
+async def reject_until_free(pair: Engines, handle: KvHandle) -> None:
     """As an answer is repeated: a rejection is lost where the connection has to be made anew."""
     async with asyncio.timeout(10):
         while not await pair.prefill.engine.all_blocks_free():
@@ -858,7 +858,7 @@ async def reject_until_free(pair: Pair, handle: KvHandle) -> None:
             await asyncio.sleep(0.2)
 
 
-def break_connections(pair: Pair) -> int:
+def break_connections(pair: Engines) -> int:
     """End all TCP connections between the two engines."""
     ports = {local[1] for process in pair.prefill.engine.processes for _, _, local, _ in _ends(process.pid)}
     ends = [end for process in pair.decode.engine.processes for end in _ends(process.pid)]
@@ -870,7 +870,7 @@ def break_connections(pair: Pair) -> int:
     return len(broken)
 
 
-async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Pair) -> None:
+async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Engines) -> None:
     """The signal goes to the whole foreground group. And the end of the terminal."""
     for number in (signal.SIGINT, signal.SIGHUP):
         for process in pair.decode.engine.processes:
@@ -879,7 +879,7 @@ async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Pair) -> None:
 
 
 async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_checks, "HANGS_AFTER", 3.0)
     monkeypatch.setattr(engine_checks, "PROBE_INTERVAL", 0.1)
@@ -892,7 +892,7 @@ async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
     await pair.all_free()
 
 
-async def test_a_killed_prefill_engine_is_recomputed(pair: Pair) -> None:
+async def test_a_killed_prefill_engine_is_recomputed(pair: Engines) -> None:
     prompt = prompt_of(700, seed=8)
     handle, first = await pair.first("killed", prompt, body())
     pair.prefill.kill()
@@ -903,9 +903,9 @@ async def test_a_killed_prefill_engine_is_recomputed(pair: Pair) -> None:
         await asyncio.wait_for(pair.prefill.engine.prefill("late", prompt, body()), 20)
 
 
-async def test_a_killed_engine_raises_and_leaves_nothing_behind(pair: Pair) -> None:
+async def test_a_killed_engine_raises_and_leaves_nothing_behind(pair: Engines, recorded: Path) -> None:
     processes = list(pair.decode.engine.processes)
-    meeting = f"{gettempdir()}/vllm_dist_{os.getpid()}_decode-0-test_*"
+    meeting = f"{recorded.parent}/vllm_dist_{os.getpid()}_decode-0-test_*"
     assert len(glob(meeting)) == 1
     pair.decode.kill()
     with pytest.raises(EngineDead):

@@ -53,7 +53,7 @@ def config(etcd_url: str, namespace: str, tmp_path: Path) -> Config:
     )
 
 
-class Frontend:
+class FrontendProcess:
     """A running frontend, found as all processes find it: in the registry."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
@@ -71,7 +71,7 @@ class Frontend:
 
 
 @asynccontextmanager
-async def frontend(config: Config) -> AsyncIterator[Frontend]:
+async def frontend(config: Config) -> AsyncIterator[FrontendProcess]:
     """Leaving stops it, and wants an orderly end."""
     running = asyncio.create_task(live(config, Slot(Role.FRONTEND, 0)))
     assert config.etcd is not None
@@ -81,7 +81,7 @@ async def frontend(config: Config) -> AsyncIterator[Frontend]:
             await running
         (me,) = view.instances(Role.FRONTEND)
         async with httpx.AsyncClient(base_url=me.address, timeout=30) as client:
-            process = Frontend(client)
+            process = FrontendProcess(client)
             try:
                 yield process
             finally:
@@ -128,13 +128,13 @@ def body(tokens: int) -> dict[str, object]:
 class Stream:
     """A completion that is being read."""
 
-    def __init__(self, client: Frontend, tokens: int) -> None:
+    def __init__(self, client: FrontendProcess, tokens: int) -> None:
         self.begun = asyncio.Event()
         self.headers = httpx.Headers()
         self.text = ""
         self.ended = asyncio.create_task(self._read(client, tokens))
 
-    async def _read(self, client: Frontend, tokens: int) -> None:
+    async def _read(self, client: FrontendProcess, tokens: int) -> None:
         async with client.stream("POST", "/v1/completions", json=body(tokens)) as answer:
             assert answer.status_code == 200
             self.headers = answer.headers

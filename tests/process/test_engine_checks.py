@@ -18,7 +18,7 @@ from pdserve.plan.slots import Slot
 from pdserve.process import engine_checks
 from pdserve.process.engine_checks import log_memory
 from pdserve.records import Role
-from tests.decode.graph import Graph
+from tests.decode.graph import WorkerGraph
 from tests.engine.sims import body, sim
 
 PROMPT = list(range(3, 203))
@@ -83,7 +83,7 @@ async def test_an_engine_that_stands_still_for_a_moment_lives(engine: SimEngine)
 
 
 async def test_a_worker_whose_engine_hangs_ends_and_leaves_the_registry() -> None:
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         other, frontend = await graph.registry_of_another(), await graph.frontend()
         await frontend.submit(PROMPT, 1000)
         graph.decode_engine.faults.going.clear()
@@ -95,7 +95,7 @@ async def test_a_worker_whose_engine_hangs_ends_and_leaves_the_registry() -> Non
 
 async def test_a_prefill_worker_whose_kv_cannot_be_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_checks, "REACH_INTERVAL", 0.02)
-    async with Graph() as graph:
+    async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.deaf = True
         with pytest.raises(EngineDead, match="its KV cannot be read"):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.demo import MODEL_DIR
 from pdserve.ports import free_port
 from tests.conformance.pair import Pair
-from tests.e2e.graph import Graph, serving
+from tests.e2e.graph import RealGraph, serving
 from tests.real import ARGUMENTS, GRAPH, one_vllm
 
 PARSERS = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True, "reasoning-parser": "qwen3"}
@@ -60,7 +60,7 @@ def make_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Thinking:
-    graph: Graph
+    graph: RealGraph
     """two decode workers and a prefill worker"""
     pair: Pair
 

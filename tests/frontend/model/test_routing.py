@@ -31,7 +31,7 @@ _numbers = count()
 BLOCK = 16
 
 
-class Frontend:
+class RoutingFrontend:
     """Sends requests where its pool says, and reads the answers."""
 
     def __init__(self, name: str, policy: str = "kv") -> None:
@@ -95,7 +95,7 @@ class Workers:
         self.workers: dict[str, DecodeWorker] = {}
         self._lives: dict[str, AsyncExitStack] = {}
         self._instances: dict[str, Instance] = {}
-        self.frontends: list[Frontend] = []
+        self.frontends: list[RoutingFrontend] = []
 
     async def start(self, name: str) -> None:
         stream = MemoryStreamServer()
@@ -121,8 +121,8 @@ class Workers:
         del self.workers[name], self._instances[name]
         await self.tell()
 
-    async def frontend(self, name: str, policy: str = "kv") -> Frontend:
-        frontend = Frontend(name, policy)
+    async def frontend(self, name: str, policy: str = "kv") -> RoutingFrontend:
+        frontend = RoutingFrontend(name, policy)
         self.frontends.append(frontend)
         self._stack.push_async_callback(frontend.pool.close)
         await self.tell()
