@@ -139,7 +139,7 @@ class LoadClient:
         self._source = source
 
     async def ask(self, exchange: Exchange, timeout: float, path: str = COMPLETIONS) -> None:
-        """Never fails: what goes wrong is told by the exchange. Cancelled, it stays unfinished."""
+        """Never fails: the exchange records what goes wrong. Cancelled, it stays unfinished."""
         exchange.started = time.monotonic()
         bound = asyncio.timeout(timeout)
         try:
@@ -168,8 +168,8 @@ class LoadClient:
             exchange.instance = connection.headers.get("x-pdserve-instance", "")
             if exchange.status != 200:
                 moved = connection.headers.get("location", "")
-                told = f" to {moved}" if moved else f" {error_message(await connection.rest())}"
-                raise BadAnswer(f"HTTP {exchange.status}{told}")
+                detail = f" to {moved}" if moved else f" {error_message(await connection.rest())}"
+                raise BadAnswer(f"HTTP {exchange.status}{detail}")
             asked = bool(exchange.body.get("stream"))
             if asked and not connection.headers.get("content-type", "").startswith("application/json"):
                 await _read_stream(exchange, connection)

@@ -35,7 +35,7 @@ class Endpoint:
     """tokens of a prompt and its answer together, 0 where it does not say"""
 
     async def ask(self, exchange: Exchange, timeout: float) -> None:
-        """Never fails: what goes wrong is told by the exchange."""
+        """Never fails: the exchange records what goes wrong."""
         await LoadClient(self.url, self.headers).ask(exchange, timeout, CHAT if self.chat else COMPLETIONS)
 
     def body(self, prompt: str | Sequence[Message], tokens: int) -> dict[str, Any]:
@@ -119,13 +119,13 @@ async def _models(base: str, headers: Mapping[str, str], required: bool) -> list
                 raise LookupError("a model without an id")
             return cards
     except httpx.HTTPStatusError as error:
-        code, told = error.response.status_code, error_message(error.response.content)
+        code, text = error.response.status_code, error_message(error.response.content)
         hint = {
             401: " Give a key with --api-key or OPENAI_API_KEY.",
             403: " Is this the right key (--api-key or OPENAI_API_KEY)?",
             404: " Give the URL as far as /v1, or name the --model of a server that lists none.",
         }.get(code, "")
-        raise Unavailable(f"{base}/v1/models answers {code}: {told or 'nothing'}.{hint}") from None
+        raise Unavailable(f"{base}/v1/models answers {code}: {text or 'nothing'}.{hint}") from None
     except (httpx.HTTPError, OSError) as error:
         raise Unavailable(f"{base} cannot be reached: {str(error) or type(error).__name__}.") from None
     except (ValueError, LookupError, TypeError) as error:

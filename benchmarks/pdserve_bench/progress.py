@@ -100,7 +100,7 @@ class Schedule(AbstractContextManager["Schedule"]):
 
     def _text(self) -> str:
         """Describe the running phase."""
-        left = f" ({told(self.seconds_left)} left)" if self._name and self.seconds_left >= 1 else ""
+        left = f" ({duration(self.seconds_left)} left)" if self._name and self.seconds_left >= 1 else ""
         return f"{self._name}{left}" + (f"  {self._news}" if self._news else "")
 
     def _bar(self) -> Table:
@@ -116,12 +116,14 @@ class Schedule(AbstractContextManager["Schedule"]):
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         bar = ProgressBar(total=1.0, completed=share, width=width, pulse=not known)
         line.add_row(
-            bar, f"{share:4.0%} {told(spent):>6}" if known else f"{told(spent):>6}", Text(self._text())
+            bar,
+            f"{share:4.0%} {duration(spent):>6}" if known else f"{duration(spent):>6}",
+            Text(self._text()),
         )
         return line
 
 
-def told(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -133,8 +133,8 @@ def run_and_show(
     failed: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run the work to its end or until a signal; then show and write what there is, also where it has failed. `report`
-    is told whether it is complete, and returns None where nothing was measured. Returns the command's exit code; raises
-    the work's PdserveError."""
+    receives whether the work is complete, and returns None where nothing was measured. Returns the command's exit
+    code; raises the work's PdserveError."""
     complete, problem = False, None
     try:
         complete = run_until_stopped(work)

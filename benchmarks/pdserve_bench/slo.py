@@ -104,7 +104,7 @@ class Tally:
     def missed(self) -> int:
         return self.ttft + self.gap + self.both + self.failed
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What was broken, the most frequent first; empty: nothing."""
         counts = {"TTFT": self.ttft + self.both, "gap": self.gap + self.both, "failed": self.failed}
         return ", ".join(

@@ -80,7 +80,9 @@ class GraphWatch(Lifetime):
         told_at = time.monotonic()
         while (there := _count([i for i in await self.instances() if i.id not in but])) != self.whole:
             if time.monotonic() - told_at > TELL_EVERY:
-                say(f"waiting for {told(self.whole)}; there are {told(there) or 'none, or etcd is silent'}")
+                say(
+                    f"waiting for {listed(self.whole)}; there are {listed(there) or 'none, or etcd is silent'}"
+                )
                 told_at = time.monotonic()
             await asyncio.sleep(LOOK_EVERY)
 
@@ -108,7 +110,7 @@ class GraphWatch(Lifetime):
         return pages
 
 
-def told(counts: Mapping[str, int]) -> str:
+def listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
 
 

@@ -165,7 +165,7 @@ async def test_on_gpus_there_are_never_two(tmp_path: Path) -> None:
     assert log == ["+only", "-only", "+graph", "-graph"] * 2 + ["+only", "-only"]
 
 
-async def test_what_runs_is_stopped_where_another_does_not_start(tmp_path: Path) -> None:
+async def test_running_systems_are_stopped_where_another_does_not_start(tmp_path: Path) -> None:
     log: list[str] = []
     with pytest.raises(Unavailable, match="graph did not come up"):
         await measure(loops({"only": 0.005}, log, graph=0.0), tmp_path)
@@ -279,7 +279,7 @@ def test_only_complete_rounds_count() -> None:
         ([0.0, 0.0, 0.0], [1.0, 1.1, 0.9], False),
     ],
 )
-def test_what_is_beyond_the_noise(ratios: list[float], noise: list[float], expected: bool) -> None:
+def test_a_ratio_beyond_the_noise(ratios: list[float], noise: list[float], expected: bool) -> None:
     assert beyond(ratios, noise) is expected
 
 

@@ -122,7 +122,7 @@ def test_of_too_few_requests_nothing_is_recommended() -> None:
         (Criteria(noise=0.0, foreign=0.6), "Other programs took 60% of this machine's CPU meanwhile"),
     ],
 )
-def test_what_makes_an_answer_doubtful_is_said_with_it(criteria: Criteria, doubt: str) -> None:
+def test_an_answer_comes_with_its_doubts(criteria: Criteria, doubt: str) -> None:
     found = answer([together(), separate()], criteria)
     assert found.headline == "in doubt: disaggregate: 1 prefill + 1 decode, remote above 64 tokens."
     (text,) = found.doubts
@@ -130,7 +130,7 @@ def test_what_makes_an_answer_doubtful_is_said_with_it(criteria: Criteria, doubt
     assert not answer([together(), separate()], QUIET).doubts
 
 
-def test_what_is_chosen_is_named_with_the_numbers() -> None:
+def test_the_choice_comes_with_its_numbers() -> None:
     found = answer([together(), separate()])
     assert found.choice == separate()
     assert "1 prefill + 1 decode carries 9.45 (9 to 9.9) requests/s" in found.reason
@@ -153,7 +153,7 @@ def test_why_the_loser_lost() -> None:
     assert "decode side is the bottleneck" in decode_bound.reason
 
 
-def test_that_separation_loses_is_told_with_the_numbers() -> None:
+def test_a_loss_of_separation_comes_with_its_numbers() -> None:
     found = answer([together(), separate(1.0, 1.1)])
     assert found.headline == "don't disaggregate: run 1 engine x 2 threads, batch 512."
     assert (
@@ -163,18 +163,18 @@ def test_that_separation_loses_is_told_with_the_numbers() -> None:
     assert answer([together(), separate(3.0, 3.3)]).headline.startswith("don't disaggregate: no difference")
 
 
-def test_the_ceiling_is_told_even_where_the_load_is_carried() -> None:
+def test_the_ceiling_is_reported_even_where_the_load_is_carried() -> None:
     found = answer([together(), separate()], Criteria(rate=1.0))
     assert "nothing to gain" in found.reason
     assert "Above that load separation would pay" in found.otherwise
     assert not answer([together(), separate(3.0, 3.3)], Criteria(rate=1.0)).otherwise
 
 
-def test_more_than_both_carry_is_told() -> None:
+def test_a_rate_that_neither_carries_is_reported() -> None:
     assert "needs more hardware" in answer([together(), separate()], Criteria(rate=20.0)).otherwise
 
 
-def test_a_candidate_that_is_out_is_told() -> None:
+def test_a_candidate_that_failed_requests_is_reported() -> None:
     found = answer([together(), separate(failed=2), separate(4.0, 4.4)])
     assert found.verdict is Verdict.DISAGGREGATE
     assert any("failed 2 requests" in note for note in found.notes)

@@ -64,7 +64,7 @@ async def test_the_server_is_that_of_the_running_graph(
         assert await server_url(None, file) == "http://10.0.0.7:8009"
 
 
-async def test_the_model_is_found() -> None:
+async def test_the_endpoint_has_the_servers_model() -> None:
     async with tiny_server(OpenAi()) as server:
         found = await find_endpoint(f"{server.url}/v1", headers=key_headers("k"), chat=True)
         named = await find_endpoint(server.url, "tiny")
@@ -109,7 +109,7 @@ async def test_a_server_without_a_list_of_models_can_be_asked_for_a_named_one() 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_what_is_no_such_server_is_told(answer: bytes, told: str) -> None:
+async def test_a_server_without_the_api_is_refused_with_its_answer(answer: bytes, told: str) -> None:
     async with tiny_server(fixed(answer)) as server:
         with pytest.raises(Unavailable, match=told):
             await find_endpoint(server.url)
@@ -160,7 +160,7 @@ async def test_refused_fields_are_left_out(refused: str, named: bool) -> None:
     assert (exchange.error, exchange.output_tokens) == ("", 3)
 
 
-async def test_a_server_that_refuses_everything_is_told_with_its_first_words() -> None:
+async def test_a_refusal_of_everything_quotes_the_first_answer() -> None:
     async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
         number = len(server.asked)
         body: object = {"data": [{"id": "m"}]} if asked.method == "GET" else {"detail": f"no {number}"}

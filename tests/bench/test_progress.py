@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pdserve_bench.progress import Schedule, told
+from pdserve_bench.progress import Schedule, duration
 
 from tests.terminal import Terminal
 
@@ -144,4 +144,4 @@ def test_results_go_to_their_file_beside_a_bar(tmp_path: Path) -> None:
     [(0.4, "0 s"), (89, "89 s"), (91, "2 min"), (3600, "60 min"), (5400, "1 h 30 min"), (7260, "2 h 01 min")],
 )
 def test_times_are_short(seconds: float, text: str) -> None:
-    assert told(seconds) == text
+    assert duration(seconds) == text

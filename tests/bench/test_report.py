@@ -101,7 +101,7 @@ def test_texts_of_servers_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("cell", "spec", "told"),
+    ("cell", "spec", "shown"),
     [
         (1234.5, ",.0f", "1,234"),
         (0, "d", "0"),
@@ -112,8 +112,8 @@ def test_texts_of_servers_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture
         (0.5, "", "0.5"),
     ],
 )
-def test_cells(cell: Cell, spec: str, told: str) -> None:
-    assert Column("", spec).told(cell) == told
+def test_cells(cell: Cell, spec: str, shown: str) -> None:
+    assert Column("", spec).shown(cell) == shown
 
 
 def test_the_best_row_is_bold_in_a_terminal() -> None:

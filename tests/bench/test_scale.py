@@ -39,7 +39,7 @@ def test_a_turn_that_failed_has_its_row() -> None:
     report = make_report([ScaleTurn(10)], False, ["10 workers: no"])
     for table in report.tables:
         (row,) = table.rows
-        cells = [column.told(cell) for column, cell in zip(table.columns, row, strict=True)]
+        cells = [column.shown(cell) for column, cell in zip(table.columns, row, strict=True)]
         assert (cells[0], set(cells[1:])) == ("10", {""})
     assert report.notes == ["10 workers: no"]
 

@@ -32,7 +32,7 @@ def test_times_are_written_with_their_unit(text: str, value: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "ms", "5 parsecs", "-1s", "0", "0.0ms", "1e3", "inf", "nan", "1,5s", "1 2s"]
 )
-def test_what_is_no_time_is_said(text: str) -> None:
+def test_a_wrong_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"write it as 500ms|more than nothing"):
         seconds(text)
 
@@ -86,4 +86,4 @@ def test_attainment_is_of_all_requests() -> None:
     assert SLO.attainment([]) == 1.0
     tally = Tally.of(SLO, exchanges, now=102.0)
     assert (tally.kept, tally.ttft, tally.failed) == (1, 2, 1)
-    assert tally.told() == "TTFT 2, failed 1"
+    assert tally.describe() == "TTFT 2, failed 1"

@@ -82,7 +82,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: "dict[str, Any] | str", pro
     assert "trace.jsonl:2" in str(raised.value)
 
 
-def test_what_cannot_be_asked_is_left_out_and_told(tmp_path: Path) -> None:
+def test_requests_that_cannot_be_sent_are_left_out_and_counted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no requests"):
         trace(tmp_path)
     with pytest.raises(ConfigError, match="No such file"):

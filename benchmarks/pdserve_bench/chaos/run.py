@@ -19,7 +19,7 @@ from pdserve_bench.chaos.scene import Fault, Options, Scene
 from pdserve_bench.chaos.scorecard import Row, score
 from pdserve_bench.client import LoadClient
 from pdserve_bench.launch import RunningGraph
-from pdserve_bench.watch import GraphWatch, told
+from pdserve_bench.watch import GraphWatch, listed
 
 CALM = "none"
 """the first row: the same load, and no fault"""
@@ -63,7 +63,7 @@ class Chaos:
         self._remote = any(instance.role.does(Role.PREFILL) for instance in instances)
         self._stand_in = any(instance.stands_in for instance in instances)
         graph = self._running.graph
-        self._say(f"{graph.model} at {graph.url}: {told(self._watch.whole)}")
+        self._say(f"{graph.model} at {graph.url}: {listed(self._watch.whole)}")
         lengths = [instance.max_model_len for instance in instances if instance.max_model_len]
         cases = await self._cases(min(lengths))
         yield await self._while_it_lives(self._row(CALM, None, 0, cases))

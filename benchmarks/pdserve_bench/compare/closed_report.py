@@ -28,7 +28,7 @@ class Figure:
     """None: it gets no ratio to the baseline"""
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         arrows = {True: "\N{UPWARDS ARROW} ", False: "\N{DOWNWARDS ARROW} ", None: ""}
         return f"{arrows[self.more_is_better]}{self.name}{self.unit}"
 
@@ -161,7 +161,7 @@ def _lead(loops: ClosedLoops, figures: Figures) -> str:
     if not figures.loads:
         return "No round is complete: nothing can be compared."
     baseline, ours = figures.systems[0], figures.systems[-1]
-    told = [f"{ours} against {baseline}."]
+    sentences = [f"{ours} against {baseline}."]
     for load in figures.loads:
         sides: dict[str, list[str]] = {"better": [], "worse": []}
         for figure in (each for each in FIGURES if each.more_is_better is not None):
@@ -172,11 +172,13 @@ def _lead(loops: ClosedLoops, figures: Figures) -> str:
         parts = [f"{side} in {', '.join(items)}" for side, items in sides.items() if items]
         if failed := _failed(loops, ours, load):
             parts.append(f"{failed} requests FAILED, so its load was another")
-        told.append(f"{_name(load)}: {'; '.join(parts) or 'no difference beyond the noise'}.")
+        sentences.append(f"{_name(load)}: {'; '.join(parts) or 'no difference beyond the noise'}.")
     doubts = [each.foreign for each in loops.measured if each.foreign is not None]
     if doubts and statistics.fmean(doubts) > QUIET:
-        told.insert(0, f"In doubt: other programs took {statistics.fmean(doubts):.0%} of this machine's CPU.")
-    return " ".join(told)
+        sentences.insert(
+            0, f"In doubt: other programs took {statistics.fmean(doubts):.0%} of this machine's CPU."
+        )
+    return " ".join(sentences)
 
 
 def _name(load: int) -> str:
@@ -210,7 +212,7 @@ def _ratios(figures: Figures) -> Rows:
             if base or any(found):
                 noise = _span(figures.noise(load, figure.name))
                 cells = [_ratio(each, figure) for each in found]
-                rows.append([load, figure.told, base.median * figure.scale if base else None, *cells, noise])
+                rows.append([load, figure.label, base.median * figure.scale if base else None, *cells, noise])
     rounds = ", ".join(f"{figures.rounds(load)} at {_name(load)}" for load in figures.loads)
     note = (
         f"Medians of the complete rounds: {rounds}. Of the baseline the figure, of the others the ratio to it round by "

@@ -176,8 +176,8 @@ def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:
         return found
 
     prompts = tuple(request.prompt_tokens for request in found.requests)
-    told = f"{found.name}: {found.describe()}"
-    return UserLoad(told, make, prompts, found.shared > _SHARED), found.rate if found.timed else None
+    described = f"{found.name}: {found.describe()}"
+    return UserLoad(described, make, prompts, found.shared > _SHARED), found.rate if found.timed else None
 
 
 def longest_of(config: Config) -> int:
@@ -194,17 +194,17 @@ def _chats(shape: tuple[int | None, ...], answer_len: int) -> UserLoad:
         return chats
 
     first = chats.shared_system_prompt + chats.user_history_prompt
-    told = (
+    described = (
         f"chats of {chats.num_rounds} rounds, {chats.shared_system_prompt} words shared and "
         f"{chats.user_history_prompt} of each user, {answer_len} tokens out"
     )
     rounds = tuple(first + number * (answer_len + 20) for number in range(chats.num_rounds))
-    return UserLoad(told, make, rounds, shared=True)
+    return UserLoad(described, make, rounds, shared=True)
 
 
 def _single(prompt_tokens: int, answer_len: int, seed: int) -> UserLoad:
     async def make(endpoint: Endpoint) -> Scalable:
         return PoissonRequests(await learn_prompts(endpoint, seed), prompt_tokens, answer_len)
 
-    told = f"{prompt_tokens} tokens in, {answer_len} out"
-    return UserLoad(told, make, (prompt_tokens,), shared=False)
+    described = f"{prompt_tokens} tokens in, {answer_len} out"
+    return UserLoad(described, make, (prompt_tokens,), shared=False)

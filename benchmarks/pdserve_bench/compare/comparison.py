@@ -261,8 +261,8 @@ class Comparison:
         """Start them and warm them up. Raises Unavailable where nothing has come up, and nothing is known."""
         plain, graph = _START[self.here.kind]
         expected = max(plain if isinstance(launch.system, PlainVllm) else graph for launch in launches)
-        told = ", ".join(launch.key for launch in launches)
-        with measuring.phase(f"starting {told}", expected + 0.5 * expected * (len(launches) - 1)):
+        names = ", ".join(launch.key for launch in launches)
+        with measuring.phase(f"starting {names}", expected + 0.5 * expected * (len(launches) - 1)):
             problems = await measuring.start(launches)
         unstarted(entrants, problems)
         if len(problems) == len(launches) and not any(each.probes for each in self.entrants):

@@ -322,7 +322,7 @@ def noise(search: GoodputSearch, control: GoodputSearch) -> float | None:
 def _brief(text: str) -> str:
     """Return the first and the last line, without the log between them, which was said."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ... ".join(dict.fromkeys([lines[0], lines[-1]]))[:300] if lines else "no reason was told"
+    return " ... ".join(dict.fromkeys([lines[0], lines[-1]]))[:300] if lines else "no reason was given"
 
 
 def unstarted(entrants: Iterable[Entrant], problems: Mapping[str, str]) -> None:

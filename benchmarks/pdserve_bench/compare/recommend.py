@@ -162,8 +162,8 @@ def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recomm
         return _one_sided(together or separate, findings, out)
     surely = criteria.rate is not None and together.least >= criteria.rate * HEADROOM
     if thin := [each for each in (together, separate) if each.thin and not (surely and each is separate)]:
-        told = ", ".join(f"{_bare(each)} by {each.thin}" for each in thin)
-        reason = f"Too few requests were judged for an answer: {told}. Give --minutes more."
+        few = ", ".join(f"{_bare(each)} by {each.thin}" for each in thin)
+        reason = f"Too few requests were judged for an answer: {few}. Give --minutes more."
         return Recommendation(Verdict.UNKNOWN, None, reason, notes=out, doubts=criteria.doubts)
     verdict, reason, otherwise = _judge(together, separate, criteria)
     choice = separate if verdict is Verdict.DISAGGREGATE else together
@@ -270,7 +270,9 @@ def _first_broken(finding: CandidateResult) -> str:
 
 
 def _broke(finding: CandidateResult) -> str:
-    return f"{_bare(finding)} broke {finding.broke.told() or 'nothing'} of {finding.broke.requests} requests"
+    return (
+        f"{_bare(finding)} broke {finding.broke.describe() or 'nothing'} of {finding.broke.requests} requests"
+    )
 
 
 def _why_out(finding: CandidateResult) -> str:

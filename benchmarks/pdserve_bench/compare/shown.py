@@ -93,7 +93,7 @@ def _row(result: CandidateResult) -> list[Cell]:
         times = (load.ttft[0], load.ttft[1], load.gap[1])
         seen = [load.share, *(1000 * each for each in times), load.cpu_per_1000]
     between = f"{result.carried:.3g} and {high}" if result.carried is not None else f"under {high}"
-    return [result.name, result.estimate, between, *seen, result.broke.told().partition(" ")[0]]
+    return [result.name, result.estimate, between, *seen, result.broke.describe().partition(" ")[0]]
 
 
 def _notes(comparison: Comparison, found: Recommendation) -> list[str]:

@@ -162,7 +162,7 @@ def _broken_at(result: GoodputResult, rate: float) -> str:
 def _line(result: GoodputResult, made: Probe) -> str:
     """A probe that has ended, in a log."""
     parts = [f"{made.rate:.3g} req/s: {100 * made.share:.0f} % of {made.judged} kept"]
-    parts += [f"missed: {missed}"] if (missed := made.tally.told()) else []
+    parts += [f"missed: {missed}"] if (missed := made.tally.describe()) else []
     parts += [f"({remark})"] if (remark := _remark(made)) else []
     return f"{', '.join(parts)}; goodput {_between(result.search.carried, result.search.broken)}"
 

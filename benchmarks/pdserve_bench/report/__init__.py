@@ -33,7 +33,7 @@ class Column:
     def numeric(self) -> bool:
         return bool(self.spec)
 
-    def told(self, cell: Cell) -> str:
+    def shown(self, cell: Cell) -> str:
         """Empty where it is not known (None, NaN)."""
         if cell is None or cell != cell:
             return ""

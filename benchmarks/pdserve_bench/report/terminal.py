@@ -25,7 +25,7 @@ def show_report(report: Report) -> None:
     for rows in report.tables:
         _say(console, rows.title, "bold")
         cells = [
-            [printable(column.told(cell)) for column, cell in zip(rows.columns, row, strict=True)]
+            [printable(column.shown(cell)) for column, cell in zip(rows.columns, row, strict=True)]
             for row in rows.rows
         ]
         widths = [_width(column, [row[place] for row in cells]) for place, column in enumerate(rows.columns)]
