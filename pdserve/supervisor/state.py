@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import psutil
@@ -281,23 +280,6 @@ def private(path: str, flags: int) -> int:
     with contextlib.suppress(OSError):
         os.fchmod(opened, 0o600)
     return opened
-
-
-def try_lock(lock: IO[str]) -> bool:
-    """Lock an open file; false where another process holds it, whose pid can then be read from the file."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        return False
-    return True
-
-
-def note_holder(lock: IO[str], pid: int) -> None:
-    """Write the pid for the error texts of others; the lock holds without it, as on a full disk."""
-    with contextlib.suppress(OSError):
-        os.truncate(lock.fileno(), 0)
-        os.write(lock.fileno(), str(pid).encode())
 
 
 def _holds(path: Path, data: bytes) -> bool:
