@@ -67,6 +67,13 @@ def test_a_finding_can_be_sent_again(tmp_path: Path) -> None:
     assert Path(command.rpartition("@")[2]).read_bytes() == long.raw
 
 
+def test_failures_by_schemathesis_count_unless_each_is_excused() -> None:
+    excused = "=== FAILURES ===\n- ST101 Server error\n`list index out of range`\n"
+    assert schema.failures(excused) == ""
+    assert schema.failures(excused + "- ST101 Server error\n`no`\n").startswith("=== FAILURES")
+    assert schema.failures("no schema") == "no schema"
+
+
 async def test_requests_of_every_shape_leave_nothing(tmp_path: Path) -> None:
     """No 5xx, nothing in flight; no block held, no place taken, no process gone; a client beside is served right."""
     async with started(write(SIMULATED, tmp_path / "sim.yaml"), tmp_path, print, thresholds=True) as running:

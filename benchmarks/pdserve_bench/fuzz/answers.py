@@ -12,6 +12,7 @@ EXCUSED = {
     "list index out of range": "simulated engines have no logprobs",
     "validation errors for ChatCompletionStreamResponse": "vLLM: an error that its Anthropic stream cannot tell",
     "validation error for ChatCompletionStreamResponse": "the same",
+    "'ResponseOutputRefusal' object has no attribute 'text'": "vLLM: a refusal among the input of /v1/responses",
 }
 """what a 5xx may say, each with the reason"""
 _LAST = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
