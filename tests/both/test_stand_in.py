@@ -61,13 +61,13 @@ def standing_in(graph: WorkerGraph) -> set[str]:
     return {worker.id for worker in map(decode_instance, records) if worker.stands_in}
 
 
-async def test_it_registers_as_a_prefill_worker_with_an_address(graph: WorkerGraph) -> None:
+async def test_a_stand_in_registers_as_a_prefill_worker_with_an_address(graph: WorkerGraph) -> None:
     await start(graph)
     await graph.prefill("prefill-1")
     await until(lambda: standing_in(graph) == {"prefill-0"})
 
 
-async def test_it_does_not_stand_in_where_its_answers_would_differ(
+async def test_a_worker_does_not_stand_in_where_its_answers_would_differ(
     graph: WorkerGraph, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of a file without VllmWorker, by which nothing else compares them."""
@@ -90,7 +90,7 @@ async def test_while_no_decode_worker_is_there_it_compares_with_what_stands_in(
     assert (card_in(graph.registry, "prefill-1") is None) is (len(names) == 1)
 
 
-async def test_it_stands_in_again_for_a_decode_worker_that_answers_alike(graph: WorkerGraph) -> None:
+async def test_a_worker_stands_in_again_for_a_decode_worker_that_answers_alike(graph: WorkerGraph) -> None:
     await start(graph)
     await until(lambda: standing_in(graph) == {"prefill-0"})
     card, instance = graph.decode._presence._card, graph.decode._presence.instance
@@ -121,7 +121,7 @@ async def test_its_answers_are_those_of_a_decode_worker(graph: WorkerGraph) -> N
     await until(stand_in.engine.all_blocks_free)
 
 
-async def test_it_goes_on_prefilling_for_decode_workers_beside_a_stream(graph: WorkerGraph) -> None:
+async def test_a_stand_in_prefills_for_decode_workers_beside_a_stream(graph: WorkerGraph) -> None:
     stand_in = await start(graph)
     stream = await stand_in.frontend.submit(SHORT, 4000)
     await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
@@ -134,7 +134,7 @@ async def test_it_goes_on_prefilling_for_decode_workers_beside_a_stream(graph: W
     await until(stand_in.engine.all_blocks_free)
 
 
-async def test_what_was_running_when_its_engine_died_is_blamed_in_both_halves(graph: WorkerGraph) -> None:
+async def test_streams_of_a_stand_in_whose_engine_died_count_its_death(graph: WorkerGraph) -> None:
     stand_in = await start(graph)
     stream = await stand_in.frontend.submit(SHORT, 4000)
     await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
@@ -146,7 +146,7 @@ async def test_what_was_running_when_its_engine_died_is_blamed_in_both_halves(gr
     assert (failed.retry, failed.engines_died) == (True, 1)
 
 
-async def test_it_drains_both_halves(graph: WorkerGraph) -> None:
+async def test_a_stand_in_finishes_its_streams_before_it_ends(graph: WorkerGraph) -> None:
     stand_in = await start(graph)
     stream = await stand_in.frontend.submit(SHORT, 200)
     await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
@@ -162,7 +162,7 @@ async def test_without_a_decode_worker_ever_there_is_no_card(graph: WorkerGraph)
     await holds(lambda: card_in(graph.registry) is None)
 
 
-async def test_it_keeps_the_card_of_decode_workers_that_are_gone(graph: WorkerGraph) -> None:
+async def test_a_stand_in_keeps_the_card_of_decode_workers_that_are_gone(graph: WorkerGraph) -> None:
     card = graph.decode._presence._card
     assert card is not None
     await start(graph)
@@ -178,7 +178,7 @@ async def test_it_keeps_the_card_of_decode_workers_that_are_gone(graph: WorkerGr
     await holds(lambda: card_in(graph.registry) == encode_record(newer))
 
 
-async def test_it_gives_up_the_card_when_the_model_has_other_weights(graph: WorkerGraph) -> None:
+async def test_a_stand_in_gives_up_the_card_when_the_model_has_other_weights(graph: WorkerGraph) -> None:
     await start(graph)
     await until(lambda: card_in(graph.registry) is not None)
     await graph.registry.kill(worker_registry(graph))
@@ -188,7 +188,7 @@ async def test_it_gives_up_the_card_when_the_model_has_other_weights(graph: Work
     await until(lambda: card_in(graph.registry) is None)
 
 
-async def test_it_keeps_the_card_again_when_the_worker_that_wrote_it_is_back(graph: WorkerGraph) -> None:
+async def test_a_stand_in_keeps_the_card_again_when_its_writer_is_back(graph: WorkerGraph) -> None:
     """That one had only lost its lease for a moment, while a worker of other weights was there."""
     await start(graph)
     await until(lambda: card_in(graph.registry) is not None)

@@ -24,7 +24,7 @@ def found(
     )
 
 
-def test_what_is_computed_here_waits_for_prompts_before_it_and_delays_streams() -> None:
+def test_a_local_prompt_waits_for_earlier_prompts_and_delays_streams() -> None:
     costs = found(compute=400, streams=3, ahead=600, there=[(0, FAST)])
     parts = (costs.wait_here, costs.compute_here, costs.streams)
     assert parts == pytest.approx((0.03, 0.02, 3))
@@ -64,7 +64,7 @@ def test_prefill_workers_share_what_is_before_a_prompt(
     ],
     ids=["just pulled", "half done", "long done", "half done, mine", "a little late", "late", "told nothing"],
 )
-def test_what_a_prefill_worker_has_left(
+def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
     tokens: int, age: float, own: int, left: float, token_seconds: float
 ) -> None:
     seen = SeenLoad(PrefillLoad(tokens, FAST), age)

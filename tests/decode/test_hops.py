@@ -257,7 +257,7 @@ def test_a_time_in_the_queue_that_is_not_known() -> None:
     assert hops.known == [Hop("queue", 0.5, 1.0, why="long"), Hop("prefill", 1.5, 2.0, "p")]
 
 
-def test_what_a_prefill_worker_says_never_takes_longer_than_it_took() -> None:
+def test_a_prefill_hop_is_never_longer_than_the_wait_for_it() -> None:
     hops = RequestHops(100.0)
     hops.asked(100.0, "long")
     hops.answered("p", 7.0, 9.0, 101.0)

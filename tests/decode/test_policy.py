@@ -97,7 +97,7 @@ def test_the_cheaper_way(estimates: Estimates, mode: str, reason: str) -> None:
     ],
 )
 @pytest.mark.parametrize("settings", [ADAPTIVE, ON, ALWAYS])
-def test_what_cannot_go_elsewhere_stays_whatever_it_costs(
+def test_a_prompt_that_cannot_go_elsewhere_is_local_whatever_it_costs(
     refused: dict[str, Any], reason: str, settings: DecodeSection
 ) -> None:
     known: dict[str, Any] = {

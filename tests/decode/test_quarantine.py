@@ -44,7 +44,7 @@ class Engine:
             await asyncio.sleep(0)
 
 
-async def test_what_nothing_is_held_against_goes_in_together() -> None:
+async def test_requests_without_suspicion_run_together() -> None:
     engine = Engine()
     await engine.bring("a", "b", "c")
     assert engine.inside == ["a", "b", "c"]

@@ -128,7 +128,7 @@ async def test_nothing_is_read_for_a_request_whose_wait_ends_meanwhile(
         {"num_tokens": 512, "block_ids": [list(range(32))]},
     ],
 )
-async def test_what_cannot_be_right_is_not_read(changes: dict[str, object]) -> None:
+async def test_kv_of_a_wrong_handle_is_not_read_ahead(changes: dict[str, object]) -> None:
     async with pulled() as (graph, queue, frontend, request_id):
         bad = msgspec.structs.replace(part(64), **changes)
         request = graph.decode.requests.get(request_id)

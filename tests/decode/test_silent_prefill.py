@@ -103,7 +103,7 @@ async def test_after_two_untaken_prompts_no_more_is_tried_until_a_worker_is_hear
         await until(asked_again)
 
 
-async def test_what_waits_when_two_prompts_were_left_waits_no_longer(
+async def test_two_untaken_prompts_end_the_wait_of_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own bound may be far away: it grows with the prompt."""

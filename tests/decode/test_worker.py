@@ -137,7 +137,7 @@ async def test_prompt_logprobs_are_computed_here() -> None:
         assert answered.way[1] == "unsupported"
 
 
-async def test_what_the_queue_lost_is_not_waited_for() -> None:
+async def test_a_prompt_that_the_queue_lost_is_computed_here() -> None:
     async with WorkerGraph() as graph:
         await act_prefill(graph)
         frontend = await graph.frontend()
@@ -411,7 +411,7 @@ async def test_an_answer_without_a_token_that_can_be_read_is_as_good(first: list
         assert answered.way[0] == "remote"
 
 
-async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_here_at_once() -> None:
+async def test_prompts_of_a_prefill_worker_that_died_are_computed_here_at_once() -> None:
     async with WorkerGraph() as graph:
         registry = await act_prefill(graph)
         await act_prefill(graph, "prefill-y")
@@ -699,7 +699,7 @@ async def test_an_id_is_refused_the_second_time() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], list(range(9000))])
-async def test_what_the_engine_refuses_fails_alone(prompt: list[int]) -> None:
+async def test_a_request_that_the_engine_refuses_fails_alone(prompt: list[int]) -> None:
     async with WorkerGraph() as graph:
         frontend = await graph.frontend()
         failed = (await frontend.ask(prompt)).failed
@@ -748,7 +748,7 @@ async def test_another_vllm_version_is_refused() -> None:
         assert "0.1" in frontend.refused[0].message
 
 
-async def test_what_the_registry_says_of_it() -> None:
+async def test_a_decode_worker_registers_its_instance_and_its_card() -> None:
     async with WorkerGraph() as graph:
         other = await graph.registry_of_another()
         instance = decode_instance((await other.read("instances/decode/"))["instances/decode/decode-0"])
@@ -866,7 +866,7 @@ async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
         assert await other.read("") == {}
 
 
-async def test_what_does_not_finish_in_the_drain_is_given_back() -> None:
+async def test_requests_that_outlast_the_drain_fail_with_retry() -> None:
     async with WorkerGraph(drain_timeout=0.05) as graph:
         frontend = await graph.frontend()
         running = await frontend.submit(SHORT, 5000)

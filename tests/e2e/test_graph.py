@@ -48,7 +48,7 @@ def test_recalls_a_fact_over_remote_kv(graph: RealGraph) -> None:
     assert response.headers["x-request-id"]
 
 
-def test_what_a_killed_engine_would_leave_is_in_a_folder_that_serve_empties(graph: RealGraph) -> None:
+def test_sockets_of_engines_are_in_the_folder_that_serve_empties(graph: RealGraph) -> None:
     folders = [process.environ().get("VLLM_RPC_BASE_PATH") for process in graph.processes()]
     (folder,) = {Path(folder) for folder in folders if folder}
     assert len(list(folder.glob("vllm_dist_*"))) == 2
@@ -138,7 +138,7 @@ ASKED: dict[str, dict[str, object]] = {
 }
 
 
-async def test_what_is_asked_of_the_first_token_holds_wherever_it_comes_from(graph: RealGraph) -> None:
+async def test_the_first_token_is_the_same_from_a_remote_and_a_local_prefill(graph: RealGraph) -> None:
     """Prefilled remotely, and locally: as one engine answers."""
     prompt = [300 + (i * i) % 700 for i in range(320)]
 

@@ -61,7 +61,7 @@ async def released(engine: SimEngine) -> list[str]:
     return found
 
 
-def test_it_starts_without_vllm_and_torch() -> None:
+def test_a_simulated_engine_imports_neither_vllm_nor_torch() -> None:
     code = "import sys, pdserve.engine.sim.engine; print([m for m in ('vllm', 'torch') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 

@@ -283,7 +283,7 @@ async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Engines,
     assert await pair.decode.engine.instruction_sets() == [describe(request_amx())]
 
 
-async def test_what_ranks_logprobs_is_not_compiled(pair: Engines, recorded: Path) -> None:
+async def test_the_ranking_of_logprobs_is_not_compiled(pair: Engines, recorded: Path) -> None:
     """vLLM would compile it now, and all requests of the engine wait for that."""
     await pair.decode.answer("ranks", prompt_of(20), body(logprobs=1))
     assert (await asyncio.to_thread(recorded.read_text)).split().count("ranks") == 8, "once for each token"
@@ -500,7 +500,9 @@ def unexpected_notifications() -> float:
 
 
 @pytest.mark.parametrize("preempted", [1, None])
-async def test_what_may_not_be_the_prompts_is_read_again(pair: Engines, preempted: int | None) -> None:
+async def test_kv_read_ahead_of_a_preempted_prompt_is_read_again(
+    pair: Engines, preempted: int | None
+) -> None:
     prompt = prompt_of(3000, seed=21)
     await pair.all_free()
     before = pair.decode.bytes
@@ -519,7 +521,7 @@ async def test_what_may_not_be_the_prompts_is_read_again(pair: Engines, preempte
     assert read * blocks == once * (blocks + 2048 // BLOCK)
 
 
-async def test_what_was_read_ahead_in_vain_is_free_again(pair: Engines) -> None:
+async def test_blocks_read_ahead_in_vain_are_free_again(pair: Engines) -> None:
     prompt = prompt_of(3000, seed=22)
     await pair.all_free()
     handle = await read_ahead(pair, "p-dropped", prompt)
@@ -559,7 +561,7 @@ async def test_a_salt_separates_prefixes(pair: Engines) -> None:
     assert pair.decode.engine.prefix_hit(prompt, body()) == 0
 
 
-async def test_what_a_frontend_gets_is_vllms_own_encoding(pair: Engines) -> None:
+async def test_outputs_are_in_vllms_own_encoding(pair: Engines) -> None:
     tokens = await pair.decode.generate("packed", prompt_of(40))
     steps = [MsgpackDecoder(EngineCoreOutputs).decode(frames) for frames in pair.decode.packed]
     ours = [output for step in steps for output in step.outputs if output.request_id == "packed"]

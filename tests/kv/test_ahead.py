@@ -73,7 +73,7 @@ def test_each_piece_reads_what_is_new(ahead: ReadAhead, pool: MemoryPool) -> Non
 
 
 @pytest.mark.parametrize("handle", [[11, 12], [11, 13, 12], [12, 11, 13], []])
-def test_what_the_last_handle_does_not_name_is_not_used(
+def test_blocks_that_the_last_handle_does_not_name_are_not_used(
     ahead: ReadAhead, pool: MemoryPool, handle: list[int]
 ) -> None:
     ahead.ended(read(ahead, pool, [11, 12, 13]), 1, pool)

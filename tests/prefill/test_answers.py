@@ -22,12 +22,12 @@ def done(name: str, lease: float = 30.0) -> PrefillDone:
     )
 
 
-async def test_what_was_just_said_is_not_said_again(answers: AnswerSender) -> None:
+async def test_a_fresh_answer_is_not_repeated(answers: AnswerSender) -> None:
     await answers.send("decode-0", done("a"))
     assert list(answers.untaken()) == []
 
 
-async def test_what_is_kept_is_said_again_until_it_is_released(
+async def test_an_answer_is_repeated_until_its_kv_is_released(
     answers: AnswerSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.prefill.answers.REPEAT_AFTER", 0.0)
@@ -42,7 +42,7 @@ async def test_what_is_kept_is_said_again_until_it_is_released(
     await answers.empty()
 
 
-async def test_what_the_engine_never_released_is_forgotten(answers: AnswerSender) -> None:
+async def test_an_answer_whose_kv_is_never_released_is_forgotten(answers: AnswerSender) -> None:
     await answers.send("decode-0", done("a", lease=0.0))
     assert list(answers.untaken()) == []
     await answers.empty()

@@ -102,7 +102,9 @@ async def test_an_answer_says_where_the_kv_lies() -> None:
     ("prompt", "block_size", "reason"),
     [(PROMPT, 32, "block-size"), ([3] * 9000, 16, "too-long"), ([], 16, "refused")],
 )
-async def test_what_cannot_be_done_is_said_at_once(prompt: list[int], block_size: int, reason: str) -> None:
+async def test_an_impossible_prefill_is_refused_at_once(
+    prompt: list[int], block_size: int, reason: str
+) -> None:
     async with Scene().open() as scene:
         await scene.ask("r", prompt, block_size=block_size)
         failed = await scene.answer("r")

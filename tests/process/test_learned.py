@@ -68,7 +68,7 @@ def test_short_prompts_say_little_of_long_ones() -> None:
         (5.0, 100 * HALF_LIFE, 1.0, 1.0),
     ],
 )
-def test_what_was_bad_long_ago_is_hoped_to_be_good(
+def test_slow_estimates_recover_with_time(
     value: float | None, age: float, other: float | None, expected: float | None
 ) -> None:
     assert revised(value, age, other) == (expected if expected is None else pytest.approx(expected))

@@ -149,7 +149,7 @@ async def test_a_service_whose_supervisor_and_guardian_are_gone_stops_by_itself(
     assert "drain" in service.told
 
 
-async def test_what_cannot_be_cancelled_while_it_starts_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_ignores_its_cancellation_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "AT_ONCE", 0.2)
     service = Stuck()
     living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))

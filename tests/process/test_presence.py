@@ -19,7 +19,7 @@ def test_the_first() -> None:
     assert generation(card("a"), []) == 1
 
 
-def test_what_is_there_already_is_no_newer() -> None:
+def test_a_card_like_a_present_one_has_its_generation() -> None:
     there = [card("a", 3), card("b", 4)]
     assert generation(card("a", created=99), there) == 3
     assert generation(card("b"), there) == 4

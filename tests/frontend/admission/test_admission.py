@@ -196,7 +196,7 @@ def test_several_outputs_are_paid_for() -> None:
     assert model.order == list("ababab" + "aa")
 
 
-def test_what_is_left_of_a_request_is_not_charged() -> None:
+def test_the_rest_of_a_request_that_leaves_is_not_charged() -> None:
     model = full()
     crowd, later = several(model, "a", 100), model.ask("a")
     model.end()
@@ -578,7 +578,7 @@ def test_a_place_is_made_by_kv_tokens_too() -> None:
     assert len(model.paused) == 3
 
 
-def test_what_is_not_read_pauses_first_and_until_it_is_read() -> None:
+def test_an_unread_stream_pauses_first_and_until_it_is_read() -> None:
     model = Model(3)
     model.pauses = True
     unread = [model.streams(client, 1)[0] for client in "abc"]
@@ -594,7 +594,7 @@ def test_what_is_not_read_pauses_first_and_until_it_is_read() -> None:
     assert unread[1] in model.running
 
 
-def test_what_is_not_read_runs_on_while_nobody_waits() -> None:
+def test_an_unread_stream_runs_on_while_nobody_waits() -> None:
     model = Model(2)
     model.pauses = True
     (permit,) = model.streams("a", 1)

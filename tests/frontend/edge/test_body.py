@@ -159,13 +159,13 @@ def test_other_ids_are_left_to_the_app(given: object) -> None:
         b'{"seed": 1e999, "kv_transfer_params": {}}',
     ],
 )
-def test_what_only_python_reads_is_read_as_well(body: bytes) -> None:
+def test_json_that_only_python_accepts_is_checked_too(body: bytes) -> None:
     with pytest.raises(BadRequest, match="kv_transfer_params"):
         parse_body(CHAT, body)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 10_000, b'{"model": 5}'])
-def test_what_names_no_model_is_left_to_the_app(body: bytes) -> None:
+def test_a_body_without_a_model_is_left_to_the_app(body: bytes) -> None:
     assert parse_body(CHAT, body).model is None
 
 

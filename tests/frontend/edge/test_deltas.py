@@ -364,7 +364,7 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_what_a_request_held_is_free_when_it_is_over(graph: Graph) -> None:
+async def test_memory_of_a_finished_request_is_free(graph: Graph) -> None:
     """Without the garbage collector, which comes rarely: prompts are large."""
     kinds = (RequestState, Generation)
     async with graph.worker():

@@ -37,7 +37,7 @@ def processor(graph: Graph) -> Processor:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("changes", "field"), BAD)
-async def test_it_is_a_400_that_names_the_field(
+async def test_a_value_that_cannot_be_encoded_is_a_400_that_names_the_field(
     graph: Graph, changes: dict[str, Any], field: str, stream: bool
 ) -> None:
     async with graph.worker() as worker:

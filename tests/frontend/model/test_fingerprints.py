@@ -69,7 +69,7 @@ def post(graph: Graph, path: str = "/v1/completions", **changes: Any) -> "asynci
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_not_begun_goes_to_the_newest_when_no_old_one_is_left(
+async def test_waiting_requests_go_to_the_newest_model_when_no_old_worker_is_left(
     graph: Graph, path: str, stream: bool
 ) -> None:
     """Two at the old worker without a token, two in its queue."""

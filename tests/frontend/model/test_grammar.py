@@ -10,7 +10,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_it_is_a_400_after_one_try(graph: Graph, stream: bool) -> None:
+async def test_a_grammar_without_finite_text_is_a_400_after_one_try(graph: Graph, stream: bool) -> None:
     async with workers(graph, 2, 0) as both:
         for worker in both:
             worker.engine.faults.no_grammars = True
@@ -28,7 +28,9 @@ async def test_it_is_a_400_after_one_try(graph: Graph, stream: bool) -> None:
 @pytest.mark.parametrize(
     "asked", [{"regex": "(["}, {"grammar": "root ::= nowhere"}, {"json": {"type": "objectx"}}]
 )
-async def test_what_cannot_be_parsed_never_reaches_a_worker(graph: Graph, asked: dict[str, object]) -> None:
+async def test_a_grammar_that_cannot_be_parsed_never_reaches_a_worker(
+    graph: Graph, asked: dict[str, object]
+) -> None:
     async with graph.worker() as worker:
         answer = await graph.http.post("/v1/completions", json=completion(structured_outputs=asked))
     assert answer.status_code == 400

@@ -75,7 +75,7 @@ def test_seeds_differ_by_position_and_are_repeatable() -> None:
     assert seeds[2] == seeds[3]
 
 
-def test_what_looks_back_starts_anew_and_with_the_same_seed() -> None:
+def test_requests_with_penalties_or_seeds_are_replayed_from_their_start() -> None:
     there = sent(request(presence_penalty=0.5, seed=5, min_tokens=4, prompt_logprobs=1), [9, 9, 9])
     params = there.sampling_params
     assert (params.max_tokens, params.min_tokens, params.seed) == (20, 4, 5)

@@ -87,7 +87,7 @@ def post(graph: Graph, prompt: list[int], **changes: object) -> asyncio.Task[htt
 
 
 @pytest.mark.parametrize("prefill", [0, 2])
-async def test_it_ends_after_two_engines_and_the_others_are_served(graph: Graph, prefill: int) -> None:
+async def test_poison_ends_after_two_engines_and_the_others_are_served(graph: Graph, prefill: int) -> None:
     async with workers(graph, 4, prefill) as all_workers:
         prompts = [[300 + number, *range(400, 440)] for number in range(16)]
         innocents = [post(graph, prompt, max_tokens=150) for prompt in prompts[:12]]

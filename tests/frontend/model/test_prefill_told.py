@@ -32,7 +32,7 @@ async def test_a_transfer_that_failed_was_local(graph: Graph, stream: bool) -> N
     assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
 
 
-async def test_what_was_transferred_is_no_prefix_hit(graph: Graph) -> None:
+async def test_cached_tokens_of_the_usage_leave_out_a_transfer(graph: Graph) -> None:
     """But what either worker had in its prefix cache before is."""
     async with workers(graph, 2, 1):
         prompt = list(range(400, 600))

@@ -88,7 +88,7 @@ def test_worker_only_arguments_stay_behind(engine_args: dict[str, object]) -> No
     assert argv(**engine_args) == argv()
 
 
-def test_what_matters_to_a_frontend_arrives() -> None:
+def test_arguments_that_matter_to_a_frontend_are_passed_on() -> None:
     args = parse_args(
         argv(
             tokenizer_mode="slow",

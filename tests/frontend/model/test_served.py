@@ -211,7 +211,7 @@ async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
     assert 'policy="least-loaded"' in page
 
 
-async def test_what_workers_say_of_their_load_counts(graph: Graph) -> None:
+async def test_the_load_that_workers_report_counts(graph: Graph) -> None:
     """Where several frontends share them: the other frontends' requests are known by it alone."""
     async with graph.worker() as busy, graph.worker() as idle, MemoryRegistry(graph.registry) as registry:
         await registry.put(keys.setting("router"), b"least-loaded", leased=False)

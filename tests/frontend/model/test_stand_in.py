@@ -102,7 +102,7 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
             assert (await begun).headers["x-pdserve-instance"] == prefill.id
 
 
-async def test_what_still_runs_on_a_stand_in_is_handed_over(graph: Graph, at_once: None) -> None:
+async def test_streams_on_a_stand_in_are_handed_over(graph: Graph, at_once: None) -> None:
     before = handed_over()
     async with stand_in(graph, pace=None) as prefill:
         async with graph.worker():

@@ -58,7 +58,7 @@ def test_remote_core_answers_all_uses(tmp_path: Path) -> None:
     ("local", "external", "elsewhere", "cached", "written"),
     [(0, 417, 0, 0, 416), (32, 385, 0, 32, 384), (0, 417, 64, 64, 352), (32, 0, 0, 32, 7), (0, 0, 0, 0, 7)],
 )
-def test_what_came_over_the_network_is_no_hit(
+def test_transferred_tokens_are_no_prefix_hit(
     local: int, external: int, elsewhere: int, cached: int, written: int
 ) -> None:
     stats = PrefillStats(417, 0, local + external, local, external, 7)

@@ -73,7 +73,7 @@ async def test_a_worker_that_drains_is_not_even_the_last_resort() -> None:
         await pool.close()
 
 
-def test_what_is_outstanding_counts_other_frontends_and_what_they_will_have_chosen_since() -> None:
+def test_outstanding_tokens_include_what_other_frontends_chose_since_the_report() -> None:
     link = Link("decode-0", lambda _: None)
     asked = request([1] * 50)
     first, second = Generation(asked, trace(), size=60.0), Generation(asked, trace(), size=70.0)
