@@ -86,30 +86,17 @@ class Ribs:
     """The ribs of one frontend."""
 
     def __init__(self, context: RibContext, ribs: Iterable[Rib] = ()) -> None:
-        self.ribs = list(ribs)
-        self.context = context
+        self.context, self.ribs = context, list(ribs)
+        self.routes = [route for rib in self.ribs for route in rib.routes]
+        self.open_paths = frozenset(path for rib in self.ribs for path in rib.open_paths)
+        self.local_paths = frozenset(path for rib in self.ribs for path in rib.local_paths)
+        self.work = {name: work for rib in self.ribs for name, work in rib.work.items()}
 
     @classmethod
     def load(cls, context: RibContext, names: Iterable[str] = RIBS) -> Self:
         """`names`: `module:class`."""
         found = (name.partition(":") for name in names)
         return cls(context, [getattr(import_module(module), kind)(context) for module, _, kind in found])
-
-    @property
-    def routes(self) -> list[Route]:
-        return [route for rib in self.ribs for route in rib.routes]
-
-    @property
-    def open_paths(self) -> frozenset[str]:
-        return frozenset[str]().union(*(rib.open_paths for rib in self.ribs))
-
-    @property
-    def local_paths(self) -> frozenset[str]:
-        return frozenset[str]().union(*(rib.local_paths for rib in self.ribs))
-
-    @property
-    def work(self) -> dict[str, Work]:
-        return {name: work for rib in self.ribs for name, work in rib.work.items()}
 
     def begin(self, request: Request, response: ResponseWriter) -> None:
         self.context.running[response] = None
