@@ -41,10 +41,9 @@ ORDER = (
     "tests/process/test_standalone.py",
     "tests/registry/test_outage.py",
     *CHAOS,
-    "tests/soak/",
 )
-"""what takes longest begins first, so that all processes end together; simulated engines are broken when the real ones
-have been"""
+"""What takes longest begins first, so that all processes end together; simulated engines are broken when the real ones
+have been. tests/soak comes late as it is, for it starts real engines, too."""
 NICE = 5
 
 gc.disable()  # what is collected imports vLLM and stays: to look for garbage in it takes a third of the time
