@@ -401,3 +401,15 @@ async def test_a_slash_too_many_is_redirected(graph: Graph, path: str) -> None:
 async def test_a_wrong_method_is_told_which(graph: Graph, path: str, methods: str) -> None:
     answer = await graph.http.delete(path)
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+async def test_websockets_are_refused(graph: Graph) -> None:
+    headers = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    }
+    async with httpx.AsyncClient(base_url=graph.url) as client:
+        answer = await client.get("/v1/realtime", headers=headers)
+    assert answer.status_code == 404

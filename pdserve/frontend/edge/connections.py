@@ -120,14 +120,32 @@ class ClientConnection(HttpToolsProtocol):
             self._head_since = time.monotonic()
         self._moved = False
         self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.send_400_response("")
+        self._parse(data)
         self._unmoved = 0 if self._moved else self._unmoved + len(data)
         if self._unmoved > MAX_HEAD and not self._refused:  # the parser holds a field until it is whole
             self._refusal = _TOO_LARGE
             self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _without_upgrade(self, rest: bytes) -> None:
+        """Parse a head again without its offer of another protocol. Java's `HttpClient` offers h2c with each request,
+        and has to take an answer in HTTP/1.1; the parser takes such a head for a whole message, and its body for the
+        next one."""
+        lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b"close" if b"close" in value.lower() else b"keep-alive"
+            if name != b"upgrade":
+                lines.append(b"%b: %b" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -150,8 +168,10 @@ class ClientConnection(HttpToolsProtocol):
         hosts, version = sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
         if hosts > 1 or (not hosts and version == "1.1") or version == "0.9":
             self._refuse_head(400, "a request is of HTTP/1.0 or 1.1, and has one Host header")
-        if self.parser.should_upgrade():  # the parser would take a body for the next request
-            self._refuse_head(400, "this server speaks HTTP/1.1 alone: send no Upgrade and no CONNECT")
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse_head(400, "this is no proxy")
+        if self.parser.should_upgrade():  # see `_without_upgrade`
+            return
         super().on_headers_complete()
         self.scope["extensions"] = {CHUNKS: _Chunks(self.cycle)}  # type: ignore[dict-item]
         if self._last:
@@ -162,6 +182,8 @@ class ClientConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         if self._idle():  # answered before it had come; uvicorn has stopped its own timer
             self._head_since = time.monotonic()
