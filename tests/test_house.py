@@ -353,26 +353,26 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 
 ROOMS = {
     "both": 190,
-    "cli": 1920,
+    "cli": 1240,
     "config": 1720,
-    "decode": 2180,
-    "engine": 2490,
-    "files beside the rooms": 1920,
-    "frontend": 7240,
-    "kv": 1060,
-    "observe": 1390,
-    "plan": 1630,
+    "decode": 2190,
+    "engine": 2470,
+    "files beside the rooms": 1900,
+    "frontend": 6780,
+    "kv": 920,
+    "observe": 1320,
+    "plan": 1450,
     "prefill": 680,
-    "process": 970,
-    "queue": 2270,
+    "process": 940,
+    "queue": 1700,
     "registry": 910,
     "stream": 930,
-    "supervisor": 2610,
+    "supervisor": 2430,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 15220, "tests": 38200, "tools": 1690}
+BESIDE = {"benchmarks": 12100, "tests": 36600, "tools": 1690}
 """lines of what is beside it"""
-WORDS, RECORD = 26750, 380
+WORDS, RECORD = 20000, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
@@ -407,4 +407,4 @@ def test_docs_have_not_grown() -> None:
     assert pages <= WORDS, f"{pages} words: {ADVICE}"
     records = {path.name: count for path, count in words.items() if path.parent.name == "decisions"}
     assert {name: count for name, count in records.items() if count > RECORD} == {}, ADVICE
-    assert len((ROOT / "README.md").read_text().split()) <= 1010, ADVICE
+    assert len((ROOT / "README.md").read_text().split()) <= 1000, ADVICE
