@@ -1,17 +1,21 @@
 """The terminal of `pdserve serve`: Ctrl-C reaches pdserve alone, and a terminal that stalls does not hold it up."""
 
 import errno
+import fcntl
 import os
 import select
 import signal
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-WAIT = 0.5
-"""seconds to wait for a reader, once until it reads again"""
+UNREAD = 1 << 20
+"""bytes that are kept for a reader"""
+FLUSH_WITHIN = 1.0
+"""seconds at the end to write what is not written yet"""
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -40,59 +44,64 @@ def own_foreground() -> Iterator[None]:
 
 
 class LineWriter:
-    """Writes lines and never fails. A terminal or pipe that is not read (Ctrl-S, a lost connection, `| less`) would
-    hold up the supervisor, and soon all roles, whose output it reads: lines are left out until it is read again."""
+    """Writes lines, never waits and never fails. A terminal, pipe or socket that is read slowly or not at all (Ctrl-S,
+    a lost connection, `| less`) would hold up the supervisor, and soon all roles, whose output it reads. So a thread
+    writes to it, from a pipe that keeps `UNREAD` bytes; lines beyond them are left out."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._descriptor = _non_blocking(stream)
+        self._into: int | None = None
+        """the pipe; None for a file or memory, which never wait for a reader"""
         self._rest = b""
         """of a line that was written in part"""
         self._left_out = 0
         """lines"""
         self._gone = False
+        with suppress(OSError, ValueError):
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                stream.flush()
+                out, self._into = os.pipe()
+                os.set_blocking(self._into, False)
+                self._thread = threading.Thread(
+                    target=_copy, args=(out, os.dup(stream.fileno())), daemon=True
+                )
+                self._thread.start()
+                fcntl.fcntl(self._into, fcntl.F_SETPIPE_SZ, UNREAD)  # fails where this user has many pipes
 
     def write(self, text: str) -> None:
         """Be quiet for ever where the reader is gone. A file on a full disk lacks the lines of that time alone."""
         try:
             if self._gone:
                 return
-            if self._descriptor is None:
+            if self._into is None:
                 self._stream.write(f"{text}\n")
                 self._stream.flush()
             else:
-                self._send(f"{text}\n".encode(errors="backslashreplace"))
+                self._send(self._into, f"{text}\n".encode(errors="backslashreplace"))
         except OSError as error:
             self._gone = error.errno not in NO_SPACE
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._into is not None:
+            os.close(self._into)
+            self._into = None
+            self._thread.join(FLUSH_WITHIN)
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, into: int, line: bytes) -> None:
         if self._left_out:
             line = f"({self._left_out} lines were left out here: they were not read)\n".encode() + line
-        left, wait = self._rest + line, 0.0 if self._rest else WAIT
-        assert self._descriptor is not None
-        while left:
-            try:
-                left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:
-                if not select.select([], [self._descriptor], [], wait)[1]:
-                    break
-        if len(left) > len(line):  # not even the rest was taken
-            self._rest, self._left_out = left[: -len(line)], self._left_out + 1
+        written = 0
+        with suppress(BlockingIOError):
+            written = os.write(into, self._rest + line)
+        if written < len(self._rest):
+            self._rest, self._left_out = self._rest[written:], self._left_out + 1
         else:
-            self._rest, self._left_out = left, 0
+            self._rest, self._left_out = (self._rest + line)[written:], 0
 
 
-def _non_blocking(stream: TextIO) -> int | None:
-    """A file descriptor of its own for a terminal or a pipe, since others may share the stream's; None for a file or
-    memory, which never wait for a reader, and for what cannot be opened again (a socket, another user's terminal)."""
-    with suppress(OSError, ValueError):
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            stream.flush()
-            path = f"/proc/self/fd/{stream.fileno()}"
-            return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    return None
+def _copy(out: int, to: int) -> None:
+    """Copy until the pipe is closed, or the reader is gone: writing into the pipe fails then."""
+    with suppress(OSError), open(out, "rb", 0) as data, open(to, "wb", 0) as there:
+        while rest := data.read(1 << 16):
+            while rest := rest[there.write(rest) or 0 :]:  # 0: another program made the terminal non-blocking
+                select.select([], [there], [])

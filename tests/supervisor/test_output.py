@@ -2,10 +2,13 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sys
+import threading
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -14,9 +17,9 @@ from pdserve.demo import MODEL_DIR
 from pdserve.observe import logs
 from pdserve.records import Instance, Role
 from pdserve.supervisor import output as module
-from pdserve.supervisor import terminal
 from pdserve.supervisor.output import LogFile, ProcessOutput
 from pdserve.supervisor.summary import curl, summary
+from pdserve.supervisor.terminal import LineWriter
 from tests.conditions import until
 from tests.terminal import Terminal
 
@@ -129,27 +132,55 @@ def test_the_summary_says_where_it_is_and_its_curl_is_json(tmp_path: Path) -> No
     assert "red box" in body["messages"][0]["content"]
 
 
-def test_a_terminal_that_is_not_read_holds_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+async def test_a_terminal_that_is_not_read_holds_no_process(tmp_path: Path, kind: str) -> None:
     """Ctrl-S, a lost connection: the graph goes on, and the terminal shows new lines when it is read again."""
-    monkeypatch.setattr(terminal, "WAIT", 0.01)
-    read, write = os.pipe()
-    with os.fdopen(write, "w") as pipe, os.fdopen(read, encoding="utf-8") as reader:
-        output = ProcessOutput(tmp_path, stream=pipe)
-        for number in range(2000):
-            output.line("decode-0", f"{number} {'x' * 100}")
-        shown = [reader.readline() for _ in range(400)]
-        assert [line.split()[4] for line in shown] == [str(number) for number in range(400)]
-        output.line("decode-0", "the last")
-        output.close()
-        pipe.close()
-        *rest, note, last = reader
-    whole = len(shown) + len(rest)
-    assert {len(line.split()[5]) for line in rest} == {100}, "no line is torn"
-    assert note == f"({2000 - whole} lines were left out here: they were not read)\n"
+    (reader, written), (got, whole) = open_ends(kind), (list[str](), 20_000)
+    output = ProcessOutput(tmp_path, stream=written)
+    for number in range(whole):
+        output.line("decode-0", f"{number} {'x' * 100}")
+    left_out = output._lines._left_out
+    reading = threading.Thread(target=lambda: got.extend(reader), daemon=True)
+    reading.start()
+    await until(lambda: len(got) >= whole - left_out - 1)  # of one line the end may be kept here
+    output.line("decode-0", "the last")
+    output.close()
+    written.close()
+    await until(lambda: not reading.is_alive())
+    reader.close()
+    *lines, note, last = got
+    assert note == f"({left_out} lines were left out here: they were not read)\n"
+    assert [line.split()[4] for line in lines] == [str(number) for number in range(whole - left_out)]
+    assert {len(line.split()[5]) for line in lines} == {100}, "no line is torn"
     assert last.endswith("the last\n")
-    assert len((tmp_path / "decode-0.log").read_text().splitlines()) == 2001
+    assert len((tmp_path / "decode-0.log").read_text().splitlines()) == whole + 1
+
+
+def test_a_terminal_that_is_read_slowly_holds_no_process_either(tmp_path: Path) -> None:
+    """As over a slow line: roles whose output the supervisor does not read hang in their next line."""
+    (reader, written), read, over = open_ends("pipe"), [0], threading.Event()
+
+    def slowly() -> None:
+        while not over.wait(0.01):
+            read[0] += len(os.read(reader.fileno(), 4096))
+
+    reading = threading.Thread(target=slowly)
+    reading.start()
+    lines = LineWriter(written)
+    for _ in range(20_000):
+        lines.write("x" * 100)
+    assert read[0] < 1_000_000, "of two million"
+    over.set()
+    reading.join()
+    reader.close()
+    lines.close()
+    written.close()
+
+
+def open_ends(kind: str) -> tuple[TextIO, TextIO]:
+    """Something to read from, and something to write to."""
+    ends = os.pipe() if kind == "pipe" else [end.detach() for end in socket.socketpair()]
+    return os.fdopen(ends[0], encoding="utf-8"), os.fdopen(ends[1], "w")
 
 
 async def test_a_terminal_that_is_read_shows_every_line(tmp_path: Path) -> None:
