@@ -45,6 +45,7 @@ class StandIn(BothWorker):
         await self._presence.move("")
 
     async def card(self) -> ModelCard | None:
+        await self._archive.make()  # for frontends that start while no decode worker is there
         return None
 
     async def _keep_card(self) -> None:

@@ -4,6 +4,7 @@ tests/frontend/model/test_stand_in.py."""
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +19,8 @@ from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Role, decode_instance, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.stream.memory import MemoryStreamServer
+from pdserve.stream.archives import archive_name, fetch
+from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
 from tests.both.graph import Both
 from tests.conditions import holds, until
 from tests.decode.graph import FrontendStream, WorkerGraph, config, living
@@ -103,6 +105,16 @@ async def test_a_worker_stands_in_again_for_a_decode_worker_that_answers_alike(g
         await other.put(keys.instance(record), encode_record(record))
         await until(lambda standing=standing: standing_in(graph) == standing)  # type: ignore[misc]
         await graph.registry.kill(other)
+
+
+async def test_a_frontend_that_starts_while_no_decode_worker_is_there_gets_the_archive_from_a_stand_in(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    async with WorkerGraph(model=str(tmp_path)) as graph:
+        stand_in = await start(graph)
+        async with MemoryStreamClient(stand_in.frontend.client._address, "new") as client:
+            assert archive_name(await fetch(client)) == graph.decode._archive.name
 
 
 @pytest.mark.parametrize("stand_in", [True, False])
