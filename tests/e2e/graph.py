@@ -42,14 +42,19 @@ class Metrics:
 
     def __call__(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples over all instances; 0 where absent."""
+        return sum(value for has, value in self._samples(name) if labels.items() <= has.items())
+
+    def values(self, name: str, label: str) -> set[str]:
+        """The values of the label with which anything was counted."""
+        return {has[label] for has, value in self._samples(name) if value}
+
+    def _samples(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
         from prometheus_client.parser import text_string_to_metric_families
 
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(self.page)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        for family in text_string_to_metric_families(self.page):
+            for sample in family.samples:
+                if sample.name == name:
+                    yield sample.labels, sample.value
 
 
 @contextmanager
