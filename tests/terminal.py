@@ -67,7 +67,7 @@ class Terminal:
             self._reading.join()
             os.close(self._ours)
 
-    def until(self, words: str, within: float = 90) -> None:
+    def until(self, words: str, within: float = 200) -> None:
         deadline = time.monotonic() + within
         while words not in self.text:
             alive = self._reading.is_alive() and time.monotonic() < deadline

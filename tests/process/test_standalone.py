@@ -153,7 +153,7 @@ async def test_the_same_index_twice_on_a_host_is_refused(alone: Alone, role: Rol
 
 async def _asked(view: RegistryView) -> "asyncio.Task[int]":
     """A request that the only decode worker has begun to answer; the task counts its tokens."""
-    await until(lambda: bool(view.instances(Role.DECODE)))
+    await until(lambda: bool(view.instances(Role.DECODE)), 120)
     (instance,) = view.instances(Role.DECODE)
     begun = asyncio.Event()
     answer = asyncio.create_task(_ask(instance, begun))

@@ -188,10 +188,13 @@ async def test_a_terminal_that_is_read_shows_every_line(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
+from pdserve.supervisor import terminal
 from pdserve.supervisor.output import ProcessOutput
+terminal.FLUSH_WITHIN = 60.0  # the machine may be busy
 output = ProcessOutput(Path(sys.argv[1]))
 for number in range(3000):
     output.line("decode-0", f"{number} {'x' * 100}")
+output.close()
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
     with Terminal(command, os.environ | {"NO_COLOR": "1"}) as shell:
