@@ -26,7 +26,6 @@ _ERROR_TYPES = {
     405: "MethodNotAllowedError",
     408: "TimeoutError",
     413: "PayloadTooLargeError",
-    414: "BadRequestError",
     429: "RateLimitError",
     431: "BadRequestError",
     500: "InternalServerError",
@@ -57,8 +56,6 @@ def error_body(path: str, error: PdserveError) -> dict[str, object]:
     """Return the error in OpenAI's shape, as vLLM's own errors are; under /v1/messages in Anthropic's. vLLM has no
     limits of keys: an error with a `limit` is as OpenAI and Anthropic have it."""
     kind, limit = _ERROR_TYPES.get(error.status, "InternalServerError"), error.limit
-    if error.param == "response_id":
-        kind = "invalid_request_error"  # as vLLM has it for a response that is not there
     message = str(error).encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": "rate_limit_error" if limit else kind, "message": message}}

@@ -29,7 +29,6 @@ from pdserve.queue.jetstream.client import available, short_connection
 log = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
-NAME_IN_USE = 10058
 TOO_MANY = 10077
 """error code of a stream that has as many messages or bytes as it may"""
 _NO_SPACE = (10028, 10047)
