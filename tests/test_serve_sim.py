@@ -55,6 +55,34 @@ def test_a_long_prompt_is_prefilled_remotely(graph: Serve) -> None:
     assert content
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "field", "ranked"),
+    [
+        ("chat/completions", {"logprobs": True, "top_logprobs": 3}, "content", 3),
+        ("chat/completions", {"logprobs": True}, "content", 0),
+        ("chat/completions", {"logprobs": True, "logprob_token_ids": [400, 401]}, "content", None),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1}, "content", 2),
+        ("completions", {"logprobs": 2}, "top_logprobs", 2),
+        ("completions", {"logprobs": 2, "echo": True}, "top_logprobs", 2),
+    ],
+)
+@pytest.mark.parametrize("prompt", ["Short.", LONG], ids=["local", "remote"])
+def test_logprobs_are_answered(
+    graph: Serve, path: str, asked: dict[str, Any], field: str, ranked: int | None, prompt: str
+) -> None:
+    said = {"messages": [{"role": "user", "content": prompt}]} if "chat" in path else {"prompt": prompt}
+    body = {"model": "demo", "max_tokens": 4, **said, **asked}
+    response = httpx.post(f"{graph.url}/v1/{path}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    rows = response.json()["choices"][0]["logprobs"][field]
+    if "echo" in asked:
+        assert rows.pop(0) is None, "the first token follows nothing"
+    assert len(rows) == 4 or "echo" in asked
+    for row in rows:
+        tops = row if path == "completions" else row["top_logprobs"]
+        assert ranked is None or len(tops) == ranked
+
+
 def test_the_banner_has_a_curl_that_works(graph: Serve) -> None:
     command = graph.text[graph.text.index("curl ") :].split("}'")[0] + "}'"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)

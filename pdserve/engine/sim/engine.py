@@ -1,7 +1,7 @@
 """The simulated engine: continuous batching over a real block pool, with sleeps where the GPU would work.
 
 It is simpler than vLLM in two ways: a request reserves the blocks of all its tokens when it is admitted, so that none
-is ever preempted, and it always runs to max_tokens. Stop tokens and logprobs are ignored."""
+is ever preempted, and it always runs to max_tokens. Stop tokens are ignored."""
 
 import asyncio
 import time
@@ -104,13 +104,13 @@ class SimEngine(Engine):
             return
         tokens = [*prompt, *after]
         whole = self._pool.whole(tokens, asked.cache_salt)
-        self._add(SimRequest(request_id, tokens, max_tokens, whole, asked.cache_salt, kv=kv))
+        self._add(SimRequest(request_id, tokens, max_tokens, asked.sampling, whole, asked.cache_salt, kv=kv))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
         asked = wire.read_request(body)
         whole = self._pool.whole(prompt, asked.cache_salt)
         plain = asked.sampling.structured_outputs is not None
-        self._add(SimRequest(request_id, prompt, 1, whole, keep=True, plain=plain))
+        self._add(SimRequest(request_id, prompt, 1, asked.sampling, whole, keep=True, plain=plain))
 
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
@@ -307,7 +307,7 @@ class SimEngine(Engine):
                 return None
         request.tokens.append(self._model.next_token(request.prompt + request.tokens, request.salt))
         handle = self._finish(request) if request.finished else None
-        return request.output(handle)
+        return request.output(handle, self._model)
 
     def _finish(self, request: SimRequest) -> KvHandle | None:
         self._running.remove(request)

@@ -68,6 +68,12 @@ class SimModel:
         seed = struct.pack(f"<{len(tail) + 2}q", len(context), salt, *tail)
         return self.first_token + zlib.crc32(seed) % self.tokens
 
+    def likely(self, token: int, count: int) -> list[int]:
+        """So many tokens, -1 for all, the likeliest first: `token`, and others in an order without meaning."""
+        others = self.tokens if count < 0 else min(count, self.tokens)
+        first = token - self.first_token
+        return [token, *(self.first_token + (first + i) % self.tokens for i in range(1, others))][:others]
+
 
 class Faults:
     """Faults that tests switch on and off while the engine runs."""

@@ -5,17 +5,27 @@ vLLM encodes these structs as arrays: the order of the fields is the contract, a
 the rest. `tests/engine/test_sim_wire.py` compares them with vLLM's own."""
 
 import time
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.msgpack import Ext
 
 from pdserve.engine.base import Output
+from pdserve.engine.sim.model import SimModel
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 
 LENGTH, ERROR = 1, 3
 """values of vLLM's FinishReason"""
+_RAW = 3
+"""vLLM's extension type for the bytes of an array"""
+_UNLIKELY = -9999.0
+"""logprob of each token but the generated one"""
 
 
 class Sampling(Struct, frozen=True):
@@ -24,6 +34,8 @@ class Sampling(Struct, frozen=True):
     max_tokens: int | None = 16
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, object] | None = None
+    logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
 
 
 class CoreRequest(Struct, array_like=True, frozen=True):
@@ -58,8 +70,8 @@ class PrefillStats(Struct, frozen=True):
 class CoreOutput(Struct, array_like=True, frozen=True):
     request_id: str
     new_token_ids: list[int]
-    new_logprobs: None = None
-    new_prompt_logprobs_tensors: None = None
+    new_logprobs: Any = None
+    new_prompt_logprobs_tensors: Any = None
     pooling_output: None = None
     finish_reason: int | None = None
     stop_reason: int | str | None = None
@@ -108,6 +120,21 @@ def write_outputs(outputs: list[CoreOutput]) -> list[bytes]:
     return [_encoder.encode(CoreOutputs(outputs=outputs))]
 
 
+def logprobs(rows: Sequence[Sequence[int]], kinds: tuple[str, str]) -> list[object]:
+    """vLLM's table of logprobs: a row of token ids for each token, which comes first and is certain. `kinds`: how the
+    receiving library names the types of 32 bits, integers and floats."""
+    integers, floats = kinds
+    shape = (len(rows), len(rows[0]) if rows else 0)
+    ids = array("i", chain.from_iterable(rows))
+    values = array("f", (0.0 if token == row[0] else _UNLIKELY for row in rows for token in row))
+    ranks = array("i", [1] * len(rows))
+    return [
+        (integers, shape, Ext(_RAW, ids.tobytes())),
+        (floats, shape, Ext(_RAW, values.tobytes())),
+        (integers, shape[:1], Ext(_RAW, ranks.tobytes())),
+    ]
+
+
 def refused(request_id: str) -> Output:
     raw = CoreOutput(request_id, [], finish_reason=ERROR)
     text = "structured_outputs cannot be compiled by the engine (sim)"
@@ -120,6 +147,7 @@ class SimRequest:
     prompt: list[int]
     """including tokens that were sampled elsewhere"""
     max_tokens: int
+    sampling: Sampling
     whole: list[int]
     """contents of the full blocks of the prompt, once they are computed"""
     cache_salt: str | None = None
@@ -154,16 +182,18 @@ class SimRequest:
     def finished(self) -> bool:
         return len(self.tokens) >= self.max_tokens
 
-    def output(self, handle: KvHandle | None) -> Output:
+    def output(self, handle: KvHandle | None, model: SimModel) -> Output:
         """The output for the newest token."""
+        first = len(self.tokens) == 1
         raw = CoreOutput(
             self.request_id,
             self.tokens[-1:],
+            self._logprobs(model),
+            self._prompt_logprobs(model) if first else None,
             finish_reason=LENGTH if self.finished else None,
-            prefill_stats=self._stats() if len(self.tokens) == 1 else None,
+            prefill_stats=self._stats() if first else None,
         )
         tokens = [] if self.plain else self.tokens[-1:]
-        first = len(self.tokens) == 1
         return Output(
             self.request_id,
             tokens,
@@ -173,6 +203,19 @@ class SimRequest:
             begun=self.begun if first else None,
             raw=raw,
         )
+
+    def _logprobs(self, model: SimModel) -> list[object] | None:
+        token, asked = self.tokens[-1], self.sampling
+        likely = asked.logprob_token_ids
+        if not likely and asked.logprobs is not None:
+            likely = model.likely(token, asked.logprobs)
+        return None if likely is None else logprobs([[token, *likely]], ("<i4", "<f4"))
+
+    def _prompt_logprobs(self, model: SimModel) -> list[object] | None:
+        if (count := self.sampling.prompt_logprobs) is None:
+            return None
+        rows = [[token, *model.likely(token, count)] for token in self.prompt[1:]]
+        return logprobs(rows, ("int32", "float32"))
 
     def _stats(self) -> PrefillStats:
         reused = self.cached + self.pulled
