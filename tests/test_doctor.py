@@ -16,11 +16,11 @@ from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import etcd, keys
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.supervisor import state
 from pdserve.supervisor.embedded import nats_binary
 from pdserve.supervisor.state import GraphRecord
 from tests.conditions import until
+from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.plan.models import machine
 from tests.servers import etcd_server, nats_server
 

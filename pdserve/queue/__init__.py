@@ -1,6 +1,4 @@
-"""The queue seam (see `base`). The address chooses the implementation: a NATS URL, several of
-them separated by commas, or `memory://<name>` for a broker in this process. With credentials all connections use TLS,
-and servers without it or of another graph are refused."""
+"""The queue seam (see `base`). It is on NATS JetStream; tests have one in memory."""
 
 import asyncio
 import json
@@ -14,11 +12,9 @@ from pdserve.queue.base import PrefillQueue
 def connect(
     nats: str, namespace: str, model: str, credentials: Credentials | None = None, meanwhile: str = ""
 ) -> PrefillQueue:
-    """Return the queue of one model, to enter. `meanwhile` says in the log what an outage means for this process."""
-    if nats.startswith("memory://"):
-        from pdserve.queue.memory import MemoryQueue, broker_at
-
-        return MemoryQueue(broker_at(nats), namespace, model)
+    """Return the queue of one model, to enter. `nats` is a URL, or several of them separated by commas. With
+    credentials all connections use TLS, and servers without it or of another graph are refused. `meanwhile` says in the
+    log what an outage means for this process."""
     from pdserve.queue.jetstream.queue import JetStreamQueue
 
     return JetStreamQueue(nats, namespace, model, credentials=credentials, meanwhile=meanwhile)

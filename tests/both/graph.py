@@ -11,13 +11,13 @@ from pdserve.config.schema import DecodeConfig
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
-from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.records import Role
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.stream.memory import MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import FrontendStream, Prefill, config, living, shared_queue
 from tests.engine.sims import spec
+from tests.memory.queue import MemoryBroker, MemoryQueue
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 
 @dataclass
@@ -56,7 +56,7 @@ class BothWorkers:
         await self._stack.aclose()
 
     async def start(self, name: str) -> Both:
-        engine, stream = SimEngine(spec(Role.BOTH, name)), MemoryStreamServer()
+        engine, stream = SimEngine(spec(Role.BOTH, name)), TcpStreamServer("127.0.0.1")
         worker = BothWorker(
             self.config,
             Slot(Role.BOTH, 0),

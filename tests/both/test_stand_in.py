@@ -15,17 +15,17 @@ from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.graph import GRAPH, service_of
 from pdserve.plan.slots import Slot
-from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Role, decode_instance, encode_record
 from pdserve.registry import keys
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.stream.archives import archive_name, fetch
-from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.both.graph import Both
 from tests.conditions import holds, until
 from tests.decode.graph import FrontendStream, WorkerGraph, config, living
 from tests.decode.test_worker import LONG, SHORT, expected
 from tests.engine.sims import spec
+from tests.memory.queue import MemoryQueue
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def graph() -> AsyncIterator[WorkerGraph]:
 async def start(graph: WorkerGraph, number: int = 0, args: Mapping[str, object] = {}) -> Both:
     """A prefill worker that the decode worker knows of, its engine with these arguments, and a frontend of it."""
     name = f"prefill-{number}"
-    engine, stream = SimEngine(spec(Role.PREFILL, name)), MemoryStreamServer()
+    engine, stream = SimEngine(spec(Role.PREFILL, name)), TcpStreamServer("127.0.0.1")
     registry, queue = MemoryRegistry(graph.registry, "t"), MemoryQueue(graph.broker)
     alone = dataclasses.replace(graph.config, decode=None, prefill=PrefillConfig(engine_args=args))
     worker = StandIn(alone, Slot(Role.PREFILL, number), name, engine, registry, queue, stream)
@@ -113,7 +113,7 @@ async def test_a_frontend_that_starts_while_no_decode_worker_is_there_gets_the_a
     (tmp_path / "config.json").write_text("{}")
     async with WorkerGraph(model=str(tmp_path)) as graph:
         stand_in = await start(graph)
-        async with MemoryStreamClient(stand_in.frontend.client._address, "new") as client:
+        async with TcpStreamClient(stand_in.frontend.client._address, "new") as client:
             assert archive_name(await fetch(client)) == graph.decode._archive.name
 
 

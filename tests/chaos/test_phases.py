@@ -12,11 +12,11 @@ from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
 from pdserve.messages import PrefillDone, PrefillStarted
 from pdserve.queue.base import Delivery
-from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Instance, Role, encode_record
 from tests.conditions import until
 from tests.decode.graph import WorkerGraph, shared_queue
 from tests.engine.sims import LOADED, body, collect, spec
+from tests.memory.queue import MemoryQueue
 
 pytestmark = pytest.mark.usefixtures("impatient", "brief_transfers")
 

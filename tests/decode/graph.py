@@ -16,12 +16,12 @@ from pdserve.engine.sim.wire import CoreOutputs
 from pdserve.messages import Cancel, Failed, Load, Outputs, Placed, Refused, Submit, ToFrontend, WorkerLoad
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
-from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.records import Role
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.engine.sims import LOADED, body, decode_outputs, spec
+from tests.memory.queue import MemoryBroker, MemoryQueue
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 _numbers = count()
 
@@ -50,7 +50,7 @@ class FrontendStream:
     """The other end of a decode worker's stream."""
 
     def __init__(self, address: str, name: str = "frontend-0") -> None:
-        self.client = MemoryStreamClient(address, name)
+        self.client = TcpStreamClient(address, name)
         self.answered: dict[str, Answered] = {}
         self.refused: list[Refused] = []
         self.loads: list[Load] = []
@@ -58,14 +58,14 @@ class FrontendStream:
 
     async def __aenter__(self) -> Self:
         await self.client.__aenter__()
-        self._reader = asyncio.create_task(self._read())
+        self.reader = asyncio.create_task(self._read())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        self.reader.cancel()
+        await asyncio.gather(self.reader, return_exceptions=True)
         await self.client.__aexit__(kind, error, trace)
 
     async def _read(self) -> None:
@@ -149,7 +149,7 @@ class WorkerGraph:
         self.broker = MemoryBroker(ack_wait=0.5)
         self.config = config(DecodeConfig(**(settings | decode)), drain_timeout, model)  # type: ignore[arg-type]
         self.decode_engine = engine(spec(Role.DECODE, "decode-0"))
-        self.stream = MemoryStreamServer()
+        self.stream = TcpStreamServer("127.0.0.1")
         self.decode = DecodeWorker(
             self.config,
             Slot(Role.DECODE, 0),

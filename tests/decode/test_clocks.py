@@ -12,13 +12,13 @@ from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.records import Role
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
-from pdserve.stream.memory import MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import FrontendStream, config, living
 from tests.decode.test_worker import LONG, expected, failures
 from tests.engine.sims import spec
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 REASONS = ("timeout", "expired", "queue-down", "engine", "prefill-worker-gone", "no-prefill-worker")
 
@@ -29,7 +29,7 @@ async def test_clocks_that_differ_change_nothing(
     nats_url: str, namespace: str, skewed: Role, offset: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     graph = config(DecodeConfig(remote_prefill=True, max_local_prefill_length=32, max_prefill_queue_size=4))
-    server, stream = MemoryServer(), MemoryStreamServer()
+    server, stream = MemoryServer(), TcpStreamServer("127.0.0.1")
     decode_engine = SimEngine(spec(Role.DECODE, "decode-0"))
     prefill_engine = SimEngine(spec(Role.PREFILL, "prefill-0"))
     decode = DecodeWorker(

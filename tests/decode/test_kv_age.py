@@ -7,10 +7,10 @@ import pytest
 
 from pdserve.decode.kv_age import ASK_AGAIN, KvAge
 from pdserve.messages import Placed, PrefillConfirm, PrefillDone, PrefillFailed, ToPrefill
-from pdserve.queue.memory import MemoryQueue
 from tests.conditions import until
 from tests.decode.graph import FrontendStream, WorkerGraph
 from tests.decode.test_worker import LONG, act_prefill, expected, handle
+from tests.memory.queue import MemoryQueue
 
 
 def done(age: float, token: str = "", request_id: str = "r") -> PrefillDone:

@@ -16,10 +16,10 @@ from pdserve.prefill import answers
 from pdserve.process import engine_checks, presence
 from pdserve.process.engine_checks import self_test
 from pdserve.records import Instance, Role, encode_record
-from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import holds, until
 from tests.decode.graph import WorkerGraph, living, shared_queue
 from tests.engine.sims import LOADED, body, sim, spec
+from tests.memory.registry import MemoryRegistry
 
 LONG = [300 + (7 * number) % 600 for number in range(500)]
 

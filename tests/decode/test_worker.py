@@ -32,15 +32,15 @@ from pdserve.messages import (
     ToFrontend,
     WorkerLoad,
 )
-from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Instance, Role, decode_card, decode_instance, encode_record
-from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.archives import archive_name, fetch, pack_model
-from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import holds, until
 from tests.decode.graph import FrontendStream, WorkerGraph
 from tests.engine.sims import FAST, LOADED, body, collect, sim
+from tests.memory.queue import MemoryQueue
+from tests.memory.registry import MemoryRegistry
 
 SHORT = list(range(3, 23))
 LARGE = list(range(3, 33))
@@ -601,16 +601,16 @@ async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While the frontend is told how its prompt gets its KV, which may take a second. When it is the prompt's turn."""
-    tell = MemoryStreamServer.send
+    tell = TcpStreamServer.send
 
-    async def slowly(server: MemoryStreamServer, frontend: str, message: ToFrontend) -> None:
+    async def slowly(server: TcpStreamServer, frontend: str, message: ToFrontend) -> None:
         if isinstance(message, Placed) and message.prefill == "remote":
             await asyncio.sleep(0.6)
         await tell(server, frontend, message)
 
     async with WorkerGraph(engine_args={"long-prefill-token-threshold": 16}) as graph:
         prefill = await graph.prefill(lease=LEASE_MARGIN + 0.4)
-        monkeypatch.setattr(MemoryStreamServer, "send", slowly)
+        monkeypatch.setattr(TcpStreamServer, "send", slowly)
         frontend = await graph.frontend()
         async with graph.decode._runner.turns.turn(16):
             request_id = await frontend.submit(LONG)
@@ -655,12 +655,12 @@ async def test_cancel_while_it_generates_frees_everything() -> None:
 async def test_a_frontend_that_is_gone_takes_its_requests_along() -> None:
     async with WorkerGraph() as graph:
         await act_prefill(graph)
-        frontend, other = await graph.frontend("a"), await graph.frontend("b")
-        await frontend.submit(SHORT, 1000)
-        await frontend.submit(LONG, 1000)
-        kept = await other.submit(SHORT, 50)
-        await until(lambda: graph.decode_engine.usage.running == 2)
-        graph.stream.cut("a")
+        other = await graph.frontend("b")
+        async with FrontendStream(graph.stream.address, "a") as frontend:
+            await frontend.submit(SHORT, 1000)
+            await frontend.submit(LONG, 1000)
+            kept = await other.submit(SHORT, 50)
+            await until(lambda: graph.decode_engine.usage.running == 2)
         assert len((await other.end_of(kept)).tokens) == 50
         await until(graph.decode_engine.all_blocks_free)
         assert not len(graph.decode.requests)
@@ -767,7 +767,7 @@ async def test_frontends_get_the_archive_of_its_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with (
         WorkerGraph(model=str(tmp_path)) as graph,
-        MemoryStreamClient(graph.stream.address, "new") as client,
+        TcpStreamClient(graph.stream.address, "new") as client,
     ):
         archive = await fetch(client)
         async with RegistryView(await graph.registry_of_another()) as view:

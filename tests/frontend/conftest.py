@@ -30,13 +30,13 @@ from pdserve.frontend.server import QuietServer, http_config
 from pdserve.observe.tracing import Tracer
 from pdserve.records import ModelCard, Role, encode_record
 from pdserve.registry import keys
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from pdserve.stream import connect
 from pdserve.stream.archives import archive_name
 from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
+from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.uvloops import Loop
 
 VERSION = installed_vllm().version

@@ -23,7 +23,6 @@ from pdserve.frontend.edge.connections import ClientConnections
 from pdserve.frontend.server import http_config
 from pdserve.plan.slots import Slot
 from pdserve.process.life import live
-from pdserve.queue import connect as connect_queue
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import connect as connect_registry
 from pdserve.registry import keys
@@ -31,6 +30,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.stream import listen
 from tests.conditions import until
 from tests.frontend.conftest import MODEL
+from tests.memory.queue import MemoryBroker, MemoryQueue
 
 ARGS = {"max-model-len": 4096, "additional-config": {"sim": {"step-seconds": 0.01}}}
 
@@ -102,7 +102,7 @@ async def decode_worker(config: Config, index: int) -> AsyncIterator[DecodeWorke
         name,
         engine,
         connect_registry(config.etcd, config.namespace),
-        connect_queue("memory://broker", config.namespace, "demo"),
+        MemoryQueue(MemoryBroker()),
         listen("127.0.0.1"),
     )
     task = asyncio.create_task(worker.run())

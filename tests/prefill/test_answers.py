@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.messages import KvHandle, PrefillDone
 from pdserve.prefill.answers import AnswerSender
-from pdserve.queue.memory import MemoryBroker
 from tests.decode.graph import shared_queue
+from tests.memory.queue import MemoryBroker
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import Role
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from tests.conditions import until
 from tests.decode.graph import config, living
 from tests.engine.sims import LOADED, body, sim, spec
+from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.queue.conftest import NatsOutage
 
 PROMPT = list(range(3, 203))

@@ -18,12 +18,12 @@ from pdserve.prefill.running import RunningPrefills
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import Presence
 from pdserve.queue.base import Delivery
-from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.records import Role, decode_instance
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from tests.conditions import holds, until
 from tests.decode.graph import config, living, shared_queue
 from tests.engine.sims import LOADED, body, sim, spec
+from tests.memory.queue import MemoryBroker, MemoryQueue
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 PROMPT = list(range(3, 203))
 

@@ -5,10 +5,10 @@ import pytest
 from pdserve.process import presence
 from pdserve.process.presence import Presence, generation
 from pdserve.records import Instance, ModelCard, Role
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner
 from tests.conditions import until
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 
 def card(fingerprint: str, generation: int = 0, created: int = 0) -> ModelCard:

@@ -10,7 +10,7 @@ from pdserve.credentials import Credentials
 from pdserve.queue.base import PrefillQueue
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
-from pdserve.queue.memory import MemoryBroker, MemoryQueue
+from tests.memory.queue import MemoryBroker, MemoryQueue
 from tests.servers import kill, nats_server, restart
 
 ACK_WAIT, BOUND, MAX_DELIVER = 1.0, 50, 3

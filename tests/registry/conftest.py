@@ -10,7 +10,7 @@ import pytest
 from pdserve.credentials import Credentials
 from pdserve.registry.base import Registry
 from pdserve.registry.etcd import EtcdRegistry
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import etcd_server, kill, restart
 
 TTL = 2

@@ -2,9 +2,6 @@
 
 import asyncio
 
-import pytest
-
-from pdserve.registry import connect
 from pdserve.registry.base import Change
 from pdserve.registry.etcd import LEASE_TTL
 from tests.conditions import until
@@ -93,15 +90,3 @@ async def test_large_values_and_many_keys(stage: Stage) -> None:
             await first.put(f"k/{number}", b"x" * 1_000_000)
         assert len(await other.read("k/")) == 8
         assert len(await anext(other.watch("k/"))) == 8
-
-
-@pytest.mark.parametrize("address", ["memory://shared"])
-async def test_the_address_chooses_the_implementation(address: str) -> None:
-    async with (
-        connect(address, "ns") as first,
-        connect(address, "ns") as other,
-        connect(address, "else") as third,
-    ):
-        await first.put("a", b"1")
-        assert await other.read("") == {"a": b"1"}
-        assert await third.read("") == {}

@@ -6,9 +6,9 @@ import pytest
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Change
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
+from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.registry.conftest import Stage
 
 DECODE = Instance("decode-0-a", Role.DECODE, "org/model")

@@ -20,11 +20,10 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Streams:
-    host: str
     credentials: Credentials | None
 
     def listen(self) -> StreamServer:
-        return listen(self.host, self.credentials)
+        return listen(HOST, self.credentials)
 
     def connect(self, address: str, name: str) -> StreamClient:
         return connect(address, name, self.credentials)
@@ -75,10 +74,9 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "BEAT_EVERY", 0.25)
 
 
-@pytest.fixture(params=["memory", "tcp", "tls"])
+@pytest.fixture(params=["tcp", "tls"])
 def streams(request: pytest.FixtureRequest, credentials: Credentials) -> Streams:
-    host = "memory" if request.param == "memory" else HOST
-    return Streams(host, credentials if request.param == "tls" else None)
+    return Streams(credentials if request.param == "tls" else None)
 
 
 @pytest.fixture(params=["tcp", "tls"])

@@ -13,7 +13,6 @@ from pdserve.graph import ProcessSpec
 from pdserve.process.presence import instance_id
 from pdserve.records import Instance, Role, SlotState, decode_instance, decode_slot_state, encode_record
 from pdserve.registry import keys
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.output import ProcessOutput
@@ -21,6 +20,7 @@ from pdserve.supervisor.readiness import RegisteredInstances
 from pdserve.supervisor.restarts import RestartPolicy
 from pdserve.supervisor.roles import RoleSupervisor
 from pdserve.tasks import Owner
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 QUICK = RestartPolicy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, kills=5)
 """for tests that want restarts now"""

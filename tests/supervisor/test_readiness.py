@@ -4,21 +4,21 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.records import Instance, ModelCard, Role, encode_record
-from pdserve.registry import connect, keys
+from pdserve.registry import keys
 from pdserve.registry.base import Registry
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import readiness
 from pdserve.supervisor.readiness import RegisteredInstances
 from tests.conditions import until
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 HERE = "10.0.0.1"
 WORKER = Instance("decode-0-ab12cd34", Role.DECODE, model="demo", host=HERE, pid=4711)
 
 
 @pytest.fixture
-async def registry(namespace: str) -> AsyncIterator[Registry]:
-    async with connect(f"memory://{namespace}", namespace) as entered:
+async def registry() -> AsyncIterator[Registry]:
+    async with MemoryRegistry(MemoryServer()) as entered:
         yield entered
 
 

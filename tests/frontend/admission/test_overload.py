@@ -16,16 +16,16 @@ from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.frontend.admission.control import AdmissionControl
 from pdserve.plan.slots import Slot
-from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.records import Role
-from pdserve.registry.memory import MemoryRegistry
-from pdserve.stream.memory import MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import config, living
 from tests.engine.sims import spec
 from tests.frontend.conftest import MODEL, Graph
 from tests.frontend.test_app import finish
 from tests.frontend.test_generate import completion
+from tests.memory.queue import MemoryBroker, MemoryQueue
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -42,7 +42,9 @@ async def worker(graph: Graph) -> AsyncIterator[SimEngine]:
     name = f"decode-5-sim{next(_serial)}"
     engine = SimEngine(spec(Role.DECODE, name, **ENGINE))
     server, queue = MemoryRegistry(graph.registry), MemoryQueue(MemoryBroker(ack_wait=0.5))
-    made = DecodeWorker(settings, Slot(Role.DECODE, 5), name, engine, server, queue, MemoryStreamServer())
+    made = DecodeWorker(
+        settings, Slot(Role.DECODE, 5), name, engine, server, queue, TcpStreamServer("127.0.0.1")
+    )
     async with living(made):
         await until(lambda: bool(graph.models.live().get(NAME)))
         yield engine

@@ -30,7 +30,7 @@ from pdserve.messages import (
     ToFrontend,
 )
 from pdserve.records import Instance, Role
-from pdserve.stream.memory import MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamServer
 
 FIRST, MANY = 300, 600
 """the tokens it generates: plain words of the demo tokenizer"""
@@ -98,7 +98,7 @@ class EchoWorker:
         self.archive = b""
         """of the model; sent in two parts"""
         self._model = model
-        self._stream = MemoryStreamServer()
+        self._stream = TcpStreamServer("127.0.0.1")
         self._frontends: dict[str, None] = {}
         self._alive = True
         self._pace = pace

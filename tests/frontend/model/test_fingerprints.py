@@ -11,10 +11,10 @@ import pytest
 from pdserve.messages import Failed
 from pdserve.records import encode_record
 from pdserve.registry import keys
-from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.test_generate import chat, completion, events
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -8,11 +8,11 @@ import pytest
 from pdserve.messages import Failed
 from pdserve.records import encode_record
 from pdserve.registry import keys
-from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.test_generate import PROMPT, chat, completion, events, text_of
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

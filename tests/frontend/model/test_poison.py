@@ -17,14 +17,14 @@ from pdserve.engine.spec import EngineSpec
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import new_instance_id
-from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.records import Role
-from pdserve.registry.memory import MemoryRegistry
-from pdserve.stream.memory import MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import living
 from tests.frontend.conftest import MODEL, Graph
 from tests.frontend.test_generate import completion, text_of
+from tests.memory.queue import MemoryBroker, MemoryQueue
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -66,7 +66,7 @@ async def workers(graph: Graph, decode: int, prefill: int) -> AsyncIterator[list
             )
             seams = (engine, MemoryRegistry(graph.registry), MemoryQueue(broker))
             worker = (
-                DecodeWorker(config, slot, name, *seams, MemoryStreamServer())
+                DecodeWorker(config, slot, name, *seams, TcpStreamServer("127.0.0.1"))
                 if role is Role.DECODE
                 else PrefillWorker(config, slot, name, *seams)
             )

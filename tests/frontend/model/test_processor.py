@@ -42,7 +42,7 @@ async def test_hub_id(tmp_path: Path) -> None:
 
 async def test_from_a_worker_once(tmp_path: Path) -> None:
     there = card("/elsewhere/model", archive_name(ARCHIVE))
-    gone = Instance("decode-9", Role.DECODE, address="memory://nowhere")
+    gone = Instance("decode-9", Role.DECODE, address="tcp://127.0.0.1:1")
     async with EchoWorker("decode-0") as other, EchoWorker("decode-1") as worker:
         other.archive, worker.archive = b"of another model", ARCHIVE
         folder = await folder_of(there, tmp_path, gone, other.instance, worker.instance)

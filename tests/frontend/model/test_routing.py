@@ -19,13 +19,13 @@ from pdserve.frontend.model.vllm_api import EngineCoreRequest
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Outputs, Submit, ToFrontend
 from pdserve.plan.slots import Slot
-from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.records import Instance, Role
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import config, living
 from tests.engine.sims import body, decode_outputs, spec
+from tests.memory.queue import MemoryBroker, MemoryQueue
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 _numbers = count()
 BLOCK = 16
@@ -35,7 +35,7 @@ class RoutingFrontend:
     """Sends requests where its pool says, and reads the answers."""
 
     def __init__(self, name: str, policy: str = "kv") -> None:
-        self.pool = WorkerPool(policy, VLLM_VERSION, lambda address: MemoryStreamClient(address, name), self)
+        self.pool = WorkerPool(policy, VLLM_VERSION, lambda address: TcpStreamClient(address, name), self)
         self._answers: dict[str, tuple[Generation, list[int], asyncio.Event]] = {}
 
     def link_up(self, link: Link) -> None: ...
@@ -98,7 +98,7 @@ class Workers:
         self.frontends: list[RoutingFrontend] = []
 
     async def start(self, name: str) -> None:
-        stream = MemoryStreamServer()
+        stream = TcpStreamServer("127.0.0.1")
         worker = DecodeWorker(
             config(DecodeConfig()),
             Slot(Role.DECODE, 0),

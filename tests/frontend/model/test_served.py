@@ -20,13 +20,13 @@ from pdserve.messages import Load, WorkerLoad
 from pdserve.observe.graph_state import graph_state
 from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
-from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.archives import pack_model
 from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, card
 from tests.frontend.test_generate import completion
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -115,7 +115,7 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         request = asyncio.create_task(graph.http.post("/v1/completions", json=completion(max_tokens=1)))
         await worker.until(lambda: worker.jobs)
-        lost = msgspec.structs.replace(worker.instance, id="decode-9-lost", address="memory://nowhere")
+        lost = msgspec.structs.replace(worker.instance, id="decode-9-lost", address="tcp://127.0.0.1:1")
         await registry.put(keys.instance(lost), encode_record(lost))
         await until(lambda: graph.models.report() == Load(running=1) and len(graph.models.links()) == 2)
         me = Instance("frontend-0-me", Role.FRONTEND)

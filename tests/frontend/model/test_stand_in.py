@@ -8,12 +8,12 @@ from prometheus_client import REGISTRY
 
 from pdserve.records import Role, encode_record
 from pdserve.registry import keys
-from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.model.test_moving import post, steps
 from tests.frontend.test_generate import PROMPT, completion, text_of
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -30,7 +30,6 @@ from pdserve.observe.pages import serve_pages
 from pdserve.plan.slots import Slot
 from pdserve.process.life import Service
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
-from pdserve.registry import connect
 from pdserve.watch import Gone, LinkState, Outage, Receipt, Watched
 from tests.conditions import until
 from tests.frontend.conftest import MODEL
@@ -63,7 +62,9 @@ async def process(config: Config, role: Role) -> AsyncIterator[Service]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def frontend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Frontend]:
+async def frontend(
+    tmp_path_factory: pytest.TempPathFactory, nats_url: str, etcd_url: str
+) -> AsyncIterator[Frontend]:
     state = tmp_path_factory.mktemp("dashboard")
     sim = {"step-seconds": 0.005, "prefill-rate": 50_000}
     config = Config(
@@ -76,16 +77,15 @@ async def frontend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fr
             engine_args={"max-model-len": 4096, "block-size": 16, "additional-config": {"sim": sim}},
         ),
         prefill=None,
-        nats=f"memory://{state.name}",
-        etcd=f"memory://{state.name}",
+        namespace=state.name,
+        nats=nats_url,
+        etcd=etcd_url,
         state_dir=state,
         request_timeout=30.0,
         drain_timeout=1.0,
     )
-    assert config.etcd is not None
     async with AsyncExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(dashboard, "KEPT", EVERY / 1000)
-        await stack.enter_async_context(connect(config.etcd, config.namespace))
         await stack.enter_async_context(process(config, Role.DECODE))
         found = await stack.enter_async_context(process(config, Role.FRONTEND))
         assert isinstance(found, Frontend)

@@ -12,10 +12,10 @@ from pdserve.frontend.watching import metrics
 from pdserve.frontend.watching.metrics import MetricsPage
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
-from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import completion
+from tests.memory.registry import MemoryRegistry
 from tests.tcp import tcp_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -24,14 +24,14 @@ from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import Role
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.stream.memory import MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from pdserve.watch import Receipt
 from tests.collector import Collector, Exported, collecting
 from tests.conditions import until
 from tests.decode.graph import config, living
 from tests.engine.sims import spec
 from tests.frontend.conftest import MODEL, Frontend
+from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.test_traces import PARENT, is_documented
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,7 +72,7 @@ class TracedGraph(Frontend):
     async def decode(self, stack: AsyncExitStack) -> Decode:
         """A further worker, to which the frontend is connected."""
         name = f"decode-{next(self._ids)}"
-        engine, stream = SimEngine(spec(Role.DECODE, name)), MemoryStreamServer()
+        engine, stream = SimEngine(spec(Role.DECODE, name)), TcpStreamServer("127.0.0.1")
         slot = Slot(Role.DECODE, 0)
         worker = DecodeWorker(self.config, slot, name, engine, self._registry, self._queue, stream)
         life = await stack.enter_async_context(living(worker))

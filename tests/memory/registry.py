@@ -1,23 +1,11 @@
-"""The registry seam in memory, within one process: several registries share a MemoryServer, and tests can act out its
-failures."""
+"""The registry seam in one process: several registries share a MemoryServer, of which tests act out the failures."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from weakref import WeakValueDictionary
 
 from pdserve.errors import RegistryUnavailable
 from pdserve.registry.base import Change, Registry, difference
-
-_named: "WeakValueDictionary[str, MemoryServer]" = WeakValueDictionary()
-
-
-def server_at(address: str) -> "MemoryServer":
-    """The server that all users of this address share, for as long as one of them keeps it. It is always up."""
-    server = _named.get(address)
-    if server is None:
-        server = _named[address] = MemoryServer()
-    return server
 
 
 class MemoryServer:

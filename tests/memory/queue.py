@@ -1,5 +1,4 @@
-"""The queue seam in memory, within one process: several queues share a MemoryBroker, and tests can act out its
-outages."""
+"""The queue seam in one process: several queues share a MemoryBroker, of which tests act out the outages."""
 
 import asyncio
 import time
@@ -8,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import (
@@ -22,16 +20,6 @@ from pdserve.messages import (
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
 from pdserve.recent import RecentKeys
-
-_named: "WeakValueDictionary[str, MemoryBroker]" = WeakValueDictionary()
-
-
-def broker_at(address: str) -> "MemoryBroker":
-    """The broker that all users of this address share, for as long as one of them keeps it."""
-    broker = _named.get(address)
-    if broker is None:
-        broker = _named[address] = MemoryBroker()
-    return broker
 
 
 @dataclass(eq=False)
