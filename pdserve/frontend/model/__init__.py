@@ -5,8 +5,9 @@ lost, to another (`migration`).
 `processor` and `core` import vLLM, which takes 6 to 7 seconds of CPU: import them late, and in a thread.
 """
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.stream.base import StreamClient
@@ -26,3 +27,5 @@ class ModelContext:
     request_timeout: float
     longest: float = 3600.0
     """seconds after which every request is over"""
+    building: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """held while one of the models is made from its folder"""

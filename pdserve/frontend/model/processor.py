@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import random
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -31,13 +33,13 @@ from pdserve.frontend.model.vllm_aside import SideLoop
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.records import Instance, ModelCard
 from pdserve.stream.archives import archive_name, fetch, pack_model, unpack
+from pdserve.tasks import Owner
 
 logger = logging.getLogger(__name__)
 
 Workers = Callable[[], list[Instance]]
-FETCH_WITHIN = 10.0
-LOOK = 0.2
-"""seconds for a worker's archive to come, and between two looks for a worker that sends it"""
+FETCH_WITHIN, NEXT, LOOK = 10.0, 1.0, 0.2
+"""seconds for a model's archive to come, until it is asked for once more, and between two looks for a worker"""
 
 
 @dataclass(frozen=True)
@@ -65,24 +67,22 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
     async with AsyncExitStack() as stack:
         registry = stack.enter_context(MODEL_METRICS.model())
         folder = await model_folder(card, context, workers)
+        side = await stack.enter_async_context(SideLoop())
         try:
-            args = await asyncio.to_thread(parse_args, frontend_argv(card, folder))
-            engine = await asyncio.to_thread(make_engine, args, core, registry)
+            async with context.building:
+                args = await asyncio.to_thread(parse_args, frontend_argv(card, folder))
+                engine = await asyncio.to_thread(make_engine, args, core, registry)
+                stack.push_async_callback(core.workers.close)
+                stack.callback(engine.shutdown)
+                # first of all: no request must go on at another worker while the workers are left
+                stack.callback(core.shutdown)
+                side.bring(engine)
+                app, core.plain_paths = await make_app(engine, args, card.supported_tasks)
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
         core.fail_request = partial(fail_request, engine)
         core.stream_deltas = partial(stream_deltas, engine)
         core.process = OutputHandler(engine).process
-        side = await stack.enter_async_context(SideLoop())
-        side.bring(engine)
-        stack.push_async_callback(core.workers.close)
-        stack.callback(engine.shutdown)
-        # first of all: no request must go on at another worker while the workers are left
-        stack.callback(core.shutdown)
-        try:
-            app, core.plain_paths = await make_app(engine, args, card.supported_tasks)
-        except ValueError as error:
-            raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
         yield Processor(app, side.app(app), core, core.workers)
 
 
@@ -103,18 +103,32 @@ async def model_folder(card: ModelCard, context: ModelContext, workers: Workers)
 
 
 async def _archive(card: ModelCard, context: ModelContext, workers: Workers) -> bytes:
-    """Get the archive that the card names from one of the workers; they may be registered a moment after their
-    card."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(FETCH_WITHIN):
-            while True:
-                for worker in workers():
-                    with suppress(PeerGone):
+    """Get the archive that the card names from one of the workers. They are asked in random order, and, each `NEXT`
+    seconds without it, by one asker more: a worker that hangs delays the model no longer. They may be registered a
+    moment after their card."""
+    archive: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    asked: set[str] = set()
+
+    async def ask_all() -> None:
+        while not archive.done():
+            for worker in random.sample(found := workers(), len(found)):
+                if worker.id not in asked:
+                    asked.add(worker.id)
+                    with suppress(PeerGone, Unavailable):
                         async with context.connect(worker.address) as client:
-                            archive = await fetch(client)
-                        if archive_name(archive) == card.blob:
-                            return archive
-                await asyncio.sleep(LOOK)
+                            data = await fetch(client)
+                        if archive_name(data) == card.blob and not archive.done():
+                            archive.set_result(data)
+                    asked.discard(worker.id)
+            await asyncio.sleep(LOOK)
+
+    async with Owner() as tasks:
+        end = time.monotonic() + FETCH_WITHIN
+        while not archive.done() and (left := end - time.monotonic()) > 0:
+            tasks.start(ask_all(), f"archive: {card.name}")
+            await asyncio.wait({archive}, timeout=min(NEXT, left))
+    if archive.done():
+        return archive.result()
     raise Unavailable(f"{card.model} is not on this host, and no worker sends its archive {card.blob}")
 
 

@@ -17,6 +17,7 @@ from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.control import AdmissionControl, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.paths import BY_ID
 from pdserve.frontend.edge.trace import RETRY_AFTER
 from pdserve.frontend.model import ModelContext, garbage
 from pdserve.imports import import_large
@@ -141,7 +142,6 @@ class ServedModels:
         """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
         """by model: the fingerprints of its workers, where they differ"""
-        self._building = asyncio.Lock()
 
     # for requests
 
@@ -160,6 +160,10 @@ class ServedModels:
             raise HttpError(503, message, retry_after=RETRY_AFTER)
         there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
         raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
+
+    def any_for(self, path: str) -> str | None:
+        """The name of any model, for a path to which each has the same answer."""
+        return next((card.name for card in self.known() if BY_ID.fullmatch(path)), None)
 
     def listed(self) -> list[ModelCard]:
         """The models that would serve a request now, in order of name."""
@@ -350,11 +354,9 @@ class ServedModels:
     async def _serve_once(self, model: ServedModel) -> None:
         name = model.card.name
         async with AsyncExitStack() as stack:
-            async with self._building:
-                serving = (await _import_processor()).serve_model(
-                    model.card, self._context, lambda: self._workers(model.card)
-                )
-                processor: Processor = await stack.enter_async_context(serving)
+            serve = (await _import_processor()).serve_model
+            serving = serve(model.card, self._context, lambda: self._workers(model.card))
+            processor: Processor = await stack.enter_async_context(serving)
             processor.core.on_capacity = model.admission.advance
             try:
                 model.processor, model.problem = processor, ""

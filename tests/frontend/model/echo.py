@@ -96,7 +96,9 @@ class EchoWorker:
         self.placed = Placed("", prefill, "test")
         """sent for every request, under that request's id"""
         self.archive = b""
-        """of the model; sent in two parts"""
+        """of the model; sent in two parts, once `archive_sent` is set"""
+        self.archive_sent: asyncio.Event | None = None
+        self.archives_asked = 0
         self._model = model
         self._stream = TcpStreamServer("127.0.0.1")
         self._frontends: dict[str, None] = {}
@@ -147,6 +149,10 @@ class EchoWorker:
     async def _take(self, frontend: str, message: ToDecode) -> None:
         match message:
             case GetArchive():
+                self.archives_asked += 1
+                await self._tell()
+                if self.archive_sent is not None:
+                    await self.archive_sent.wait()
                 for part in (self.archive[:100], self.archive[100:], b""):
                     await self._stream.send(frontend, ArchivePart(part))
             case Hello(version):

@@ -129,9 +129,10 @@ async def test_a_suspect_is_not_tried_with_other_weights(graph: Graph) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 async def test_a_model_that_is_replaced_while_it_cannot_be_built(graph: Graph, path: str) -> None:
-    broken = card("rolled", model="/nowhere/at/all", fingerprint=f"broken {path}", generation=17)
+    bad = {"chat-template": "nowhere.jinja"}
+    broken = card("rolled", engine_args=bad, fingerprint=f"broken {path}", generation=17)
     async with MemoryRegistry(graph.registry) as registry:
-        async with graph.models._building:
+        async with graph.models._context.building:
             await registry.put(keys.card("rolled", "decode-9-broken"), encode_record(broken))
             await until(lambda: graph.models._models["rolled"].card == broken)
             asked = asyncio.create_task(graph.http.post(path, json={"model": "rolled", "prompt": "hello"}))

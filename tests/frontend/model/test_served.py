@@ -4,9 +4,11 @@ import asyncio
 import gc
 import io
 import logging
+import shutil
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,10 +23,11 @@ from pdserve.observe.graph_state import graph_state
 from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.stream.archives import pack_model
+from pdserve.stream.archives import archive_name, pack_model
 from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, card
+from tests.frontend.model.echo import EchoWorker
 from tests.frontend.test_generate import completion
 from tests.memory.registry import MemoryRegistry
 
@@ -163,6 +166,28 @@ async def test_a_model_on_another_host_is_served_with_its_workers_archive(graph:
     assert answer.status_code == 200
 
 
+async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_nor_others(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pdserve.frontend.model.processor.NEXT", 0.01)
+    new = shutil.copytree(MODEL, tmp_path / "model") / "new.txt"
+    new.write_text("no frontend has this folder")
+    archive = pack_model(new.parent)
+    record = encode_record(card("hung", model="/elsewhere/model", blob=archive_name(archive)))
+    async with EchoWorker("decode-9-hangs", "hung") as hangs, MemoryRegistry(graph.registry) as registry:
+        hangs.archive_sent = asyncio.Event()
+        await registry.put(keys.card("hung", hangs.id), record)
+        await registry.put(keys.instance(hangs.instance), encode_record(hangs.instance))
+        await hangs.until(lambda: hangs.archives_asked)
+        async with graph.worker("beside"):
+            assert "beside" in await names(graph)
+        assert not graph.models._models["hung"].settled.is_set(), "it is still asked"
+        async with graph.worker("hung", archive=archive):
+            answer = await graph.http.post("/v1/completions", json=completion(model="hung"))
+        assert hangs.archives_asked == 1
+    assert answer.status_code == 200
+
+
 async def test_a_model_folder_that_is_nowhere(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.frontend.model.processor.FETCH_WITHIN", 0.1)
     async with MemoryRegistry(graph.registry) as registry:
@@ -229,10 +254,10 @@ async def test_a_request_is_answered_once_where_building_its_model_fails_after_i
     graph: Graph, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    broken = card("late", model="/nowhere/at/all")
+    broken = card("late", engine_args={"chat-template": "nowhere.jinja"})
     headers = {"x-request-timeout": "0.01", "x-request-id": "once"}
     async with MemoryRegistry(graph.registry) as registry:
-        async with graph.models._building:
+        async with graph.models._context.building:
             await registry.put(keys.card("late", "decode-9-late"), encode_record(broken))
             await until(lambda: "late" in graph.models._models)
             answer = await graph.http.post(
