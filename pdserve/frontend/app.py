@@ -113,7 +113,7 @@ class FrontendApp:
         most = max_body(longest, tokenizing=path in TOKENIZING)
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
             async with self._bodies.read(request, trace.deadline, client_of(request, trace), most) as raw:
-                named = request.query_params.get("model") or None
+                named = request.query_params.get("model") or self._models.any_for(path)
                 body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(path, raw)
                 if path in GENERATING and use is not None:
                     use.reserve(body.size, longest)

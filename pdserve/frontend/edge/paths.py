@@ -16,5 +16,7 @@ GENERATING = frozenset(
 TOKENIZING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """likewise, but no decode worker works for them"""
 WITH_BODY = GENERATING | TOKENIZING
-BY_QUERY = re.compile(r"/v1/responses/[^/]+(/cancel)?|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
+BY_ID = re.compile(r"/v1/responses/[^/]+(/cancel)?")
+"""nothing is stored: each model gives the same answer"""
+BY_QUERY = re.compile(rf"{BY_ID.pattern}|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
 """without a body: answered by the model of the query parameter `model`, or by the only one"""

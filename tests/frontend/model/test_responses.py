@@ -1,6 +1,7 @@
 """`/v1/responses` without a store, as vLLM has it by default: each response belongs to its own request alone."""
 
 import json
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 ASK = {"model": "demo", "input": "hello", "max_output_tokens": 4, "temperature": 0}
 
 
-async def test_a_response_to_be_stored_is_answered_and_cannot_be_retrieved(graph: Graph) -> None:
-    async with graph.worker():
+@pytest.mark.parametrize("models", [["demo"], ["demo", "another"]])
+async def test_a_response_to_be_stored_is_answered_and_cannot_be_retrieved(
+    graph: Graph, models: list[str]
+) -> None:
+    async with AsyncExitStack() as stack:
+        for model in models:
+            await stack.enter_async_context(graph.worker(model))
         made = await graph.http.post("/v1/responses", json={**ASK, "store": True})
         missing = await graph.http.get(f"/v1/responses/{made.json()['id']}")
     assert made.status_code == 200
