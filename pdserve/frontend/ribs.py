@@ -116,8 +116,13 @@ class Ribs:
 
     def watched(self, watched: Watched) -> Watched:
         for rib in self.ribs:
-            watched = rib.watched(watched)
+            with Apart("rib"):
+                watched = rib.watched(watched)
         return watched
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
-        return [receipt for rib in self.ribs for receipt in rib.receipts(limit, key, request_id)]
+        found: list[Receipt] = []
+        for rib in self.ribs:
+            with Apart("rib"):
+                found += rib.receipts(limit, key, request_id)
+        return found

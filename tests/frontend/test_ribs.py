@@ -10,6 +10,9 @@ from pdserve.frontend.edge.record import RequestRecord
 from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.ribs import Rib, RibContext, Ribs
+from pdserve.frontend.watching.receipts import Receipts
+from pdserve.messages import Load
+from pdserve.watch import Receipt, Watched
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import chat, completion
 
@@ -58,24 +61,30 @@ async def test_without_ribs_models_are_listed_and_there_is_no_other_page(graph: 
 
 
 class Broken(Rib):
-    calls = 0
-
     def begin(self, request: Request, trace: RequestTrace) -> None:
-        self.calls += 1
         raise RuntimeError("begin")
 
     def end(self, record: RequestRecord) -> None:
-        self.calls += 1
         raise RuntimeError("end")
 
+    def watched(self, watched: Watched) -> Watched:
+        raise RuntimeError("watched")
 
-async def test_errors_of_a_rib_reach_no_client(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
-    broken = Broken(graph.context)
-    app = FrontendApp(graph.models, ApiKeys(), Ribs(graph.context, [broken]), 20.0)
+    def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
+        raise RuntimeError("receipts")
+
+
+async def test_an_error_of_a_rib_reaches_no_client_and_no_other_rib(
+    graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    ribs = Ribs(graph.context, [Broken(graph.context), Receipts(graph.context)])
+    app = FrontendApp(graph.models, ApiKeys(), ribs, 20.0)
     async with graph.worker(), client(app) as http:
-        assert (await http.post("/v1/completions", json=completion())).status_code == 200
-    assert broken.calls == 2
-    assert "RuntimeError: end" in caplog.text
+        assert (await http.post("/v1/completions", json=completion(), headers=OWN)).status_code == 200
+    assert [receipt.request_id for receipt in ribs.receipts(1)] == ["the-same"]
+    assert ribs.watched(Watched(Load(running=1))).load.running == 1
+    for call in ("begin", "end", "watched", "receipts"):
+        assert f"RuntimeError: {call}" in caplog.text
 
 
 class Kept(Rib):
