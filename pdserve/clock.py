@@ -1,7 +1,7 @@
 """The time of day: the only place in the package that reads it.
 
 Clocks of different hosts differ, and any of them may be set at any moment. So the time of day is for people (logs,
-`created` of a model) and for measuring how wrong it is; whatever waits, expires or is compared uses `time.monotonic`
+`created` of a model); whatever waits, expires or is compared uses `time.monotonic`
 inside a host, and messages between hosts carry durations and ages.
 
 Tests and chaos faults make the clock of a process wrong: `PDSERVE_CLOCK_OFFSET` are the seconds that it is ahead
@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 VARIABLE = "PDSERVE_CLOCK_OFFSET"
-LARGE_SKEW = 1.0
-"""seconds of difference to the NATS server's clock from which on it is reported"""
 
 _offset: ContextVar[float | None] = ContextVar("pdserve_clock_offset", default=None)
 

@@ -1,5 +1,4 @@
-"""The records that processes write to the registry (etcd), and those that frontends leave for each other in NATS. The
-rules of `messages.py` hold for these records, too."""
+"""The records that processes write to the registry (etcd). The rules of `messages.py` hold for them, too."""
 
 from enum import StrEnum
 
@@ -49,9 +48,6 @@ class Instance(Struct, frozen=True):
     vllm_version: str = ""
     fingerprint: str = ""
     """of the model's files and of the arguments that change KV; workers share KV only with the same fingerprint"""
-    clock_skew: float | None = None
-    """seconds that a worker's clock is ahead of the NATS server's; None: not measured. Nothing depends on it, but the
-    logs of hosts can be compared only if it is small"""
     draining: bool = False
     """true: the process finishes its requests and takes no new ones"""
     queue_lost: bool = False

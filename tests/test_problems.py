@@ -131,10 +131,6 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
             ["warn: the KV cache of decode-0 is full (98%): requests wait for room"],
         ),
         (
-            state(instances=[*ALL[:-1], replace(PREFILL[1], clock_skew=-40.0)]),
-            ["info: the clock of prefill-1 is -40.0 s off: its log's times are"],
-        ),
-        (
             state(loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)}),
             ["bad: the prefill queue is full: 12 of 2; prompts are computed at decode workers"],
         ),

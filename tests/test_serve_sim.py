@@ -106,10 +106,6 @@ def test_status_lists_all_instances(graph: Serve) -> None:
     assert [len(cards) for cards in state["models"].values()] == [3], "the prefill worker keeps a copy"
     table = graph.pdserve("status", "-f", str(graph.file)).stdout
     assert all(instance["id"] in table for instance in state["instances"])
-    skews = [instance["clock_skew"] for instance in state["instances"]]
-    assert skews == [None, *(pytest.approx(skew, abs=0.5) for skew in (5, 5, -40))]
-    assert table.count("is +5.0 s off") == 2
-    assert table.count("is -40.0 s off") == 1
 
 
 def test_doctor_knows_the_ports_of_the_running_graph(graph: Serve) -> None:
@@ -139,17 +135,17 @@ def test_a_trace_shows_where_a_request_went(graph: Serve) -> None:
     prompt = f"Where does this one go? {LONG}"  # that no worker has in its prefix cache
     request_id = graph.chat(prompt)[0].headers["x-request-id"]
     shown = graph.pdserve("trace", f"chatcmpl-{request_id}").stdout
-    assert re.search(rf"request +{request_id}", shown)
-    assert "prefill  remote" in shown
+    assert re.search(rf"request id +{request_id}", shown)
+    assert re.search("prefill +remote", shown)
     for hop, where in (("prefill", "prefill-0"), ("decode", "decode-")):
-        assert re.search(rf"^{hop} .*[█▏].* ms +{where}", shown, re.M), shown
+        assert re.search(rf"^ {hop} .* m?s +{where}", shown, re.M), shown
     (found,) = (json.loads(graph.pdserve("trace", request_id[:12], "--json").stdout),)
     assert (found["request_id"], found["status"]) == (request_id, 200)
     assert request_id in graph.pdserve("trace").stdout
     assert request_id in {receipt["request_id"] for receipt in json.loads(_status(graph))["receipts"]}
     unknown = graph.pdserve("trace", "f" * 32)
     assert unknown.returncode == 1
-    assert "Asked: frontend-0-" in unknown.stderr
+    assert "no frontend has a receipt of ffff" in unknown.stderr
 
 
 def test_a_setting_reaches_the_workers(graph: Serve) -> None:

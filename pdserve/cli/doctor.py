@@ -14,7 +14,6 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable, RegistryUnavailable
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
-from pdserve.queue import server_info
 from pdserve.records import decode_instance
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
@@ -92,12 +91,12 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
 async def check_nats(url: str, credentials: Credentials | None) -> Finding:
     try:
         async with asyncio.timeout(_WITHIN):
-            if not (await server_info(url)).get("jetstream"):
-                return Finding("fail", "NATS", f"{url} has no JetStream: start nats-server with --jetstream.")
-        await queue.clock_skew(url, credentials)
-    except (OSError, QueueUnavailable) as error:
-        advice = "start it with the graph's credentials, or correct Graph.nats or Security.credentials."
-        return Finding("fail", "NATS", f"{url}: {error or 'no answer'}: {advice}")
+            await queue.check(url, credentials)
+    except ConfigError as error:
+        return Finding("fail", "NATS", error.problems[0])
+    except (QueueUnavailable, TimeoutError) as error:
+        advice = "start it, or correct Graph.nats or Security.credentials."
+        return Finding("fail", "NATS", f"{error or f'{url}: no answer'}: {advice}")
     return Finding("ok", "NATS", f"{url} answers, JetStream is on")
 
 

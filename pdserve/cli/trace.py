@@ -3,13 +3,12 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,23 +16,13 @@ from pdserve.cli.find import GraphAddress, find_graph, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.command import command
 from pdserve.config.tree import or_nearest
-from pdserve.messages import Hop
 from pdserve.observe.graph_state import slot_name
-from pdserve.observe.pages import read_receipts, read_watched
+from pdserve.observe.pages import read_receipts
 from pdserve.observe.problems import duration
-from pdserve.observe.tables import show
-from pdserve.records import Instance, Role
-from pdserve.watch import KEPT_FOR, MOST_KEPT, Receipt, newest
+from pdserve.observe.tables import show, table
+from pdserve.records import Role
+from pdserve.watch import KEPT_FOR, MAX_REPORTED, MOST_KEPT, Receipt
 
-_COLORS = {
-    "admission": "yellow",
-    "queue": "magenta",
-    "engine-queue": "magenta",
-    "prefill": "blue",
-    "transfer": "cyan",
-    "fallback": "red",
-    "migration": "red",
-}
 _LEAST = 6
 """characters of an id that find a request"""
 _SHORT = 8
@@ -81,20 +70,19 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     async with view_of(graph) as view:
         frontends = view.instances(Role.FRONTEND)
         found = await read_receipts(frontends, 1, request_id=wanted) if wanted else []
-        answers = {} if found else await read_watched(frontends)
-    last = newest(MOST_KEPT, *(frontend.receipts for frontend in answers.values()))
-    matches = found or (matching(last, wanted) if wanted else last)
-    if wanted and not matches:
-        print(f"pdserve: {not_found(wanted, frontends, answers, last)}", file=sys.stderr)
+        last = [] if found else await read_receipts(frontends, MAX_REPORTED)
+    found = found or (matching(last, wanted) if wanted else last)
+    if wanted and not found:
+        print(f"pdserve: {not_found(wanted, last)}", file=sys.stderr)
         return 1
-    one = matches[0] if wanted and len(matches) == 1 else None
+    one = found[0] if wanted and len(found) == 1 else None
     if as_json:
-        print(json.dumps(msgspec.to_builtins(one or matches), indent=2))
+        print(json.dumps(msgspec.to_builtins(one or found), indent=2))
     elif one:
-        show(timeline(one), pipe_width=100)
-    elif matches:
+        show(way(one), pipe_width=140)
+    elif found:
         narrow = sys.stdout.isatty() and Console().width < 120
-        show(requests(matches, _SHORT if narrow else None), pipe_width=140)
+        show(requests(found, _SHORT if narrow else None), pipe_width=140)
     else:
         print("No request has come yet.")
     return 0 if one or not wanted else 1
@@ -110,34 +98,22 @@ def matching(receipts: Iterable[Receipt], wanted: str) -> list[Receipt]:
     ]
 
 
-def not_found(
-    wanted: str, asked: Sequence[Instance], answered: Iterable[str], last: Sequence[Receipt]
-) -> str:
+def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     """Say why there may be no such receipt. Pure."""
-    if not asked:
-        return "no frontend runs, and receipts end with the frontend that keeps them."
-    silent = [instance.id for instance in asked if instance.id not in set(answered)]
-    names = ", ".join(instance.id for instance in asked)
-    parts = [
-        f"no frontend has a receipt of {wanted}. Asked: {names}"
-        + f"; silent: {', '.join(silent)}" * bool(silent)
-        + ".",
-        f"A frontend keeps the last {MOST_KEPT:,}, of requests that generate, for {KEPT_FOR / 60:.0f} minutes and as "
-        "long as it runs:",
-        or_nearest(wanted, [receipt.request_id for receipt in last], f"`{command('trace')}` lists the last."),
-    ]
-    return " ".join(parts)
+    kept = f"of the last {MOST_KEPT:,} requests that generate, for {KEPT_FOR / 60:.0f} minutes and as long as it runs"
+    hint = or_nearest(
+        wanted, [receipt.request_id for receipt in last], f"`{command('trace')}` lists the last."
+    )
+    return f"no frontend has a receipt of {wanted}. Each keeps those {kept}: {hint}"
 
 
 def requests(receipts: Iterable[Receipt], characters: int | None = None) -> Table:
     """A line for each, in their order, with so many characters of its id. Pure."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("request", "status"):
-        made.add_column(name, no_wrap=True)
-    for name in ("came", "took", "TTFT", "prompt", "cached", "tokens"):
-        made.add_column(name, justify="right", no_wrap=True)
-    for name in ("key", "prefill", "at"):
-        made.add_column(name, overflow="fold")
+    numbers = ("came", "took", "TTFT", "prompt", "cached", "tokens")
+    made = table("request", "status", *numbers, "key", "prefill", "at", numbers=numbers)
+    made.box, made.padding = None, (0, 2, 0, 0)
+    for column in made.columns[:-3]:
+        column.no_wrap = True
     for receipt in receipts:
         bad = receipt.status >= 500 or receipt.status == 429
         made.add_row(
@@ -160,78 +136,20 @@ def _places(receipt: Receipt) -> Iterable[str]:
     return dict.fromkeys([*places, *receipt.instances])
 
 
-def timeline(receipt: Receipt) -> RenderableType:
-    """Pure."""
+def way(receipt: Receipt) -> RenderableType:
+    """The fields of the receipt that say something, and its hops. Pure."""
     facts = Table.grid(padding=(0, 2))
-    facts.add_column(no_wrap=True, style="bold")
-    facts.add_column(overflow="fold")
-    for name, fact in _facts(receipt):
-        facts.add_row(name, fact)
-    return Group(facts, Text(), _hops(receipt)) if receipt.hops else facts
-
-
-def _facts(receipt: Receipt) -> Iterator[tuple[str, Text]]:
-    yield "request", Text(receipt.request_id)
-    by = f", by {receipt.key}" if receipt.key else ""
-    yield "", Text(f"{receipt.path} of {receipt.model or 'no model'}{by}, at {receipt.frontend}")
-    first = f", the first after {duration(receipt.ttft)}" if receipt.ttft is not None else ""
-    tokens = f"{receipt.output_tokens} tokens{first}"
-    if receipt.running:
-        yield "running", Text(f"for {duration(receipt.seconds)} so far: {tokens}", "cyan")
-    else:
-        style = "bold red" if receipt.status >= 400 else ""
-        ago = duration(max(0.0, receipt.age - receipt.seconds))
-        yield "answer", Text(f"{receipt.status} in {duration(receipt.seconds)}, {ago} ago: {tokens}", style)
-    if receipt.error:
-        yield "error", Text(receipt.error, "red")
-    if receipt.prompt_tokens:
-        yield "prompt", Text(f"{receipt.prompt_tokens} tokens, {receipt.cached_tokens} of them cached")
-    if receipt.prefill:
-        yield "prefill", Text(receipt.way)
-    if receipt.instances:
-        yield "decode", Text(", then ".join(receipt.instances))
-    if receipt.retries:
-        yield "retries", Text(f"{receipt.retries}: it went on at another decode worker", "red")
-    if receipt.trace_id:
-        yield "trace", Text(receipt.trace_id)
-
-
-def _hops(receipt: Receipt) -> Table:
-    whole = max([receipt.seconds, *(hop.start + hop.seconds for hop in receipt.hops)]) or 1.0
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True, header_style="")
-    made.add_column("", no_wrap=True)
-    made.add_column(_Axis(whole), ratio=1)
-    made.add_column("", justify="right", no_wrap=True)
-    made.add_column("", no_wrap=True, overflow="ellipsis")
+    for name, value in msgspec.structs.asdict(receipt).items():
+        if value and name != "hops":
+            facts.add_row(name.replace("_", " "), _shown(value))
+    hops = table("hop", "at", "took", "where", "why", numbers=("at", "took"))
     for hop in receipt.hops:
-        style = _COLORS.get(hop.name, "green")
-        took = duration(hop.seconds) if hop.seconds else f"at {duration(hop.start)}"
-        made.add_row(Text(hop.name, style), _Bar(hop, whole, style), took, hop.instance or receipt.frontend)
-        if hop.why:
-            made.add_row("", Text(hop.why, "dim", overflow="fold"))
-    return made
+        took = duration(hop.seconds) if hop.seconds else ""
+        hops.add_row(hop.name, duration(hop.start), took, hop.instance or receipt.frontend, hop.why)
+    return Group(facts, hops) if receipt.hops else facts
 
 
-@dataclass(frozen=True)
-class _Bar:
-    """A hop on the time axis of its request, which is as wide as there is room."""
-
-    hop: Hop
-    whole: float
-    style: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        first = min(width - 1, int(self.hop.start / self.whole * width))
-        last = max(first + 1, min(width, int((self.hop.start + self.hop.seconds) / self.whole * width)))
-        mark = "█" * (last - first) if self.hop.seconds / self.whole * width >= 0.5 else "▏"
-        yield Text(" " * first + (mark if self.hop.seconds else "◆"), self.style)
-
-
-@dataclass(frozen=True)
-class _Axis:
-    whole: float
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        end = duration(self.whole)
-        yield Text("0".ljust(options.max_width - len(end)) + end, "dim")
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return duration(value)
+    return ", ".join(value) if isinstance(value, list) else str(value)

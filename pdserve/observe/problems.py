@@ -9,7 +9,6 @@ from statistics import median
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pdserve import clock
 from pdserve.messages import Load
 from pdserve.observe.graph_state import GraphState, detours, place, short_names, slot_name
 from pdserve.records import Instance, Role, SlotState
@@ -168,9 +167,6 @@ def _processes(
         if node.load is not None and node.load.kv_usage >= FULL:
             full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
             yield Problem("warn", full, [name])
-        skew = node.instance.clock_skew if node.instance else None
-        if skew is not None and abs(skew) > clock.LARGE_SKEW:
-            yield Problem("info", f"the clock of {name} is {skew:+.1f} s off: its log's times are", [name])
     there = {(node.host, slot_name(node.instance.id) if node.instance else node.name) for node in found}
     for each in gone:
         if (each.host, name := slot_name(each.id)) not in there:

@@ -31,8 +31,6 @@ MAX_PAIRS = 16
 many handshakes; the first request of any other pair makes its own"""
 INTERVAL = 1.0
 """seconds between two checks of what changes"""
-STEADY = 0.1
-"""seconds by which the skew must change to be written again"""
 
 
 def new_instance_id(slot: Slot) -> str:
@@ -125,13 +123,10 @@ class Presence:
         registry: Registry,
         instance: Instance,
         card: ModelCard | None,
-        skew: Callable[[], float | None] = lambda: None,
         queue_lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`skew` returns the seconds that this process's clock is ahead, None where that is not known; `queue_lost` as
-        in the instance."""
+        """`queue_lost`: as in the instance."""
         self.instance = instance
-        self._skew = skew
         self._queue_lost = queue_lost
         self._newcomer = False
         self.announced = asyncio.Event()
@@ -208,27 +203,9 @@ class Presence:
                 await self._write()
 
     def _look(self) -> None:
-        skew = registered_skew(self._skew(), self.instance.clock_skew)
-        self.instance = msgspec.structs.replace(self.instance, clock_skew=skew, queue_lost=self._queue_lost())
+        self.instance = msgspec.structs.replace(self.instance, queue_lost=self._queue_lost())
 
     async def _write(self) -> None:
         async with self._writing:
             if not self._left:
                 await self._registry.put(keys.instance(self.instance), encode_record(self.instance))
-
-
-def registered_skew(skew: float | None, before: float | None) -> float | None:
-    """The clock's skew to be registered, to a tenth of a second; `before` where it changed little. Logged where it
-    becomes large."""
-    if skew is None or (before is not None and abs(skew - before) <= STEADY):
-        return before
-    now = round(skew, 1)
-    if abs(now) > clock.LARGE_SKEW and now != before:
-        direction = "ahead of" if now > 0 else "behind"
-        log.warning(
-            "clock: this host's is %.1f s %s the NATS server's; nothing breaks, but logs cannot be compared: set it "
-            "by NTP",
-            abs(now),
-            direction,
-        )
-    return now

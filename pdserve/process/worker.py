@@ -98,7 +98,6 @@ class EngineWorker(Service):
             self._registry,
             instance,
             await self.card(),
-            lambda: self._queue.clock_skew,
             # each change goes to every process that follows this role: of use only to decode workers
             lambda: self._slot.role.does(Role.PREFILL) and not self._queue.connected,
         )
@@ -147,7 +146,7 @@ class EngineWorker(Service):
         return {
             "engine steps": self._read_engine,
             "engine watch": partial(watch_engine, self._engine),
-            "clock report": self._presence.keep_current,
+            "instance record": self._presence.keep_current,
         }
 
 

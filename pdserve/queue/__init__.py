@@ -20,12 +20,12 @@ def connect(
     return JetStreamQueue(nats, namespace, model, credentials=credentials, meanwhile=meanwhile)
 
 
-async def clock_skew(nats: str, credentials: Credentials | None = None) -> float | None:
-    """Return the seconds that this process's time of day is ahead of the NATS server's, or None if the server does not
-    tell its time. Leaves nothing behind on the server. Raises QueueUnavailable."""
-    from pdserve.queue.jetstream.stream import measure_once
+async def check(nats: str, credentials: Credentials | None = None) -> None:
+    """Connect as the graph's processes do; leave nothing behind. Raises QueueUnavailable where nothing answers, and
+    ConfigError for a server that cannot serve this graph: no JetStream, or other credentials."""
+    from pdserve.queue.jetstream.stream import check_once
 
-    return await measure_once(nats, credentials.client if credentials else None)
+    await check_once(nats, credentials.client if credentials else None)
 
 
 async def server_info(nats: str) -> dict[str, Any]:

@@ -43,8 +43,6 @@ class PrefillQueue(Lifetime):
     stay open and go on when it is back. The queue reconnects by itself: entering does not fail while the server is
     away, and the queue goes on trying in the background."""
 
-    clock_skew: float | None = None
-    """seconds that this process's time of day is ahead of the server's, as last measured; None: not measured"""
     max_payload: int = 1 << 20
     """bytes that a message may have, as the server last said; NATS' default before that"""
 

@@ -12,7 +12,6 @@ from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.records import Role
-from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import FrontendStream, config, living
@@ -26,7 +25,7 @@ REASONS = ("timeout", "expired", "queue-down", "engine", "prefill-worker-gone", 
 @pytest.mark.parametrize("skewed", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("offset", [-40.0, 3600.0])
 async def test_clocks_that_differ_change_nothing(
-    nats_url: str, namespace: str, skewed: Role, offset: float, caplog: pytest.LogCaptureFixture
+    nats_url: str, namespace: str, skewed: Role, offset: float
 ) -> None:
     graph = config(DecodeConfig(remote_prefill=True, max_local_prefill_length=32, max_prefill_queue_size=4))
     server, stream = MemoryServer(), TcpStreamServer("127.0.0.1")
@@ -62,11 +61,3 @@ async def test_clocks_that_differ_change_nothing(
             assert answered.way[0] == "remote"
             assert answered.tokens == expected(LONG[start:], 4)
         assert [failures(reason) for reason in REASONS] == before, "nothing was computed twice"
-        view = await stack.enter_async_context(RegistryView(decode._registry))
-        skews = {each.role: each.clock_skew for each in view.instances()}
-        right = Role.DECODE if skewed is Role.PREFILL else Role.PREFILL
-        assert skews[skewed] == pytest.approx(offset, abs=0.5)
-        assert skews[right] == pytest.approx(0.0, abs=0.5)
-        warnings = [record for record in caplog.records if "clock" in record.getMessage()]
-        assert len(warnings) == 1
-        assert f"{abs(offset):.1f} s" in warnings[0].getMessage()

@@ -50,9 +50,7 @@ async def test_a_prefill_worker_says_in_its_instance_that_it_has_lost_the_queue(
     lost = False
     server = MemoryServer()
     async with MemoryRegistry(server, "t") as registry, RegistryView(registry) as view, Owner() as tasks:
-        mine = Presence(
-            registry, Instance("prefill-0", Role.PREFILL), None, lambda: None, queue_lost=lambda: lost
-        )
+        mine = Presence(registry, Instance("prefill-0", Role.PREFILL), None, lambda: lost)
         tasks.forever(mine.keep_current, "instance record")
         await mine.announce()
         for lost in (False, True, False):

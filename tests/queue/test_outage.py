@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import nats
@@ -14,7 +13,7 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
-from pdserve.queue import clock_skew, connect, server_info
+from pdserve.queue import connect, server_info
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
@@ -233,32 +232,6 @@ async def test_a_server_that_refuses_the_stream_is_named_once(
         await until(lambda: tries > 2)
         assert not refused.connected
     assert caplog.text.count(f"NATS at {nats_url} refuses what is needed of it") == 1
-
-
-async def test_a_clock_is_not_read_where_the_server_is_away() -> None:
-    with pytest.raises(QueueUnavailable):
-        await clock_skew(f"nats://127.0.0.1:{free_port('127.0.0.1')}")
-
-
-async def test_a_clock_is_not_read_where_its_stream_is_removed_meanwhile(
-    nats_outage: NatsOutage, credentials: Credentials
-) -> None:
-    url = nats_outage.server.url
-    client = await nats.connect(url, tls=nats_outage.tls)
-    js = client.jetstream()
-
-    async def measure() -> None:
-        while True:
-            await clock_skew(url, credentials)
-
-    measuring = asyncio.create_task(measure())
-    while not measuring.done():
-        for stream in await js.streams_info():
-            with suppress(nats.js.errors.NotFoundError):
-                await js.delete_stream(stream.config.name or "")
-    await client.close()
-    with pytest.raises(QueueUnavailable):
-        await measuring
 
 
 async def test_what_a_server_says_of_itself(nats_url: str) -> None:

@@ -198,7 +198,6 @@ class JetStreamQueue(PrefillQueue):
 
     async def _measure_clock(self, client: Client) -> None:
         self._clock = await cancellable(measure(client, self._names.stream)) or self._clock
-        self.clock_skew = self._clock.skew if self._clock else None
 
     # decode side
 

@@ -8,7 +8,6 @@ time, never with this host's.
 import hashlib
 import json
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
-from pdserve import clock
-from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.errors import ConfigError
 from pdserve.messages import QueueState
 from pdserve.queue.jetstream.client import available, short_connection
 
@@ -140,6 +138,13 @@ async def require_jetstream(client: Client, url: str) -> None:
         raise ConfigError(
             [f"NATS at {url} runs without JetStream, which the prefill queue needs: {remedy}."]
         ) from error
+
+
+async def check_once(url: str, tls: SSLContext | None) -> None:
+    """Raises QueueUnavailable where nothing answers, and ConfigError for a server that cannot serve this graph."""
+    with available(url):
+        async with short_connection(url, tls) as client:
+            await require_jetstream(client, url)
 
 
 async def ensure(client: Client, names: QueueNames, limits: StreamLimits) -> None:
@@ -292,32 +297,12 @@ async def read_state(client: Client, names: QueueNames) -> tuple[datetime | None
 class ServerClock:
     ahead: float
     """seconds that the server's Unix time is ahead of this host's monotonic time"""
-    skew: float
-    """seconds that this process's time of day is ahead of the server's"""
     measured: float
     """monotonic"""
 
     def age(self, stamp: float) -> float:
         """Seconds since the server stamped a message with these Unix seconds."""
         return max(0.0, time.monotonic() + self.ahead - stamp)
-
-
-async def measure_once(url: str, tls: SSLContext | None) -> float | None:
-    """Return the skew, measured on a stream that exists only for that moment. Raises QueueUnavailable also if the
-    server is not of this graph."""
-    stream = f"pdserve-clock-{secrets.token_hex(4)}"
-    try:
-        with available(url):
-            async with short_connection(url, tls) as client:
-                js = client.jetstream(timeout=API_TIMEOUT)
-                await js.add_stream(StreamConfig(name=stream, subjects=[stream], storage=StorageType.MEMORY))
-                try:
-                    measured = await measure(client, stream)
-                finally:
-                    await js.delete_stream(stream)
-    except ConfigError as error:
-        raise QueueUnavailable(str(error)) from error
-    return measured.skew if measured else None
 
 
 async def measure(client: Client, stream: str) -> ServerClock | None:
@@ -332,7 +317,5 @@ async def measure(client: Client, stream: str) -> ServerClock | None:
             return None
         server, trip = datetime.fromisoformat(stamp).timestamp(), now - sent
         if best is None or trip < best[0]:
-            middle = sent + trip / 2
-            here = clock.unix() - (time.monotonic() - middle)
-            best = trip, ServerClock(server - middle, here - server, now)
+            best = trip, ServerClock(server - (sent + trip / 2), now)
     return best[1] if best else None
