@@ -45,7 +45,7 @@ def trace(
     was, and the reason where something was decided or failed. ID is the `x-request-id` of its answer; the `id` in the
     answer's body does as well. Without ID: the last requests, of all frontends. Exit code 1 where it is not found.
 
-    The parts, in their order (a request has those that it went through):
+    The hops, in their order (a request has those that it went through):
       admission     held by the frontend, until it is its client's turn and a worker has room
       queue         in the prefill queue
       turn          held by the decode worker, while its engine computes the prompts before it
