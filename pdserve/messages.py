@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pdserve.errors import ProtocolError
 
@@ -36,6 +36,16 @@ class Hop(Struct, frozen=True):
 # ── decode worker, from a frontend ────────────────────────────────────────────────────────────────────────────────
 
 
+class Promise(Struct, frozen=True):
+    """What is promised to the client of a request, in seconds; None: that is not promised."""
+
+    ttft: float | None = None
+    """left, when this is sent, until its first token is due; where a migrated request has tokens already, until the
+    next one is. Below 0: it is late"""
+    gap: float | None = None
+    """the longest between two tokens"""
+
+
 class Submit(Struct, frozen=True, tag=True):
     """Generate. Answered by `Placed`, then by `Outputs` until one of them finishes the request, or by `Failed`."""
 
@@ -56,6 +66,8 @@ class Submit(Struct, frozen=True, tag=True):
     """W3C trace context of the parent span; empty: not traced"""
     client: str = ""
     """stands for the client, the same at all frontends; clients take turns, and places from each other"""
+    promise: Promise | UnsetType = UNSET
+    """left out where nothing is promised"""
 
 
 class Cancel(Struct, frozen=True, tag=True):

@@ -6,6 +6,8 @@ means the policy `threshold`."""
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
+from pdserve.slo import DURATION, OFF, Promised, seconds, shown, tightest
+
 RouterPolicy = Literal["round-robin", "least-loaded", "kv"]
 POLICIES: tuple[str, ...] = get_args(RouterPolicy)
 PrefillPolicy = Literal["threshold", "adaptive"]
@@ -20,7 +22,10 @@ SETTINGS = {
     "max-local-prefill-length": "tokens; a prompt with more than these to compute goes to a prefill worker",
     "max-prefill-queue-size": "requests; with these many waiting, prefill locally",
     "router": f"how frontends choose a decode worker: {', '.join(POLICIES)}",
+    "slo-ttft": f"the promised time to the first token, as 500ms or 2s; {OFF}: none",
+    "slo-gap": f"the promised longest gap between two tokens, as 60ms; {OFF}: none",
 }
+_PROMISES = ("slo-ttft", "slo-gap")
 _CHOICES = {"policy": PREFILL_POLICIES, "router": POLICIES}
 
 
@@ -28,8 +33,36 @@ def problem(name: str, text: str) -> str:
     """Return what the setting takes, if `text` is not a valid value of it; else empty."""
     if name in _CHOICES:
         return "" if text in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
+    if name in _PROMISES:
+        return "" if _is_promise(text) else f"{DURATION}, or {OFF}"
     digits = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_THRESHOLD))
     return "" if digits and int(text) <= MAX_THRESHOLD else f"a whole number from 0 to {MAX_THRESHOLD}"
+
+
+def of_promise(promised: Promised) -> dict[str, str]:
+    """Return the promise of a file as settings."""
+    return dict(zip(_PROMISES, (shown(promised.ttft), shown(promised.gap)), strict=True))
+
+
+def promise_of(settings: Mapping[str, str]) -> Promised:
+    """Return the promise that the settings make; what is missing or not valid promises nothing."""
+    ttft, gap = (
+        seconds(text) if text != OFF and _is_promise(text) else None
+        for text in (settings.get(name, OFF) for name in _PROMISES)
+    )
+    return Promised(ttft, gap)
+
+
+def _is_promise(text: str) -> bool:
+    try:
+        return text == OFF or seconds(text) > 0
+    except ValueError:
+        return False
+
+
+def promise_in_force(files: Iterable[Mapping[str, str]], live: Mapping[str, str]) -> Promised:
+    """Return what is promised to the clients of a model; `files`: the settings of its workers."""
+    return promise_of(in_force(of_promise(tightest(map(promise_of, files))), live))
 
 
 def in_force(file: Mapping[str, str], live: Mapping[str, str]) -> dict[str, str]:

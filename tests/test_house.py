@@ -76,6 +76,7 @@ LEAVES = (
     "ports",
     "prefixes",
     "messages",
+    "slo",
     "settings",
     "records",
     "watch",

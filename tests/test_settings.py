@@ -4,6 +4,7 @@ import pytest
 
 from pdserve.settings import SETTINGS, changed, explained, of_files, problem
 
+PROMISED = {"slo-ttft": "500ms", "slo-gap": "60ms"}
 ADAPTIVE = {"policy": "adaptive", "max-local-prefill-length": "512", "max-prefill-queue-size": "10"}
 THRESHOLD = {**ADAPTIVE, "policy": "threshold", "router": "kv"}
 LENGTH = "max-local-prefill-length"
@@ -47,6 +48,16 @@ def test_what_is_no_number_is_refused(text: str) -> None:
                 f"{LENGTH} = 512; '\uff15', which was set, is ignored: it takes a whole number from 0 to 2147483647"
             ],
         ),
+        (PROMISED, {"slo-ttft": "2s"}, ["slo-ttft = 2s (file: 500ms)"]),
+        (PROMISED, {"slo-gap": "off"}, ["slo-gap = off (file: 60ms)"]),
+        (
+            PROMISED,
+            {"slo-gap": "60"},
+            [
+                "slo-gap = 60ms; '60', which was set, is ignored: it takes a duration with its unit, up to "
+                "3600s, as in 500ms or 2s, or off"
+            ],
+        ),
         (
             of_files([ADAPTIVE, THRESHOLD]),
             {"policy": "adaptive"},
@@ -61,10 +72,12 @@ def test_what_is_not_as_in_the_file_is_told(
 
 
 def test_each_setting_has_its_value() -> None:
-    assert explained(THRESHOLD, {"router": "kv"}) == {
+    assert explained({**THRESHOLD, "slo-gap": "off"}, {"router": "kv"}) == {
         "policy": "threshold (as in the file)",
         LENGTH: "512 (as in the file)",
         "max-prefill-queue-size": "10 (as in the file)",
         "router": "kv (set, as in the file)",
+        "slo-ttft": "(as in the file)",
+        "slo-gap": "off (as in the file)",
     }
     assert explained({}, {}) == dict.fromkeys(SETTINGS, "(as in the file)")

@@ -1,8 +1,8 @@
 """YAML to Config: strict, with every problem of a file found in one go.
 
 The sections are those of a Dynamo 0.2 graph (Common, Frontend, Processor, VllmWorker, PrefillWorker), and pdserve's own
-Graph and Security. As in Dynamo, a key of Common applies only to the sections that list it in `common-configs` and do
-not set it themselves; a key that no section lists is an error. The environment overrides Graph and Security:
+Graph, Slo and Security. As in Dynamo, a key of Common applies only to the sections that list it in `common-configs` and
+do not set it themselves; a key that no section lists is an error. The environment overrides Graph and Security:
 PDSERVE_NATS, PDSERVE_ETCD, PDSERVE_STATE_DIR, PDSERVE_CREDENTIALS, and OpenTelemetry's own variables.
 """
 
@@ -27,6 +27,7 @@ from pdserve.config.schema import (
     PrefillSection,
     ProcessorSection,
     SecuritySection,
+    SloSection,
     WorkerConfig,
     collector_url,
     etcd_address,
@@ -36,6 +37,7 @@ from pdserve.config.schema import (
 from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
 from pdserve.settings import THRESHOLDS
+from pdserve.slo import Promised
 
 W = TypeVar("W", bound=WorkerConfig)
 Arguments = dict[str, Entry]
@@ -69,6 +71,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     decode = sections.read("VllmWorker", DecodeSection)
     prefill = sections.read("PrefillWorker", PrefillSection)
     security = sections.read("Security", SecuritySection)
+    slo = sections.read("Slo", SloSection).values
     sections.check_common()
 
     model = _model((decode, prefill), findings)
@@ -102,6 +105,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         decode=decode_config,
         prefill=prefill_config,
         security=files,
+        slo=Promised(slo.ttft, slo.gap),
         notes=tuple(findings.notes),
     )
 

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from pdserve.config.host import with_home
 from pdserve.settings import PrefillPolicy, RouterPolicy
+from pdserve.slo import DURATION, NO_PROMISE, Promised, seconds
 
 WorkerRole = Literal["decode", "both"]
 Allowance = Literal["no-keys", "plain-http", "plain-graph"]
@@ -112,6 +113,13 @@ def _gpu_count(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _duration(value: object) -> object:
+    try:
+        return seconds(value) if isinstance(value, str) else seconds("")
+    except ValueError:
+        raise PydanticCustomError("duration", "not a duration") from None
+
+
 def _origin(origin: str) -> str:
     if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@*]+", origin) is None:
         raise ValueError(f"has {origin!r}, but an origin has a scheme and no path: https://chat.example.com.")
@@ -129,6 +137,7 @@ ZeroOrMore = Annotated[int, Field(strict=True, ge=0)]
 OneOrMore = Annotated[int, Field(strict=True, ge=1)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 SecondsOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Duration = Annotated[float | None, BeforeValidator(_duration), Field(json_schema_extra={"is": DURATION})]
 Flag = Annotated[bool, Field(strict=True)]
 CommonKeys = Annotated[
     tuple[Text, ...], Field(json_schema_extra={"is": "a list of keys of Common, as in [model, block-size]"})
@@ -317,6 +326,16 @@ class GraphSection(Section):
     ([traces.md](traces.md)); not set: nothing is traced"""
 
 
+@dataclass(frozen=True)
+class SloSection(Section):
+    """The promise of the model. Of several files with workers of one model, the tightest counts."""
+
+    ttft: Duration = None
+    """from a request's arrival to its first token; not set: not promised"""
+    gap: Duration = None
+    """the longest between two tokens of an answer; not set: not promised"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SecuritySection(Section):
     """Relative paths count from the YAML's folder."""
@@ -350,6 +369,8 @@ class Config(GraphSection):
     prefill: PrefillConfig | None
     security: SecuritySection = field(default_factory=SecuritySection)
     """with absolute paths"""
+    slo: Promised = NO_PROMISE
+    """what is promised to the clients of the model"""
     notes: tuple[str, ...] = ()
     """keys that mean something else than they say, one sentence each, to be shown once at start"""
 

@@ -17,6 +17,7 @@ from pdserve.config.schema import (
     ProcessorSection,
     Section,
     SecuritySection,
+    SloSection,
     kebab,
 )
 from pdserve.config.tree import Entry, Findings, or_nearest
@@ -29,6 +30,7 @@ KINDS: dict[str, type[Section]] = {
     "Processor": ProcessorSection,
     "VllmWorker": DecodeSection,
     "PrefillWorker": PrefillSection,
+    "Slo": SloSection,
     "Security": SecuritySection,
 }
 _CONNECTORS = ("DynamoNixlConnector", "NixlConnector")
@@ -43,6 +45,8 @@ def rules(section: str) -> dict[str, dict[str, Any]]:
 
 def must_be(rule: Mapping[str, Any]) -> str:
     """The rule in words, for errors and for `docs/configuration.md`."""
+    if "is" in rule:
+        return str(rule["is"])
     rule = rule.get("anyOf", [rule])[0]
     low, high = rule.get("minimum"), rule.get("maximum")
     match rule.get("type"):
@@ -54,8 +58,6 @@ def must_be(rule: Mapping[str, Any]) -> str:
             return f"a whole number, {low} {'or more' if high is None else f'to {high}'}"
         case "number":
             return "a number of seconds, 0 or more" if low == 0 else "a number of seconds above 0"
-        case "array":
-            return str(rule["is"])
         case "string" if "enum" in rule:
             return f"one of: {', '.join(rule['enum'])}"
         case "string":

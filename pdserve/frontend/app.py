@@ -127,6 +127,7 @@ class FrontendApp:
             model = self._models.find(name)
             trace = response.trace
             name = trace.model = model.card.name
+            trace.promised = model.promised.loosened(request.headers)
             try:
                 with admitted(model, body, client_of(request, trace), trace) as admission:
                     await run(model, admission, body, request, response)

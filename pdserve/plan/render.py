@@ -41,6 +41,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "problems": list(plan.problems),
         "unknown": plan.unknown or None,
+        "slo": dataclasses.asdict(config.slo) if config.slo else None,
         "notes": list(plan.notes),
         "url": _url(plan),
         "nats": config.nats,
@@ -89,6 +90,8 @@ def _heading(plan: Plan) -> Text:
         f"GPUs     {cards or 'none'}{imagined}",
         f"servers  NATS {config.nats or 'started by serve'}, etcd {config.etcd or 'started by serve'}",
     ]
+    if config.slo:
+        lines.append(f"promise  {config.slo}")
     text = Text("\n".join(lines) + "\n")
     text.stylize("bold", 0, len(config.served_model_name))
     return text

@@ -21,6 +21,7 @@ from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
+from pdserve.settings import of_promise
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +73,13 @@ def worker_instance(
 
 
 def _settings(config: Config, role: Role) -> dict[str, str]:
-    """The settings by which a decode worker chooses between local and remote prefill, if it does."""
+    """The promise of its model, and the settings by which a decode worker chooses between local and remote prefill, if
+    it does."""
+    promise = of_promise(config.slo)
     decode = config.decode if role.does(Role.DECODE) else None
     if decode is None or not (decode.remote_prefill and decode.conditional_disagg):
-        return {}
-    return {
+        return promise
+    return promise | {
         "policy": str(decode.policy),
         "max-local-prefill-length": str(decode.max_local_prefill_length),
         "max-prefill-queue-size": str(decode.max_prefill_queue_size),

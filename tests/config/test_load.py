@@ -18,6 +18,7 @@ from pdserve.config.schema import (
 from pdserve.demo import MODEL_DIR
 from pdserve.engine import spec
 from pdserve.errors import ConfigError
+from pdserve.slo import Promised
 
 GOOD = """\
 Common:
@@ -265,6 +266,33 @@ def test_mistakes_of_the_security_section(tmp_path: Path) -> None:
         f"FILE:{line + 5}: Security.allow is ['nothing', 'plain-graph'], but must be a list of no-keys, plain-http, "
         "plain-graph.",
     ]
+
+
+def test_the_slo_section(tmp_path: Path) -> None:
+    assert read(tmp_path, f"{GOOD}Slo: {{ttft: 1.5s, gap: 60 ms}}\n").slo == Promised(1.5, 0.06)
+    assert read(tmp_path, f"{GOOD}Slo: {{gap: 60ms}}\n").slo == Promised(gap=0.06)
+    assert not read(tmp_path, f"{GOOD}Slo:\n").slo
+    assert not read(tmp_path, GOOD).slo
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("500", "500"),
+        ("0ms", "'0ms'"),
+        ("2h", "'2h'"),
+        ("[1s]", "['1s']"),
+        ("", "empty"),
+        ("3601s", "'3601s'"),
+    ],
+)
+def test_mistakes_of_the_slo_section(tmp_path: Path, value: str, shown: str) -> None:
+    line = len(GOOD.splitlines()) + 2
+    assert problems(tmp_path, f"{GOOD}Slo:\n  ttft: {value}\n") == [
+        f"FILE:{line}: Slo.ttft is {shown}, but must be a duration with its unit, up to 3600s, as in 500ms or 2s."
+    ]
+    (unknown,) = problems(tmp_path, f"{GOOD}Slo:\n  tpot: 60ms\n")
+    assert unknown == f"FILE:{line}: Slo.tpot is not a key of Slo: remove it, or use one of: gap, ttft."
 
 
 def test_the_larger_number_of_workers_counts_frontend_processes(tmp_path: Path) -> None:

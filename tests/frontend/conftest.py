@@ -31,6 +31,8 @@ from pdserve.observe.tracing import Tracer
 from pdserve.records import ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
+from pdserve.settings import of_promise
+from pdserve.slo import NO_PROMISE, Promised
 from pdserve.stream import connect
 from pdserve.stream.archives import archive_name
 from pdserve.watch import Watched
@@ -141,6 +143,7 @@ class Graph(Frontend):
         args: dict[str, object] | None = None,
         role: Role = Role.DECODE,
         archive: bytes = b"",
+        slo: Promised = NO_PROMISE,
     ) -> AsyncIterator[EchoWorker]:
         """A worker that is registered and connected; leaving kills it and its lease. With an archive, its model is on
         another host."""
@@ -160,6 +163,7 @@ class Graph(Frontend):
             worker.archive = archive
             served = msgspec.structs.replace(served, model="/elsewhere/model", blob=archive_name(archive))
         async with worker, MemoryRegistry(self.registry) as registry:
+            worker.instance = msgspec.structs.replace(worker.instance, settings=of_promise(slo))
             await registry.put(keys.card(model, worker.id), encode_record(served))
             await registry.put(keys.instance(worker.instance), encode_record(worker.instance))
             if connected:

@@ -517,6 +517,14 @@ def test_problems_are_printed(tmp_path: Path) -> None:
     assert "It fits." not in text
 
 
+def test_the_promise_is_explained(tmp_path: Path) -> None:
+    text = dynamo(tmp_path)
+    assert "promise  " not in shown(plan(tmp_path, text, FOUR_A10))
+    found = plan(tmp_path, f"{text}\nSlo: {{ttft: 500ms, gap: 60ms}}\n", FOUR_A10)
+    assert "promise  the first token within 500ms, gaps of 60ms at most" in shown(found)
+    assert plan_as_dict(found)["slo"] == {"ttft": 0.5, "gap": 0.06}
+
+
 def test_as_json(tmp_path: Path) -> None:
     data = json.loads(json.dumps(plan_as_dict(plan(tmp_path, dynamo(tmp_path), FOUR_A10))))
     decode = data["workers"][0]

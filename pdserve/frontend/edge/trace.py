@@ -15,6 +15,7 @@ from pdserve.frontend.admission.control import Admission
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.messages import Hop, Placed
 from pdserve.observe.tracing import TracedSpan
+from pdserve.slo import NO_PROMISE, Promised
 from pdserve.watch import HOPS
 
 MAX_HOPS = 32
@@ -159,6 +160,8 @@ class RequestTrace:
     """of its answer, whatever its status"""
     usage_headers: Callable[[], Mapping[str, str]] = dict
     """further headers, made when the answer begins: what its key has left"""
+    promised: Promised = NO_PROMISE
+    """what is promised to its client"""
     first_token: float | None = None
     """monotonic, as `started`"""
     output_tokens: int = 0

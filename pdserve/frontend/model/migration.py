@@ -10,6 +10,8 @@ import secrets
 import time
 from typing import Protocol
 
+from msgspec import UNSET, UnsetType
+
 from pdserve.frontend.edge.trace import NO_WORKER, RETRY_AFTER, RequestFailure, RequestTrace
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.vllm_api import (
@@ -21,7 +23,7 @@ from pdserve.frontend.model.vllm_api import (
     encode_request,
     with_params,
 )
-from pdserve.messages import Cancel, Failed, Submit
+from pdserve.messages import Cancel, Failed, Promise, Submit
 from pdserve.observe.metrics import MIGRATIONS
 from pdserve.sampling import looks_back
 
@@ -75,6 +77,21 @@ def next_attempt(generation: Generation) -> Submit:
         engines_died=generation.engines_died,
         traceparent=generation.span.traceparent if generation.span is not None else "",
         client=generation.trace.admission.short_name if generation.trace.admission is not None else "",
+        promise=_promise(generation),
+    )
+
+
+def _promise(generation: Generation) -> Promise | UnsetType:
+    """What is left of the promise. The next token of a request that has some is due a gap after its last one."""
+    promised, now = generation.trace.promised, time.monotonic()
+    if not promised:
+        return UNSET
+    if generation.tokens:
+        return Promise(
+            None if promised.gap is None else generation.last_token + promised.gap - now, promised.gap
+        )
+    return Promise(
+        None if promised.ttft is None else generation.trace.started + promised.ttft - now, promised.gap
     )
 
 

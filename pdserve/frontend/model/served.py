@@ -25,7 +25,8 @@ from pdserve.messages import Load
 from pdserve.observe.metrics import INSTANCES, LINKS, RUNNING, WAITING
 from pdserve.records import Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
-from pdserve.settings import in_force
+from pdserve.settings import in_force, promise_in_force
+from pdserve.slo import NO_PROMISE
 from pdserve.tasks import Apart, Owner, forever
 from pdserve.watch import LinkState
 
@@ -54,6 +55,7 @@ class ServedModel:
         """set when its name belongs to another model, or to none"""
         self.removal: asyncio.TimerHandle | None = None
         """set while its card is not in the registry"""
+        self.promised = NO_PROMISE
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)
 
     async def ready(self) -> "Processor":
@@ -210,9 +212,9 @@ class ServedModels:
 
     def report(self) -> Load:
         """This frontend's load."""
-        running = sum(model.running for model in self._all())
         lost = sum(len(model.processor.core.waiting) for model in self._all() if model.processor is not None)
-        return Load(running, lost + sum(len(model.admission) for model in self._all()))
+        waiting = lost + sum(len(model.admission) for model in self._all())
+        return Load(sum(model.running for model in self._all()), waiting)
 
     def links(self) -> list[LinkState]:
         """The links to the decode workers of all models."""
@@ -288,11 +290,13 @@ class ServedModels:
         self._retiring.add(model)
 
     def _update_model(self, model: ServedModel) -> None:
+        live = self._view.settings()
+        files = (worker.settings for worker in self._view.instances(model=model.card.name))
+        model.promised = promise_in_force(files, live)
         if model.processor is not None:
             frontends = len(self._view.instances(Role.FRONTEND))
             model.processor.workers.update(self._workers(model.card), max(1, frontends))
-            now = in_force({"router": self._context.router}, self._view.settings())
-            model.processor.workers.policy = now["router"]
+            model.processor.workers.policy = in_force({"router": self._context.router}, live)["router"]
             model.admission.advance()
         if model.retired.is_set():
             model.replace(model.card.name in self._models and not model.live)
@@ -312,16 +316,11 @@ class ServedModels:
         elif loaded != before:
             self._mixed[name] = loaded
             newest = _newest(cards).fingerprint
-            others = [
-                f"{worker} ({card.fingerprint})" for worker, card in cards if card.fingerprint != newest
-            ]
-            logger.warning(
-                "%s: its workers have loaded different weights or settings; new requests go only to those of %s, "
-                "not to %s",
-                name,
-                newest,
-                ", ".join(others),
+            others = ", ".join(
+                f"{id} ({card.fingerprint})" for id, card in cards if card.fingerprint != newest
             )
+            text = "%s: its workers loaded different weights or settings: new requests go to those of %s only, not %s"
+            logger.warning(text, name, newest, others)
 
     # the life of one model
 

@@ -1,0 +1,104 @@
+"""What a decode worker learns of the promise to a client."""
+
+import asyncio
+
+import msgspec
+import pytest
+from msgspec import UNSET
+
+from pdserve.messages import Promise, Submit, encode_to_decode
+from pdserve.registry import keys
+from pdserve.slo import Promised
+from tests.conditions import until
+from tests.frontend.conftest import Graph
+from tests.frontend.test_generate import completion
+from tests.memory.registry import MemoryRegistry
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CHAT = Promised(0.5, 0.06)
+TODAY = {
+    "type",
+    "request_id",
+    "prompt",
+    "timeout",
+    "body",
+    "migrated",
+    "engines_died",
+    "traceparent",
+    "client",
+}
+
+
+async def ask(graph: Graph, **headers: str) -> int:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return (await graph.http.post("/v1/completions", json=completion(), headers=named)).status_code
+
+
+def promise(submit: Submit) -> Promise:
+    assert isinstance(submit.promise, Promise)
+    return submit.promise
+
+
+async def test_without_a_promise_workers_get_what_they_got_before(graph: Graph) -> None:
+    async with graph.worker() as worker:
+        assert await ask(graph, x_slo_ttft_ms="never", x_slo_tpot_ms="60") == 200
+    assert worker.seen[0].promise is UNSET
+    assert msgspec.msgpack.decode(encode_to_decode(worker.seen[0])).keys() == TODAY
+
+
+async def test_a_worker_gets_what_is_left_of_the_promise(graph: Graph) -> None:
+    async with graph.worker(slo=Promised(300.0, 0.06)) as worker:
+        assert await ask(graph) == await ask(graph, x_slo_ttft_ms="1000000", x_slo_tpot_ms="5") == 200
+    for submit, ttft in zip(worker.seen, (300.0, 1000.0), strict=True):
+        assert promise(submit).gap == 0.06
+        assert ttft - 60 < (promise(submit).ttft or 0.0) < ttft
+
+
+async def test_the_next_token_of_a_migrated_request_is_due_a_gap_after_its_last(graph: Graph) -> None:
+    slo = Promised(300.0, 60.0)
+    async with graph.worker(slo=slo, pace=None) as second, graph.worker(slo=slo, pace=None) as first:
+        answer = asyncio.create_task(ask(graph))
+        await until(lambda: bool(first.jobs or second.jobs))
+        lost, other = (first, second) if first.jobs else (second, first)
+        assert promise(lost.seen[0]).ttft == pytest.approx(300.0, abs=60)
+        await lost.step()
+        await lost.die()
+        await other.until(lambda: other.jobs)
+        assert promise(other.seen[0]).ttft == pytest.approx(60.0, abs=60)
+        other.go()
+        assert await answer == 200
+
+
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+async def test_a_wrong_header_is_answered_with_400(graph: Graph, name: str) -> None:
+    async with graph.worker(slo=CHAT):
+        answer = await graph.http.post("/v1/completions", json=completion(), headers={name: "soon"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+
+
+async def test_each_model_has_its_own_promise(graph: Graph) -> None:
+    async with graph.worker("one", slo=CHAT) as one, graph.worker("two") as two:
+        for model in ("one", "two"):
+            answer = await graph.http.post("/v1/completions", json=completion(model=model))
+            assert answer.status_code == 200
+    assert promise(one.seen[0]).gap == 0.06
+    assert two.seen[0].promise is UNSET
+
+
+async def test_the_promise_changes_live(graph: Graph) -> None:
+    async with graph.worker(slo=CHAT) as worker, MemoryRegistry(graph.registry) as registry:
+
+        async def becomes(name: str, value: str | None, expected: Promised) -> None:
+            key = keys.setting(name)
+            await (registry.delete(key) if value is None else registry.put(key, value.encode()))
+            await until(lambda: graph.models.find("demo").promised == expected)
+
+        await becomes("slo-gap", "100ms", Promised(0.5, 0.1))
+        await becomes("slo-ttft", "off", Promised(None, 0.1))
+        await becomes("slo-gap", "soon", Promised(None, 0.06))
+        assert await ask(graph) == 200
+        assert promise(worker.seen[-1]) == Promise(None, 0.06)
+        await becomes("slo-ttft", None, CHAT)
+        await registry.delete(keys.setting("slo-gap"))
