@@ -83,12 +83,12 @@ async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
                 connect(graph.etcd, graph.namespace, graph.credentials)
             )
             view = await stack.enter_async_context(RegistryView(registry))
-            found = GraphView(view.snapshot, lambda: registry.connected)
+            opened = GraphView(view.snapshot, lambda: registry.connected)
         except RegistryUnavailable as error:
             if _known(graph) is None:
                 raise NoGraph(f"{error}: no graph runs there, or its etcd is away.") from None
-            found = GraphView(lambda: _known(graph) or _NOTHING, lambda: False)
-        yield found
+            opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False)
+        yield opened
 
 
 def _known(graph: GraphAddress) -> Snapshot | None:

@@ -130,7 +130,7 @@ def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
 
 
 def render(state: GraphState, graph: GraphAddress) -> RenderableType:
-    found = nodes(state, clock.unix())
+    processes = nodes(state, clock.unix())
     summary = Table.grid(padding=(0, 2))
     for name, workers in decode_workers(state).items():
         parts = [
@@ -139,7 +139,7 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
             *(card.model for _, card in state.cards.get(name, [])[:1]),
         ]
         summary.add_row("model", ", ".join(parts))
-    for node in found:
+    for node in processes:
         if node.restarts and node.up:
             times = count(node.restarts, "time")
             summary.add_row("restarts", Text(f"{node.name}: {times}, last end: {node.why}"))
@@ -149,7 +149,7 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
     if graph.url:
         summary.add_row("URL", f"{graph.url}/v1")
     summary.add_row("etcd", f"{graph.etcd}, namespace {graph.namespace}")
-    return Group(*map(_problem, problems(state, found)), _processes(found), summary)
+    return Group(*map(_problem, problems(state, processes)), _processes(processes), summary)
 
 
 def _problem(problem: Problem) -> Text:
@@ -158,10 +158,10 @@ def _problem(problem: Problem) -> Text:
     return Text(f"{sign} {problem.text}{since}", style)
 
 
-def _processes(found: Sequence[Node]) -> Table:
+def _processes(processes: Sequence[Node]) -> Table:
     shown = table("process", "state", "model", "where", "GPUs", *_NUMBERS, "address", numbers=_NUMBERS)
-    mixed = _mixed(node.instance for node in found if node.instance)
-    for node in found:
+    mixed = _mixed(node.instance for node in processes if node.instance)
+    for node in processes:
         shown.add_row(*_row(node, mixed))
     return shown
 

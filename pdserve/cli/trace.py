@@ -69,20 +69,20 @@ def trace(
 async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     async with view_of(graph) as view:
         frontends = view.instances(Role.FRONTEND)
-        found = await read_receipts(frontends, 1, request_id=wanted) if wanted else []
-        last = [] if found else await read_receipts(frontends, MAX_REPORTED)
-    found = found or (matching(last, wanted) if wanted else last)
-    if wanted and not found:
+        receipts = await read_receipts(frontends, 1, request_id=wanted) if wanted else []
+        last = [] if receipts else await read_receipts(frontends, MAX_REPORTED)
+    receipts = receipts or (matching(last, wanted) if wanted else last)
+    if wanted and not receipts:
         print(f"pdserve: {not_found(wanted, last)}", file=sys.stderr)
         return 1
-    one = found[0] if wanted and len(found) == 1 else None
+    one = receipts[0] if wanted and len(receipts) == 1 else None
     if as_json:
-        print(json.dumps(msgspec.to_builtins(one or found), indent=2))
+        print(json.dumps(msgspec.to_builtins(one or receipts), indent=2))
     elif one:
         show(way(one), pipe_width=140)
-    elif found:
+    elif receipts:
         narrow = sys.stdout.isatty() and Console().width < 120
-        show(requests(found, _SHORT if narrow else None), pipe_width=140)
+        show(requests(receipts, _SHORT if narrow else None), pipe_width=140)
     else:
         print("No request has come yet.")
     return 0 if one or not wanted else 1

@@ -95,8 +95,8 @@ class Ribs:
     @classmethod
     def load(cls, context: RibContext, names: Iterable[str] = RIBS) -> Self:
         """`names`: `module:class`."""
-        found = (name.partition(":") for name in names)
-        return cls(context, [getattr(import_module(module), kind)(context) for module, _, kind in found])
+        named = (name.partition(":") for name in names)
+        return cls(context, [getattr(import_module(module), kind)(context) for module, _, kind in named])
 
     def begin(self, request: Request, response: ResponseWriter) -> None:
         self.context.running[response] = None
@@ -121,8 +121,8 @@ class Ribs:
         return watched
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
-        found: list[Receipt] = []
+        kept: list[Receipt] = []
         for rib in self.ribs:
             with Apart("rib"):
-                found += rib.receipts(limit, key, request_id)
-        return found
+                kept += rib.receipts(limit, key, request_id)
+        return kept

@@ -101,15 +101,15 @@ def graph_state(
 
 
 def _gone(watched: Iterable[Watched], there: Container[str]) -> list[Gone]:
-    found = {each.id: each for reported in watched for each in reported.gone if each.id not in there}
-    return sorted(found.values(), key=lambda each: each.seconds)
+    by_id = {each.id: each for reported in watched for each in reported.gone if each.id not in there}
+    return sorted(by_id.values(), key=lambda each: each.seconds)
 
 
 def decode_workers(state: GraphState) -> dict[str, int]:
     """By model: how many are registered; 0 where only workers that prefill are left. Pure."""
-    found = Counter(each.instance.model for each in state.instances if each.instance.role.does(Role.DECODE))
+    workers = Counter(each.instance.model for each in state.instances if each.instance.role.does(Role.DECODE))
     models = {*state.cards, *(each.instance.model for each in state.instances)} - {""}
-    return {name: found[name] for name in sorted(models)}
+    return {name: workers[name] for name in sorted(models)}
 
 
 def settings_changed(state: GraphState) -> list[str]:
@@ -131,13 +131,13 @@ def short_names(ids: Iterable[str]) -> dict[str, str]:
 
 def detours(receipts: Iterable[Receipt]) -> list[tuple[float, Hop, Receipt]]:
     """Migrations and fallbacks, each with its age in seconds, the newest first. Pure."""
-    found = [
+    listed = [
         (max(0.0, receipt.age - hop.start), hop, receipt)
         for receipt in receipts
         for hop in receipt.hops
         if hop.name in DETOURS
     ]
-    return sorted(found, key=lambda detour: detour[0])
+    return sorted(listed, key=lambda detour: detour[0])
 
 
 def moments(series: Iterable[Sequence[Tick]]) -> list[Moment]:

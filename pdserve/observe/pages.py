@@ -114,8 +114,8 @@ class _PagesServer(ThreadingMixIn, WSGIServer):
     request_queue_size = 128
 
     def __init__(self, host: str) -> None:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        self.address_family, address = found[0][0], str(found[0][4][0])
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        self.address_family, address = resolved[0][0], str(resolved[0][4][0])
         self._open: dict[Any, None] = {}
         super().__init__((address, 0), _PagesHandler)
 
@@ -165,8 +165,8 @@ async def read_receipts(
 ) -> list[Receipt]:
     """The newest first; with `key`, those of the API key of this name; with `request_id`, those of this id."""
     asked = {"limit": limit, "id": request_id} | ({} if key is None else {"key": key})
-    found = await _read_all(instances, f"{RECEIPTS}?{urlencode(asked)}", _decode_receipts)
-    return newest(limit, *found.values())
+    reported = await _read_all(instances, f"{RECEIPTS}?{urlencode(asked)}", _decode_receipts)
+    return newest(limit, *reported.values())
 
 
 async def _read_all(

@@ -1,6 +1,6 @@
 """What is wrong in a graph now, a sentence each: `problems`. And the processes that are there or should be, each in one
 state: `nodes`. Both are pure, and the same for the dashboard and `pdserve status`:
-`found = nodes(state, clock.unix())`, then `problems(state, found)`."""
+`processes = nodes(state, clock.unix())`, then `problems(state, processes)`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ def nodes(state: GraphState, now: float) -> list[Node]:
     seconds."""
     slots = {(slot.host, slot.name): slot for slot in state.slots}
     names = short_names(each.instance.id for each in state.instances)
-    found = []
+    listed = []
     for each in state.instances:
         instance, name = each.instance, slot_name(each.instance.id)
         slot = slots.pop((instance.host, name), None)
@@ -88,21 +88,21 @@ def nodes(state: GraphState, now: float) -> list[Node]:
         elif node.state == READY:
             node = _silent(node)
         shown, reported = names[instance.id], {"load": each.load, "links": each.links}
-        found.append(replace(node, name=shown, host=instance.host, instance=instance, **reported))
+        listed.append(replace(node, name=shown, host=instance.host, instance=instance, **reported))
     gone = [_node(slot, now) for slot in slots.values()]
-    found += [_silent(node) if node.state == READY else node for node in gone]
-    return sorted(found, key=lambda node: place(node.role, node.name))
+    listed += [_silent(node) if node.state == READY else node for node in gone]
+    return sorted(listed, key=lambda node: place(node.role, node.name))
 
 
-def problems(state: GraphState, found: Sequence[Node]) -> list[Problem]:
-    """The worst first; empty where all is well. `found`: the state's `nodes`."""
+def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
+    """The worst first; empty where all is well. `processes`: the state's `nodes`."""
     listed = [
-        *_outages(state, found),
-        *_processes(found, _lost(state.receipts), state.gone),
-        *_missing(found),
-        *_queue(state, found),
-        *_requests(state, found),
-        *_links(found),
+        *_outages(state, processes),
+        *_processes(processes, _lost(state.receipts), state.gone),
+        *_missing(processes),
+        *_queue(state, processes),
+        *_requests(state, processes),
+        *_links(processes),
         *_fallbacks(state.receipts),
     ]
     listed.sort(key=lambda problem: ("bad", "warn", "info").index(problem.level))
@@ -125,8 +125,8 @@ def _silent(node: Node) -> Node:
     return replace(node, state=SILENT, why="", seconds=None)
 
 
-def _outages(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
-    by_id = {node.instance.id: node for node in found if node.instance}
+def _outages(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
+    by_id = {node.instance.id: node for node in processes if node.instance}
     lost: defaultdict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     for watcher, outages in state.outages.items():
         node = by_id.get(watcher)
@@ -141,10 +141,10 @@ def _outages(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
 
 
 def _processes(
-    found: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[Gone]
+    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[Gone]
 ) -> Iterator[Problem]:
     left = dict(lost)
-    for node in found:
+    for node in processes:
         name, why_lost = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
         moved = _moved(why_lost)
         if node.state == SILENT:
@@ -167,7 +167,7 @@ def _processes(
         if node.load is not None and node.load.kv_usage >= FULL:
             full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
             yield Problem("warn", full, [name])
-    there = {(node.host, slot_name(node.instance.id) if node.instance else node.name) for node in found}
+    there = {(node.host, slot_name(node.instance.id) if node.instance else node.name) for node in processes}
     for each in gone:
         if (each.host, name := slot_name(each.id)) not in there:
             at = f" of {each.host}" if each.host else ""
@@ -177,24 +177,26 @@ def _processes(
         yield Problem("warn", f"{name} is gone: {_most(why_lost)}{_moved(why_lost)}", [name])
 
 
-def _missing(found: Sequence[Node]) -> Iterator[Problem]:
+def _missing(processes: Sequence[Node]) -> Iterator[Problem]:
     def up(role: Role) -> bool:
-        return any(node.up and node.role.does(role) for node in found)
+        return any(node.up and node.role.does(role) for node in processes)
 
-    if found and not up(Role.DECODE):
-        names = [node.name for node in found if node.up and node.instance and node.instance.stands_in]
+    if processes and not up(Role.DECODE):
+        names = [node.name for node in processes if node.up and node.instance and node.instance.stands_in]
         if names:
             stand = "stands in" if len(names) == 1 else "stand in"
             yield Problem("warn", f"no decode worker is there: {', '.join(names)} {stand}", names)
         else:
             yield Problem("bad", "no decode worker is there: requests wait for one until their deadlines")
-    elif not up(Role.PREFILL) and any(node.instance and "policy" in node.instance.settings for node in found):
+    elif not up(Role.PREFILL) and any(
+        node.instance and "policy" in node.instance.settings for node in processes
+    ):
         yield Problem("bad", f"no prefill worker is there: {_WITHOUT_QUEUE}")
 
 
-def _queue(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
+def _queue(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
     depth, limit = state.queue_depth, state.queue_limit
-    prefill = sum(node.up and node.role.does(Role.PREFILL) for node in found)
+    prefill = sum(node.up and node.role.does(Role.PREFILL) for node in processes)
     if depth and not prefill:
         text = f"{count(depth, 'prompt')} in the prefill queue and no prefill worker to take them"
         yield Problem("bad", text, ["queue"])
@@ -206,13 +208,13 @@ def _queue(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
         yield Problem("warn", text, ["queue"])
 
 
-def _requests(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
+def _requests(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
     lately = state.moments[-NOW:]
     if not lately:
         return
     refused = sum(moment.refused for moment in lately) / len(lately)
     failed = sum(moment.failed for moment in lately) / len(lately)
-    frontends = [node for node in found if node.role is Role.FRONTEND]
+    frontends = [node for node in processes if node.role is Role.FRONTEND]
     waiting = sum(node.load.waiting for node in frontends if node.load)
     if failed:
         yield Problem("bad", f"{failed:.1f} requests/s fail (5xx)")
@@ -221,12 +223,12 @@ def _requests(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
         yield Problem("bad", f"{refused:.1f} requests/s are refused (429): more comes than is served{line}")
 
 
-def _links(found: Sequence[Node]) -> Iterator[Problem]:
-    names = {node.instance.id: node.name for node in found if node.instance}
-    down = {node.name for node in found if not node.up}
+def _links(processes: Sequence[Node]) -> Iterator[Problem]:
+    names = {node.instance.id: node.name for node in processes if node.instance}
+    down = {node.name for node in processes if not node.up}
     links = [
         (node.name, names.get(link.to, slot_name(link.to)), link)
-        for node in found
+        for node in processes
         if node.up
         for link in node.links
     ]
@@ -264,11 +266,11 @@ def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
 
 def _lost(receipts: Iterable[Receipt]) -> dict[str, list[str]]:
     """By slot: why requests that it had lately went on, or wait to go on, at another worker."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
     for age, hop, _ in detours(receipts):
         if hop.name == "migration" and age < LATELY:
-            found[slot_name(hop.instance)].append(hop.why)
-    return found
+            reasons[slot_name(hop.instance)].append(hop.why)
+    return reasons
 
 
 def _moved(why_lost: Sequence[str]) -> str:

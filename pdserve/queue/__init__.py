@@ -29,7 +29,7 @@ async def check(nats: str, credentials: Credentials | None = None) -> None:
 
 
 async def server_info(nats: str) -> dict[str, Any]:
-    """Return what the NATS server at this URL says of itself to every client before TLS and authentication, so that it
+    """Return what the NATS server at this URL sends to every client before TLS and authentication, so that it
     is not to be trusted. Raises OSError, also if it is no NATS server."""
     try:
         at = urlsplit(nats)

@@ -23,13 +23,13 @@ class Delivery:
         self.redelivered = redelivered
         """true if a worker had it before and did not ack"""
         self.queued = queued
-        """seconds in the queue, by the server's clock; 0 if the server does not tell its time"""
+        """seconds in the queue, by the server's clock; 0 if the server does not report its time"""
         self.deadline = time.monotonic() + request.timeout - queued
         """the request's deadline in monotonic seconds of this process"""
 
     async def ack(self) -> None:
-        """The request is done, well or not: never deliver it again. Raises nothing during an outage; the server is told
-        when it is back."""
+        """The request is done, well or not: never deliver it again. Raises nothing during an outage; the ack is sent
+        when the server is back."""
 
     async def in_progress(self) -> None:
         """The request is still being worked on: `ack_wait` starts anew."""
@@ -44,7 +44,7 @@ class PrefillQueue(Lifetime):
     away, and the queue goes on trying in the background."""
 
     max_payload: int = 1 << 20
-    """bytes that a message may have, as the server last said; NATS' default before that"""
+    """bytes that a message may have, as the server last reported; NATS' default before that"""
 
     @abstractmethod
     def bind(self, fingerprint: str) -> None:
@@ -96,7 +96,7 @@ class PrefillQueue(Lifetime):
 
     @abstractmethod
     async def listens(self, worker: str) -> bool:
-        """Whether this prefill worker may be there: false only where the server says that nothing listens for its
+        """Whether this prefill worker may be there: false only where the server reports that nothing listens for its
         warm-ups. A worker that hangs may be there."""
 
     # prefill side
@@ -114,7 +114,7 @@ class PrefillQueue(Lifetime):
     async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         """Return the queued requests, up to `limit`; if there are none, wait up to `wait` seconds for one, and return
         an empty list if none comes. Requests past their deadline, and those known to be cancelled, are acked and left
-        out. The decode workers are told the new queue state and the load of `worker`."""
+        out. Sends the decode workers the new queue state and the load of `worker`."""
 
     @abstractmethod
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...

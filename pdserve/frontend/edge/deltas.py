@@ -69,10 +69,10 @@ class DeltaStream:
 
     def sent(self, part: bytes) -> None:
         """Note a part of the answer that the app has written."""
-        if found := _CHUNK.fullmatch(part):
+        if chunk := _CHUNK.fullmatch(part):
             self._with_app -= 1
-            if self._frame is None and b'"finish_reason":null' in found[2]:
-                self._frame = found[1], found[2]
+            if self._frame is None and b'"finish_reason":null' in chunk[2]:
+                self._frame = chunk[1], chunk[2]
 
     def ready(self) -> bool:
         return not self._with_app and self._frame is not None and self._connection.ready()

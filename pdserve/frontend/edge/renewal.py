@@ -44,9 +44,9 @@ class RenewedCertificate:
             logger.error("the new certificate is not taken, the one before stays: %s", error)
 
     def _stamps(self) -> list[tuple[int, int, int]]:
-        found = []
+        stamps = []
         for file in (self._files.chain, self._files.key):
             with suppress(OSError):
                 stat = file.stat()
-                found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return found
+                stamps.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return stamps

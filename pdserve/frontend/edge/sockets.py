@@ -50,10 +50,12 @@ def _other_listeners(port: int) -> str:
     if port == 0:
         return ""
     try:
-        found = psutil.net_connections("tcp")
+        connections = psutil.net_connections("tcp")
     except psutil.Error:
         return ""
-    listening = {conn.pid for conn in found if conn.status == psutil.CONN_LISTEN and conn.laddr.port == port}
+    listening = {
+        conn.pid for conn in connections if conn.status == psutil.CONN_LISTEN and conn.laddr.port == port
+    }
     return ", ".join(sorted(_describe(pid) for pid in listening if not _is_sibling(pid)))
 
 

@@ -88,10 +88,10 @@ class KeySource:
         self._env = env
         self._notes: list[str] = []
         """that were logged"""
-        found = read_keys(file, env)
-        self._states = {path: _state(path) for path in found.files}
+        loaded = read_keys(file, env)
+        self._states = {path: _state(path) for path in loaded.files}
         self.keys = ApiKeys()
-        self._take(found)
+        self._take(loaded)
 
     async def follow(self) -> None:
         """Read the files again whenever they change. Never returns."""
@@ -106,23 +106,23 @@ class KeySource:
             except ConfigError as error:
                 logger.error("the API keys of before stay, since the new ones cannot be used: %s", error)
 
-    def _take(self, found: FoundKeys) -> None:
-        self.keys.replace(found.keys)
-        if found.keys:
-            logger.info("%d API keys", len(found.keys))
-        for note in found.notes:
+    def _take(self, loaded: FoundKeys) -> None:
+        self.keys.replace(loaded.keys)
+        if loaded.keys:
+            logger.info("%d API keys", len(loaded.keys))
+        for note in loaded.notes:
             if note not in self._notes:
                 logger.warning("%s", note)
-        self._notes = found.notes
+        self._notes = loaded.notes
 
 
 def _state(file: Path) -> tuple[int, ...]:
     """Return what changes whenever the file may have changed."""
     try:
-        found = file.stat()
+        stat = file.stat()
     except OSError as error:
         return (error.errno or 0,)
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _given(headers: Mapping[str, str]) -> str:

@@ -70,32 +70,32 @@ class Receipts(Rib):
         return replace(watched, ticks=list(self._ticks), receipts=self._reported())
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
-        now, found = time.monotonic(), list[tuple[float, Receipt | ResponseWriter]]()
+        now, matching = time.monotonic(), list[tuple[float, Receipt | ResponseWriter]]()
         self._forget(now)
         for response in self._running:
             if key in (None, response.trace.key) and request_id in ("", response.trace.request_id):
-                found.append((response.trace.started, response))
+                matching.append((response.trace.started, response))
         for started, receipt in self._over:
             if key in (None, receipt.key) and request_id in ("", receipt.request_id):
-                found.append((started, receipt))
-        found.sort(key=lambda item: item[0], reverse=True)
+                matching.append((started, receipt))
+        matching.sort(key=lambda item: item[0], reverse=True)
         return [
             replace(item, age=now - started)
             if isinstance(item, Receipt)
             else receipt_of(item, self._own, now, running=True)
-            for started, item in found[:limit]
+            for started, item in matching[:limit]
         ]
 
     def _reported(self) -> list[Receipt]:
         """Return what dashboards and `status` get: the newest, and older ones of requests that went astray."""
-        now, found = time.monotonic(), self.receipts(MAX_REPORTED)
-        since = now - found[-1].age if len(found) == MAX_REPORTED else 0.0
+        now, newest_ones = time.monotonic(), self.receipts(MAX_REPORTED)
+        since = now - newest_ones[-1].age if len(newest_ones) == MAX_REPORTED else 0.0
         astray = [
             replace(receipt, age=now - started)
             for started, receipt in reversed(self._astray)
             if now - KEPT_FOR < started < since
         ]
-        return found + astray
+        return newest_ones + astray
 
     async def tick(self) -> None:
         """End a tick every TICK seconds. Never returns."""
@@ -136,8 +136,8 @@ class Receipts(Rib):
 
     async def _one(self, request: Request) -> Response:
         request_id = request.path_params["id"]
-        if found := await self._find(request, 1, request_id):
-            return _json(found[0])
+        if receipts := await self._find(request, 1, request_id):
+            return _json(receipts[0])
         kept = f"of the last {MOST_KEPT:,} requests of each frontend, for {KEPT_FOR / 60:g} minutes"
         raise HttpError(404, f"there is no receipt of the request {request_id}: they are kept {kept}")
 
@@ -145,12 +145,12 @@ class Receipts(Rib):
         """Receipts that the request's key may see, of all frontends; of one id, of this frontend if it has it."""
         viewer = self._keys.viewer(request.headers)
         asked = limit, None if viewer.everything else viewer.key, request_id
-        found = self.receipts(*asked)
+        receipts = self.receipts(*asked)
         others = [other for other in self._models.frontends() if other.id != self._own]
-        if others and not (request_id and found):
+        if others and not (request_id and receipts):
             async with self._asking:
-                found = newest(limit, found, await read_receipts(others, *asked))
-        return found
+                receipts = newest(limit, receipts, await read_receipts(others, *asked))
+        return receipts
 
 
 def _json(content: object) -> Response:

@@ -110,20 +110,20 @@ class NatsConnection(Lifetime):
         return self._client
 
     def listen(self, subject: str, handler: Handler) -> None:
-        """Pass to `handler` what comes on `subject` from now on, also after reconnections. The server learns of it
-        before it sees anything that this connection publishes later."""
+        """Pass to `handler` what comes on `subject` from now on, also after reconnections. The server gets the
+        subscription before anything that this connection publishes later."""
         self._handlers[subject] = handler
         self._unsent.add(subject)
 
     async def subscribe(self) -> None:
-        """Tell the server which subjects are listened to; each operation does so first."""
+        """Send the server the new subscriptions; each operation does so first."""
         client = self.client()
         while self._unsent:
             subject = self._unsent.pop()
             await cancellable(client.subscribe(subject, cb=self._handlers[subject]))
 
     async def flush_subscriptions(self) -> None:
-        """Return when the server knows which subjects are listened to. Raises QueueUnavailable."""
+        """Return when the server has all subscriptions. Raises QueueUnavailable."""
         with available(self.url):
             await self.subscribe()
             for _ in range(2):  # a ping of nats-py overtakes what it has not written yet

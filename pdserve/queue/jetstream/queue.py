@@ -91,7 +91,7 @@ class JetStreamQueue(PrefillQueue):
         self._losses = 0
         self._ensured = 0.0
         """when the stream was last compared with what it should be, in monotonic seconds"""
-        self._news = 0.0
+        self._reported_at = 0.0
         """when the depth was last reported or asked for, in monotonic seconds"""
         self._cancelled: RecentKeys[None] = RecentKeys(_CANCELLED)
         self._notices: SubjectMessages | None = None
@@ -157,7 +157,7 @@ class JetStreamQueue(PrefillQueue):
     # depth
 
     async def _on_state(self, message: Msg) -> None:
-        self._news = time.monotonic()
+        self._reported_at = time.monotonic()
         try:
             state = decode_queue_state(message.data)
         except ProtocolError as error:
@@ -165,7 +165,7 @@ class JetStreamQueue(PrefillQueue):
             return
         self._depth = self._depth.reported(state)
         if state.worker:
-            self._loads[state.worker] = state.load, self._news
+            self._loads[state.worker] = state.load, self._reported_at
 
     async def _sync(self, client: Client) -> None:
         asked = self._depth
@@ -175,11 +175,11 @@ class JetStreamQueue(PrefillQueue):
             self._owed_acks.clear()  # they are for messages of the lost stream
         self._made = made
         self._depth = self._depth.synced(stored, state, asked)
-        self._news = time.monotonic()
+        self._reported_at = time.monotonic()
 
     async def _keep_depth_true(self) -> None:
         """Ask the server while the queue seems to stand still: without prefill workers nothing reports the depth, and
-        no worker learns of requests that the server dropped. And mend the stream where somebody has changed it."""
+        requests that the server dropped are reported to no worker. And set the stream back where it was changed."""
         while True:
             await asyncio.sleep(self._limits.resync)
             if not self.connected:
@@ -191,7 +191,7 @@ class JetStreamQueue(PrefillQueue):
                     await self._measure_clock(client)
                 if time.monotonic() - self._ensured >= self._limits.check:
                     await cancellable(self._ensure(client))
-                if self.depth and time.monotonic() - self._news >= self._limits.resync:
+                if self.depth and time.monotonic() - self._reported_at >= self._limits.resync:
                     await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
                 log.debug("queue depth: %s", error)
@@ -209,9 +209,7 @@ class JetStreamQueue(PrefillQueue):
             except nats.js.errors.Error as error:
                 if getattr(error, "err_code", None) == TOO_MANY:
                     raise
-                await cancellable(
-                    self._ensure(self._connection.client())
-                )  # somebody has changed or deleted it
+                await cancellable(self._ensure(self._connection.client()))  # it was changed or deleted
                 await self._store(request, payload)
         except nats.errors.TimeoutError as error:
             self._unsure[request.request_id] = time.monotonic() + min(request.timeout, _WITHDRAW_FOR)
@@ -331,7 +329,7 @@ class JetStreamQueue(PrefillQueue):
         return self._decoded(self._listen_to_notices(), decode_to_prefill)
 
     def _listen_to_notices(self) -> SubjectMessages:
-        """Listen once, both to skip requests that were cancelled in the queue and to tell the worker."""
+        """Listen once, both to skip requests that were cancelled in the queue and to pass the notices on."""
         if self._notices is None:
             inbox = self._notices = SubjectMessages(self._names.notices)
 

@@ -119,9 +119,9 @@ class StreamLimits:
     abandoned: float = 3600.0
     """seconds after which an unused stream is removed, by the server's clock"""
     resync: float = 2.0
-    """seconds without news while the queue is not empty, after which the server is asked"""
+    """seconds without a report while the queue is not empty, after which the server is asked"""
     check: float = 10.0
-    """seconds between two looks whether somebody has changed the stream or its consumer"""
+    """seconds between two comparisons of the stream and its consumer with what they should be"""
 
 
 async def require_jetstream(client: Client, url: str) -> None:
@@ -148,7 +148,7 @@ async def check_once(url: str, tls: SSLContext | None) -> None:
 
 
 async def ensure(client: Client, names: QueueNames, limits: StreamLimits) -> None:
-    """Make the stream and its consumer if they are missing, and mend what somebody has changed of them. The stream is
+    """Make the stream and its consumer if they are missing, and set back what an administrator changed. The stream is
     in the server's memory, because a full disk stops a stream in files for as long as the server runs
     (docs/decisions/0011-queue-in-memory.md)."""
     js = client.jetstream(timeout=API_TIMEOUT)
@@ -190,18 +190,20 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
 async def _ensure_stream(js: JetStreamContext, stream: str, settings: dict[str, Any]) -> None:
     new = StreamConfig(name=stream, storage=StorageType.MEMORY)
     try:
-        found = (await js.stream_info(stream)).config
+        current = (await js.stream_info(stream)).config
     except nats.js.errors.NotFoundError:
         await _apply(js.add_stream, new, settings)
         return
-    changed = [name for name, value in settings.items() if (getattr(found, name) or None) != (value or None)]
-    if changed == ["max_bytes"] and found.max_bytes == -1:
+    changed = [
+        name for name, value in settings.items() if (getattr(current, name) or None) != (value or None)
+    ]
+    if changed == ["max_bytes"] and current.max_bytes == -1:
         return  # the server could not reserve them
     if changed:
         log.warning("the stream %s has another %s than pdserve's: mending it", stream, ", ".join(changed))
         try:
             # keep what an administrator has set beside them (replicas, placement)
-            await _apply(js.update_stream, found, settings)
+            await _apply(js.update_stream, current, settings)
         except nats.js.errors.APIError as error:
             log.warning("the stream %s is made anew: %s", stream, error.description)
             await js.delete_stream(stream)
@@ -222,7 +224,7 @@ async def _apply(
 
 async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: ConsumerConfig) -> None:
     try:
-        found = (await js.consumer_info(stream, CONSUMER)).config
+        current = (await js.consumer_info(stream, CONSUMER)).config
     except nats.js.errors.NotFoundError:
         await js.add_consumer(stream, wanted)
         return
@@ -234,7 +236,7 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: ConsumerCo
         "filter_subject",
         "deliver_subject",
     )
-    if changed := [name for name in settings if getattr(found, name) != getattr(wanted, name)]:
+    if changed := [name for name in settings if getattr(current, name) != getattr(wanted, name)]:
         log.warning(
             "the consumer of %s has another %s than pdserve's: mending it", stream, ", ".join(changed)
         )
@@ -307,7 +309,7 @@ class ServerClock:
 
 async def measure(client: Client, stream: str) -> ServerClock | None:
     """Ask for the server's time a few times, and trust the quickest answer. Return None if the server (before 2.10)
-    does not tell its time, or has no such stream. Raises nats-py's errors and TimeoutError."""
+    does not report its time, or has no such stream. Raises nats-py's errors and TimeoutError."""
     best: tuple[float, ServerClock] | None = None
     for _ in range(SAMPLES):
         sent = time.monotonic()

@@ -80,8 +80,8 @@ class Dashboard(Rib):
         ]
 
     async def _answer(self, request: Request) -> Response:
-        found = await self.state(self._context.keys.viewer(request.headers))
-        return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
+        state = await self.state(self._context.keys.viewer(request.headers))
+        return Response(state, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def state(self, viewer: Viewer) -> bytes:
         async with self._reading:
@@ -108,13 +108,13 @@ def shown_to(state: GraphState, viewer: Viewer, own: str, now: float, model: str
     while no worker of it is there. Pure."""
     if not viewer.everything:
         state = _public(state, viewer.key)
-    found = nodes(state, now)
+    processes = nodes(state, now)
     if not viewer.everything:
-        found = [_placeless(node) for node in found]
-    most = max(1, MAX_LINKS // max(1, len(found)))
-    wrong = problems(state, found)
-    if sum(len(node.links) for node in found) > MAX_LINKS:
-        found = [replace(node, links=_notable(node)[:most]) for node in found]
+        processes = [_placeless(node) for node in processes]
+    most = max(1, MAX_LINKS // max(1, len(processes)))
+    wrong = problems(state, processes)
+    if sum(len(node.links) for node in processes) > MAX_LINKS:
+        processes = [replace(node, links=_notable(node)[:most]) for node in processes]
     return DashboardState(
         frontend=own,
         key=viewer.key,
@@ -123,7 +123,7 @@ def shown_to(state: GraphState, viewer: Viewer, own: str, now: float, model: str
         settings=settings_changed(state),
         queue_depth=state.queue_depth,
         queue_limit=state.queue_limit,
-        nodes=found,
+        nodes=processes,
         problems=wrong,
         moments=state.moments,
         receipts=state.receipts,
