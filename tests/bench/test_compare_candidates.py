@@ -35,11 +35,7 @@ def maker(file: Path, machine: Machine, model: ModelFacts | None = None) -> Cand
 
 
 def made(maker: CandidateMaker) -> list[Candidate]:
-    return [
-        *maker.aggregated(),
-        *maker.replicas(512),
-        *maker.disaggregated([400] * 5, shared=False),
-    ]
+    return [*maker.aggregated(), *maker.disaggregated([400] * 5, shared=False)]
 
 
 def names(candidates: list[Candidate]) -> list[str]:
@@ -70,21 +66,24 @@ def test_each_candidate_is_a_file_that_can_be_served(file: str, machine: Machine
 
 
 def test_on_the_cpu_engines_share_the_threads() -> None:
-    found = names(made(maker(CONFIGS / "local.yaml", CPU)))
-    assert found[:2] == ["aggregated: 1 engine x 3 threads", "aggregated: 1 engine x 4 threads"]
-    rebatched = maker(CONFIGS / "local.yaml", CPU).rebatched(3)
-    assert names(rebatched) == ["aggregated: 1 engine x 3 threads, batch 512"]
-    system = rebatched[0].launch.system
+    candidates = made(maker(CONFIGS / "local.yaml", CPU))
+    assert names(candidates) == [
+        "aggregated: 1 engine x 3 threads",
+        "aggregated: 1 engine x 4 threads",
+        "aggregated: 1 engine x 3 threads, batch 512",
+        "aggregated: 2 engines x 2 threads",
+        "1 prefill + 1 decode, each prompt the cheaper way",
+        "1 prefill + 1 decode, all prompts remote",
+    ]
+    system = candidates[2].launch.system
     assert isinstance(system, PlainVllm)
     assert system.variables["OMP_NUM_THREADS"] == "3"
     assert "--max-num-batched-tokens=512" in system.arguments
-    assert "aggregated: 2 engines x 2 threads, batch 512" in found
     words = " ".join(system.arguments)
     for word in ("block-size=32", "max-model-len=4096", "enforce-eager", "max-num-seqs=64"):
         assert f"--{word}" in words, words
     assert system.variables["VLLM_CPU_KVCACHE_SPACE"] == "2", "that of both workers"
     assert system.served == "demo"
-    assert "1 prefill + 1 decode, each prompt the cheaper way" in found
 
 
 def test_on_gpus_an_engine_is_spread_where_its_heads_divide() -> None:
@@ -157,7 +156,6 @@ def test_splits_of_simulated_workers(tmp_path: Path) -> None:
     separate = found.disaggregated([400], shared=False)
     assert [candidate.split for candidate in separate] == ["1P+2D", "2P+1D"]
     assert [candidate.split for candidate in found.aggregated([512])] == ["3 engines"]
-    assert not found.replicas(512)
 
 
 def test_no_worker_of_a_split_is_without_hardware() -> None:
@@ -192,5 +190,5 @@ def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:
     sections["VllmWorker"]["max-num-seqs"] = 256
     sections["VllmWorker"]["max-num-batched-tokens"] = 1024
     found = maker(write(sections, tmp_path / "file.yaml"), CPU)
-    assert {candidate.shape.batch for candidate in found.aggregated()} == {1024}
-    assert [candidate.shape.batch for candidate in found.rebatched(3, [128, 288])] == [288]
+    assert {candidate.shape.batch for candidate in found.aggregated()} == {1024, 512}
+    assert {candidate.shape.batch for candidate in found.aggregated([128, 288])} == {1024, 288}

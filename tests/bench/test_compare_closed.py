@@ -94,7 +94,6 @@ def loops(
     first: Mapping[str, float],
     log: list[str],
     *,
-    more: Mapping[str, float] | None = None,
     graph: float = 0.01,
     rounds: int = 1,
     here: Hardware = CPU,
@@ -102,8 +101,7 @@ def loops(
 ) -> ClosedLoops:
     options = ClosedOptions((2,), prompt_tokens=20, answer_len=10, rounds=rounds, seconds=0.3)
     singles = [known(name, gap, log) for name, gap in first.items()]
-    others = [known(name, gap, log) for name, gap in (more or {}).items()]
-    return ClosedLoops(options, here, singles, lambda _: others, [known("graph", graph, log, refuses)])
+    return ClosedLoops(options, here, singles, [known("graph", graph, log, refuses)])
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +117,7 @@ async def measure(found: ClosedLoops, folder: Path) -> None:
 async def test_the_baseline_is_the_best_of_the_settings_that_were_tried(tmp_path: Path) -> None:
     """A server that is 40 times slower is not the best on any machine."""
     log: list[str] = []
-    found = loops({"slow": 0.2, "fast": 0.005}, log, more={"slower": 0.3})
+    found = loops({"slow": 0.2, "fast": 0.005, "slower": 0.3}, log)
     await measure(found, tmp_path)
     assert [each.name for each, _ in found.screened] == ["slow", "fast", "slower"]
     assert found.baseline is not None
@@ -206,7 +204,7 @@ async def test_each_setting_of_a_graph_is_in_force_when_it_is_measured(tmp_path:
     graph = maker_of(file).modes()
     baseline = replace(graph[0], name="baseline")
     options = ClosedOptions((2,), prompt_tokens=200, answer_len=4, rounds=1, seconds=0.5)
-    found = ClosedLoops(options, Hardware(HardwareKind.SIM, 2), [baseline], lambda _: [], graph)
+    found = ClosedLoops(options, Hardware(HardwareKind.SIM, 2), [baseline], graph)
     await measure(found, tmp_path)
     assert [each.turn.system for each in found.measured] == [
         "baseline",

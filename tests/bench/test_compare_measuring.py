@@ -1,32 +1,51 @@
 """What is made of the probes of a candidate."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from pdserve_bench.client import Exchange
-from pdserve_bench.compare.candidates import Candidate, Launch
-from pdserve_bench.compare.measuring import LEAST_REQUESTS, Entrant, Measuring, best_of, common_rate, noise
+from pdserve_bench.compare import comparison, measuring
+from pdserve_bench.compare.candidates import Candidate, CandidateMaker, Hardware, HardwareKind, Launch
+from pdserve_bench.compare.command import _single
+from pdserve_bench.compare.comparison import Comparison
+from pdserve_bench.compare.measuring import (
+    LEAST_REQUESTS,
+    CompareOptions,
+    Entrant,
+    best_of,
+    common_rate,
+    noise,
+)
+from pdserve_bench.compare.recommend import Verdict
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.goodput.measure import Probe
-from pdserve_bench.goodput.search import GoodputSearch
+from pdserve_bench.goodput.measure import GoodputOptions, Probe
+from pdserve_bench.goodput.result import GoodputResult
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.sections import Shape
+from pdserve_bench.simulated import simulated, write
 from pdserve_bench.slo import Slo, Tally
-from pdserve_bench.systems.system import PlainVllm, RunningSystem, Say, Stage, System
+from pdserve_bench.systems.system import PlainVllm, RunningSystem, Say, System
 
+from pdserve.config.load import load
+from pdserve.errors import Unavailable
+from tests.bench.answers import OpenAi, tiny_server
+from tests.bench.test_compare_candidates import CPU
 from tests.conditions import until
+
+
+def unknown(start: float = 1.0) -> GoodputResult:
+    return GoodputResult(GoodputOptions(start_rate=start, least=LEAST_REQUESTS, warm_up=False))
 
 
 def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
     """`r2=18`: 18 of 20 requests kept the SLO at 2 requests/s."""
     launch = Launch(name, PlainVllm(name, Path(), name), 0.0)
-    found = Entrant(Candidate(name, aggregated, Shape(0, 1), launch), GoodputSearch())
+    found = Entrant(Candidate(name, aggregated, Shape(0, 1), launch), unknown())
     for key, kept in probes.items():
         probe(found, float(key[1:]), kept)
     return found
@@ -35,9 +54,9 @@ def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
 def probe(found: Entrant, rate: float, kept: int, requests: int = 20, failed: int = 0) -> None:
     late = requests - kept - failed
     exchanges = [Exchange(started=0.0, ended=1.0, arrivals=[0.2, 0.9]) for _ in range(kept)]
-    made = Probe(rate, 5.0, 1, LoadRun(exchanges, 0.0, 5.0), Tally(kept=kept, gap=late, failed=failed))
-    found.probes.append(made)
-    found.search.tell(rate, kept, requests)
+    tally = Tally(kept=kept, gap=late, failed=failed)
+    found.found.probes.append(Probe(rate, 5.0, 1, LoadRun(exchanges, 0.0, 5.0), tally, counted=True))
+    found.found.search.tell(rate, kept, requests)
 
 
 def test_the_higher_goodput_is_the_best_of_its_kind() -> None:
@@ -84,10 +103,10 @@ def test_failures_count_at_rates_that_are_carried() -> None:
 
 def test_an_interval_rests_on_enough_requests() -> None:
     found = entrant("a", True, r2=20, r4=10)
-    assert found.thin == 2.0
+    assert found.found.thin == 2.0
     assert found.result().thin == "20 requests at 2 requests/s"
     probe(found, 2.0, 20)
-    assert (found.thin, found.result().requests) == (4.0, 40)
+    assert (found.found.thin, found.result().requests) == (4.0, 40)
     probe(found, 4.0, 5)
     assert found.result().thin == ""
 
@@ -95,83 +114,124 @@ def test_an_interval_rests_on_enough_requests() -> None:
 def test_one_probe_is_enough_at_a_rate_at_which_hardly_any_request_keeps_the_slo() -> None:
     found = entrant("a", True, r2=20, r4=0)
     probe(found, 2.0, 20)
-    assert found.judged(4.0) < LEAST_REQUESTS
-    assert found.thin is None
+    assert found.found.judged(4.0) < LEAST_REQUESTS
+    assert found.found.thin is None
 
 
 def test_noise_is_known_where_both_searches_came_near_the_border() -> None:
-    near, again, wide = GoodputSearch(), GoodputSearch(), GoodputSearch()
-    for search, low, high in ((near, 4.0, 4.4), (again, 3.6, 4.0), (wide, 2.0, 4.0)):
-        search.tell(low, 100, 100)
-        search.tell(high, 50, 100)
+    near, again, wide = unknown(), unknown(), unknown()
+    for found, low, high in ((near, 4.0, 4.4), (again, 3.6, 4.0), (wide, 2.0, 4.0)):
+        found.search.tell(low, 100, 100)
+        found.search.tell(high, 50, 100)
     known = noise(near, again)
     assert known is not None
     assert 0.05 < known < 0.15
     assert noise(near, wide) is None
-    assert noise(near, GoodputSearch()) is None
-
-
-class KnownCapacities(Measuring):
-    """A probe finds what the candidate's name says: up to so many requests/s all keep the SLO, above it none does."""
-
-    async def probe(
-        self, entrant: Entrant, rate: float, seconds: float, search: GoodputSearch | None = None
-    ) -> None:
-        probe(entrant, rate, 20 if rate <= float(entrant.name) else 0)
-
-
-@pytest.mark.parametrize("start", [1.0, 4.0, 16.0, 64.0])
-async def test_the_best_of_each_kind_is_found_whatever_the_other_carries(
-    tmp_path: Path, start: float
-) -> None:
-    measuring = KnownCapacities(Stage(tmp_path, print), Schedule(), Slo(), 0.9, 1)
-    first = [entrant("3", True), entrant("33", False)]
-    await measuring.screen(first, start, 1.0, time.monotonic() + 60)
-    found = [*first, entrant("9", True)]
-    await measuring.screen(found, start, 1.0, time.monotonic() + 60)
-    best = best_of(found, True)
-    assert best is not None
-    assert best.name == "9"
-
-
-async def test_finalists_are_probed_until_enough_requests_were_judged(tmp_path: Path) -> None:
-    measuring = KnownCapacities(Stage(tmp_path, print), Schedule(), Slo(), 0.9, 1)
-    found = entrant("3", True)
-    found.search = GoodputSearch(2.0, precision=1.0)
-    assert await measuring.refine([(found, found.search)], 1.0, time.monotonic() + 60)
-    assert found.thin is None
-    assert found.judged(found.search.carried or 0.0) >= LEAST_REQUESTS
+    assert noise(near, unknown()) is None
 
 
 @dataclass(frozen=True)
-class Starting(System):
-    """Is up after so many seconds."""
+class Served(System):
+    """A server whose answers have a token every `gap` seconds, or which does not come up."""
 
     name: str
-    seconds: float
+    gap: float
     log: list[str]
 
     @asynccontextmanager
     async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
-        try:
-            await asyncio.sleep(self.seconds)
+        if not self.gap:
+            raise Unavailable(f"{self.name} did not come up")
+        async with tiny_server(OpenAi(ttft=self.gap, gap=self.gap)) as tiny:
             self.log.append(f"+{self.name}")
-            yield RunningSystem(Endpoint("", ""))
-        finally:
-            self.log.append(f"-{self.name}")
+            yield RunningSystem(Endpoint(tiny.url, "tiny"))
+        self.log.append(f"-{self.name}")
 
 
-async def test_broken_off_it_stops_what_runs_and_what_starts(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class KnownMaker(CandidateMaker):
+    """Candidates by the gaps of their servers."""
+
+    together: Sequence[Candidate] = ()
+    separate: Sequence[Candidate] = ()
+
+    def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
+        return list(self.together)
+
+    def disaggregated(self, prompts: Sequence[int], shared: bool) -> list[Candidate]:
+        return list(self.separate)
+
+
+def compared(
+    folder: Path, log: list[str], minutes: float, kind: HardwareKind = HardwareKind.SIM, **gaps: float
+) -> Comparison:
+    """`a1=0.01`: an aggregated candidate whose answers have 5 tokens, one every 10 ms. The SLO is 100 ms."""
+    config = load(write(simulated(), folder / "graph.yaml"), {})
+    made = [
+        Candidate(name, name[0] == "a", Shape(0, 1), Launch(name, Served(name, gap, log), 0.0))
+        for name, gap in gaps.items()
+    ]
+    maker = KnownMaker(
+        config,
+        {},
+        Hardware(kind, 2),
+        CPU,
+        None,
+        [each for each in made if each.aggregated],
+        [each for each in made if not each.aggregated],
+    )
+    options = CompareOptions(config.path, Slo(0.1, 0.1), rate=4.0, minutes=minutes)
+    return Comparison(options, _single(20, 5, 1), config, maker.here, maker)
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "_STOP", 0.0)
+    for name, seconds in (("_LEAST", 0.3), ("_MOST", 0.3)):
+        monkeypatch.setattr(measuring, name, seconds)
+
+
+async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_path: Path) -> None:
     log: list[str] = []
-    launches = [Launch(name, Starting(name, seconds, log), 0.0) for name, seconds in (("a", 0), ("b", 60))]
+    found = compared(tmp_path, log, 0.1, a1=0.3, d1=0.01)
+    await found.run(Schedule())
+    assert log == ["+a1", "+d1", "-d1", "-a1"], "side by side"
+    assert [each.name for each in found.finalists] == ["a1", "d1"]
+    first, second = found.results()
+    assert first.carried is None
+    assert second.sound
+    assert found.recommendation().verdict in (Verdict.DISAGGREGATE, Verdict.UNKNOWN)
 
-    async def work() -> None:
-        async with Stage(tmp_path, print) as stage:
-            await Measuring(stage, Schedule(), Slo(), 0.9, 1).start(launches)
 
-    task = asyncio.create_task(work())
-    await until(lambda: log == ["+a"])
+async def test_one_that_does_not_come_up_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+    log: list[str] = []
+    found = compared(tmp_path, log, 0.02, a1=0.01, d1=0.0)
+    await found.run(Schedule())
+    assert [each.problem for each in found.results()] == ["", "d1 did not come up"]
+    with pytest.raises(Unavailable, match="Nothing came up: a1 did not"):
+        await compared(tmp_path, log, 0.02, a1=0.0, d1=0.0).run(Schedule())
+
+
+async def test_what_the_budget_has_no_time_for_is_left_out_from_the_end(tmp_path: Path) -> None:
+    log: list[str] = []
+    found = compared(tmp_path, log, 0.01, a1=0.01, a2=0.01, d1=0.01, d2=0.01)
+    await found.run(Schedule())
+    assert {name for name in log if name[0] == "+"} == {"+a1", "+d1"}
+    assert found.notes == ["Not run, for lack of time: a2, d2. Give --minutes more."]
+
+
+async def test_on_gpus_there_are_never_two_at_a_time(tmp_path: Path) -> None:
+    log: list[str] = []
+    await compared(tmp_path, log, 0.1, HardwareKind.GPU, a1=0.01, d1=0.01).run(Schedule())
+    assert log[1] == "-a1"
+    assert log[::2] == [name.replace("-", "+") for name in log[1::2]]
+
+
+async def test_broken_off_it_stops_what_runs(tmp_path: Path) -> None:
+    log: list[str] = []
+    task = asyncio.create_task(compared(tmp_path, log, 1.0, a1=0.01, d1=0.01).run(Schedule()))
+    await until(lambda: len(log) == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert sorted(log) == ["+a", "-a", "-b"]
+    assert sorted(log) == ["+a1", "+d1", "-a1", "-d1"]

@@ -1,18 +1,18 @@
 """What is written of a comparison carries its doubt."""
 
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import yaml
 from pdserve_bench.compare.command import _single
-from pdserve_bench.compare.comparison import CompareOptions, Comparison
-from pdserve_bench.compare.measuring import Entrant
+from pdserve_bench.compare.comparison import Comparison
+from pdserve_bench.compare.measuring import CompareOptions, Entrant
 from pdserve_bench.compare.shown import report_of, winning_file
-from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.slo import Slo
 
-from tests.bench.test_compare_measuring import probe
+from tests.bench.test_compare_measuring import probe, unknown
 
 
 @pytest.fixture
@@ -24,12 +24,20 @@ def comparison(tmp_path: Path) -> Comparison:
         (found.maker.aggregated((512,))[0], 2.0),
         (found.maker.disaggregated([100], shared=False)[0], 4.0),
     ):
-        entrant = Entrant(candidate, GoodputSearch())
+        entrant = Entrant(candidate, unknown())
         for rate in (carried, carried, 1.1 * carried, 1.1 * carried):
             probe(entrant, rate, 20 if rate == carried else 2)
         found.entrants.append(entrant)
-    found.noise, found.foreign = 0.02, [0.01, None, 0.05]
+    found.noise = 0.02
+    beside(found, 0.01, None, 0.05)
     return found
+
+
+def beside(comparison: Comparison, *shares: float | None) -> None:
+    """While it was probed other programs took these shares of the machine, in turn."""
+    probes = [each for entrant in comparison.entrants for each in entrant.probes]
+    for made, share in zip(probes, cycle(shares), strict=False):
+        made.foreign = share
 
 
 def written(comparison: Comparison) -> str:
@@ -50,7 +58,8 @@ def test_an_answer_without_doubt(comparison: Comparison) -> None:
 
 
 def test_an_answer_in_doubt_says_so_wherever_it_is_written(comparison: Comparison) -> None:
-    comparison.noise, comparison.foreign = None, [0.4, 0.6]
+    comparison.noise = None
+    beside(comparison, 0.4, 0.6)
     report = report_of(comparison, complete=True)
     assert report.verdict.startswith("In doubt: disaggregate: ")
     for text in (report.lead, report.as_json(), written(comparison)):
@@ -61,8 +70,8 @@ def test_an_answer_in_doubt_says_so_wherever_it_is_written(comparison: Compariso
 
 def test_too_few_requests_are_no_answer_and_no_file(comparison: Comparison) -> None:
     for entrant in comparison.entrants:
-        entrant.probes = entrant.probes[:1] + entrant.probes[2:]
-    comparison.foreign = [0.5]
+        del entrant.found.probes[1]
+    beside(comparison, 0.5)
     report = report_of(comparison, complete=True)
     assert report.verdict == "No recommendation."
     assert report.lead.startswith("Other programs took 50%")

@@ -24,6 +24,8 @@ from pdserve_bench.systems.system import GraphSystem, System
 BATCHES = {"cpu": (0, 512), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
 """values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
 prefill faster; 0: vLLM's own choice"""
+START_SECONDS = {"cpu": 40.0, "gpu": 120.0, "sim": 15.0}
+"""that a start takes, about"""
 _WIDE = 1.2
 """prompt lengths whose 90th percentile is so many times the median differ enough for a threshold between them"""
 
@@ -182,29 +184,31 @@ class CandidateMaker:
     model: ModelFacts | None = None
     """None where its files are not there, and for simulated engines"""
 
-    def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
-        """One engine with all of the hardware; where that cannot be, several engines. At several batch
-        sizes; on the CPU with several numbers of threads at the first size, for `rebatched` has the others."""
-        sizes = self._batches(batches)
+    def engines(self, batches: Sequence[int] = ()) -> list[Candidate]:
+        """One engine with all of the hardware, the likeliest first: at several batch sizes, on a CPU also with another
+        number of threads. Where that cannot be, several engines."""
+        first, *others = self._batches(batches)
         if self.here.kind is HardwareKind.CPU:
-            return [self._one_engine(sizes[0], threads) for threads in thread_counts(self.here.units)]
-        if self.here.kind is HardwareKind.GPU and self._one_engine_fits():
-            return [self._one_engine(batch) for batch in sizes]
-        return [self._engines(self._width(), batch) for batch in sizes]
+            threads, *more = thread_counts(self.here.units)
+            tried = [
+                (first, threads),
+                *((first, count) for count in more),
+                *((size, threads) for size in others),
+            ]
+            return [self._one_engine(batch, count) for batch, count in tried]
+        if self._has_one_engine:
+            return [self._one_engine(batch) for batch in (first, *others)]
+        return [self._engines(self._width(), batch) for batch in (first, *others)]
 
-    def rebatched(self, threads: int, batches: Sequence[int] = ()) -> list[Candidate]:
-        """One engine on the CPU of so many threads at the batch sizes that `aggregated` leaves out; else none."""
-        sizes = self._batches(batches)[1:] if self.here.kind is HardwareKind.CPU else []
-        return [self._one_engine(batch, threads) for batch in sizes]
+    def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
+        """`engines`, and a graph of as many engines as the hardware has room for where those are single ones."""
+        found = self.engines(batches)
+        replicas = self._has_one_engine and self._width() > 1
+        return [*found, self._engines(self._width(), found[0].shape.batch)] if replicas else found
 
     @property
     def _weights_gib(self) -> float:
         return sum(self.model.stored.values()) / GIB if self.model else 0.0
-
-    def replicas(self, batch: int) -> list[Candidate]:
-        """A graph of as many engines as the file has workers, where `aggregated` has one with all of the hardware."""
-        alone = self.here.kind is not HardwareKind.SIM and self._one_engine_fits()
-        return [self._engines(self._width(), batch)] if alone and self._width() > 1 else []
 
     def disaggregated(self, prompts: Sequence[int], shared: bool) -> list[Candidate]:
         """Splits of the same hardware: the file's own first, then those like it."""
@@ -286,9 +290,12 @@ class CandidateMaker:
         shape = Shape(0, 1, batch, (0, tensor))
         return Candidate(name, True, shape, launch, split="1 engine", threads=threads % here.units)
 
-    def _one_engine_fits(self) -> bool:
-        """A tensor-parallel engine divides the heads among its ranks."""
+    @property
+    def _has_one_engine(self) -> bool:
+        """Whether one engine can have all of it: a tensor-parallel one divides the heads among its ranks."""
         decode = self.config.decode
+        if self.here.kind is HardwareKind.SIM:
+            return False
         if self.here.kind is HardwareKind.CPU or decode is None or self.here.units == decode.ranks:
             return True
         if self.model is None or decode.ranks != int(str(decode.engine_args.get("tensor-parallel-size", 1))):

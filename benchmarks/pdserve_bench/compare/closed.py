@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.compare.candidates import (
     ALL_LOCAL,
     ALL_REMOTE,
+    START_SECONDS,
     Candidate,
     CandidateMaker,
     Hardware,
@@ -49,8 +50,6 @@ _LONGER = 4.0
 """times the warm-up, at most, until there are as many answers as clients"""
 _TIMEOUT = 60.0
 _IN_FORCE_WITHIN = 60.0
-_START = {HardwareKind.CPU: 30.0, HardwareKind.GPU: 90.0, HardwareKind.SIM: 12.0}
-"""seconds that a start takes, about"""
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,12 @@ class ClosedLoops:
         self,
         options: ClosedOptions,
         here: Hardware,
-        first: Sequence[Candidate],
-        rebatched: Callable[[int], Sequence[Candidate]],
+        singles: Sequence[Candidate],
         graph: Sequence[Candidate],
     ) -> None:
-        """`first` are single engines; `rebatched` makes those to try besides, with so many threads; `graph` is the
-        graph under each of its settings, the last as its file decides."""
-        self.options, self.here, self.graph = options, here, graph
-        self._first, self._rebatched = first, rebatched
+        """`singles` are single engines; `graph` is the graph under each of its settings, the last as its file
+        decides."""
+        self.options, self.here, self.graph, self._singles = options, here, graph, singles
         self.screened: list[tuple[Candidate, list[Measured]]] = []
         """single engines, each with its measurements under the smallest and the largest load"""
         self.baseline: Candidate | None = None
@@ -138,8 +135,7 @@ class ClosedLoops:
     @classmethod
     def of(cls, options: ClosedOptions, maker: CandidateMaker) -> Self:
         """Starts nothing. Raises ConfigError."""
-        rebatched = partial(maker.rebatched, batches=options.batches)
-        return cls(options, maker.here, maker.aggregated(options.batches), rebatched, maker.modes())
+        return cls(options, maker.here, maker.engines(options.batches), maker.modes())
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -172,26 +168,20 @@ class ClosedLoops:
 
     async def _choose(self, stage: Stage, schedule: Schedule) -> Candidate:
         """The single engine with the most tokens/s: the geometric mean over the loads."""
-        waiting = list(self._first)
-        best = waiting[0]
-        if len(waiting) + len(self._rebatched(best.threads)) == 1:
-            return best
-        while waiting:
-            candidate = waiting.pop(0)
+        if len(self._singles) == 1:
+            return self._singles[0]
+        for candidate in self._singles:
             running = await self._running(stage, schedule, candidate, True)
             self.screened.append((candidate, []))
             for clients in dict.fromkeys((self.options.clients[0], self.options.clients[-1])):
                 turn = Turn(len(self.screened) - 1, candidate.name, clients)
                 await self._measure(schedule, running, turn, self.screened[-1][1])
-            best = max(self.screened, key=lambda each: score(each[1]))[0]
-            if len(self.screened) == len(self._first):
-                waiting = list(self._rebatched(best.threads))
-        return best
+        return max(self.screened, key=lambda each: score(each[1]))[0]
 
     async def _running(
         self, stage: Stage, schedule: Schedule, candidate: Candidate, alone: bool
     ) -> RunningSystem:
-        launch, seconds = candidate.launch, _START[self.here.kind]
+        launch, seconds = candidate.launch, START_SECONDS[self.here.kind]
         if launch.key not in stage.up:
             baselines = {each.launch.key for each, _ in self.screened if each is not self.baseline}
             await stage.stop(*(key for key in stage.up if alone or key in baselines))

@@ -11,7 +11,8 @@ from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve_bench.compare.closed import ClosedLoops, ClosedOptions
 from pdserve_bench.compare.closed_report import closed_report
-from pdserve_bench.compare.comparison import CompareOptions, Comparison, UserLoad, maker_of
+from pdserve_bench.compare.comparison import Comparison, maker_of
+from pdserve_bench.compare.measuring import CompareOptions, UserLoad
 from pdserve_bench.compare.shown import report_of, winning_file
 from pdserve_bench.compare.trace import read_trace
 from pdserve_bench.endpoint import Endpoint, learn_prompts

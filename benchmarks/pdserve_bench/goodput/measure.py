@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.foreign import ForeignLoad
 from pdserve_bench.runs import LoadRun, Scalable
 from pdserve_bench.samples import wilson
 from pdserve_bench.slo import SHARE, Slo, Tally
+from pdserve_bench.systems.cpu import CpuMeter
 
 _IDLE_WITHIN = 60.0
 _WARM_WITHIN = 120.0
@@ -41,6 +43,10 @@ class GoodputOptions:
     """seconds for all of it: no probe is begun that would end later"""
     seed: int = 1
     warm_up: bool = True
+    longer: float = 3.0
+    """times the seconds of a probe, at most, where the rate is low"""
+    least: int = 0
+    """requests that both ends of the last interval are judged by: they are probed again until there are as many"""
 
 
 @dataclass
@@ -61,6 +67,10 @@ class Probe:
     """in the search: it was not broken off from outside"""
     stall: float = 0.0
     """seconds by which the load generator itself was late, at most"""
+    cpu: float = 0.0
+    """CPU seconds of the server's processes, as far as they are known"""
+    foreign: float | None = None
+    """the share of this machine that other programs took; None where it is not known"""
     slo: Slo = field(default_factory=Slo)
     """set by `probe`"""
 
@@ -106,9 +116,11 @@ async def probe(
     made: Probe,
     options: GoodputOptions,
     news: Callable[[str], None] = lambda _: None,
+    meter: CpuMeter | None = None,
 ) -> None:
     """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
     made.slo, run = options.slo, made.run
+    others, before = ForeignLoad(), meter.read() if meter else None
     run.began = time.monotonic()
     watched = _Watched(made, options)
     stalls = asyncio.create_task(_watch_stalls(made))
@@ -130,6 +142,8 @@ async def probe(
         finally:
             run.ended = run.ended or time.monotonic()
             made.tally = Tally.of(made.slo, run.exchanges, run.ended)
+            made.foreign = others.share()
+            made.cpu = meter.read().since(before).total if meter and before else 0.0
     if not task.cancelled():
         task.result()
 

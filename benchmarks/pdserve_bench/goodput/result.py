@@ -18,12 +18,10 @@ from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
 from pdserve_bench.runs import LoadRun, Scalable
 from pdserve_bench.samples import CONFIDENCE, percentile, wilson
 from pdserve_bench.slo import Tally
+from pdserve_bench.systems.cpu import CpuMeter
 
-_LONGER = 3.0
-"""times the seconds of a probe, at most"""
 _WARM_SECONDS, _WARM_RATE = 4.0, 4.0
 """at most"""
-_PHASE = "goodput"
 _STALLED = 0.25
 """of the SLO's gap: a longer stall of the load generator is reported"""
 _ERRORS = 3
@@ -54,14 +52,35 @@ class GoodputResult:
 
     def share(self, rate: float) -> float:
         """Of all requests at this rate that were judged, those that kept the SLO."""
-        judged = sum(probe.judged for probe in self.of(rate))
+        judged = self.judged(rate)
         return sum(probe.tally.kept for probe in self.of(rate)) / judged if judged else 1.0
+
+    def judged(self, rate: float) -> int:
+        return sum(probe.judged for probe in self.of(rate))
+
+    @property
+    def thin(self) -> float | None:
+        """An end of the interval that was probed too little (`options.least`). What broke needs a second probe, since a
+        machine that was busy for a moment breaks any rate, unless hardly any request kept the SLO."""
+        least, low, high = self.options.least, self.search.carried, self.search.broken
+        if low is not None and self.judged(low) < least:
+            return low
+        if high is not None and self.judged(high) < least and len(self.of(high)) < 2:
+            kept = sum(probe.tally.kept for probe in self.of(high))
+            return high if wilson(kept, self.judged(high))[1] > self.options.share / 2 else None
+        return None
 
 
 async def find_goodput(
-    endpoint: Endpoint, users: Scalable, result: GoodputResult, schedule: Schedule | None = None
+    endpoint: Endpoint,
+    users: Scalable,
+    result: GoodputResult,
+    schedule: Schedule | None = None,
+    name: str = "goodput",
+    meter: CpuMeter | None = None,
 ) -> None:
-    """Fill the result. Raises Unavailable where the server answers no request at all, or does not become idle again."""
+    """Fill the result, or go on with it. Raises Unavailable where the server answers no request at all, or does not
+    become idle again."""
     schedule = schedule or Schedule()
     options, search = result.options, result.search
     deadline = time.monotonic() + options.budget
@@ -69,35 +88,35 @@ async def find_goodput(
     await canary.learn()
     if options.warm_up:
         slowly, briefly = min(_WARM_RATE, options.start_rate), min(_WARM_SECONDS, options.seconds)
-        with schedule.phase(f"{_PHASE}: warming up", briefly):
+        with schedule.phase(f"{name}: warming up", briefly):
             await warm_up(endpoint, users, slowly, briefly, options.seed - 1)
             await canary.until_idle()
     try:
-        while (rate := search.next()) is not None:
+        while (rate := search.next() or result.thin) is not None:
             seconds = _probe_seconds(rate, options)
             if time.monotonic() + seconds > deadline:
                 return
             left = min((search.left() - 1) * (seconds + 2), deadline - time.monotonic() - seconds)
-            schedule.cancel(_PHASE)
-            schedule.announce(_PHASE, max(0.0, left))
+            schedule.cancel(name)
+            schedule.announce(name, max(0.0, left))
             made = Probe(rate, seconds, options.seed + len(result.probes))
             result.probes.append(made)
-            with schedule.phase(f"{_PHASE}: {rate:.3g} req/s", seconds):
-                await probe(endpoint, users, made, options, schedule.update)
+            with schedule.phase(f"{name}: {rate:.3g} req/s", seconds):
+                await probe(endpoint, users, made, options, schedule.update, meter)
                 await canary.until_idle()
             made.counted = True
             search.tell(rate, made.tally.kept, made.judged)
-            schedule.say(_line(result, made))
+            schedule.say(f"{name}: {_line(result, made)}")
         result.complete = True
     finally:
-        schedule.cancel(_PHASE)
+        schedule.cancel(name)
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
     """A low rate is probed for longer: until there are twice as many requests as it takes to be sure of a rate at which
     all keep the SLO (Wilson's interval; 49 for 90 %)."""
     least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
-    return max(options.seconds, min(least / rate, _LONGER * options.seconds))
+    return max(options.seconds, min(least / rate, options.longer * options.seconds))
 
 
 # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
