@@ -16,13 +16,7 @@ from pdserve.settings import THRESHOLDS
 
 Sections = dict[str, dict[str, Any]]
 
-_OF_REMOTE_PREFILL = (
-    "remote-prefill",
-    "conditional-disagg",
-    "policy",
-    *THRESHOLDS,
-    "kv-transfer-config",
-)
+_OF_REMOTE_PREFILL = ("remote-prefill", "conditional-disagg", "policy", *THRESHOLDS, "kv-transfer-config")
 
 
 @dataclass(frozen=True)

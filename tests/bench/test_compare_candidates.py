@@ -5,13 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pdserve_bench.compare.candidates import (
-    Candidate,
-    CandidateMaker,
-    hardware,
-    splits,
-    thresholds,
-)
+from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits, thresholds
 from pdserve_bench.compare.one_engine import one_engine
 from pdserve_bench.sections import read_sections, reshape
 from pdserve_bench.simulated import simulated, write

@@ -11,17 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from pdserve_bench.report import (
-    Cell,
-    Chart,
-    Column,
-    Origin,
-    Report,
-    Rows,
-    Series,
-    check_outputs,
-    machine,
-)
+from pdserve_bench.report import Cell, Chart, Column, Origin, Report, Rows, Series, check_outputs, machine
 from pdserve_bench.report.origin import command_line, revision
 from pdserve_bench.report.plot import colours_of, draw
 

@@ -47,8 +47,7 @@ def test_a_pause_that_lasts_until_a_decode_worker_is_back_is_too_long(pause: flo
 
 
 @pytest.mark.parametrize(
-    ("got", "index"),
-    [((5, 6, 7), None), ((5, 9, 7), 1), ((9,), 0), ((5, 6), 2), ((), 0), ((5, 6, 7, 8), 3)],
+    ("got", "index"), [((5, 6, 7), None), ((5, 9, 7), 1), ((9,), 0), ((5, 6), 2), ((), 0), ((5, 6, 7, 8), 3)]
 )
 def test_first_difference(got: tuple[int, ...], index: int | None) -> None:
     assert first_difference(got, RIGHT) == index

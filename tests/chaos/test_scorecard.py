@@ -107,11 +107,7 @@ def test_a_line_has_what_is_not_zero() -> None:
         ([CALM, ETCD], True, "1 faults, 30 requests: nothing dropped."),
         ([CALM, ETCD, BAD], True, "2 faults, 50 requests: NOT GOOD: nats-cut."),
         ([CALM, SKIPPED], True, "decode-cut skipped: needs root\nNo fault was tried."),
-        (
-            [CALM],
-            False,
-            "No fault was tried.\nBroken off: not all faults were tried.",
-        ),
+        ([CALM], False, "No fault was tried.\nBroken off: not all faults were tried."),
     ],
 )
 def test_the_verdict(rows: list[Row], complete: bool, told: str) -> None:

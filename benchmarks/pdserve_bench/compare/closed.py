@@ -111,11 +111,7 @@ class ClosedLoops:
     """Readable at any time."""
 
     def __init__(
-        self,
-        options: ClosedOptions,
-        here: Hardware,
-        singles: Sequence[Candidate],
-        graph: Sequence[Candidate],
+        self, options: ClosedOptions, here: Hardware, singles: Sequence[Candidate], graph: Sequence[Candidate]
     ) -> None:
         """`singles` are single engines; `graph` is the graph under each of its settings, the last as its file
         decides."""
