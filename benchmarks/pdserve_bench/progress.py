@@ -1,24 +1,20 @@
-"""How far a benchmark is, and how long it still takes: a bar in a terminal, lines in a log. Always on stderr."""
+"""How far a benchmark is, and how long it still takes: one moving line in a terminal, else lines. On stderr."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from pdserve import clock
 
 _CTRL_C = 5
-"""columns that are left free: a terminal writes `^C` at the end of the bar, and in the next line where it is full, of
-which the bar would not know when it is erased"""
-_LEAST = 30
+"""columns that are left free: a terminal writes `^C` at the end of the line, and in the next one where it is full,
+which would not be erased then"""
 
 
 class Schedule(AbstractContextManager["Schedule"]):
@@ -35,7 +31,7 @@ class Schedule(AbstractContextManager["Schedule"]):
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(
-                get_renderable=self._bar,
+                get_renderable=self._line,
                 console=console,
                 transient=True,
                 refresh_per_second=2,
@@ -48,9 +44,7 @@ class Schedule(AbstractContextManager["Schedule"]):
             self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -79,7 +73,7 @@ class Schedule(AbstractContextManager["Schedule"]):
             self._name = self._news = ""
 
     def update(self, news: str) -> None:
-        """What the running phase sees, as `12 req/s, TTFT 80 ms`: beside the bar."""
+        """What the running phase sees, as `12 req/s, TTFT 80 ms`: in the line that moves."""
         self._news = news
 
     def say(self, text: str) -> None:
@@ -103,23 +97,12 @@ class Schedule(AbstractContextManager["Schedule"]):
         left = f" ({duration(self.seconds_left)} left)" if self._name and self.seconds_left >= 1 else ""
         return f"{self._name}{left}" + (f"  {self._news}" if self._news else "")
 
-    def _bar(self) -> Table:
+    def _line(self) -> Text:
         """Asked for whenever it is drawn."""
         spent, left = time.monotonic() - self._began, self.seconds_left
-        known = bool(self._expected or self._waiting)
-        share = min(0.99, spent / (spent + left)) if known and spent else 0.0
-        width = 24 if self._console.width >= 100 else 10  # news need the room
-        line = Table.grid(padding=(0, 1))
-        line.width = max(_LEAST, self._console.width - _CTRL_C)
-        line.add_column(width=width)
-        line.add_column(width=12, no_wrap=True)
-        line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        bar = ProgressBar(total=1.0, completed=share, width=width, pulse=not known)
-        line.add_row(
-            bar,
-            f"{share:4.0%} {duration(spent):>6}" if known else f"{duration(spent):>6}",
-            Text(self._text()),
-        )
+        share = f"{min(0.99, spent / (spent + left)):.0%} " if left and spent else ""
+        line = Text(f"{share}{duration(spent)}  {self._text()}", no_wrap=True)
+        line.truncate(max(30, self._console.width - _CTRL_C), overflow="ellipsis")
         return line
 
 

@@ -176,6 +176,7 @@ def _best(findings: Sequence[CandidateResult], aggregated: bool) -> CandidateRes
 
 
 def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria) -> tuple[Verdict, str, str]:
+    """The verdict, its reason, and what would change it."""
     rate, noise = asked.rate, max(asked.noise or 0.0, LEAST_NOISE)
     both = f"{_carries(separate)}, {_bare(together)} {_number(together)}"
     if not together.carried and not separate.carried:
@@ -184,28 +185,31 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
             f"{min(together.most, separate.most):.3g} requests/s: {_broke(together)}; {_broke(separate)}."
         )
         return Verdict.DONT, reason, ""
+    pays = separate.least >= together.most and _ratio(separate, together, asked.share) > 1 + noise
+    more = _times(separate, together, asked.share)
     if rate is not None and together.least >= rate * HEADROOM:
         reason = (
             f"At {rate:.3g} requests/s there is nothing to gain: {_bare(together)} keeps the SLO up to "
             f"{_range(together)} requests/s."
         )
-        return Verdict.DONT, reason, _ceiling(together, separate, asked, noise)
-    gain = _ratio(separate, together, asked.share)
-    if separate.least >= together.most and gain > 1 + noise:
-        return (
-            Verdict.DISAGGREGATE,
-            f"{both}{_times(separate, together, asked.share)}. {_limits(together, separate)}",
-            _not_enough(separate, rate),
-        )
-    loss = _ratio(together, separate, asked.share)
-    if together.least >= separate.most and loss > 1 + noise:
+        ceiling = f"Above that load separation would pay: {_carries(separate)}{more}." if pays else ""
+        return Verdict.DONT, reason, ceiling
+    if pays:
+        over = ""
+        if rate is not None and separate.most <= rate:
+            over = (
+                f"Neither carries the {rate:.3g} requests/s that were asked about: that needs more hardware."
+            )
+        return Verdict.DISAGGREGATE, f"{both}{more}. {_limits(together, separate)}", over
+    if together.least >= separate.most and _ratio(together, separate, asked.share) > 1 + noise:
         carried = f"{_carries(together)}, {_bare(separate)} {_number(separate)}"
-        reason = f"{carried}{_times(together, separate, asked.share)}. {_limits(separate, together)}"
-        return Verdict.DONT, reason, ""
+        times = _times(together, separate, asked.share)
+        return Verdict.DONT, f"{carried}{times}. {_limits(separate, together)}", ""
     if together.broken is None and separate.broken is None:
         reason = f"{both}: no rate was tried that is too high for one of them."
         return Verdict.SAME, reason, "Give --minutes more, or ask about a --rate that you have."
-    reason = f"{both}: less apart than what is certain{_noise(asked.noise)}."
+    itself = f" (the same system against itself: {asked.noise:.0%})" if asked.noise else ""
+    reason = f"{both}: less apart than what is certain{itself}."
     return Verdict.SAME, reason, "Longer probes (--minutes) would tell smaller differences apart."
 
 
@@ -223,42 +227,23 @@ def _one_sided(
     return Recommendation(Verdict.UNKNOWN, None, reason, notes=out)
 
 
-def _ceiling(together: CandidateResult, separate: CandidateResult, asked: Criteria, noise: float) -> str:
-    gain = _ratio(separate, together, asked.share)
-    if separate.least >= together.most and gain > 1 + noise:
-        return f"Above that load separation would pay: {_carries(separate)}{_times(separate, together, asked.share)}."
-    return ""
-
-
-def _not_enough(separate: CandidateResult, rate: float | None) -> str:
-    if rate is not None and separate.most <= rate:
-        return f"Neither carries the {rate:.3g} requests/s that were asked about: that needs more hardware."
-    return ""
+_CAUSES = {
+    ("gap", True): "gaps: prompts that are computed stall the answers that stream",
+    ("gap", False): "gaps: the decode side is the bottleneck",
+    ("TTFT", True): "TTFT: prompts wait for their turn",
+    ("TTFT", False): "TTFT: prompts queue for the prefill side, which is the bottleneck",
+}
+"""by the promise that breaks first, of an aggregated graph or not"""
 
 
 def _limits(loser: CandidateResult, winner: CandidateResult) -> str:
     """Which promise breaks first in the loser and in the winner, and why."""
-    said = f"{_bare(loser)[0].upper()}{_bare(loser)[1:]} breaks first on {_cause(loser)}"
-    if winner.broken is None:
-        return f"{said}."
-    return f"{said}; {_bare(winner)} on {_cause(winner)}."
+    name = _bare(loser)
+    said = f"{name[0].upper()}{name[1:]} breaks first on {_cause(loser)}"
+    return f"{said}." if winner.broken is None else f"{said}; {_bare(winner)} on {_cause(winner)}."
 
 
 def _cause(finding: CandidateResult) -> str:
-    match _first_broken(finding), finding.aggregated:
-        case "gap", True:
-            return "gaps: prompts that are computed stall the answers that stream"
-        case "gap", False:
-            return "gaps: the decode side is the bottleneck"
-        case "TTFT", True:
-            return "TTFT: prompts wait for their turn"
-        case "TTFT", False:
-            return "TTFT: prompts queue for the prefill side, which is the bottleneck"
-        case broken, _:
-            return f"{broken} requests"
-
-
-def _first_broken(finding: CandidateResult) -> str:
     broke = finding.broke
     counts = {
         "gap": broke.gap + broke.both,
@@ -266,7 +251,8 @@ def _first_broken(finding: CandidateResult) -> str:
         "failed": broke.failed,
         "unfinished": broke.unfinished,
     }
-    return max(counts, key=lambda name: counts[name])
+    first = max(counts, key=lambda name: counts[name])
+    return _CAUSES.get((first, finding.aggregated), f"{first} requests")
 
 
 def _broke(finding: CandidateResult) -> str:
@@ -316,18 +302,9 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
     return ours.goodput / other.most if other.most else 1.0
 
 
-_CLOSE = 1.25
-
-
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
     """Say how many times as much; where an interval is wide (a loser that was only screened), what is sure of it."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""
-    return (
-        f": at least {sure:.2g} times as much" if gain > _CLOSE * sure > 0 else f": {gain:.2g} times as much"
-    )
-
-
-def _noise(noise: float | None) -> str:
-    return f" (the same system against itself: {noise:.0%})" if noise else ""
+    return f": at least {sure:.2g} times as much" if gain > 1.25 * sure > 0 else f": {gain:.2g} times as much"
