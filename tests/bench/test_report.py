@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from pdserve_bench.report import Cell, Chart, Column, Origin, Report, Rows, Series, check_outputs, machine
 from pdserve_bench.report.origin import command_line, revision
-from pdserve_bench.report.plot import colours_of, draw
+from pdserve_bench.report.plot import draw
 
 from pdserve.errors import ConfigError
 from tests.terminal import Terminal
@@ -142,11 +141,6 @@ def test_json_has_no_nan() -> None:
     assert found["data"] == {"deep": [{"x": None}], "path": "/x", "by number": {"1": 2}}
 
 
-def test_numbers_of_numpy_are_numbers_in_json() -> None:
-    figures = {"float": np.float64(1.5), "int": np.int64(3), "array": np.array([1, 2])}
-    assert json.loads(Report("", data=figures).as_json())["data"] == {"float": 1.5, "int": 3, "array": [1, 2]}
-
-
 LONG = "a system with max-num-batched-tokens=2048 and max-num-seqs=256, which takes a line and another one"
 NASTY = [
     Chart("no series", "lines", "x", "y", []),
@@ -176,26 +170,13 @@ def test_ticks_are_plain_numbers_with_their_unit() -> None:
     chart = Chart("", "lines", "", "", series, log_x=True, log_y=True, y_unit="s")
     figure = Figure()
     axes = figure.subplots()
-    draw(axes, chart, colours_of([chart]))
+    draw(axes, chart)
     figure.draw_without_rendering()
     ticks = [
         text.get_text() for text in (*axes.get_xticklabels(which="both"), *axes.get_yticklabels(which="both"))
     ]
     assert {"1", "100", "20 ms", "200 ms"} <= set(ticks)
     assert not any("^" in text or "e+" in text for text in ticks)
-
-
-def test_a_label_has_one_colour_and_a_baseline_is_grey() -> None:
-    one = Chart("", "lines", "", "", [Series("a", [1], [1]), Series("engine", [1], [1], baseline=True)])
-    two = Chart(
-        "", "lines", "", "", [Series("engine", [1], [1]), Series("b", [1], [1]), Series("a", [1], [1])]
-    )
-    colours = colours_of([one, two])
-    assert colours.keys() == {"a", "b", "engine"}
-    assert colours["a"] == colours_of([one])["a"]
-    assert len(set(colours.values())) == 3
-    red, green, blue = bytes.fromhex(colours["engine"][1:])
-    assert max(red, green, blue) - min(red, green, blue) < 20, "grey"
 
 
 def test_the_command_is_there_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

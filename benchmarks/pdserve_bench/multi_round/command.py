@@ -60,18 +60,14 @@ def multi_round(
 ) -> int:
     """Multi-round QA: users that join over time, hold a chat of --num-rounds questions each, and leave.
 
-    A chat begins with a system prompt that all users share and a history of the
-    user's own, and goes on with the server's real answers: prefix caches count.
-    A user asks every num-users / qps seconds, but never before its last answer.
-    Users join evenly, so that --num-users are there as long as the server keeps
-    up, and more when it does not. Together they ask
-    qps x num-rounds / (num-rounds - 1) a second: with 3 rounds and --qps 10,
-    15 requests/s. Flags, arithmetic and summary are those of multi-round-qa of
-    vLLM's production stack.
+    A chat begins with a system prompt that all users share and a history of the user's own, and goes on with the
+    server's real answers: prefix caches count. A user asks every num-users / qps seconds, but never before its last
+    answer. Users join evenly, so that --num-users are there as long as the server keeps up, and more when it does not.
+    Together they ask qps x num-rounds / (num-rounds - 1) a second: with 3 rounds and --qps 10, 15 requests/s. Flags,
+    arithmetic and summary are those of multi-round-qa of vLLM's production stack.
 
-    After --time no question is asked any more, and the last answers are waited
-    for; the summary's rates are taken until the last of them came. Ctrl-C shows
-    what is there so far. Exit code 1 where no question was answered, 130 after
+    After --time no question is asked any more, and the last answers are waited for; the summary's rates are taken until
+    the last of them came. Ctrl-C shows what is there so far. Exit code 1 where no question was answered, 130 after
     Ctrl-C.
 
     examples:

@@ -72,11 +72,8 @@ class MultiRoundResult:
             complete=complete,
         )
         summary: list[list[Cell]] = [[name, value] for name, value in self.lines()]
-        report.tables = [
-            Rows("Performance summary", [Column("figure"), Column("value")], summary),
-            *([self._times(), self._rounds()] if self.finished else []),
-            *([self._failures()] if figures["failed"] else []),
-        ]
+        report.tables = [Rows("Performance summary", [Column("figure"), Column("value")], summary)]
+        report.tables += [self._times(figures), self._rounds()] if self.finished else []
         report.notes = self._notes(figures)
         report.charts = [self._ttfts()] if self.finished else []
         report.data = self._data(figures)
@@ -96,23 +93,19 @@ class MultiRoundResult:
             f"{asked:.2f} that were asked."
         )
 
-    def _times(self) -> Rows:
-        finished = self.finished
-        samples = {
-            "TTFT": [question.ttft for question in finished if question.ttft is not None],
-            "gap between tokens (ITL)": [gap for question in finished for gap in question.gaps],
-            "longest gap of each answer": [max(question.gaps) for question in finished if question.gaps],
-            "whole answer": [question.ended - question.started for question in finished],
+    def _times(self, figures: dict[str, float]) -> Rows:
+        names = {
+            "TTFT": "TTFT",
+            "ITL": "gap between tokens (ITL)",
+            "longest gap": "longest gap of each answer",
+            "whole": "whole answer",
         }
-        shares = (0.5, 0.9, 0.99, 1.0)
+        shares = ("p50", "p90", "p99")
         rows: list[list[Cell]] = [
-            [name, 1000 * statistics.fmean(values), *(1000 * percentile(values, share) for share in shares)]
-            for name, values in samples.items()
-            if values
+            [shown, *(1000 * figures[f"{name} {share}"] for share in shares)] for name, shown in names.items()
         ]
-        names = ("mean", "p50", "p90", "p99", "max")
         return Rows(
-            "Times of finished requests", [Column("ms"), *(Column(name, ".1f") for name in names)], rows
+            "Times of finished requests", [Column("ms"), *(Column(each, ".1f") for each in shares)], rows
         )
 
     def _rounds(self) -> Rows:
@@ -141,10 +134,6 @@ class MultiRoundResult:
         columns += [Column("TTFT p50, ms", ".1f"), Column("TTFT p90, ms", ".1f")]
         return Rows("Rounds", columns, rows)
 
-    def _failures(self) -> Rows:
-        rows: list[list[Cell]] = [[text, count] for text, count in self.run.errors()[:_SHOWN_ERRORS]]
-        return Rows("Failed requests", [Column("error"), Column("requests", ".0f")], rows)
-
     def _ttfts(self) -> Chart:
         later = [question for question in self.finished if question.ttft is not None]
         dots = {
@@ -171,19 +160,17 @@ class MultiRoundResult:
         questions, finished, load = self.questions, self.finished, self.load
         if not questions:
             return []
-        users = len({question.user for question in questions})
+        users, window = len({question.user for question in questions}), figures["window"]
         notes = [
             f"{figures['requests']:.0f} requests of {users} users: {figures['finished']:.0f} finished, "
-            f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished. Seed {load.seed}."
+            f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished. Seed {load.seed}.",
+            f"While questions were asked, for {window:.0f} s: {figures['requests/s']:.2f} requests/s were answered "
+            f"of {figures['requests'] / window:.2f} that were asked; {load.rate:.2f} were planned.",
         ]
-        notes.append(
-            f"While questions were asked, for {figures['window']:.0f} s: {figures['requests/s']:.2f} requests/s were "
-            f"answered of {figures['requests'] / figures['window']:.2f} that were asked; {load.rate:.2f} were planned."
-        )
         if late := self.run.on_their_way:
             later = sum(question.outcome is Outcome.FINISHED for question in late)
             notes.append(
-                f"Still on their way when the {figures['window']:.0f} s were over: {len(late)} requests, of which "
+                f"Still on their way when the {window:.0f} s were over: {len(late)} requests, of which "
                 f"{later} finished within {max(0.0, self.run.ended - self.run.closes):.1f} s more."
             )
         held = [question.held for question in questions if question.held > 0]
@@ -202,6 +189,7 @@ class MultiRoundResult:
             notes.append(
                 "The server tells no usage: input tokens are not known, and events with text count as output tokens."
             )
+        notes += [f"{count} requests failed: {text}" for text, count in self.run.errors()[:_SHOWN_ERRORS]]
         lengths = [question.output_tokens for question in finished]
         if lengths and statistics.fmean(lengths) < 0.95 * load.answer_len:
             notes.append(

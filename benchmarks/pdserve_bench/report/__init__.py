@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from pdserve.errors import ConfigError
 from pdserve_bench.report.origin import Origin, machine
@@ -57,7 +56,6 @@ class Series:
     """NaN in `ys` leaves the place empty."""
 
     label: str
-    """within a report the same label has the same colour everywhere"""
     xs: Sequence[float | str]
     ys: Sequence[float | None]
     low: Sequence[float | None] = ()
@@ -111,9 +109,9 @@ class Report:
         terminal.show_report(self)
 
     def as_json(self) -> str:
-        """All fields, under their names. NaN and infinity, which JSON does not know, are null."""
+        """All fields, under their names. NaN and infinity, which JSON does not know, are null; paths are texts."""
         whole = {each.name: getattr(self, each.name) for each in fields(self)}
-        return msgspec.json.format(msgspec.json.encode(whole, enc_hook=_plain), indent=2).decode() + "\n"
+        return msgspec.json.format(msgspec.json.encode(whole, enc_hook=str), indent=2).decode() + "\n"
 
     def write(self, json_file: Path | None, plot: Path | None) -> None:
         """`plot` as it is checked by `check_outputs`. Says on stderr what it wrote."""
@@ -125,11 +123,6 @@ class Report:
 
             write_png(self, _picture(plot))
             _wrote(_picture(plot))
-
-
-def _plain(value: object) -> object:
-    """NumPy's numbers are numbers; anything else that JSON does not know, as a path, is a text."""
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 BROKEN_OFF = "Broken off: this is what was there by then."

@@ -4,7 +4,6 @@ import math
 import textwrap
 import warnings
 from collections.abc import Iterable, Mapping
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ _LABEL = 60
 """letters of a label"""
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98500", "#2b9bd6")
 """can be told apart with any kind of colour blindness (after Okabe and Ito)"""
-_GREYS = ("#7a828c", "#a4abb3", "#545b64")
-"""of baselines"""
+_BASELINE = "#7a828c"
 _LOOK: dict[Any, Any] = {
     "font.size": 9,
     "text.parse_math": False,
@@ -51,33 +49,23 @@ def write_png(report: Report, file: Path) -> None:
             _folded(f"{report.origin.short}\n$ {report.origin.command}"), x=0.01, ha="left", fontsize=7
         )
         if report.charts:
-            colours = colours_of(report.charts)
             rows = figure.subplots(len(highs), squeeze=False, gridspec_kw={"height_ratios": highs})
             for (axes,), chart in zip(rows, report.charts, strict=True):
-                draw(axes, chart, colours)
+                draw(axes, chart)
         figure.savefig(file)
 
 
-def colours_of(charts: Iterable[Chart]) -> Mapping[str, str]:
-    """label -> colour, the same in all charts; a baseline is grey."""
-    series = [each for chart in charts for each in chart.series]
-    grey, strong = cycle(_GREYS), cycle(_COLOURS)
-    marked = {each.label for each in series if each.baseline}
-    labels = dict.fromkeys(each.label for each in series)
-    return {label: next(grey if label in marked else strong) for label in labels}
-
-
-def draw(axes: Axes, chart: Chart, colours: Mapping[str, str]) -> None:
+def draw(axes: Axes, chart: Chart) -> None:
     axes.set_title(_shown(chart.title) + _BETTER.get(chart.better, ""))
     bars = chart.kind == "bars"
     for place, series in enumerate(chart.series):
-        style: dict[str, Any] = {"color": colours[series.label], "label": _shown(series.label)}
+        colour = _BASELINE if series.baseline else _COLOURS[place % len(_COLOURS)]
+        style: dict[str, Any] = {"color": colour, "label": _shown(series.label)}
         if bars:
             _bars(axes, chart, series, place, style)
         else:
-            xs = (
-                series.xs if all(isinstance(x, int | float) for x in series.xs) else [*map(_shown, series.xs)]
-            )
+            numeric = all(isinstance(x, int | float) for x in series.xs)
+            xs = series.xs if numeric else [*map(_shown, series.xs)]
             axes.plot(xs, _numbers(series.ys), "o" if chart.kind == "dots" else "o-", markersize=3, **style)
             if series.low and len(series.low) == len(series.high) == len(series.xs):
                 axes.fill_between(
@@ -118,14 +106,6 @@ def _axes(axes: Axes, chart: Chart) -> None:
     axes.set_xlabel(_shown(chart.y_label if bars else chart.x_label))
     if not bars:
         axes.set_ylabel(_shown(chart.y_label))
-    form = (
-        PercentFormatter(1.0)
-        if chart.y_unit == "share"
-        else EngFormatter(chart.y_unit)
-        if chart.y_unit
-        else None
-    )
-    values = axes.xaxis if bars else axes.yaxis
     for axis, log, least in (
         (axes.xaxis, chart.log_x, axes.dataLim.x0),
         (axes.yaxis, chart.log_y, axes.dataLim.y0),
@@ -135,8 +115,9 @@ def _axes(axes: Axes, chart: Chart) -> None:
             axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    if form:
-        values.set_major_formatter(form)
+    if chart.y_unit:
+        form = PercentFormatter(1.0) if chart.y_unit == "share" else EngFormatter(chart.y_unit)
+        (axes.xaxis if bars else axes.yaxis).set_major_formatter(form)
 
 
 def _inches(chart: Chart) -> float:

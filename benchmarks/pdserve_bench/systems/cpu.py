@@ -8,10 +8,6 @@ from pathlib import Path
 
 import psutil
 
-_ENGINE = {"EngineCore": "EngineCore", "Worker": "VllmWorker", "DPCoordinator": "DPCoordinator"}
-"""how vLLM 0.32 titles the processes of an engine, `VLLM::Worker_TP0`, and what they are called here"""
-_VLLM = "vllm server"
-
 
 @dataclass(frozen=True)
 class CpuReading:
@@ -71,11 +67,11 @@ def label(process: psutil.Process) -> str:
 def name_of(chain: Sequence[tuple[str, Sequence[str]]]) -> str:
     """Name the first process, given its name and command line, those of its parent, and so on up."""
     name, command = chain[0]
-    if name.startswith("VLLM::"):
+    if name.startswith("VLLM::"):  # vLLM 0.32 titles the processes of an engine: VLLM::Worker_TP0
         part = name.removeprefix("VLLM::").partition("_")[0]
-        return f"{_owner(chain[1:])} {_ENGINE.get(part, part)}"
+        return f"{_owner(chain[1:])} {part.replace('Worker', 'VllmWorker')}"
     if any(word.endswith("api_server.entry") for word in command):
-        return _VLLM
+        return "vllm server"
     words = [Path(word).name for word in command]
     if "guardian.py" in words:
         return "guardian"
@@ -89,7 +85,7 @@ def name_of(chain: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 def _owner(chain: Sequence[tuple[str, Sequence[str]]]) -> str:
     """The role, or the server, that a process of an engine belongs to: the first above it that is none itself."""
-    outside = (at for at, (name, _) in enumerate(chain) if not name.startswith("VLLM::"))
-    start = next(outside, None)
-    found = name_of(chain[start:]) if start is not None else ""
-    return found.removesuffix(" server") or "vllm"
+    for at, (name, _) in enumerate(chain):
+        if not name.startswith("VLLM::"):
+            return name_of(chain[at:]).removesuffix(" server")
+    return "vllm"
