@@ -42,7 +42,7 @@ from pdserve.sampling import looks_back
 logger = logging.getLogger(__name__)
 
 
-class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers NotImplementedError, a 501, for the rest
+class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises NotImplementedError for the rest, which no route reaches
     """One per model. All methods run in the event loop. None that AsyncLLM calls waits, except for outputs, so that a
     cancelled HTTP request cannot leave half of a request behind."""
 
@@ -97,23 +97,6 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return self._tasks
-
-    async def reset_mm_cache_async(self) -> None:
-        """Do nothing: only text is served, so nothing is cached here."""
-
-    async def reset_prefix_cache_async(
-        self, reset_running: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return False
-
-    async def is_sleeping_async(self) -> bool:
-        return False
-
-    async def is_scheduler_paused_async(self) -> bool:
-        return False
-
-    def dp_engines_running(self) -> bool:
-        return bool(self._generations)
 
     # a generation, from its beginning to its end
 

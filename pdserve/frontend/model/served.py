@@ -143,7 +143,7 @@ class ServedModels:
         self._retiring: set[ServedModel] = set()
         """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
-        """by model: the fingerprints of its workers, where they differ"""
+        """by model: the fingerprints of its workers"""
 
     # for requests
 
@@ -310,17 +310,12 @@ class ServedModels:
         ]
 
     def _warn_if_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
-        loaded, before = {card.fingerprint for _, card in cards}, self._mixed.get(name)
-        if len(loaded) < 2:
-            self._mixed.pop(name, None)
-        elif loaded != before:
-            self._mixed[name] = loaded
-            newest = _newest(cards).fingerprint
-            others = ", ".join(
-                f"{id} ({card.fingerprint})" for id, card in cards if card.fingerprint != newest
-            )
-            text = "%s: its workers loaded different weights or settings: new requests go to those of %s only, not %s"
-            logger.warning(text, name, newest, others)
+        by_worker = {worker: card.fingerprint for worker, card in cards}
+        loaded, before = set(by_worker.values()), self._mixed.get(name)
+        self._mixed[name] = loaded
+        if len(loaded) > 1 and loaded != before:
+            text = "%s: its workers loaded different weights or settings (%s): new requests go to those of %s only"
+            logger.warning(text, name, by_worker, _newest(cards).fingerprint)
 
     # the life of one model
 

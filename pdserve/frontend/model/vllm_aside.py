@@ -10,10 +10,9 @@ few milliseconds. What belongs to the frontend's loop stays there: the connectio
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse
@@ -37,15 +36,12 @@ from pdserve.tasks import Lifetime, on_loop
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[RequestOutput, None]
-_json = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _validated: ContextVar[tuple[object, bool | None]] = ContextVar("validated", default=(None, None))
 """parameters that were validated in the thread, and what vLLM's validation returned"""
 
 SHORT_PROMPT = 1000
 """characters, tokenized in some 0.2 ms"""
-DEPTH, SLICE = 4, 200
-"""levels of an answer's JSON in which objects and short lists are written part by part (choices, their logprobs), and
-elements of a longer list that are written together (its tokens)"""
 
 
 class SideLoop(Lifetime):
@@ -165,34 +161,14 @@ def keep_prompt_logprobs(processor: OutputProcessor, output: EngineCoreOutput) -
     logprobs.prompt_logprobs.parts.append(part)
 
 
-# JSON encoders in C let no other thread run until they are done
-
-
 class JsonInPieces(JSONResponse):
+    """As JSONResponse writes it, but not in the thread by the encoder in C, which lets no other thread run until it is
+    done."""
+
     def render(self, content: Any) -> bytes:
         if threading.current_thread() is threading.main_thread():
             return super().render(content)
-        return "".join(_pieces(content, DEPTH)).encode()
-
-
-def _pieces(value: Any, depth: int) -> Iterator[str]:
-    """As JSONResponse writes it."""
-    if isinstance(value, list) and len(value) > SLICE:
-        for start in range(0, len(value), SLICE):
-            yield ("," if start else "[") + _json(value[start : start + SLICE])[1:-1]
-        yield "]"
-    elif isinstance(value, list) and depth:
-        for number, part in enumerate(value):
-            yield "," if number else "["
-            yield from _pieces(part, depth - 1)
-        yield "]" if value else "[]"
-    elif isinstance(value, dict) and depth:
-        for number, (name, part) in enumerate(value.items()):
-            yield ("," if number else "{") + _json({name: 0})[1:-2]  # which quotes a number
-            yield from _pieces(part, depth - 1)
-        yield "}" if value else "{}"
-    else:
-        yield _json(value)
+        return "".join(_encoder.iterencode(content)).encode()
 
 
 def _dump_choices_apart(model: Any) -> None:

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from pdserve.frontend.model.generation import MAX_PROMPT_LOGPROBS
-from pdserve.frontend.model.vllm_aside import _pieces
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import chat, completion
@@ -187,18 +186,6 @@ async def test_a_model_that_is_gone_leaves_no_thread(graph: Graph) -> None:
         graph.models._remove("other")
         await until(lambda: not graph.models._retiring)
     await until(lambda: not [thread for thread in threading.enumerate() if "_run" in thread.name][1:])
-
-
-@pytest.mark.parametrize("depth", range(5))
-async def test_json_in_pieces_is_the_same(depth: int) -> None:
-    content = {
-        "choices": [{5: {}, "logprobs": {"é\ud7ff": [1.5, 1e16, None] * 300, "5": {}}, "x": []}] * 3,
-        "usage": None,
-    }
-    whole = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    assert "".join(_pieces(content, depth)) == whole
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        list(_pieces({"choices": [float("nan")]}, depth))
 
 
 @pytest.mark.parametrize(("n", "status"), [(1, 200), (64, 400)])

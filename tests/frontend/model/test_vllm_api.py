@@ -18,11 +18,12 @@ from tests.frontend.conftest import card
 # What AsyncLLM does with its engine core: a new use must be answered by RemoteCore, or be one that may fail.
 CORE_USES = {
     "abort_requests_async", "add_request_async", "get_output_async", "get_supported_tasks_async",
-    "shutdown", "engine_ranks_managed", "resources", "reset_mm_cache_async", "reset_prefix_cache_async",
-    "is_sleeping_async", "is_scheduler_paused_async", "dp_engines_running", "get_kv_event_sources",
+    "shutdown", "engine_ranks_managed", "resources", "get_kv_event_sources",
 }  # fmt: skip
 CORE_MAY_FAIL = {
     "add_lora_async", "collective_rpc_async", "commit_elastic_ep", "compute_weight_checksums_async",
+    "dp_engines_running", "is_scheduler_paused_async", "is_sleeping_async", "reset_mm_cache_async",
+    "reset_prefix_cache_async",
     "get_status", "get_weight_version_async", "handle_fault", "list_loras_async",
     "pause_scheduler_async", "pin_lora_async", "prepare_elastic_ep", "profile_async",
     "release_kv_cache_memory_async", "remove_lora_async", "reset_encoder_cache_async",
