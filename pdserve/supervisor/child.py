@@ -89,7 +89,6 @@ class Child:
         guardian: Guardian | None = None,
         wave: int = 0,
         parent_death: signal.Signals | None = signal.SIGKILL,
-        pass_fds: Sequence[int] = (),
         outlives: bool = False,
     ) -> None:
         """Start it; raises OSError. Call it in a running loop and in the main thread: the kernel sends `parent_death`
@@ -113,7 +112,7 @@ class Child:
                 stdout=into,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                pass_fds=(*pass_fds, out) if outlives else pass_fds,
+                pass_fds=(out,) if outlives else (),
             )
         except BaseException:
             os.close(out)

