@@ -13,10 +13,10 @@ or has a key, or name=key, on each line. No error or note here shows a key.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pdserve.config.schema import SecuritySection
 from pdserve.config.tree import Entry, Findings, or_nearest, parse_tree
@@ -30,11 +30,22 @@ SHORT = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _NAMES = "letters, digits and . _ @ -, at most 64"
 _KEY = re.compile(r"[!-~]+")
-_FIT = "must be of ASCII characters without spaces: clients cannot send others"
-_KEYS = ("key", "key-sha256")
-_ADMIN = "admin"
+_FIT = "of ASCII characters without spaces, since clients cannot send others"
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrent-requests")
-_FIELDS = (*_KEYS, _ADMIN, *_LIMITS)
+_LIMIT = f"a whole number from 1 to {MOST}; without it there is no such limit"
+_FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "key": (
+        lambda value: isinstance(value, str) and _KEY.fullmatch(value),
+        f"a text {_FIT}; put quotes round it",
+    ),
+    "key-sha256": (
+        lambda value: isinstance(value, str) and re.fullmatch(r"[0-9A-Fa-f]{64}", value),
+        "64 hex digits, the SHA-256 of the key, in quotes",
+    ),
+    "admin": (lambda value: isinstance(value, bool), "true or false"),
+    **dict.fromkeys(_LIMITS, (lambda value: type(value) is int and 0 < value <= MOST, _LIMIT)),
+}
+"""of a key's mapping: whether a value is valid, and what it must be"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ def _read_lines(lines: Iterable[tuple[str, str]], found: FoundKeys) -> None:
         elif not _NAME.fullmatch(name):
             raise ConfigError([f"{place}: what stands before the = is no name for an API key: {_NAMES}."])
         if not _KEY.fullmatch(key):
-            raise ConfigError([f"{place}: the key {_FIT}."])
+            raise ConfigError([f"{place}: the key must be {_FIT}."])
         _note_short(f"{place}: the key{name and f' {name}'}", key, found)
         found.keys.append(ApiKey.of(key, name))
 
@@ -150,61 +161,37 @@ def _read_yaml(path: Path, text: str, found: FoundKeys) -> bool:
     except ConfigError as error:  # YAML's own messages quote the file
         raise ConfigError([re.sub(r"'[^']*'", "...", problem) for problem in error.problems]) from None
     for entry in tree.values():
-        fields = entry.children
         if not _NAME.fullmatch(entry.path):
             findings.problem(entry, f"is no name for an API key: {_NAMES}.")
         elif not isinstance(entry.value, dict):
             findings.problem(entry, "must be a mapping: indent `key: ...` under it.")
         else:
-            for name, unknown in fields.items():
-                if name not in _FIELDS:
-                    names = ", ".join(_FIELDS)
-                    hint = or_nearest(name, _FIELDS, f"remove it, or use one of: {names}.")
-                    findings.problem(unknown, f"is not a key of an API key: {hint}")
-            secret = secret or "key" in fields
-            digest, limits = _digest(entry, findings, found), _limits(fields, findings)
-            found.keys.append(ApiKey(entry.path, digest, limits, _admin(fields, findings)))
+            values = _values(entry, findings)
+            if key := values.get("key"):
+                _note_short(f"{path}:{entry.children['key'].line}: {entry.path}.key", key, found)
+            digest = digest_of(key) if key else bytes.fromhex(values.get("key-sha256", ""))
+            limits = KeyLimits(*map(values.get, _LIMITS))
+            found.keys.append(ApiKey(entry.path, digest, limits, values.get("admin", False)))
+            secret = secret or key is not None
     findings.raise_if_any()
     return secret
 
 
-def _digest(entry: Entry, findings: Findings, found: FoundKeys) -> bytes:
-    """The key's digest; empty if there is a problem, which does not show the value."""
-    key, hashed = (entry.children.get(name) for name in _KEYS)
-    if (key is None) == (hashed is None):
-        findings.problem(entry, "needs either key or key-sha256.")
-    elif hashed is not None:
-        if isinstance(hashed.value, str) and re.fullmatch(r"[0-9A-Fa-f]{64}", hashed.value):
-            return bytes.fromhex(hashed.value)
-        findings.problem(hashed, "must be 64 hex digits, the SHA-256 of the key, in quotes.")
-    elif key is not None:
-        if isinstance(key.value, str) and _KEY.fullmatch(key.value):
-            _note_short(f"{findings.path}:{key.line}: {key.path}", key.value, found)
-            return digest_of(key.value)
-        wrong = f"{_FIT};" if isinstance(key.value, str) else "must be a text:"
-        findings.problem(key, f"{wrong} put quotes round it.")
-    return b""
-
-
-def _limits(fields: Mapping[str, Entry], findings: Findings) -> KeyLimits:
+def _values(entry: Entry, findings: Findings) -> dict[str, Any]:
+    """The valid values of a key's mapping by their names. No problem shows a value."""
     values = {}
-    for name in _LIMITS:
-        if (entry := fields.get(name)) is None:
-            continue
-        if isinstance(entry.value, int) and not isinstance(entry.value, bool) and 0 < entry.value <= MOST:
-            values[name.replace("-", "_")] = entry.value
+    for name, field_ in entry.children.items():
+        valid, rule = _FIELDS.get(name, (None, ""))
+        if valid is None:
+            hint = or_nearest(name, _FIELDS, f"remove it, or use one of: {', '.join(_FIELDS)}.")
+            findings.problem(field_, f"is not a key of an API key: {hint}")
+        elif valid(field_.value):
+            values[name] = field_.value
         else:
-            findings.problem(
-                entry, f"must be a whole number from 1 to {MOST}; without it there is no such limit."
-            )
-    return KeyLimits(**values)
-
-
-def _admin(fields: Mapping[str, Entry], findings: Findings) -> bool:
-    entry = fields.get(_ADMIN)
-    if entry is not None and not isinstance(entry.value, bool):
-        findings.problem(entry, "must be true or false.")
-    return entry is not None and entry.value is True
+            findings.problem(field_, f"must be {rule}.")
+    if ("key" in entry.children) == ("key-sha256" in entry.children):
+        findings.problem(entry, "needs either key or key-sha256.")
+    return values
 
 
 def _note_short(what: str, key: str, found: FoundKeys) -> None:

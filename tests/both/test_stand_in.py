@@ -211,6 +211,5 @@ async def test_a_stand_in_keeps_the_card_again_when_its_writer_is_back(graph: Wo
     await graph.registry.kill(worker)
     await until(lambda: card_in(graph.registry) is None)
     graph.registry.clients.append(worker)
-    worker.register()
     await graph.registry.notify()
     await until(lambda: card_in(graph.registry) is not None)

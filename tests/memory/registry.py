@@ -9,15 +9,28 @@ from pdserve.registry.base import Change, Registry, difference
 
 
 class MemoryServer:
-    """Stands in for etcd."""
+    """Stands in for etcd. Each client that lives holds its own leased keys, so that no other can take them away."""
 
     def __init__(self) -> None:
         self.alive = True
-        self.data: dict[str, bytes] = {}
-        self.owners: dict[str, MemoryRegistry | None] = {}
         self.clients: list[MemoryRegistry] = []
         self.version = 0
+        self._unleased: dict[str, bytes] = {}
         self._changed = asyncio.Condition()
+
+    @property
+    def data(self) -> dict[str, bytes]:
+        found = dict(self._unleased)
+        for client in self.clients:
+            found |= client.leased
+        return found
+
+    async def write(self, key: str, value: bytes | None) -> None:
+        """Write or remove a key without a lease; a live client writes its leased keys again."""
+        self._unleased.pop(key, None)
+        if value is not None and key not in self.data:
+            self._unleased[key] = value
+        await self.notify()
 
     async def down(self) -> None:
         self.alive = False
@@ -27,45 +40,12 @@ class MemoryServer:
         """Come back; all live processes register again, as they do with a real server."""
         self.alive = True
         if lose_data:
-            self.data.clear()
-            self.owners.clear()
-        for client in self.clients:
-            client.register()
-        await self.notify()
-
-    async def expire(self, client: "MemoryRegistry") -> None:
-        """Let the client's lease run out although it lives (it was cut off, or slept); it takes a new one."""
-        self.forget(client)
-        await self.notify()
-        await asyncio.sleep(0)
-        client.register()
+            self._unleased.clear()
         await self.notify()
 
     async def kill(self, client: "MemoryRegistry") -> None:
         """Let the client's process die, and its lease run out."""
         self.clients.remove(client)
-        self.forget(client)
-        await self.notify()
-
-    def forget(self, client: "MemoryRegistry") -> None:
-        for key in [key for key, owner in self.owners.items() if owner is client]:
-            del self.data[key], self.owners[key]
-
-    def write(self, key: str, value: bytes, owner: "MemoryRegistry | None") -> None:
-        self.data[key], self.owners[key] = value, owner
-
-    def remove(self, key: str) -> None:
-        self.data.pop(key, None)
-        self.owners.pop(key, None)
-
-    def read(self, prefix: str) -> dict[str, bytes]:
-        return {key: value for key, value in sorted(self.data.items()) if key.startswith(prefix)}
-
-    async def changed_by(self, client: "MemoryRegistry") -> None:
-        """Let the others write again what this client deleted or overwrote of theirs."""
-        for other in self.clients if self.alive else ():
-            if other is not client:
-                other.register()
         await self.notify()
 
     async def notify(self) -> None:
@@ -80,10 +60,9 @@ class MemoryServer:
 
 class MemoryRegistry(Registry):
     def __init__(self, server: MemoryServer, namespace: str = "pdserve") -> None:
+        self.leased: dict[str, bytes] = {}
         self._server = server
         self._root = f"/{namespace}/"
-        self._leased: dict[str, bytes] = {}
-        self._deleted: set[str] = set()
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -100,40 +79,32 @@ class MemoryRegistry(Registry):
     def connected(self) -> bool:
         return self._server.alive and self in self._server.clients
 
-    async def put(self, key: str, value: bytes, *, leased: bool = True) -> None:
-        if leased:
-            self._leased[key] = value
-            self._deleted.discard(key)
-        elif not self.connected:
-            raise RegistryUnavailable("the server is down")
-        if self.connected:
-            self._server.write(self._root + key, value, self if leased else None)
-            await self._server.changed_by(self)
-
-    async def delete(self, key: str) -> None:
-        if self._leased.pop(key, None) is None and not self.connected:
-            raise RegistryUnavailable("the server is down")
-        self._deleted.add(key)
-        if self.connected:
-            self.register()
-            await self._server.changed_by(self)
-
-    def register(self) -> None:
-        """Bring the server up to date with what this process wrote while it was away."""
-        for key in self._deleted:
-            self._server.remove(self._root + key)
-        self._deleted.clear()
-        for key, value in self._leased.items():
-            self._server.write(self._root + key, value, self)
-
-    async def read(self, prefix: str) -> dict[str, bytes]:
+    def _check(self) -> None:
         if not self.connected:
             raise RegistryUnavailable("the server is down")
+
+    async def put(self, key: str, value: bytes, *, leased: bool = True) -> None:
+        if leased:
+            self.leased[self._root + key] = value
+            await self._server.write(self._root + key, None)
+        else:
+            self._check()
+            await self._server.write(self._root + key, value)
+
+    async def delete(self, key: str) -> None:
+        if self.leased.pop(self._root + key, None) is None:
+            self._check()
+        await self._server.write(self._root + key, None)
+
+    async def read(self, prefix: str) -> dict[str, bytes]:
+        self._check()
         return self._read(prefix)
 
     def _read(self, prefix: str) -> dict[str, bytes]:
-        values = self._server.read(self._root + prefix)
-        return {key.removeprefix(self._root): value for key, value in values.items()}
+        data = sorted(self._server.data.items())
+        return {
+            key.removeprefix(self._root): value for key, value in data if key.startswith(self._root + prefix)
+        }
 
     async def watch(self, *prefixes: str) -> AsyncIterator[list[Change]]:
         known: dict[str, bytes] | None = None

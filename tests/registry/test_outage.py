@@ -15,7 +15,7 @@ from pdserve.registry.base import Change
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.etcd_session import EtcdSession, SessionLost
 from tests.conditions import until
-from tests.registry.conftest import TTL, EtcdStage, MemoryStage, Stage
+from tests.registry.conftest import TTL, EtcdStage, Stage
 from tests.registry.following import following
 from tests.servers import hung
 
@@ -60,17 +60,6 @@ async def test_entering_without_a_server(outage: Stage, monkeypatch: pytest.Monk
     with pytest.raises(RegistryUnavailable):
         async with outage.registry():
             pass
-
-
-async def test_a_lease_that_ran_out_is_taken_anew() -> None:
-    stage = MemoryStage()
-    async with stage.registry() as first, stage.registry() as other, following(other) as seen:
-        await first.put("a", b"1")
-        await seen.until({"a": b"1"})
-        seen.changes.clear()
-        await stage.server.expire(first)  # type: ignore[arg-type]
-        await seen.until({"a": b"1"})
-        await until(lambda: seen.changes == [Change("a", None), Change("a", b"1")])
 
 
 async def test_a_revoked_lease_is_taken_anew(etcd_stage: EtcdStage) -> None:
