@@ -11,8 +11,8 @@ from pdserve import tasks
 from pdserve.messages import Hello, Submit
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
-from tests.decode.graph import FrontendStream, Prefill, WorkerGraph
-from tests.decode.test_worker import LONG, SHORT, expected
+from tests.decode.graph import LONG, SHORT, FrontendStream, Prefill, WorkerGraph
+from tests.engine.sims import expected
 
 BAD = "bad"
 """id of the request at which something raises what nothing expects"""

@@ -3,7 +3,7 @@ tests/frontend/model/test_stand_in.py."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,41 +11,29 @@ from msgspec.structs import replace
 
 from pdserve.both.stand_in import StandIn
 from pdserve.config.schema import PrefillConfig
-from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.graph import GRAPH, service_of
-from pdserve.plan.slots import Slot
 from pdserve.records import Role, decode_instance, encode_record
 from pdserve.registry import keys
 from pdserve.stream.archives import archive_name, fetch
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
-from tests.both.graph import Both
+from pdserve.stream.tcp import TcpStreamClient
 from tests.conditions import holds, until
-from tests.decode.graph import FrontendStream, WorkerGraph, config, living
-from tests.decode.test_worker import LONG, SHORT, expected
-from tests.engine.sims import spec
-from tests.memory.queue import MemoryQueue
+from tests.decode.graph import LONG, SHORT, Decoding, FrontendStream, WorkerGraph, config
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
 
-@pytest.fixture
-async def graph() -> AsyncIterator[WorkerGraph]:
-    async with WorkerGraph() as graph:
-        yield graph
-
-
-async def start(graph: WorkerGraph, number: int = 0, args: Mapping[str, object] = {}) -> Both:
-    """A prefill worker that the decode worker knows of, its engine with these arguments, and a frontend of it."""
-    name = f"prefill-{number}"
-    engine, stream = SimEngine(spec(Role.PREFILL, name)), TcpStreamServer("127.0.0.1")
-    registry, queue = MemoryRegistry(graph.registry, "t"), MemoryQueue(graph.broker)
-    alone = dataclasses.replace(graph.config, decode=None, prefill=PrefillConfig(engine_args=args))
-    worker = StandIn(alone, Slot(Role.PREFILL, number), name, engine, registry, queue, stream)
-    life = await graph._stack.enter_async_context(living(worker))
-    key = "/t/" + keys.instance(worker._presence.instance)
+async def start(graph: WorkerGraph, number: int = 0, args: Mapping[str, object] = {}) -> Decoding[StandIn]:
+    """A prefill worker that is registered, its engine with these arguments, and a frontend of it."""
+    graph.config = dataclasses.replace(graph.config, decode=None, prefill=PrefillConfig(engine_args=args))
+    started = await graph.start_decoding(graph.make(StandIn, f"prefill-{number}"))
+    key = "/t/" + keys.instance(started.worker._presence.instance)
     await until(lambda: key in graph.registry.data)
-    frontend = await graph._stack.enter_async_context(FrontendStream(stream.address, f"frontend-of-{name}"))
-    return Both(worker, engine, frontend, life)
+    return started
+
+
+@pytest.fixture
+async def stand_in(graph: WorkerGraph) -> Decoding[StandIn]:
+    return await start(graph)
 
 
 def worker_registry(graph: WorkerGraph) -> MemoryRegistry:
@@ -123,48 +111,36 @@ def test_the_file_chooses(stand_in: bool) -> None:
     assert (chosen == GRAPH[Role.PREFILL].service) is not stand_in
 
 
-async def test_its_answers_are_those_of_a_decode_worker(graph: WorkerGraph) -> None:
-    stand_in = await start(graph)
-    frontend = await graph.frontend()
+async def test_its_answers_are_those_of_a_decode_worker(stand_in: Decoding[StandIn]) -> None:
     for prompt in (SHORT, LONG):
-        here, there = await stand_in.frontend.ask(prompt, 20), await frontend.ask(prompt, 20)
-        assert here.tokens == there.tokens == expected(prompt, 20)
-        assert here.way == ("local", "stand-in")
-    await until(stand_in.engine.all_blocks_free)
+        assert (await stand_in.frontend.ask(prompt, 20)).way == ("local", "stand-in")
+    await stand_in.frees_all()
 
 
-async def test_a_stand_in_prefills_for_decode_workers_beside_a_stream(graph: WorkerGraph) -> None:
-    stand_in = await start(graph)
-    stream = await stand_in.frontend.submit(SHORT, 4000)
-    await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
-    frontend = await graph.frontend()
-    answered = await frontend.ask(LONG)
-    assert answered.way == ("remote", "long")
-    assert answered.tokens == expected(LONG, 4)
+async def test_a_stand_in_prefills_for_decode_workers_beside_a_stream(
+    stand_in: Decoding[StandIn], frontend: FrontendStream
+) -> None:
+    stream = await stand_in.frontend.stream()
+    assert (await frontend.ask(LONG)).way == ("remote", "long")
     assert not stand_in.frontend.answered[stream].over
     await stand_in.frontend.cancel(stream)
-    await until(stand_in.engine.all_blocks_free)
+    await stand_in.frees_all()
 
 
-async def test_streams_of_a_stand_in_whose_engine_died_count_its_death(graph: WorkerGraph) -> None:
-    stand_in = await start(graph)
-    stream = await stand_in.frontend.submit(SHORT, 4000)
-    await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
+async def test_streams_of_a_stand_in_whose_engine_died_count_its_death(stand_in: Decoding[StandIn]) -> None:
+    stream = await stand_in.frontend.stream()
     stand_in.engine.die()
     with pytest.raises(EngineDead):
         await stand_in.life
-    failed = (await stand_in.frontend.end_of(stream)).failed
-    assert failed is not None
+    failed = await stand_in.frontend.failure(stream)
     assert (failed.retry, failed.engines_died) == (True, 1)
 
 
-async def test_a_stand_in_finishes_its_streams_before_it_ends(graph: WorkerGraph) -> None:
-    stand_in = await start(graph)
-    stream = await stand_in.frontend.submit(SHORT, 200)
-    await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
+async def test_a_stand_in_finishes_its_streams_before_it_ends(stand_in: Decoding[StandIn]) -> None:
+    stream = await stand_in.frontend.stream(max_tokens=200)
     stand_in.worker.stop()
     await asyncio.wait_for(stand_in.life, 10)
-    assert len(stand_in.frontend.answered[stream].tokens) == 200
+    assert not (await stand_in.frontend.end_of(stream)).failed
 
 
 async def test_without_a_decode_worker_ever_there_is_no_card(graph: WorkerGraph) -> None:

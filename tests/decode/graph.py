@@ -1,35 +1,78 @@
-"""Decode and prefill workers on simulated engines and in-memory seams, for tests."""
+"""Workers on simulated engines and in-memory seams, for tests."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
+from prometheus_client import REGISTRY
+
+from pdserve.both.worker import BothWorker
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
+from pdserve.decode.requests import DecodeRequest
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreOutputs
-from pdserve.messages import Cancel, Failed, Load, Outputs, Placed, Refused, Submit, ToFrontend, WorkerLoad
+from pdserve.messages import (
+    Cancel,
+    Failed,
+    KvHandle,
+    Load,
+    Outputs,
+    Placed,
+    PrefillAnswer,
+    PrefillStarted,
+    Refused,
+    Submit,
+    ToFrontend,
+    WorkerLoad,
+)
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
-from pdserve.records import Role
+from pdserve.process.worker import EngineWorker
+from pdserve.queue.base import Delivery, PrefillQueue
+from pdserve.records import Instance, Role, encode_record
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
-from tests.engine.sims import LOADED, body, decode_outputs, spec
+from tests.engine.sims import LOADED, body, decode_outputs, expected, spec
 from tests.memory.queue import MemoryBroker, MemoryQueue
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
+W = TypeVar("W", bound=EngineWorker)
+SHORT = list(range(3, 23))
+LONG = list(range(103, 603))
+MOST = 8192
+"""tokens of a request, at most"""
 _numbers = count()
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, {"model": "demo", **labels}) or 0.0
+
+
+def failures(reason: str) -> float:
+    return counted("pdserve_remote_prefill_failures_total", reason=reason)
+
+
+@contextmanager
+def failing(reason: str, times: int = 1) -> Iterator[None]:
+    """Meanwhile so many remote prefills fail for this reason."""
+    before = failures(reason)
+    yield
+    assert failures(reason) == before + times
 
 
 @dataclass
 class Answered:
-    """What a frontend got for one request."""
+    """What a frontend got for one request, which asked for `most` tokens."""
 
+    prompt: list[int]
+    most: int
     placed: Placed | None = None
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
@@ -44,6 +87,11 @@ class Answered:
         """How the prompt was prefilled, and why."""
         assert self.placed is not None
         return self.placed.prefill, self.placed.reason
+
+    def check(self) -> None:
+        """The tokens are those of any healthy engine, and none is missing unless the request failed."""
+        assert self.tokens == expected(self.prompt, len(self.tokens))
+        assert self.failed or len(self.tokens) == min(self.most, MOST - len(self.prompt))
 
 
 class FrontendStream:
@@ -97,19 +145,32 @@ class FrontendStream:
         max_tokens: int = 4,
         seconds: float = 30.0,
         request_id: str = "",
-        **sampling: int,
+        **sampling: object,
     ) -> str:
         request_id = request_id or f"r{next(_numbers)}"
-        self.answered.setdefault(request_id, Answered())
+        self.answered.setdefault(request_id, Answered(prompt, max_tokens))
         await self.client.send(Submit(request_id, prompt, seconds, body(max_tokens, **sampling)))
         return request_id
 
-    async def ask(self, prompt: list[int], max_tokens: int = 4, **sampling: int) -> Answered:
+    async def stream(self, prompt: list[int] = SHORT, max_tokens: int = 5000) -> str:
+        """The id of a request that is being decoded."""
+        request_id = await self.submit(prompt, max_tokens)
+        await until(lambda: bool(self.answered[request_id].tokens))
+        return request_id
+
+    async def ask(self, prompt: list[int], max_tokens: int = 4, **sampling: object) -> Answered:
         return await self.end_of(await self.submit(prompt, max_tokens, 30.0, "", **sampling))
 
     async def end_of(self, request_id: str) -> Answered:
-        await until(lambda: self.answered[request_id].over, within=10)
-        return self.answered[request_id]
+        answered = self.answered[request_id]
+        await until(lambda: answered.over, within=10)
+        answered.check()
+        return answered
+
+    async def failure(self, request_id: str) -> Failed:
+        failed = (await self.end_of(request_id)).failed
+        assert failed is not None
+        return failed
 
     async def cancel(self, request_id: str) -> None:
         await self.client.send(Cancel([request_id]))
@@ -134,7 +195,101 @@ def shared_queue(broker: MemoryBroker) -> MemoryQueue:
     return queue
 
 
-class WorkerGraph:
+@asynccontextmanager
+async def living(worker: EngineWorker) -> AsyncIterator["asyncio.Task[None]"]:
+    life = asyncio.create_task(worker.run())
+    try:
+        await until(lambda: worker.ready.is_set() or life.done())
+        yield life
+    finally:
+        life.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await life
+
+
+@dataclass
+class Started(Generic[W]):
+    worker: W
+    engine: SimEngine
+    life: "asyncio.Task[None]"
+
+    async def frees_all(self) -> None:
+        await until(self.engine.all_blocks_free)
+
+
+@dataclass
+class Decoding(Started[W]):
+    frontend: FrontendStream
+    """of this worker alone"""
+
+
+Prefill = Started[PrefillWorker]
+
+
+class Seams:
+    """`async with Seams() as seams`: queue, registry and streams in memory, and the workers that a test starts there.
+    The name of a worker begins with its role."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.registry = MemoryServer()
+        self.broker = MemoryBroker(ack_wait=0.5)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def depth(self) -> int:
+        return shared_queue(self.broker).depth
+
+    def new_queue(self) -> PrefillQueue:
+        return MemoryQueue(self.broker)
+
+    def make(self, kind: type[W], name: str, engine: SimEngine | None = None) -> W:
+        role, number = name.rsplit("-", 1)
+        return kind(
+            self.config,
+            Slot(Role(role), int(number) if number.isdigit() else 0),
+            name,
+            engine or SimEngine(spec(Role(role), name)),
+            MemoryRegistry(self.registry, "t"),
+            self.new_queue(),
+            TcpStreamServer("127.0.0.1") if kind.work.does(Role.DECODE) else None,
+        )
+
+    async def start(self, worker: W) -> Started[W]:
+        life = await self._stack.enter_async_context(living(worker))
+        assert isinstance(worker._engine, SimEngine)
+        return Started(worker, worker._engine, life)
+
+    async def start_decoding(self, worker: W) -> Decoding[W]:
+        started = await self.start(worker)
+        assert worker._stream is not None
+        frontend = await self.frontend_of(worker._stream.address, f"frontend-of-{worker.id}")
+        return Decoding(worker, started.engine, started.life, frontend)
+
+    async def frontend_of(self, address: str, name: str) -> FrontendStream:
+        return await self._stack.enter_async_context(FrontendStream(address, name))
+
+    async def queue(self) -> MemoryQueue:
+        """One more process on the queue: a test that acts a prefill worker by hand."""
+        return await self._stack.enter_async_context(shared_queue(self.broker))
+
+    async def registry_of_another(self) -> MemoryRegistry:
+        return await self._stack.enter_async_context(MemoryRegistry(self.registry, "t"))
+
+
+def sees(worker: EngineWorker, name: str) -> bool:
+    return name in {other.id for other in worker.view.instances(Role.PREFILL)}
+
+
+class WorkerGraph(Seams):
     """`async with WorkerGraph() as graph`: one decode worker, and what `prefill` adds."""
 
     def __init__(
@@ -145,75 +300,111 @@ class WorkerGraph:
         **decode: object,
     ) -> None:
         settings = {"remote_prefill": True, "max_local_prefill_length": 32, "max_prefill_queue_size": 4}
-        self.registry = MemoryServer()
-        self.broker = MemoryBroker(ack_wait=0.5)
-        self.config = config(DecodeConfig(**(settings | decode)), drain_timeout, model)  # type: ignore[arg-type]
+        decoding = DecodeConfig(**(settings | decode))  # type: ignore[arg-type]
+        super().__init__(config(decoding, drain_timeout, model))
         self.decode_engine = engine(spec(Role.DECODE, "decode-0"))
-        self.stream = TcpStreamServer("127.0.0.1")
-        self.decode = DecodeWorker(
-            self.config,
-            Slot(Role.DECODE, 0),
-            "decode-0",
-            self.decode_engine,
-            MemoryRegistry(self.registry, "t"),
-            MemoryQueue(self.broker),
-            self.stream,
-        )
-
-    @property
-    def depth(self) -> int:
-        return shared_queue(self.broker).depth
+        self.decode = self.make(DecodeWorker, "decode-0", self.decode_engine)
+        assert isinstance(self.decode._stream, TcpStreamServer)
+        self.stream = self.decode._stream
 
     async def __aenter__(self) -> Self:
-        self._stack = AsyncExitStack()
-        self.life = await self._stack.enter_async_context(living(self.decode))
+        self.life = (await self.start(self.decode)).life
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def prefill(
         self, name: str = "prefill-0", *, drop_transfers: bool = False, **arguments: object
-    ) -> "Prefill":
+    ) -> Prefill:
         """A prefill worker that the decode worker knows of when this returns."""
         engine = SimEngine(spec(Role.PREFILL, name, **arguments))
         engine.faults.drop_transfers = drop_transfers
-        worker = self.prefill_worker(name, engine)
-        life = await self._stack.enter_async_context(living(worker))
-        await until(lambda: name in {worker.id for worker in self.decode.view.instances(role=Role.PREFILL)})
-        return Prefill(worker, engine, life)
+        started = await self.start(self.make(PrefillWorker, name, engine))
+        await until(lambda: sees(self.decode, name))
+        return started
 
-    def prefill_worker(self, name: str, engine: SimEngine) -> PrefillWorker:
-        registry, queue = MemoryRegistry(self.registry, "t"), MemoryQueue(self.broker)
-        return PrefillWorker(self.config, Slot(Role.PREFILL, 0), name, engine, registry, queue)
-
-    async def queue(self) -> MemoryQueue:
-        """One more process on the queue: a test that acts a prefill worker by hand."""
-        return await self._stack.enter_async_context(shared_queue(self.broker))
-
-    async def registry_of_another(self) -> MemoryRegistry:
-        return await self._stack.enter_async_context(MemoryRegistry(self.registry, "t"))
+    async def act_prefill(self, name: str = "prefill-x", model: str = "demo") -> "ActedPrefill":
+        acted = ActedPrefill(self, name, model, await self.registry_of_another(), await self.queue())
+        await acted.queue.expect_warm_ups(name)
+        await acted.register()
+        await until(lambda: sees(self.decode, name))
+        return acted
 
     async def frontend(self, name: str = "frontend-0") -> FrontendStream:
-        return await self._stack.enter_async_context(FrontendStream(self.stream.address, name))
+        return await self.frontend_of(self.stream.address, name)
+
+    def request(self, request_id: str) -> DecodeRequest:
+        request = self.decode.requests.get(request_id)
+        assert request is not None
+        return request
+
+    async def frees_all(self) -> None:
+        await until(self.decode_engine.all_blocks_free)
 
 
 @dataclass
-class Prefill:
-    worker: PrefillWorker
-    engine: SimEngine
-    life: "asyncio.Task[None]"
+class ActedPrefill:
+    """A prefill worker that the decode worker believes in, and that a test acts by hand."""
+
+    graph: WorkerGraph
+    name: str
+    model: str
+    registry: MemoryRegistry
+    queue: MemoryQueue
+
+    async def register(self, *, draining: bool = False, queue_lost: bool = False) -> None:
+        instance = Instance(
+            self.name, Role.PREFILL, self.model, fingerprint=LOADED, draining=draining, queue_lost=queue_lost
+        )
+        await self.registry.put(f"instances/prefill/{self.name}", encode_record(instance))
+
+    async def leave(self) -> None:
+        await self.registry.delete(f"instances/prefill/{self.name}")
+
+    async def pull(self, requests: int = 1) -> list[Delivery]:
+        return await self.queue.pull(requests, 5.0)
+
+    async def start(self, request_id: str, queued: float = 0.0) -> None:
+        """Report that it has a request."""
+        await self.answer(PrefillStarted(request_id, self.name, queued))
+        await until(lambda: self.graph.request(request_id).prefiller == self.name)
+
+    async def answer(self, *answers: PrefillAnswer) -> None:
+        for answer in answers:
+            await self.queue.answer("decode-0", answer)
 
 
-@asynccontextmanager
-async def living(worker: DecodeWorker | PrefillWorker) -> AsyncIterator["asyncio.Task[None]"]:
-    life = asyncio.create_task(worker.run())
-    try:
-        await until(lambda: worker.ready.is_set() or life.done())
-        yield life
-    finally:
-        life.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await life
+def handle(prompt: list[int], **changes: object) -> KvHandle:
+    """KV of the prompt at `prefill-x`, where nothing can be read."""
+    values: dict[str, object] = {
+        "engine_id": "prefill-x",
+        "request_id": "p",
+        "host": "127.0.0.1",
+        "port": 1,
+        "block_ids": [list(range(-(-len(prompt) // 16)))],
+        "num_tokens": len(prompt),
+        "block_size": 16,
+        "fingerprint": LOADED,
+        "computed_at": time.monotonic(),
+    }
+    return KvHandle(**(values | changes))  # type: ignore[arg-type]
+
+
+class BothWorkers(Seams):
+    """`async with BothWorkers() as pair`: two workers of role `both`, each with a frontend of its own."""
+
+    def __init__(self, drain_timeout: float = 5.0) -> None:
+        decode = DecodeConfig(
+            role="both", remote_prefill=True, max_local_prefill_length=32, max_prefill_queue_size=4
+        )
+        super().__init__(config(decode, drain_timeout))
+
+    async def __aenter__(self) -> Self:
+        one, other = (self.make(BothWorker, name) for name in ("both-0", "both-1"))
+        self.a, self.b = await asyncio.gather(self.start_decoding(one), self.start_decoding(other))
+        await until(lambda: sees(one, other.id) and sees(other, one.id))
+        return self
+
+    async def prefill(self, name: str) -> Prefill:
+        """A worker that only prefills, which both know of when this returns."""
+        started = await self.start(self.make(PrefillWorker, name))
+        await until(lambda: sees(self.a.worker, name) and sees(self.b.worker, name))
+        return started

@@ -2,23 +2,27 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import msgspec
 import pytest
-from prometheus_client import REGISTRY
 
 from pdserve.decode import policy
 from pdserve.decode.hops import RequestHops
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.wire import CoreRequest, Sampling
-from pdserve.messages import Hop, Outputs, Placed, PrefillStarted, Submit
+from pdserve.messages import Hop, Outputs, Placed
 from pdserve.watch import BRIEF, HOPS
-from tests.both.graph import BothWorkers
 from tests.conditions import until
-from tests.decode.graph import Answered, FrontendStream, WorkerGraph
-from tests.decode.test_worker import LONG, SHORT, act_prefill, expected
+from tests.decode.graph import (
+    LONG,
+    SHORT,
+    ActedPrefill,
+    Answered,
+    BothWorkers,
+    FrontendStream,
+    Prefill,
+    WorkerGraph,
+    counted,
+)
 
 Told = list[tuple[str, str, str]]
 """name, instance, and the first word of why"""
@@ -41,34 +45,19 @@ def fit(answered: Answered, whole: float) -> list[Hop]:
     return hops
 
 
-def waits() -> float:
-    return REGISTRY.get_sample_value("pdserve_prefill_queue_wait_seconds_count", {"model": "demo"}) or 0.0
-
-
 async def way(frontend: FrontendStream, prompt: list[int], max_tokens: int = 4) -> list[Hop]:
     began = time.monotonic()
     answered = await frontend.ask(prompt, max_tokens)
-    hops = fit(answered, time.monotonic() - began)
-    assert answered.tokens == expected(prompt, max_tokens)
-    return hops
+    return fit(answered, time.monotonic() - began)
 
 
-@pytest.fixture
-async def graph() -> AsyncIterator[WorkerGraph]:
-    async with WorkerGraph() as graph:
-        yield graph
-
-
-async def test_a_local_prefill(graph: WorkerGraph) -> None:
-    frontend = await graph.frontend()
+async def test_a_local_prefill(frontend: FrontendStream) -> None:
     assert told(await way(frontend, SHORT)) == [("prefill", "decode-0", "no-prefill-worker")]
     kinds = [type(message) for message in frontend.messages if not hasattr(message, "load")]
     assert kinds[:3] == [Placed, Placed, Outputs]
 
 
-async def test_a_remote_prefill_with_the_first_token(graph: WorkerGraph) -> None:
-    await graph.prefill()
-    frontend = await graph.frontend()
+async def test_a_remote_prefill_with_the_first_token(prefill: Prefill, frontend: FrontendStream) -> None:
     hops = await way(frontend, LONG)
     there = [("queue", "", "long"), ("prefill", "prefill-0", "")]
     assert told(hops) == [*there, ("transfer", "prefill-0", ""), ("first-step", "decode-0", "")]
@@ -82,24 +71,21 @@ async def test_a_remote_prefill_with_the_first_token(graph: WorkerGraph) -> None
     assert told(frontend.messages[-2].hops) == there  # type: ignore[union-attr]
 
 
-async def test_a_remote_prefill_without_the_first_token(graph: WorkerGraph) -> None:
-    await graph.prefill()
-    frontend = await graph.frontend()
-    asked = CoreRequest("", None, None, Sampling(4, structured_outputs={"regex": "."}))
-    frontend.answered["grammar"] = Answered()
+async def test_a_remote_prefill_without_the_first_token(prefill: Prefill, frontend: FrontendStream) -> None:
     began = time.monotonic()
-    await frontend.client.send(Submit("grammar", LONG, 30.0, [msgspec.msgpack.encode(asked)]))
-    hops = fit(await frontend.end_of("grammar"), time.monotonic() - began)
+    answered = await frontend.ask(LONG, structured_outputs={"regex": "."})
+    hops = fit(answered, time.monotonic() - began)
     assert [hop.name for hop in hops] == ["queue", "prefill", "transfer", "first-step"]
     messages = [message for message in frontend.messages if isinstance(message, Placed | Outputs)]
     assert [type(message) for message in messages[:3]] == [Placed, Placed, Outputs]
 
 
-async def test_the_engine_waits_for_a_slow_read(graph: WorkerGraph) -> None:
+async def test_the_engine_waits_for_a_slow_read(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
     """Nearly all of the time from the request's entering to its first step there."""
-    await graph.prefill()
     graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.2)
-    hops = await way(await graph.frontend(), LONG)
+    hops = await way(frontend, LONG)
     assert hops[2].seconds >= 0.2 > hops[3].seconds
 
 
@@ -110,7 +96,7 @@ async def test_a_timeout(graph: WorkerGraph, monkeypatch: pytest.MonkeyPatch, pu
     if pulled:
         (await graph.prefill()).engine.faults.going.clear()
     else:
-        await act_prefill(graph)
+        await graph.act_prefill()
     hops = await way(await graph.frontend(), LONG)
     at = [("prefill", "prefill-0", "")] if pulled else []
     assert told(hops) == [
@@ -125,10 +111,9 @@ async def test_a_timeout(graph: WorkerGraph, monkeypatch: pytest.MonkeyPatch, pu
 
 
 @pytest.mark.usefixtures("brief_transfers")
-async def test_a_transfer_that_fails() -> None:
-    async with WorkerGraph() as graph:
-        (await graph.prefill()).engine.faults.drop_transfers = True
-        hops = await way(await graph.frontend(), LONG)
+async def test_a_transfer_that_fails(prefill: Prefill, frontend: FrontendStream) -> None:
+    prefill.engine.faults.drop_transfers = True
+    hops = await way(frontend, LONG)
     assert told(hops) == [
         ("queue", "", "long"),
         ("prefill", "prefill-0", ""),
@@ -140,15 +125,10 @@ async def test_a_transfer_that_fails() -> None:
     assert "no KV from prefill-0" in hops[3].why
 
 
-async def test_a_prefill_worker_that_goes(graph: WorkerGraph) -> None:
-    registry = await act_prefill(graph)
-    queue, frontend = await graph.queue(), await graph.frontend()
-    request = await frontend.submit(LONG)
-    await queue.pull(1, 5.0)
-    await queue.answer("decode-0", PrefillStarted(request, "prefill-x", 0.01))
-    await until(lambda: [r.prefiller for r in graph.decode.requests.clients()] == ["prefill-x"])
-    await registry.delete("instances/prefill/prefill-x")
-    hops = fit(await frontend.end_of(request), 30.0)
+async def test_a_prefill_worker_that_goes(acted: ActedPrefill, frontend: FrontendStream, pulled: str) -> None:
+    await acted.start(pulled, 0.01)
+    await acted.leave()
+    hops = fit(await frontend.end_of(pulled), 30.0)
     assert told(hops) == [
         ("queue", "", "long"),
         ("prefill", "prefill-x", ""),
@@ -158,14 +138,14 @@ async def test_a_prefill_worker_that_goes(graph: WorkerGraph) -> None:
     assert hops[0].seconds == pytest.approx(0.01)
 
 
-async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph) -> None:
+async def test_a_prompt_that_is_delivered_again(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
     """From one prefill worker, which had it for a while, to another one."""
-    before = waits()
-    await act_prefill(graph)
-    queue, frontend = await graph.queue(), await graph.frontend()
+    before = counted("pdserve_prefill_queue_wait_seconds_count")
     request = await frontend.submit(LONG)
-    (delivery,) = await queue.pull(1, 5.0)
-    await queue.answer("decode-0", PrefillStarted(request, "prefill-x", delivery.queued))
+    (delivery,) = await acted.pull()
+    await acted.start(request, delivery.queued)
     await graph.prefill()
     hops = fit(await frontend.end_of(request), 30.0)
     assert told(hops)[:4] == [
@@ -175,15 +155,14 @@ async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph) -> None:
         ("transfer", "prefill-0", ""),
     ]
     assert hops[1].seconds > 0.3, "until the queue gave it to another one"
-    assert waits() == before, "what that prefill worker counted is not counted again"
+    assert counted("pdserve_prefill_queue_wait_seconds_count") == before, "nothing is counted twice"
 
 
-async def test_a_request_that_is_cancelled_is_told_no_more_of(graph: WorkerGraph) -> None:
-    prefill = await graph.prefill()
+async def test_a_request_that_is_cancelled_is_reported_no_more(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
     prefill.engine.faults.drop_transfers = True
-    frontend = await graph.frontend()
-    request = await frontend.submit(LONG)
-    await until(lambda: bool(frontend.answered[request].tokens))
+    request = await frontend.stream(LONG)
     await frontend.cancel(request)
     await until(lambda: not len(graph.decode.requests))
     await frontend.ask(SHORT)
@@ -197,8 +176,7 @@ async def test_a_prompt_that_no_other_worker_has_time_for() -> None:
         await pair.b.frontend.submit(SHORT, 100)
         await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
         pair.b.worker._prompts.pulling.looked = 1e9  # it never looks again
-        stream = await pair.a.frontend.submit(SHORT, 5000)
-        await until(lambda: bool(pair.a.frontend.answered[stream].tokens))
+        await pair.a.frontend.stream()
         hops = await way(pair.a.frontend, LONG)
         pair.b.engine.faults.going.set()
         links = pair.a.worker.watched().links
@@ -227,8 +205,7 @@ async def held_back(engine: SimEngine) -> None:
     engine._work.set()
 
 
-async def test_a_prompt_that_waits_in_the_decode_engine(graph: WorkerGraph) -> None:
-    frontend = await graph.frontend()
+async def test_a_prompt_that_waits_in_the_decode_engine(graph: WorkerGraph, frontend: FrontendStream) -> None:
     request, _ = await asyncio.gather(frontend.submit(SHORT), held_back(graph.decode_engine))
     hops = fit(await frontend.end_of(request), 30.0)
     assert [(hop.name, hop.instance) for hop in hops] == [
@@ -238,9 +215,8 @@ async def test_a_prompt_that_waits_in_the_decode_engine(graph: WorkerGraph) -> N
     assert hops[0].seconds >= BRIEF
 
 
-async def test_a_prompt_that_waits_in_the_prefill_engine(graph: WorkerGraph) -> None:
-    engine, frontend = (await graph.prefill()).engine, await graph.frontend()
-    request, _ = await asyncio.gather(frontend.submit(LONG), held_back(engine))
+async def test_a_prompt_that_waits_in_the_prefill_engine(prefill: Prefill, frontend: FrontendStream) -> None:
+    request, _ = await asyncio.gather(frontend.submit(LONG), held_back(prefill.engine))
     hops = fit(await frontend.end_of(request), 30.0)
     assert [(hop.name, hop.instance) for hop in hops[:3]] == [
         ("queue", ""),
@@ -250,15 +226,15 @@ async def test_a_prompt_that_waits_in_the_prefill_engine(graph: WorkerGraph) -> 
     assert hops[1].seconds >= BRIEF
 
 
-def test_a_time_in_the_queue_that_is_not_known() -> None:
+@pytest.mark.parametrize(
+    ("queued", "computed", "queue", "prefill"),
+    [(0.0, 2.0, 1.0, 2.0), (7.0, 9.0, 3.0, 0.0)],
+    ids=["unknown", "late"],
+)
+def test_the_hops_of_a_remote_prefill_are_as_long_as_the_wait_for_it(
+    queued: float, computed: float, queue: float, prefill: float
+) -> None:
     hops = RequestHops(100.0)
     hops.asked(100.5, "long")
-    hops.answered("p", 0.0, 2.0, 103.5)
-    assert hops.known == [Hop("queue", 0.5, 1.0, why="long"), Hop("prefill", 1.5, 2.0, "p")]
-
-
-def test_a_prefill_hop_is_never_longer_than_the_wait_for_it() -> None:
-    hops = RequestHops(100.0)
-    hops.asked(100.0, "long")
-    hops.answered("p", 7.0, 9.0, 101.0)
-    assert hops.known == [Hop("queue", 0.0, 1.0, why="long"), Hop("prefill", 1.0, 0.0, "p")]
+    hops.answered("p", queued, computed, 103.5)
+    assert hops.known == [Hop("queue", 0.5, queue, why="long"), Hop("prefill", 0.5 + queue, prefill, "p")]

@@ -7,10 +7,7 @@ import pytest
 
 from pdserve.decode.kv_age import ASK_AGAIN, KvAge
 from pdserve.messages import Placed, PrefillConfirm, PrefillDone, PrefillFailed, ToPrefill
-from tests.conditions import until
-from tests.decode.graph import FrontendStream, WorkerGraph
-from tests.decode.test_worker import LONG, act_prefill, expected, handle
-from tests.memory.queue import MemoryQueue
+from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, WorkerGraph, handle
 
 
 def done(age: float, token: str = "", request_id: str = "r") -> PrefillDone:
@@ -46,12 +43,6 @@ def test_a_lost_confirmation_is_asked_for_again_but_not_at_once() -> None:
     assert age.doubtful(done(age=0.0, token=str(first)), now=162.0)
 
 
-@pytest.fixture
-def in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer was on its way for too long."""
-    monkeypatch.setattr("pdserve.decode.kv_age.DOUBT", 0.0)
-
-
 async def confirm(notices: AsyncIterator[ToPrefill]) -> PrefillConfirm:
     async with asyncio.timeout(5):
         async for notice in notices:
@@ -60,59 +51,45 @@ async def confirm(notices: AsyncIterator[ToPrefill]) -> PrefillConfirm:
     raise AssertionError
 
 
-def a_minute_passes(graph: WorkerGraph, request_id: str) -> None:
-    """While an answer is on its way, or this worker hangs."""
-    request = graph.decode.requests.get(request_id)
-    assert request is not None
-    assert request.kv_age is not None
-    request.kv_age.asked -= 60.0
-
-
-async def answer_held_back(
-    graph: WorkerGraph,
-) -> tuple[MemoryQueue, FrontendStream, AsyncIterator[ToPrefill], str]:
-    """A request, by its id, whose prefill worker, which the test acts, has just answered, a minute too late."""
-    await act_prefill(graph)
-    queue, frontend = await graph.queue(), await graph.frontend()
-    notices = queue.notices()
-    request_id = await frontend.submit(LONG)
-    await queue.pull(1, 5.0)
-    a_minute_passes(graph, request_id)
-    await queue.answer("decode-0", done(0.0, request_id=request_id))
-    return queue, frontend, notices, request_id
+@pytest.fixture
+async def held_back(graph: WorkerGraph, acted: ActedPrefill, pulled: str) -> PrefillConfirm:
+    """What the decode worker asks after an answer that came a minute too late."""
+    notices, age = acted.queue.notices(), graph.request(pulled).kv_age
+    assert age is not None
+    age.asked -= 60.0
+    await acted.answer(done(0.0, request_id=pulled))
+    return await confirm(notices)
 
 
 @pytest.mark.parametrize(("age", "mode"), [(1.0, "remote"), (29.0, "local")])
-async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(age: float, mode: str) -> None:
-    async with WorkerGraph() as graph:
-        queue, frontend, notices, request_id = await answer_held_back(graph)
-        asked = await confirm(notices)
-        assert (asked.decode, asked.worker, asked.held) == ("decode-0", "prefill-x", "p")
-        await queue.answer("decode-0", done(0.0, request_id=request_id))
-        await queue.answer("decode-0", done(0.0, "guessed", request_id=request_id))
-        assert frontend.answered[request_id].placed is None
-        await queue.answer("decode-0", done(age, asked.token, request_id=request_id))
-        answered = await frontend.end_of(request_id)
-        placed = next(message for message in frontend.messages if isinstance(message, Placed))
-        assert placed.prefill == mode  # what comes later tells that this KV does not exist
-        assert answered.tokens == expected(LONG, 4)
+async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(
+    acted: ActedPrefill,
+    frontend: FrontendStream,
+    pulled: str,
+    held_back: PrefillConfirm,
+    age: float,
+    mode: str,
+) -> None:
+    assert (held_back.decode, held_back.worker, held_back.held) == ("decode-0", "prefill-x", "p")
+    await acted.answer(done(0.0, request_id=pulled), done(0.0, "guessed", request_id=pulled))
+    assert frontend.answered[pulled].placed is None
+    await acted.answer(done(age, held_back.token, request_id=pulled))
+    await frontend.end_of(pulled)
+    placed = next(message for message in frontend.messages if isinstance(message, Placed))
+    assert placed.prefill == mode  # a later one says that this KV does not exist
 
 
-async def test_kv_that_is_gone_when_it_should_be_confirmed_is_not_waited_for() -> None:
-    async with WorkerGraph() as graph:
-        queue, frontend, notices, request_id = await answer_held_back(graph)
-        await confirm(notices)
-        await queue.answer("decode-0", PrefillFailed(request_id, "expired"))
-        answered = await frontend.end_of(request_id)
-        assert answered.way[1] == "fallback"
+async def test_kv_that_is_gone_when_it_should_be_confirmed_is_not_waited_for(
+    acted: ActedPrefill, frontend: FrontendStream, pulled: str, held_back: PrefillConfirm
+) -> None:
+    await acted.answer(PrefillFailed(pulled, "expired"))
+    assert (await frontend.end_of(pulled)).way[1] == "fallback"
 
 
-@pytest.mark.usefixtures("in_doubt")
-async def test_a_prefill_worker_confirms_its_answers() -> None:
-    async with WorkerGraph() as graph:
-        prefill = await graph.prefill()
-        answered = await (await graph.frontend()).ask(LONG)
-        assert answered.way[0] == "remote"
-        assert answered.tokens == expected(LONG, 4)
-        await until(prefill.engine.all_blocks_free)
-        await until(graph.decode_engine.all_blocks_free)
+async def test_a_prefill_worker_confirms_its_answers(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.decode.kv_age.DOUBT", 0.0)  # every answer was on its way for too long
+    assert (await frontend.ask(LONG)).way[0] == "remote"
+    await prefill.frees_all()
+    await graph.frees_all()

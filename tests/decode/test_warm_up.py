@@ -6,26 +6,21 @@ from functools import partial
 
 import msgspec
 import pytest
-from prometheus_client import REGISTRY
 
 from pdserve.decode import prefill_workers, warm_up
-from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.messages import PrefillDone, PrefillRequest, PrefillStarted
 from pdserve.prefill import answers
+from pdserve.prefill.worker import PrefillWorker
 from pdserve.process import engine_checks, presence
 from pdserve.process.engine_checks import self_test
 from pdserve.records import Instance, Role, encode_record
 from tests.conditions import holds, until
-from tests.decode.graph import WorkerGraph, living, shared_queue
-from tests.engine.sims import LOADED, body, sim, spec
+from tests.decode.graph import WorkerGraph, counted, living, shared_queue
+from tests.engine.sims import LOADED, body, sim
 from tests.memory.registry import MemoryRegistry
 
 LONG = [300 + (7 * number) % 600 for number in range(500)]
-
-
-def counted(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, {"model": "demo", **labels}) or 0.0
 
 
 def warm(result: str) -> float:
@@ -33,7 +28,7 @@ def warm(result: str) -> float:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.3)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.05)
     monkeypatch.setattr("pdserve.decode.remote.WARM_UP", 0.2)
@@ -58,10 +53,9 @@ async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_i
         assert counted(names[1]) == transfers
         assert len(graph.decode.requests) == 0
         assert graph.decode.requests.waiting == 0
-        await until(prefill.engine.all_blocks_free)
-        await until(graph.decode_engine.all_blocks_free)
-        answered = await (await graph.frontend()).ask(LONG)
-        assert answered.way[0] == "remote"
+        await prefill.frees_all()
+        await graph.frees_all()
+        assert (await (await graph.frontend()).ask(LONG)).way[0] == "remote"
         assert [counted(name) for name in names] == [waits + 1, transfers + 1]
 
 
@@ -69,7 +63,7 @@ async def test_a_decode_worker_that_comes_later_is_warm_with_all(slow: None) -> 
     before = warm("ok")
     graph = WorkerGraph()
     async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
-        worker = graph.prefill_worker("prefill-0", prefill_engine())
+        worker = graph.make(PrefillWorker, "prefill-0")
         async with living(worker):
             assert worker.ready.is_set()
             async with graph:
@@ -93,7 +87,7 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
     ):
         await registry.put("instances/decode/decode-x", encode_record(decode))
         answers = queue.answers("decode-x")
-        worker = graph.prefill_worker("prefill-0", prefill_engine())
+        worker = graph.make(PrefillWorker, "prefill-0")
         life = asyncio.create_task(worker.run())
         await until(partial(newcomers, registry))
         prompt = LONG[:18]
@@ -113,7 +107,7 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
 
 
 async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away_and_is_asked_again(
-    hasty: None,
+    impatient_pairs: None,
 ) -> None:
     graph, failed = WorkerGraph(), warm("failed")
     hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
@@ -122,13 +116,14 @@ async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away
         async with graph:
             assert graph.decode.ready.is_set()
             await until(lambda: warm("failed") >= failed + 2)
-            answered = await (await graph.frontend()).ask(LONG)
-            assert answered.way[1] == "no-prefill-worker"
+            assert (await (await graph.frontend()).ask(LONG)).way[1] == "no-prefill-worker"
             assert isinstance(await anext(queue.warm_ups("prefill-x")), PrefillRequest)
 
 
 @pytest.mark.usefixtures("brief_transfers")
-async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_request(hasty: None) -> None:
+async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_request(
+    impatient_pairs: None,
+) -> None:
     reasons = ("transfer", "timeout")
     failures = [counted("pdserve_remote_prefill_failures_total", reason=reason) for reason in reasons]
     failed, ok = warm("failed"), warm("ok")
@@ -138,8 +133,8 @@ async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_requ
         assert warm("ok") == ok
         prefill.engine.faults.drop_transfers = False
         await until(lambda: warm("ok") == ok + 1)
-        await until(prefill.engine.all_blocks_free)
-        await until(graph.decode_engine.all_blocks_free)
+        await prefill.frees_all()
+        await graph.frees_all()
     assert failures == [counted("pdserve_remote_prefill_failures_total", reason=reason) for reason in reasons]
 
 
@@ -148,7 +143,7 @@ async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, r
     """It came as a newcomer, hangs, and goes."""
     graph, other = WorkerGraph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
     key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", fingerprint=LOADED)
-    worker = graph.decode if role is Role.DECODE else graph.prefill_worker("prefill-0", prefill_engine())
+    worker = graph.decode if role is Role.DECODE else graph.make(PrefillWorker, "prefill-0")
     async with MemoryRegistry(graph.registry, "t") as registry:
         await registry.put(key, encode_record(hung))
         life = asyncio.create_task(worker.run())
@@ -197,12 +192,11 @@ async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatc
         await registry.put("newcomers/prefill/prefill-x", encode_record(hung))
         async with graph:
             frontend = await graph.frontend()
-            running = await frontend.submit(LONG[:20], 200)
-            await until(lambda: bool(frontend.answered[running].tokens))
+            running = await frontend.stream(max_tokens=200)
             graph.decode.stop()
             await until(lambda: not graph.decode.ready.is_set())
             await until(lambda: bool(graph.decode.requests.of("")))
-            assert len((await frontend.end_of(running)).tokens) == 200
+            assert not (await frontend.end_of(running)).failed
             began = time.monotonic()
             await graph.life
             assert time.monotonic() - began < warm_up.WITHIN / 2
@@ -223,10 +217,6 @@ async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.
         frontend = await graph.frontend()
         for number in range(6):
             assert (await frontend.ask([number, *LONG])).finished
-
-
-def prefill_engine() -> SimEngine:
-    return SimEngine(spec(Role.PREFILL, "prefill-0"))
 
 
 async def newcomers(registry: MemoryRegistry) -> bool:

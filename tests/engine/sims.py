@@ -6,6 +6,7 @@ from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.base import Output
 from pdserve.engine.fingerprint import fingerprint
 from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.model import SimModel
 from pdserve.engine.sim.wire import CoreOutputs, Sampling, write_request
 from pdserve.engine.spec import EngineSpec
 from pdserve.records import Role
@@ -15,8 +16,16 @@ LOADED = fingerprint("demo", {"block-size": 16}, VLLM_VERSION)
 FAST = {"prefill-rate": 1e6, "step-seconds": 0.001, "bandwidth": 1e12, "transfer-timeout": 5.0}
 
 
-def body(max_tokens: int = 4, prompt_logprobs: int | None = None) -> list[bytes]:
-    return write_request(Sampling(max_tokens, prompt_logprobs))
+def expected(prompt: list[int], count: int) -> list[int]:
+    """The tokens of any healthy engine."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(SimModel().next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def body(max_tokens: int = 4, **sampling: object) -> list[bytes]:
+    return write_request(Sampling(max_tokens, **sampling))  # type: ignore[arg-type]
 
 
 def decode_outputs(frames: list[bytes]) -> CoreOutputs:

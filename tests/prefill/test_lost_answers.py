@@ -4,14 +4,12 @@ import asyncio
 
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.messages import PrefillDone, PrefillRequest
-from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import Role
 from tests.conditions import until
-from tests.decode.graph import config, living
-from tests.engine.sims import LOADED, body, sim, spec
-from tests.memory.registry import MemoryRegistry, MemoryServer
+from tests.decode.graph import Seams, config
+from tests.engine.sims import LOADED, body, sim
 from tests.queue.conftest import NatsOutage
 
 PROMPT = list(range(3, 203))
@@ -19,10 +17,10 @@ PROMPT = list(range(3, 203))
 
 async def test_kv_of_a_lost_answer_is_free_long_before_its_lease_ends(nats_outage: NatsOutage) -> None:
     decode_side, queue = await nats_outage.queues(loaded=LOADED), await nats_outage.queues(loaded=LOADED)
-    engine = SimEngine(spec(Role.PREFILL, "prefill-0"))
-    registry = MemoryRegistry(MemoryServer(), "t")
-    worker = PrefillWorker(config(), Slot(Role.PREFILL, 0), "prefill-0", engine, registry, queue)
-    async with living(worker), sim(Role.DECODE, "decode-0") as decode:
+    seams = Seams(config())
+    seams.new_queue = lambda: queue  # type: ignore[method-assign]
+    async with seams, sim(Role.DECODE, "decode-0") as decode:
+        engine = (await seams.start(seams.make(PrefillWorker, "prefill-0"))).engine
         engine.faults.going.clear()
         await decode_side.publish(PrefillRequest("r", "decode-0", PROMPT, 30.0, 16, body()))
         await until(lambda: engine.usage.running == 1)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Self
 
 import msgspec
 import pytest
@@ -13,51 +13,41 @@ from pdserve.errors import EngineDead
 from pdserve.kv.handles import check_handle
 from pdserve.messages import PrefillAnswer, PrefillDone, PrefillFailed, PrefillRequest, PrefillStarted
 from pdserve.observe.tracing import Tracer
-from pdserve.plan.slots import Slot
 from pdserve.prefill.running import RunningPrefills
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import Presence
 from pdserve.queue.base import Delivery
 from pdserve.records import Role, decode_instance
+from pdserve.tasks import Owner
 from tests.conditions import holds, until
-from tests.decode.graph import config, living, shared_queue
+from tests.decode.graph import Prefill, Seams, config
 from tests.engine.sims import LOADED, body, sim, spec
-from tests.memory.queue import MemoryBroker, MemoryQueue
-from tests.memory.registry import MemoryRegistry, MemoryServer
 
 PROMPT = list(range(3, 203))
 
 
-class Scene:
-    """One prefill worker, and the queue and registry as others see them."""
+class Scene(Seams):
+    """`async with Scene() as scene`: one prefill worker, and the queue and registry as others see them."""
 
     def __init__(self, drain_timeout: float = 5.0, **arguments: object) -> None:
-        self.broker = MemoryBroker(ack_wait=0.3)
-        self.registry = MemoryServer()
-        self.config = config(drain_timeout=drain_timeout)
+        super().__init__(config(drain_timeout=drain_timeout))
+        self.broker.ack_wait = 0.3
         self.arguments = arguments
         self.started: dict[str, str] = {}
         self.answers: dict[str, list[PrefillAnswer]] = {}
 
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator["Scene"]:
-        async with AsyncExitStack() as self.stack:
-            self.queue = await self.stack.enter_async_context(shared_queue(self.broker))
-            self.other = await self.stack.enter_async_context(MemoryRegistry(self.registry, "t"))
-            answers = self.queue.answers("decode-0")  # listens from here on
-            self.engine, self.worker, self.life = await self.start("prefill-0")
-            reader = asyncio.create_task(self._read(answers))
-            try:
-                yield self
-            finally:
-                reader.cancel()
-                await asyncio.gather(reader, return_exceptions=True)
+    async def __aenter__(self) -> Self:
+        self.decode, self.other = await self.queue(), await self.registry_of_another()
+        answers = self.decode.answers("decode-0")  # listens from here on
+        started = await self.prefill("prefill-0")
+        self.engine, self.worker, self.life = started.engine, started.worker, started.life
+        tasks = await self._stack.enter_async_context(Owner())
+        tasks.start(self._read(answers), "answers")
+        return self
 
-    async def start(self, name: str) -> tuple[SimEngine, PrefillWorker, "asyncio.Task[None]"]:
+    async def prefill(self, name: str) -> Prefill:
         engine = SimEngine(spec(Role.PREFILL, name, **self.arguments))
-        queue, registry = MemoryQueue(self.broker), MemoryRegistry(self.registry, "t")
-        worker = PrefillWorker(self.config, Slot(Role.PREFILL, 0), name, engine, registry, queue)
-        return engine, worker, await self.stack.enter_async_context(living(worker))
+        return await self.start(self.make(PrefillWorker, name, engine))
 
     async def _read(self, answers: AsyncIterator[PrefillAnswer]) -> None:
         async for answer in answers:
@@ -67,35 +57,49 @@ class Scene:
                 self.answers.setdefault(answer.request_id, []).append(answer)
 
     async def ask(
-        self, request_id: str, prompt: list[int] = PROMPT, seconds: float = 30.0, block_size: int = 16
+        self, request_id: str = "r", prompt: list[int] = PROMPT, seconds: float = 30.0, block_size: int = 16
     ) -> None:
-        await self.queue.publish(PrefillRequest(request_id, "decode-0", prompt, seconds, block_size, body()))
+        await self.decode.publish(PrefillRequest(request_id, "decode-0", prompt, seconds, block_size, body()))
 
-    async def answer(self, request_id: str) -> PrefillAnswer:
+    async def ask_and_run(self) -> None:
+        """Ask for a prefill, and return when it runs."""
+        await self.ask()
+        await until(lambda: self.engine.usage.running == 1)
+
+    async def answer(self, request_id: str = "r") -> PrefillAnswer:
         await until(lambda: request_id in self.answers)
         return self.answers[request_id][0]
+
+    async def done(self, request_id: str = "r") -> PrefillDone:
+        answer = await self.answer(request_id)
+        assert isinstance(answer, PrefillDone)
+        return answer
 
     @property
     def stored(self) -> int:
         """Requests that were not acked."""
-        return len(self.queue._requests.entries)
+        return len(self.decode._requests.entries)
 
 
-async def test_an_answer_says_where_the_kv_lies() -> None:
-    async with Scene().open() as scene:
-        await scene.ask("r")
-        done = await scene.answer("r")
-        assert isinstance(done, PrefillDone)
-        assert done.handle.engine_id == "prefill-0"
-        assert done.compute_seconds > 0
-        assert 0 <= done.age < 5
-        handle = msgspec.structs.replace(done.handle, computed_at=time.monotonic() - done.age)
-        check_handle(handle, len(PROMPT), 16, LOADED)
-        await until(lambda: scene.stored == 0)
-        assert not await scene.engine.all_blocks_free(), "kept until they are pulled"
-        async with sim(Role.DECODE, "decode-0") as decode:
-            await decode.generate("r", PROMPT, body(), handle)
-            await until(scene.engine.all_blocks_free)
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    async with Scene() as scene:
+        yield scene
+
+
+async def test_an_answer_says_where_the_kv_lies(scene: Scene) -> None:
+    await scene.ask()
+    done = await scene.done()
+    assert done.handle.engine_id == "prefill-0"
+    assert done.compute_seconds > 0
+    assert 0 <= done.age < 5
+    handle = msgspec.structs.replace(done.handle, computed_at=time.monotonic() - done.age)
+    check_handle(handle, len(PROMPT), 16, LOADED)
+    await until(lambda: scene.stored == 0)
+    assert not await scene.engine.all_blocks_free(), "kept until they are pulled"
+    async with sim(Role.DECODE, "decode-0") as decode:
+        await decode.generate("r", PROMPT, body(), handle)
+        await until(scene.engine.all_blocks_free)
 
 
 @pytest.mark.parametrize(
@@ -103,36 +107,32 @@ async def test_an_answer_says_where_the_kv_lies() -> None:
     [(PROMPT, 32, "block-size"), ([3] * 9000, 16, "too-long"), ([], 16, "refused")],
 )
 async def test_an_impossible_prefill_is_refused_at_once(
-    prompt: list[int], block_size: int, reason: str
+    scene: Scene, prompt: list[int], block_size: int, reason: str
 ) -> None:
-    async with Scene().open() as scene:
-        await scene.ask("r", prompt, block_size=block_size)
-        failed = await scene.answer("r")
-        assert isinstance(failed, PrefillFailed)
-        assert failed.reason == reason
-        await until(lambda: scene.stored == 0)
-        assert len(scene.worker._prompts._running) == 0
+    await scene.ask("r", prompt, block_size=block_size)
+    failed = await scene.answer()
+    assert isinstance(failed, PrefillFailed)
+    assert failed.reason == reason
+    await until(lambda: scene.stored == 0)
+    assert len(scene.worker._prompts._running) == 0
 
 
-async def test_a_cancelled_request_is_aborted_and_acked() -> None:
-    async with Scene().open() as scene:
-        scene.engine.faults.slow = 1000.0
-        await scene.ask("r")
-        await until(lambda: scene.engine.usage.running == 1)
-        await scene.queue.cancel(["r", "unknown"])
-        await until(lambda: scene.stored == 0)
-        await until(scene.engine.all_blocks_free)
-        assert "r" not in scene.answers
+async def test_a_cancelled_request_is_aborted_and_acked(scene: Scene) -> None:
+    scene.engine.faults.slow = 1000.0
+    await scene.ask_and_run()
+    await scene.decode.cancel(["r", "unknown"])
+    await until(lambda: scene.stored == 0)
+    await until(scene.engine.all_blocks_free)
+    assert "r" not in scene.answers
 
 
 async def test_a_long_prefill_is_not_delivered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.prefill.prompts.PROGRESS_INTERVAL", 0.05)
-    async with Scene().open() as scene:
+    async with Scene() as scene:
         scene.engine.faults.slow = 500.0
-        await scene.ask("r")
-        (entry,) = scene.queue._requests.entries
-        done = await scene.answer("r")
-        assert isinstance(done, PrefillDone)
+        await scene.ask()
+        (entry,) = scene.decode._requests.entries
+        done = await scene.done()
         assert done.compute_seconds > scene.broker.ack_wait
         await until(lambda: scene.stored == 0)
         assert entry.deliveries == 1
@@ -142,184 +142,169 @@ async def test_a_request_delivered_again_while_it_runs_is_computed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pdserve.prefill.prompts.PROGRESS_INTERVAL", 60.0)
-    async with Scene().open() as scene:
+    async with Scene() as scene:
         scene.engine.faults.going.clear()
-        await scene.ask("r")
-        await until(lambda: scene.queue._requests.entries[0].deliveries >= 2)
+        await scene.ask()
+        await until(lambda: scene.decode._requests.entries[0].deliveries >= 2)
         scene.engine.faults.going.set()
-        await scene.answer("r")
+        await scene.answer()
         await until(lambda: scene.stored == 0)
         assert len(scene.answers["r"]) == 1
         assert len(scene.worker._prompts._running) == 0
 
 
-async def test_a_request_may_come_back_after_it_was_answered() -> None:
+async def test_a_request_may_come_back_after_it_was_answered(scene: Scene) -> None:
     """The answer got out and the ack did not: the engine must not see one id twice."""
-    async with Scene().open() as scene:
-        await scene.ask("r")
-        await scene.answer("r")
-        await until(lambda: scene.stored == 0)
-        scene.queue._requests.ids.clear()
-        await scene.ask("r")
-        await until(lambda: len(scene.answers["r"]) == 2)
-        assert all(isinstance(answer, PrefillDone) for answer in scene.answers["r"])
+    await scene.ask()
+    await scene.answer()
+    await until(lambda: scene.stored == 0)
+    scene.decode._requests.ids.clear()
+    await scene.ask()
+    await until(lambda: len(scene.answers["r"]) == 2)
+    assert all(isinstance(answer, PrefillDone) for answer in scene.answers["r"])
 
 
-async def test_a_dead_engine_ends_the_worker_and_what_may_have_killed_it_goes_back() -> None:
-    async with Scene().open() as scene:
-        scene.engine.faults.going.clear()
-        await scene.ask("r")
-        await until(lambda: scene.engine.usage.running == 1)
-        scene.engine.die()
-        with pytest.raises(EngineDead):
-            await scene.life
-        failed = scene.answers["r"][-1]
-        assert isinstance(failed, PrefillFailed)
-        assert failed.engine_died
-        assert scene.stored == 0
+async def test_a_dead_engine_ends_the_worker_and_what_may_have_killed_it_goes_back(scene: Scene) -> None:
+    scene.engine.faults.going.clear()
+    await scene.ask_and_run()
+    scene.engine.die()
+    with pytest.raises(EngineDead):
+        await scene.life
+    failed = scene.answers["r"][-1]
+    assert isinstance(failed, PrefillFailed)
+    assert failed.engine_died
+    assert scene.stored == 0
 
 
-async def test_a_hung_engine_ends_the_worker_and_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Scene().open() as scene:
-        scene.engine.faults.going.clear()
-        await scene.ask("r")
-        await until(lambda: scene.engine.usage.running == 1)
-        monkeypatch.setattr("pdserve.process.engine_checks.KILLS_WITHIN", -60.0)  # as if it were minutes ago
-        scene.engine.die()
-        with pytest.raises(EngineDead):
-            await scene.life
-        assert scene.stored == 1
-        await scene.start("prefill-1")
-        done = await scene.answer("r")
-        assert isinstance(done, PrefillDone)
-        assert done.handle.engine_id == "prefill-1"
+async def test_a_hung_engine_ends_the_worker_and_another_takes_over(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.engine.faults.going.clear()
+    await scene.ask_and_run()
+    monkeypatch.setattr("pdserve.process.engine_checks.KILLS_WITHIN", -60.0)  # as if it were minutes ago
+    scene.engine.die()
+    with pytest.raises(EngineDead):
+        await scene.life
+    assert scene.stored == 1
+    await scene.prefill("prefill-1")
+    done = await scene.done()
+    assert done.handle.engine_id == "prefill-1"
 
 
 async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
-    async with Scene(max_num_batched_tokens=256).open() as scene:
+    async with Scene(max_num_batched_tokens=256) as scene:
         scene.engine.faults.going.clear()
         for number in range(10):
             await scene.ask(f"r{number}")
         await until(lambda: len(scene.worker._prompts._running) == 3)
         # two steps' worth of tokens, and the one that made it full
-        await holds(lambda: len(scene.worker._prompts._running) == 3 and scene.queue.depth == 7)
+        await holds(lambda: len(scene.worker._prompts._running) == 3 and scene.decode.depth == 7)
         scene.engine.faults.going.set()
         for number in range(10):
-            assert isinstance(await scene.answer(f"r{number}"), PrefillDone)
+            assert await scene.done(f"r{number}")
 
 
 async def test_two_workers_share_the_work() -> None:
-    async with Scene(max_num_batched_tokens=256).open() as scene:
+    async with Scene(max_num_batched_tokens=256) as scene:
         scene.engine.faults.slow = 20.0
-        second, _, _ = await scene.start("prefill-1")
-        second.faults.slow = 20.0
+        (await scene.prefill("prefill-1")).engine.faults.slow = 20.0
         for number in range(20):
             await scene.ask(f"r{number}")
-        answers = [await scene.answer(f"r{number}") for number in range(20)]
-        engines = {answer.handle.engine_id for answer in answers if isinstance(answer, PrefillDone)}
+        engines = {(await scene.done(f"r{number}")).handle.engine_id for number in range(20)}
         assert engines == {"prefill-0", "prefill-1"}
 
 
-async def test_an_outage_of_the_queue_is_survived() -> None:
-    async with Scene().open() as scene:
-        await scene.broker.down()
-        await until(lambda: not scene.queue.connected)
-        await scene.broker.up()
-        await scene.ask("r")
-        assert isinstance(await scene.answer("r"), PrefillDone)
+async def test_an_outage_of_the_queue_is_survived(scene: Scene) -> None:
+    await scene.broker.down()
+    await until(lambda: not scene.decode.connected)
+    await scene.broker.up()
+    await scene.ask()
+    assert await scene.done()
 
 
-async def test_drain_finishes_and_waits_for_the_pull() -> None:
-    async with Scene().open() as scene:
-        scene.engine.faults.slow = 100.0
-        await scene.ask("r")
-        await until(lambda: scene.engine.usage.running == 1)
-        scene.worker.stop()
-        await until(lambda: not scene.worker.ready.is_set())
-        record = (await scene.other.read("instances/"))["instances/prefill/prefill-0"]
-        assert decode_instance(record).draining
-        done = await scene.answer("r")
-        assert isinstance(done, PrefillDone)
-        await holds(lambda: not scene.life.done())  # its blocks were not pulled yet
-        async with sim(Role.DECODE, "decode-0") as decode:
-            await decode.reject(done.handle)
-            await asyncio.wait_for(scene.life, 5)
-        assert await scene.other.read("") == {}
+async def test_drain_finishes_and_waits_for_the_pull(scene: Scene) -> None:
+    scene.engine.faults.slow = 100.0
+    await scene.ask_and_run()
+    scene.worker.stop()
+    await until(lambda: not scene.worker.ready.is_set())
+    record = (await scene.other.read("instances/"))["instances/prefill/prefill-0"]
+    assert decode_instance(record).draining
+    done = await scene.done()
+    await holds(lambda: not scene.life.done())  # its blocks were not pulled yet
+    async with sim(Role.DECODE, "decode-0") as decode:
+        await decode.reject(done.handle)
+        await asyncio.wait_for(scene.life, 5)
+    assert await scene.other.read("") == {}
 
 
 async def test_the_drain_has_an_end() -> None:
-    async with Scene(drain_timeout=0.1).open() as scene:
+    async with Scene(drain_timeout=0.1) as scene:
         scene.engine.faults.going.clear()
-        await scene.ask("r")
-        await until(lambda: scene.engine.usage.running == 1)
+        await scene.ask_and_run()
         scene.worker.stop()
         await asyncio.wait_for(scene.life, 5)
         assert scene.stored == 1, "left to another worker"
 
 
-async def test_a_draining_worker_takes_nothing_new() -> None:
-    async with Scene().open() as scene:
-        scene.engine.faults.slow = 100.0
-        await scene.ask("r0")
-        await until(lambda: scene.engine.usage.running == 1)
-        scene.worker.stop()
-        await until(lambda: not scene.worker.ready.is_set())
-        await scene.ask("r1")
-        await scene.answer("r0")
-        await holds(lambda: "r1" not in scene.answers)
-        await scene.start("prefill-1")
-        assert isinstance(await scene.answer("r1"), PrefillDone)
+async def test_a_draining_worker_takes_nothing_new(scene: Scene) -> None:
+    scene.engine.faults.slow = 100.0
+    await scene.ask("r0")
+    await until(lambda: scene.engine.usage.running == 1)
+    scene.worker.stop()
+    await until(lambda: not scene.worker.ready.is_set())
+    await scene.ask("r1")
+    await scene.answer("r0")
+    await holds(lambda: "r1" not in scene.answers)
+    await scene.prefill("prefill-1")
+    assert await scene.done("r1")
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_answer_is_said_again_until_its_kv_is_released() -> None:
-    async with Scene().open() as scene:
-        await scene.ask("r")
-        await until(lambda: len(scene.answers.get("r", [])) == 3)
-        first, *again = scene.answers["r"]
-        assert isinstance(first, PrefillDone)
-        ages = [first.age]
-        for answer in again:
-            assert isinstance(answer, PrefillDone)
-            assert msgspec.structs.replace(answer, age=first.age) == first
-            ages.append(answer.age)
-        assert ages == sorted(set(ages)), "older each time"
-        async with sim(Role.DECODE, "decode-0") as decode:
-            await decode.reject(first.handle)
-            await scene.worker._prompts._answers.empty()
-        assert await scene.engine.all_blocks_free()
-        said = len(scene.answers["r"])
-        await holds(lambda: len(scene.answers["r"]) == said)
+async def test_an_answer_is_said_again_until_its_kv_is_released(scene: Scene) -> None:
+    await scene.ask()
+    await until(lambda: len(scene.answers.get("r", [])) == 3)
+    first, *again = scene.answers["r"]
+    assert isinstance(first, PrefillDone)
+    ages = [first.age]
+    for answer in again:
+        assert isinstance(answer, PrefillDone)
+        assert msgspec.structs.replace(answer, age=first.age) == first
+        ages.append(answer.age)
+    assert ages == sorted(set(ages)), "older each time"
+    async with sim(Role.DECODE, "decode-0") as decode:
+        await decode.reject(first.handle)
+        await scene.worker._prompts._answers.empty()
+    assert await scene.engine.all_blocks_free()
+    said = len(scene.answers["r"])
+    await holds(lambda: len(scene.answers["r"]) == said)
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_answer_given_while_the_queue_is_away_comes_later() -> None:
-    async with Scene().open() as scene:
-        scene.engine.faults.going.clear()
-        await scene.ask("r")
-        await until(lambda: scene.engine.usage.running == 1)
-        await scene.broker.down()
-        scene.engine.faults.going.set()
-        await until(lambda: not len(scene.worker._prompts._running))
-        await scene.broker.up()
-        assert isinstance(await scene.answer("r"), PrefillDone)
-        assert scene.stored == 0, "it need not be computed again"
+async def test_an_answer_given_while_the_queue_is_away_comes_later(scene: Scene) -> None:
+    scene.engine.faults.going.clear()
+    await scene.ask_and_run()
+    await scene.broker.down()
+    scene.engine.faults.going.set()
+    await until(lambda: not len(scene.worker._prompts._running))
+    await scene.broker.up()
+    assert await scene.done()
+    assert scene.stored == 0, "it need not be computed again"
 
 
-async def test_a_prefill_that_was_cancelled_too_late_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefill_that_was_cancelled_too_late_is_answered(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its KV is there, and only the decode worker can have it freed."""
 
     async def too_late(request_ids: list[str]) -> None: ...
 
-    async with Scene().open() as scene:
-        monkeypatch.setattr(scene.engine, "cancel", too_late)
-        scene.engine.faults.going.clear()
-        await scene.ask("r")
-        await until(lambda: scene.engine.usage.running == 1)
-        await scene.queue.cancel(["r"])
-        await until(lambda: not len(scene.worker._prompts._running))
-        scene.engine.faults.going.set()
-        assert isinstance(await scene.answer("r"), PrefillDone)
+    monkeypatch.setattr(scene.engine, "cancel", too_late)
+    scene.engine.faults.going.clear()
+    await scene.ask_and_run()
+    await scene.decode.cancel(["r"])
+    await until(lambda: not len(scene.worker._prompts._running))
+    scene.engine.faults.going.set()
+    assert await scene.done()
 
 
 async def test_a_cancelled_request_is_kept_in_mind_without_its_prompt() -> None:
@@ -332,28 +317,28 @@ async def test_a_cancelled_request_is_kept_in_mind_without_its_prompt() -> None:
     assert kept == PrefillRequest("r", "decode-0", [], 60, 16, [])
 
 
-async def test_a_worker_says_which_requests_it_has() -> None:
-    async with Scene().open() as scene:
-        scene.engine.faults.going.clear()
-        await scene.ask("r")
-        await until(lambda: scene.started == {"r": "prefill-0"})
-        assert not scene.answers
+async def test_a_worker_says_which_requests_it_has(scene: Scene) -> None:
+    scene.engine.faults.going.clear()
+    await scene.ask()
+    await until(lambda: scene.started == {"r": "prefill-0"})
+    assert not scene.answers
 
 
-async def test_nothing_is_pulled_before_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_pulled_before_it_is_registered(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registered, announce = asyncio.Event(), Presence.announce
 
     async def late(presence: Presence) -> None:
         await registered.wait()
         await announce(presence)
 
-    async with Scene().open() as scene:
-        scene.worker.stop()
-        await scene.life
-        monkeypatch.setattr(Presence, "announce", late)
-        starting = asyncio.create_task(scene.start("prefill-1"))
-        await scene.ask("r")
-        await holds(lambda: scene.queue.depth == 1)
-        registered.set()
-        await starting
-        assert isinstance(await scene.answer("r"), PrefillDone)
+    scene.worker.stop()
+    await scene.life
+    monkeypatch.setattr(Presence, "announce", late)
+    starting = asyncio.create_task(scene.prefill("prefill-1"))
+    await scene.ask()
+    await holds(lambda: scene.decode.depth == 1)
+    registered.set()
+    await starting
+    assert await scene.done()
