@@ -48,15 +48,17 @@ class Credentials:
         """None without a folder. Raises ConfigError where its files cannot be used, or other users can read its key."""
         if folder is None:
             return None
-        found = cls(folder)
+        credentials = cls(folder)
         try:
-            if found.key.stat().st_mode & 0o077:
-                raise ConfigError([f"{found.key} can be read by other users: chmod 600 {found.key}."])
-            _ = found.client
+            if credentials.key.stat().st_mode & 0o077:
+                raise ConfigError(
+                    [f"{credentials.key} can be read by other users: chmod 600 {credentials.key}."]
+                )
+            _ = credentials.client
         except OSError as error:  # ssl's errors are OSErrors too
             text = f"make one with `{command('credentials FOLDER')}`, or copy the graph's from another host."
             raise ConfigError([f"Security.credentials: {folder} cannot be used ({error}): {text}"]) from error
-        return found
+        return credentials
 
     @property
     def authority(self) -> Path:
@@ -99,12 +101,12 @@ class Credentials:
 
 
 def expiring(certificates: Path) -> str | None:
-    """Say when a certificate of this PEM file expired or will within `SOON`, as the end of a sentence that begins with
-    the file; None where none does. Raises OSError, and ValueError where the file has no certificate."""
+    """Return when a certificate of this PEM file expired or will within `SOON`, as the end of a sentence that begins
+    with the file; None where none does. Raises OSError, and ValueError where the file has no certificate."""
     from cryptography import x509
 
-    found = x509.load_pem_x509_certificates(certificates.read_bytes())
-    until = min(certificate.not_valid_after_utc for certificate in found)
+    parsed = x509.load_pem_x509_certificates(certificates.read_bytes())
+    until = min(certificate.not_valid_after_utc for certificate in parsed)
     now = datetime.fromtimestamp(clock.unix(), UTC)
     if until - now > SOON:
         return None

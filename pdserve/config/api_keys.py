@@ -95,21 +95,21 @@ def configured(security: SecuritySection, env: Mapping[str, str]) -> bool:
 def read_keys(file: Path | None, env: Mapping[str, str]) -> FoundKeys:
     """The keys of the file and of the environment; none if neither is set. Raises ConfigError, also for a file or value
     without a key: a mistake must not open the API to all."""
-    found, value = FoundKeys(), env.get(VARIABLE, "")
+    read, value = FoundKeys(), env.get(VARIABLE, "")
     if value.startswith("@"):
-        _read_file(Path(value[1:]), found)
+        _read_file(Path(value[1:]), read)
     elif value:
-        _read_lines([(VARIABLE, text) for text in value.split(",")], found)
-        if not found.keys:
+        _read_lines([(VARIABLE, text) for text in value.split(",")], read)
+        if not read.keys:
             raise ConfigError([f"{VARIABLE} is set and holds no key: set KEY1,KEY2 or @FILE, or unset it."])
     if file is not None:
-        _read_file(file, found)
-    _check_unique(found.keys)
-    return found
+        _read_file(file, read)
+    _check_unique(read.keys)
+    return read
 
 
-def _read_file(path: Path, found: FoundKeys) -> None:
-    found.files.append(path)
+def _read_file(path: Path, into: FoundKeys) -> None:
+    into.files.append(path)
     try:
         text, mode = path.read_text("utf-8-sig"), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
@@ -122,21 +122,21 @@ def _read_file(path: Path, found: FoundKeys) -> None:
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
-    before, secret = len(found.keys), True
+    before, secret = len(into.keys), True
     if all(len(line.split()) == 1 and not line.rstrip().endswith(":") for _, line in lines):
-        _read_lines(lines, found)
+        _read_lines(lines, into)
     else:
-        secret = _read_yaml(path, text, found)
-    if len(found.keys) == before:
+        secret = _read_yaml(path, text, into)
+    if len(into.keys) == before:
         raise ConfigError([f"{path}: there is no API key in it: add one, or take the file away."])
     if secret and mode & 0o004:
-        found.notes.append(
+        into.notes.append(
             f"{path} holds API keys and every user of this machine can read it: chmod 600 {path}, or give "
             "key-sha256 in place of key."
         )
 
 
-def _read_lines(lines: Iterable[tuple[str, str]], found: FoundKeys) -> None:
+def _read_lines(lines: Iterable[tuple[str, str]], into: FoundKeys) -> None:
     """`key` or `name=key`; a key may end in `=` itself."""
     for place, line in lines:
         if not (text := line.strip()):
@@ -148,11 +148,11 @@ def _read_lines(lines: Iterable[tuple[str, str]], found: FoundKeys) -> None:
             raise ConfigError([f"{place}: what stands before the = is no name for an API key: {_NAMES}."])
         if not _KEY.fullmatch(key):
             raise ConfigError([f"{place}: the key must be {_FIT}."])
-        _note_short(f"{place}: the key{name and f' {name}'}", key, found)
-        found.keys.append(ApiKey.of(key, name))
+        _note_short(f"{place}: the key{name and f' {name}'}", key, into)
+        into.keys.append(ApiKey.of(key, name))
 
 
-def _read_yaml(path: Path, text: str, found: FoundKeys) -> bool:
+def _read_yaml(path: Path, text: str, into: FoundKeys) -> bool:
     """Returns whether the file holds a key itself, not only digests."""
     findings, secret = Findings(path), False
     try:
@@ -168,10 +168,10 @@ def _read_yaml(path: Path, text: str, found: FoundKeys) -> bool:
         else:
             values = _values(entry, findings)
             if key := values.get("key"):
-                _note_short(f"{path}:{entry.children['key'].line}: {entry.path}.key", key, found)
+                _note_short(f"{path}:{entry.children['key'].line}: {entry.path}.key", key, into)
             digest = digest_of(key) if key else bytes.fromhex(values.get("key-sha256", ""))
             limits = KeyLimits(*map(values.get, _LIMITS))
-            found.keys.append(ApiKey(entry.path, digest, limits, values.get("admin", False)))
+            into.keys.append(ApiKey(entry.path, digest, limits, values.get("admin", False)))
             secret = secret or key is not None
     findings.raise_if_any()
     return secret
@@ -194,9 +194,9 @@ def _values(entry: Entry, findings: Findings) -> dict[str, Any]:
     return values
 
 
-def _note_short(what: str, key: str, found: FoundKeys) -> None:
+def _note_short(what: str, key: str, into: FoundKeys) -> None:
     if len(key) < SHORT:
-        found.notes.append(f"{what} has fewer than {SHORT} characters and can be guessed: use a longer one.")
+        into.notes.append(f"{what} has fewer than {SHORT} characters and can be guessed: use a longer one.")
 
 
 def _check_unique(keys: Iterable[ApiKey]) -> None:

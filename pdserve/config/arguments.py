@@ -107,8 +107,8 @@ ANSWERS = SAMPLING | {
 
 @cache
 def arguments() -> Mapping[str, Argument]:
-    found = msgspec.json.decode(PATH.read_bytes(), type=_ArgumentFile).arguments
-    return {argument.name: argument for argument in found}
+    file = msgspec.json.decode(PATH.read_bytes(), type=_ArgumentFile)
+    return {argument.name: argument for argument in file.arguments}
 
 
 @cache

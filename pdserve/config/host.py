@@ -69,5 +69,5 @@ def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.
     )
     ref = models / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
-    found = models / "snapshots" / commit
-    return found if (found / "config.json").is_file() else None
+    folder = models / "snapshots" / commit
+    return folder if (folder / "config.json").is_file() else None

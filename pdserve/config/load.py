@@ -1,4 +1,4 @@
-"""YAML to Config: strict, with every problem of a file found in one go.
+"""YAML to Config: strict, with all problems of a file reported at once.
 
 The sections are those of a Dynamo 0.2 graph (Common, Frontend, Processor, VllmWorker, PrefillWorker), and pdserve's own
 Graph, Slo and Security. As in Dynamo, a key of Common applies only to the sections that list it in `common-configs` and
@@ -60,7 +60,7 @@ the other's, and the reason"""
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
-    """Read the file. Raises ConfigError with all its problems. Whether this machine can run it, the plan says."""
+    """Read the file. Raises ConfigError with all its problems. The plan checks whether this machine can run it."""
     findings = Findings(path)
     tree = read_tree(path, findings)
     _check_names(tree, findings)
@@ -262,8 +262,8 @@ def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findin
     ids, gpu = own.get("ServiceArgs.resources.gpu-ids"), own.get("ServiceArgs.resources.gpu")
     needed = worker.count * worker.ranks
     if ids and len(worker.gpu_ids) != needed:
-        found = f"names {len(worker.gpu_ids)} GPUs, but {worker.count} x {worker.ranks} ranks need {needed}"
-        findings.problem(ids, f"{found}: name {needed}.")
+        named = f"names {len(worker.gpu_ids)} GPUs, but {worker.count} x {worker.ranks} ranks need {needed}"
+        findings.problem(ids, f"{named}: name {needed}.")
     if gpu and worker.gpus == 0 and worker.gpu_ids:
         findings.problem(gpu, "is 0, but gpu-ids names GPUs: keep one of the two.")
     if gpu and worker.engine == "vllm" and worker.gpus not in (None, 0, worker.ranks):
@@ -325,13 +325,13 @@ def _with_files(
 
 
 def _check_exposure(
-    found: Iterable[Opening],
+    all_openings: Iterable[Opening],
     own: Mapping[str, Mapping[str, Entry]],
     security: SecuritySection,
     env: Mapping[str, str],
     findings: Findings,
 ) -> None:
-    for opening in found:
+    for opening in all_openings:
         section, _, key = opening.key.partition(".")
         variable = f"PDSERVE_{key.upper()}"
         if opening.allowed(security):

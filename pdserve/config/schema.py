@@ -372,7 +372,7 @@ class Config(GraphSection):
     slo: Promised = NO_PROMISE
     """what is promised to the clients of the model"""
     notes: tuple[str, ...] = ()
-    """keys that mean something else than they say, one sentence each, to be shown once at start"""
+    """keys with another meaning here than in Dynamo, one sentence each, to be shown once at start"""
 
     @property
     def scheme(self) -> str:

@@ -39,8 +39,8 @@ _CONNECTORS = ("DynamoNixlConnector", "NixlConnector")
 @cache
 def rules(section: str) -> dict[str, dict[str, Any]]:
     """JSON schema of each of the section's own keys."""
-    found: dict[str, dict[str, Any]] = TypeAdapter(KINDS[section]).json_schema()["properties"]
-    return found
+    properties: dict[str, dict[str, Any]] = TypeAdapter(KINDS[section]).json_schema()["properties"]
+    return properties
 
 
 def must_be(rule: Mapping[str, Any]) -> str:
@@ -81,7 +81,7 @@ class SectionRead(Generic[S]):
 
 
 class SectionReader:
-    """Reads the sections of a tree. Problems go to `findings`, so that all are found."""
+    """Reads the sections of a tree. Problems go to `findings`, so that all are reported."""
 
     def __init__(self, tree: Mapping[str, Entry], findings: Findings) -> None:
         self._tree = tree
@@ -117,16 +117,16 @@ class SectionReader:
         if not isinstance(listed.value, list) or not all(isinstance(name, str) for name in listed.value):
             self._findings.problem(listed, "must be a list of keys of Common, as in [model, block-size].")
             return {}
-        found = {}
+        entries = {}
         for written in listed.value:
             name = kebab(written)
             if name in self._common:
-                found[name] = self._common[name]
+                entries[name] = self._common[name]
             else:
                 hint = or_nearest(name, self._common, f"add {name} to Common, or take it off the list.")
                 self._findings.problem(listed, f"lists {written}, which Common does not have: {hint}")
-        self._listed |= found.keys()
-        return found
+        self._listed |= entries.keys()
+        return entries
 
     def _split(
         self, entries: Mapping[str, Entry], section: str, above: str = ""
@@ -142,8 +142,8 @@ class SectionReader:
                 own[above + name] = entry
             else:
                 inside = f"{above}{name}."
-                found, unknown = self._split(self._children(entry), section, inside)
-                own |= found
+                inner, unknown = self._split(self._children(entry), section, inside)
+                own |= inner
                 for key, mistake in unknown.items():
                     self._unknown(mistake, key, f"{section}.{inside[:-1]}", _names(section, inside))
         return own, others
@@ -164,7 +164,7 @@ class SectionReader:
     def _arguments(self, entries: Mapping[str, Entry], section: str) -> dict[str, Entry]:
         """The vLLM arguments among the keys that are not the section's own; all others are problems."""
         valid = arguments() if KINDS[section].takes_arguments else {}
-        found: dict[str, Entry] = {}
+        read: dict[str, Entry] = {}
         for key, entry in entries.items():
             name = canonical(key) if valid else None
             if name is None:
@@ -173,15 +173,15 @@ class SectionReader:
                 self._check_connector(entry)
             elif reason := refusal(name):
                 self._findings.problem(entry, reason)
-            elif other := found.get(name):
+            elif other := read.get(name):
                 text = f"is the same vLLM argument as {other.path} in line {other.line}: keep one of the two."
                 self._findings.problem(entry, text)
             else:
                 try:
-                    found[name] = replace(entry, value=parse(name, entry.value))
+                    read[name] = replace(entry, value=parse(name, entry.value))
                 except ValueError as error:
                     self._findings.problem(entry, str(error))
-        return found
+        return read
 
     def _unknown(
         self, entry: Entry, name: str, owner: str, own: Iterable[str], beside: Iterable[str] = ()

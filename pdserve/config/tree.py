@@ -63,8 +63,8 @@ class Findings:
 
 def or_nearest(name: str, valid: Iterable[str], otherwise: str) -> str:
     """`did you mean …?` with the valid name most like `name`; `otherwise` if none is like it."""
-    found = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return f"did you mean {found[0]}?" if found else otherwise
+    nearest = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f"did you mean {nearest[0]}?" if nearest else otherwise
 
 
 def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:

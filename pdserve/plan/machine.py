@@ -98,8 +98,8 @@ def what_if(gpus: str, machine: Machine) -> Machine:
     if match is None or match[1] == "0":
         raise ConfigError([f"--gpus {gpus} is not a number and a kind of GPU: write 4xA10, 2x24GiB or 0."])
     name, memory = _kind(match[2].strip(), gpus)
-    found = tuple(Gpu(index, name, memory) for index in range(int(match[1])))
-    return replace(machine, gpus=found, build="cuda", imagined=True)
+    cards = tuple(Gpu(index, name, memory) for index in range(int(match[1])))
+    return replace(machine, gpus=cards, build="cuda", imagined=True)
 
 
 def _kind(text: str, gpus: str) -> tuple[str, int]:

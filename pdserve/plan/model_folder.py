@@ -20,7 +20,7 @@ _PART = re.compile(r"-\d+-of-(\d+)$")
 _MAX_HEADER = 100 * 2**20
 _TOWERS = {"text_config", "vision_config", "audio_config"}
 _TIED = {"gemma", "gemma2", "gemma3_text"}
-"""architectures whose output layer is the embedding unless the config says otherwise; for others it must say so"""
+"""architectures whose output layer is the embedding unless the config sets tie_word_embeddings"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ModelFacts:
     intermediate: int
     vocab: int
     max_len: int | None
-    """None if the config does not say, or scales its positions"""
+    """None if the config has none, or scales its positions"""
     dtype: str
     stored: Mapping[str, int]
     """bytes of weights by safetensors dtype; `?` if only the files' sizes are known; empty if nothing is known"""
@@ -145,8 +145,8 @@ def _stored(folder: Path) -> Mapping[str, int]:
 
 
 def _parts_missing(files: Sequence[Path]) -> bool:
-    """Whether the numbers in the names say so, as of a download that was broken off: model-00001-of-00019."""
-    counts = [int(found[1]) for file in files if (found := _PART.search(file.stem))]
+    """Whether the numbers in the names show a download that was broken off: model-00001-of-00019."""
+    counts = [int(part[1]) for file in files if (part := _PART.search(file.stem))]
     return bool(counts) and len(counts) < max(counts)
 
 

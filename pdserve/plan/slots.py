@@ -99,7 +99,7 @@ def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
 
 
 def gpus_needed(worker: WorkerConfig, machine: Machine) -> int:
-    """GPUs per worker: what the file says, else one for each rank if this machine has GPUs to use."""
+    """GPUs per worker: those of the file, else one for each rank if this machine has GPUs to use."""
     if worker.engine == "sim":
         return 0
     if worker.gpus is not None:
@@ -123,10 +123,10 @@ def place(
     such group."""
     pinned = {index for request in requests for index in request.pinned}
     free = [index for index in sorted(gpus) if index not in pinned]
-    found: dict[str, tuple[int, ...]] = {}
+    groups: dict[str, tuple[int, ...]] = {}
     for request in requests:
         group = request.pinned or _group(free, request.gpus)
-        found[request.worker] = group
+        groups[request.worker] = group
         free = [index for index in free if index not in group]
     problems = []
     if absent := sorted(pinned - set(gpus)):
@@ -134,10 +134,10 @@ def place(
         problems.append(
             f"gpu-ids asks for GPU {_listed(absent)}, but there are {have}: correct gpu-ids or CUDA_VISIBLE_DEVICES."
         )
-    if any(len(found[request.worker]) != request.gpus for request in requests):
+    if any(len(groups[request.worker]) != request.gpus for request in requests):
         needed = sum(request.gpus for request in requests if not request.pinned) + len(pinned)
         problems.append(_too_few(requests, needed, len(gpus)))
-    return found, problems
+    return groups, problems
 
 
 def _gpu_request(role: Role, number: int, worker: WorkerConfig, machine: Machine) -> GpuRequest:
@@ -160,10 +160,10 @@ def _listed(gpus: Sequence[int]) -> str:
     return ", ".join(map(str, gpus))
 
 
-def _too_few(requests: Sequence[GpuRequest], needed: int, found: int) -> str:
+def _too_few(requests: Sequence[GpuRequest], needed: int, present: int) -> str:
     workers = ", ".join(f"{request.gpus} for {request.worker}" for request in requests if request.gpus)
     return (
-        f"The graph needs {needed} GPU{'s' * (needed != 1)} ({workers}), found {found}: run it where there are "
+        f"The graph needs {needed} GPU{'s' * (needed != 1)} ({workers}), found {present}: run it where there are "
         f"{needed}, lower tensor-parallel-size or ServiceArgs.workers, or set resources.gpu: 0 to run on the CPU."
     )
 

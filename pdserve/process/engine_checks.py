@@ -28,7 +28,7 @@ HANGS_AFTER = 30.0
 two steps, and a step may take long: a long prompt on a CPU, a kernel that is compiled on its first use. But such a
 step uses CPU time."""
 SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
-"""seconds without an answer after which an engine counts as hung whatever CPU time it uses: vLLM's own bound for a
+"""seconds without an answer after which an engine counts as hung, however much CPU time it uses: vLLM's own bound for a
 step, which vLLM enforces only where its worker has a process of its own"""
 BUSY = 0.1
 """share of a core that counts as work; an idle vLLM engine on the CPU uses 0.03"""

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CONFIG_ERROR = 2
 """exit code of a role whose configuration is wrong: starting it again would change nothing"""
 TAIL = 30
-"""last lines of output that are kept, to tell why a process ended"""
+"""last lines of output that are kept, to report why a process ended"""
 _LONGEST_LINE = 1 << 20
 """characters; a longer line is cut"""
 _CAUSE_LIMIT = 300
@@ -60,7 +60,7 @@ class Exit:
         return "\nIts last lines:\n  " + "\n  ".join(lines) if lines else ""
 
     def _output(self) -> list[LogLine]:
-        """Its last lines without noise; none for a child that was killed, which had no time to say why."""
+        """Its last lines without noise; none for a child that was killed, which had no time to log why."""
         if self.code == -signal.SIGKILL:
             return []
         lines = [logs.parse(raw, "") for raw in self.last_lines]
@@ -70,7 +70,7 @@ class Exit:
         if self.code >= 0:
             return f"exit code {self.code}"
         if self.code == -signal.SIGKILL:
-            return "killed by SIGKILL: by somebody, or by the kernel for lack of memory"
+            return "killed by SIGKILL: by an operator, or by the kernel for lack of memory"
         with suppress(ValueError):
             return f"killed by {signal.Signals(-self.code).name}"
         return f"killed by signal {-self.code}"
@@ -159,8 +159,8 @@ class Child:
                 self._process.kill()
 
     def note_memory(self) -> None:
-        """Remember its shared memory: once all of the group is killed, the resource tracker included, nothing tells
-        which segments it had."""
+        """Remember its shared memory: once all of the group is killed, the resource tracker included, its
+        segments can no longer be listed."""
         self._memory = shared_memory(members(self.pid))
 
     def last_lines(self) -> tuple[str, ...]:

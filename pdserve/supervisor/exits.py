@@ -41,7 +41,7 @@ def adopt_orphans() -> None:
 
 async def exit_of(process: "subprocess.Popen[bytes]") -> int:
     """Wait for a child's end; return its exit code, negative for a signal. A pidfd works under every event loop,
-    without child watchers or threads, and whatever process holds the child's pipes."""
+    without child watchers or threads, and does not depend on the child's pipes."""
     if process.poll() is None:
         loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
         loop.add_reader(pidfd, ended.set)
@@ -114,11 +114,11 @@ class Guardian:
     def watch(self, group: int, wave: int = 0) -> None:
         """Let the guardian stop this process group when the supervisor is gone, lower waves first."""
         self._groups[group] = wave
-        self._tell(f"+{group} {wave}")
+        self._send(f"+{group} {wave}")
 
     def forget(self, group: int) -> None:
         self._groups.pop(group, None)
-        self._tell(f"-{group}")
+        self._send(f"-{group}")
 
     async def keep(self) -> None:
         """Start the guardian again whenever it ends; never returns."""
@@ -138,9 +138,11 @@ class Guardian:
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
         for group, wave in self._groups.items():
-            self._tell(f"+{group} {wave}")
+            self._send(f"+{group} {wave}")
 
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # the guardian was killed: `keep` tells its successor everything
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # the guardian was killed: `keep` sends everything to its successor
             self._stdin.write(f"{line}\n".encode())
             self._stdin.flush()

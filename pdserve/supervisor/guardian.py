@@ -84,26 +84,26 @@ def alive(pid: int) -> bool:
 
 def members(group: int) -> list[int]:
     """The live processes of a process group."""
-    found = []
+    live = []
     for name in os.listdir("/proc"):
         if name.isdecimal():
             state, group_of, _ = _stat(int(name))
             if group_of == group and state not in "ZX":
-                found.append(int(name))
-    return found
+                live.append(int(name))
+    return live
 
 
 def groups_of(run: str) -> dict[int, int]:
     """The process groups of a run of a graph, with their waves: those of the live processes that were started with the
-    run's mark in `RUN_VARIABLE`, as the supervisor starts all of them. Whatever a group has beside them was started by
-    them."""
-    found = {}
+    run's mark in `RUN_VARIABLE`, as the supervisor starts all of them. All other processes of a group were started
+    by them."""
+    groups = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/environ", "rb") as environ:
             for variable in environ.read().split(b"\0"):
                 if variable.startswith(f"{RUN_VARIABLE}={run} ".encode()):
-                    found[os.getpgid(int(name))] = int(variable.split()[1])
-    return found
+                    groups[os.getpgid(int(name))] = int(variable.split()[1])
+    return groups
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
@@ -124,14 +124,14 @@ def is_tracker(pid: int) -> bool:
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
     """Python's shared memory segments (`/dev/shm/psm_*`) that these processes have mapped."""
-    found: set[str] = set()
+    segments: set[str] = set()
     for pid in pids:
         with (
             contextlib.suppress(OSError),
             open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps,
         ):
-            found.update(_SHARED.findall(maps.read()))
-    return found
+            segments.update(_SHARED.findall(maps.read()))
+    return segments
 
 
 def release(memory: Collection[str]) -> None:

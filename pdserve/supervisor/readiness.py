@@ -60,8 +60,8 @@ class RegisteredInstances:
         return the seconds. Time without a registry does not count."""
 
         async def registered() -> bool:
-            found = any(found.id == instance.id for found in self.view.instances())
-            return found or not self._registry.connected
+            listed = any(each.id == instance.id for each in self.view.instances())
+            return listed or not self._registry.connected
 
         return await until_unhealthy(registered, CHECK_EVERY, self._patience)
 
@@ -82,7 +82,7 @@ class RegisteredInstances:
 
 
 async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
-    """Yield what a frontend says is missing, until as many frontends as `processes` have said that they are ready. They
+    """Yield what a frontend reports as missing, until as many frontends as `processes` have reported to be ready. They
     share one port, and which of them answers is chance."""
     ready: set[str] = set()
     # not verified: these are this machine's own, and no name of theirs need be in their certificate

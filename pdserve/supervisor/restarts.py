@@ -256,7 +256,7 @@ class RestartLoop(Generic[AnyProcess]):
             was_ready = self.state is ProcessState.READY
             what = "hangs" if was_ready else "does not become ready"
             patience = self.process.patience if was_ready else 0.0
-            how = f"telling it to end, and killing it after {patience:g} s" if patience else "killing it"
+            how = f"stopping it, and killing it after {patience:g} s" if patience else "killing it"
             log.error("%s %s: %s; %s", self.process.name, what, problem, how)
             self._failed_start = None if was_ready else Exit(1, (problem,))
             await child.stop(patience)

@@ -29,7 +29,7 @@ from pdserve.tasks import Apart, forever
 log = logging.getLogger(__name__)
 
 REMIND = 10.0
-"""seconds between two lines that say what the start waits for"""
+"""seconds between two lines about what the start waits for"""
 
 
 @dataclass

@@ -41,7 +41,7 @@ AFTER_DRAIN = 10.0
 
 
 def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
-    """Run the graph until it is told to stop; return the exit code. Raises ConfigError before any role was started."""
+    """Run the graph until it is stopped; return the exit code. Raises ConfigError before any role was started."""
     config = plan.config
     if plan.problems:
         raise ConfigError([*plan.problems])
@@ -71,7 +71,7 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
 async def _serve(
     config: Config, slots: Sequence[Slot], output: ProcessOutput, folder: state.StateFolder
 ) -> None:
-    """Start the servers, then the roles, and watch them until told to stop. Then, in the opposite order: stop the
+    """Start the servers, then the roles, and watch them until they are stopped. Then, in the opposite order: stop the
     roles, leave the registry, stop the servers and the guardian."""
     task = asyncio.current_task()
     assert task is not None
@@ -109,10 +109,10 @@ def _credentials(config: Config, folder: state.StateFolder) -> Credentials | Non
     directory and of their data ensure that nothing still uses those of an earlier run."""
     if config.security.credentials is None and config.nats is None and config.etcd is None:
         return folder.fresh_credentials()
-    found = Credentials.load(config.security.credentials)
-    if found and (text := expiring(found.certificate)):
-        log.warning("%s %s: make new credentials with %s", found.folder, text, command("credentials"))
-    return found
+    credentials = Credentials.load(config.security.credentials)
+    if credentials and (text := expiring(credentials.certificate)):
+        log.warning("%s %s: make new credentials with %s", credentials.folder, text, command("credentials"))
+    return credentials
 
 
 async def _registered_instances(

@@ -114,7 +114,7 @@ class StateFolder:
 
     @contextlib.contextmanager
     def sockets(self) -> Iterator[Path]:
-        """Yield a folder for the sockets of this graph's engines: empty, whatever killed engines left there, and
+        """Yield a folder for the sockets of this graph's engines, without what killed engines left there, and
         removed afterwards. It is in the state directory, or in the temporary folder or /tmp where the path of a socket
         would exceed 107 bytes. Raises ConfigError where it cannot be used."""
         digest = hashlib.blake2s(os.fsencode(self.path), digest_size=6).hexdigest()
