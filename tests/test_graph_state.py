@@ -28,15 +28,6 @@ def state(watched: dict[str, Watched], *instances: Instance) -> GraphState:
     return graph_state(instances, [], {}, {}, watched)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.95, 0.99])
-def test_a_quantile_is_in_the_bucket_of_the_exact_one(share: float) -> None:
-    seconds = np.random.default_rng(7).lognormal(-3, 1.5, 10_000)
-    found, exact = quantile(histogram(*seconds), share), float(np.quantile(seconds, share))
-    assert found is not None
-    assert abs(np.searchsorted(BUCKETS, found) - np.searchsorted(BUCKETS, exact)) <= 1
-    assert found == pytest.approx(exact, rel=0.6)
-
-
 @pytest.mark.parametrize(
     ("seconds", "share", "found"),
     [

@@ -1,4 +1,5 @@
-"""Messages that cannot be read, on every port and subject, are logged and skipped, and everything goes on."""
+"""Messages that cannot be read, on every port and subject, are logged and skipped, and everything goes on. Those on
+streams: `tests/stream/test_tcp.py`."""
 
 import asyncio
 
@@ -13,10 +14,8 @@ from pdserve.queue.jetstream.stream import QueueNames
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.view import RegistryView
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.queue.requests import ids, publish
-from tests.stream.raw import frame, raw
 
 NOT_UTF8 = encode(Hello("abcd")).replace(b"abcd", b"\xff\xfe\xff\xfe")
 TOO_DEEP = b"\x91" * 100_000
@@ -85,28 +84,6 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
     await client.close()
     for what in ("queue state skipped", "prefill request", ".answers.decode-0 skipped", ".notices skipped"):
         assert what in caplog.text
-
-
-async def test_frames_at_a_decode_worker() -> None:
-    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "good") as good:
-        for greeting in [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"\xff" * 5000, *map(frame, GARBAGE[1:])]:
-            async with raw(server.address) as stranger:
-                stranger.send(greeting)
-                assert await stranger.closed()
-        async with raw(server.address) as bad:
-            await bad.greet("bad")
-            for garbage in GARBAGE:
-                bad.send(frame(garbage))
-                bad.send(frame(b"") + frame(garbage) * 2)
-            bad.send(frame(encode(Hello("after garbage"))))
-            await good.send(Hello("good"))
-            received = server.received()
-            heard: set[str] = set()
-            while len(heard) < 2:
-                _, message = await anext(received)
-                assert isinstance(message, Hello)
-                heard.add(message.vllm_version)
-            assert heard == {"after garbage", "good"}
 
 
 async def test_cache_events_of_an_engine() -> None:

@@ -94,17 +94,6 @@ async def test_a_dead_engine_is_not_run_again() -> None:
         await tasks.forever(work, "work")
 
 
-async def test_a_single_run_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        raise KeyError("x")
-
-    told: list[BaseException] = []
-    async with tasks.Owner() as owner:
-        owner.start(work(), "work", told.append)
-        await until(lambda: bool(told))
-    assert "work failed" in caplog.text
-
-
 async def test_work_that_is_one_life_of_many_may_return(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,18 +114,23 @@ async def test_work_that_is_one_life_of_many_may_return(
     assert caplog.text.count("a life failed") == 1
 
 
-async def test_a_single_run_that_a_library_cancels_is_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "failure", [KeyError("x"), asyncio.CancelledError()], ids=["raises", "a library cancels"]
+)
+async def test_a_single_run_that_fails_is_reported(
+    failure: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work() -> None:
-        raise asyncio.CancelledError
+        raise failure
 
-    told: list[BaseException] = []
+    reported: list[BaseException] = []
     async with tasks.Owner() as owner:
-        owner.start(work(), "work", told.append)
-        await until(lambda: bool(told))
+        owner.start(work(), "work", reported.append)
+        await until(lambda: bool(reported))
         before = failures("work")
-        stopped = owner.start(asyncio.sleep(60), "work", told.append)
+        stopped = owner.start(asyncio.sleep(60), "work", reported.append)
     assert stopped.cancelled()
-    assert (len(told), failures("work")) == (1, before), "to be stopped is no failure"
+    assert (len(reported), failures("work")) == (1, before), "to be stopped is no failure"
     assert "work failed" in caplog.text
 
 

@@ -96,13 +96,6 @@ async def test_a_service_has_the_name_of_its_role_or_the_given_one(
     assert collector.spans[-1].service == "llm"
 
 
-async def test_a_sampler_may_ignore_its_parent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-    async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-frontend", "frontend-0") as tracer:
-        assert tracer.request("POST /", 0.0, {"traceparent": [TRACEPARENT]}, {}) is None
-
-
 @pytest.mark.parametrize("broken", ["away", "500", "503", "hangs"])
 async def test_a_broken_collector_costs_spans_and_a_line_for_each_way_of_losing_them(
     collector: Collector, broken: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -127,16 +120,6 @@ async def test_a_broken_collector_costs_spans_and_a_line_for_each_way_of_losing_
     assert len(lines) <= 2
     assert all(re.match("Queue full|Transient error|Failed to export", line) for line in lines), lines
     collector.answers.set()
-
-
-async def test_spans_come_again_when_the_collector_does(collector: Collector) -> None:
-    collector.status = 500
-    async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
-        tell(tracer)
-        await until(lambda: bool(collector.posts))
-        collector.status = 200
-        tell(tracer)
-    assert len(collector.spans) >= 1
 
 
 async def test_what_clients_write_is_not_logged(

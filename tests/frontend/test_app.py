@@ -55,32 +55,18 @@ async def test_errors_carry_the_request_id_too(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe{\x00}\x00", b'{"model": 5}', b"[" * 10_000]
+    ("body", "status", "quoted"),
+    [
+        (b'{"model": "demo", "prompt": "x", "bad_words": ["\\ud800"]}', 400, "bad_words"),
+        (b'{"model": "a\\udc00b", "prompt": "x"}', 404, "a\\\\udc00b"),
+    ],
 )
-async def test_bad_json(graph: Graph, body: bytes) -> None:
-    """Refused by vLLM's app, in its words."""
+async def test_half_of_a_surrogate_pair_is_refused_and_may_be_quoted(
+    graph: Graph, body: bytes, status: int, quoted: str
+) -> None:
     async with graph.worker():
-        answer = await graph.http.post(
-            "/v1/completions", content=body, headers={"content-type": "application/json"}
-        )
-    assert answer.status_code == 400
-    assert answer.json().get("detail") or answer.json()["error"]["type"].startswith("Bad")
-
-
-async def test_words_that_are_no_text_are_refused(graph: Graph) -> None:
-    async with graph.worker():
-        raw = b'{"model": "demo", "prompt": "x", "bad_words": ["\\ud800"]}'
-        answer = await graph.http.post(
-            "/v1/completions", content=raw, headers={"content-type": "application/json"}
-        )
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "bad_words")
-
-
-async def test_an_error_may_quote_half_of_a_surrogate_pair(graph: Graph) -> None:
-    async with graph.worker():
-        answer = await graph.http.post("/v1/completions", content=b'{"model": "a\\udc00b", "prompt": "x"}')
-    assert answer.status_code == 404
-    assert "a\\udc00b" in answer.json()["error"]["message"]
+        answer = await graph.http.post("/v1/completions", content=body)
+    assert (answer.status_code, quoted in answer.text) == (status, True)
 
 
 @pytest.mark.parametrize("tokenizing", [False, True])
@@ -176,11 +162,6 @@ async def test_routes_that_are_not_there(graph: Graph, method: str, path: str, s
     assert answer.json()["error"]["code"] == status
 
 
-async def test_a_wrong_method_is_told_the_right_ones(graph: Graph) -> None:
-    answer = await graph.http.delete("/ping")
-    assert answer.json()["error"]["message"] == "/ping takes GET, HEAD, POST"
-
-
 async def test_pages_that_probes_ask_for(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
         await until(lambda: bool(graph.models.live().get("demo")))
@@ -203,16 +184,6 @@ async def test_the_model_of_a_query_is_decoded(graph: Graph) -> None:
     assert "`a/b c`" in missing.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_status_has_one_type(graph: Graph, stream: bool) -> None:
-    async with graph.worker() as worker:
-        worker.fail = Failed("", "no")
-        answer = await graph.http.post("/v1/completions", json=completion(stream=stream))
-        wrong = await graph.http.post("/v1/completions", json=completion(temperature=-1))
-    assert answer.json()["error"]["type"] == "InternalServerError"
-    assert wrong.json()["error"]["type"] == "BadRequestError"
-
-
 async def test_a_missing_key_is_told_which_scheme(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
     monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret")]))
     answer = await graph.http.get("/v1/models")
@@ -232,24 +203,15 @@ async def test_disconnect_cancels_on_the_worker(graph: Graph) -> None:
             assert not worker.jobs
 
 
-async def test_deadline_ends_a_silent_request(graph: Graph) -> None:
-    async with graph.worker(pace=None) as worker:
-        answer = await graph.http.post(
-            "/v1/completions", json=completion(), headers={"x-request-timeout": "0.2"}
-        )
-        await worker.until(lambda: worker.cancelled)
-    assert answer.status_code == 504
-    assert "deadline" in answer.json()["error"]["message"]
-    assert 0 < worker.seen[0].timeout <= 10
-
-
-async def test_deadline_ends_a_stream_that_has_begun(graph: Graph) -> None:
-    async with graph.worker(pace=0.02) as worker:
-        body = completion(max_tokens=3000, stream=True)
+@pytest.mark.parametrize("pace", [None, 0.02], ids=["silent", "a stream that has begun"])
+async def test_a_deadline_ends_a_request_here_and_at_its_worker(graph: Graph, pace: float | None) -> None:
+    async with graph.worker(pace=pace) as worker:
+        body = completion(max_tokens=3000, stream=pace is not None)
         answer = await graph.http.post("/v1/completions", json=body, headers={"x-request-timeout": "0.3"})
         await worker.until(lambda: worker.cancelled)
-    assert answer.status_code == 200
-    assert "deadline" in answer.text.splitlines()[-2]
+    assert answer.status_code == (200 if pace else 504)
+    assert "deadline" in (answer.text.splitlines()[-2] if pace else answer.json()["error"]["message"])
+    assert 0 < worker.seen[0].timeout <= 10
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "1e9", "3601"])
@@ -362,33 +324,28 @@ async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: b
         answer = await graph.http.post("/v1/completions", json=completion(stream=stream))
         worker.fail = None
         fine = await graph.http.post("/v1/completions", json=completion())
-    assert answer.status_code == 500
+        wrong = await graph.http.post("/v1/completions", json=completion(temperature=-1))
+    assert [each.status_code for each in (answer, fine, wrong)] == [500, 200, 400]
     assert "KV cache" in answer.json()["error"]["message"]
-    assert fine.status_code == 200
+    assert answer.json()["error"]["type"] == "InternalServerError"
+    assert wrong.json()["error"]["type"] == "BadRequestError"
 
 
-async def test_a_log_line_names_the_key_and_does_not_tell_it(
+async def test_each_request_is_a_log_line_with_the_name_of_its_key(
     monkeypatch: pytest.MonkeyPatch, graph: Graph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret", "alice")]))
     caplog.set_level(logging.INFO, "pdserve")
     async with graph.worker() as worker:
+        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "line-1"})
+        monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret", "alice")]))
         header = {"authorization": "Bearer secret"}
         await graph.http.post("/v1/completions", json=completion(), headers=header)
-        assert worker.seen
-    assert " /v1/completions key=alice model=demo code=200 " in caplog.text
+    logged = [each.getMessage() for each in caplog.records if each.name == "pdserve.frontend.watching.log"]
+    assert len(logged) == 2
+    assert logged[0].startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
+    assert f"prefill=local instance={worker.id}" in logged[0]
+    assert " /v1/completions key=alice model=demo code=200 " in logged[1]
     assert "secret" not in caplog.text
-
-
-async def test_a_log_line_for_each_request(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pdserve.frontend.watching.log")
-    async with graph.worker() as worker:
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "line-1"})
-    (line,) = [
-        record.getMessage() for record in caplog.records if record.name == "pdserve.frontend.watching.log"
-    ]
-    assert line.startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
-    assert f"prefill=local instance={worker.id}" in line
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/models", "/health"])
@@ -397,10 +354,14 @@ async def test_a_slash_too_many_is_redirected(graph: Graph, path: str) -> None:
     assert (answer.status_code, answer.headers["location"]) == (307, f"{graph.url}{path}?a=b")
 
 
-@pytest.mark.parametrize(("path", "methods"), [("/v1/completions", "POST"), ("/v1/models", "GET, HEAD")])
-async def test_a_wrong_method_is_told_which(graph: Graph, path: str, methods: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/v1/completions", "POST"), ("/v1/models", "GET, HEAD"), ("/ping", "GET, HEAD, POST")],
+)
+async def test_a_wrong_method_is_answered_with_the_right_ones(graph: Graph, path: str, methods: str) -> None:
     answer = await graph.http.delete(path)
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+    assert answer.json()["error"]["message"] == f"{path} takes {methods}"
 
 
 async def test_websockets_are_refused(graph: Graph) -> None:

@@ -7,6 +7,7 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from pdserve.credentials import Credentials
 from pdserve.stream.tcp import GREETING
 
 
@@ -48,3 +49,12 @@ async def raw(address: str, context: ssl.SSLContext | None = None) -> AsyncItera
         yield Raw(reader, writer)
     finally:
         writer.transport.abort()
+
+
+def client_hello(credentials: Credentials) -> bytes:
+    """The beginning of a TLS handshake."""
+    unsent = ssl.MemoryBIO()
+    tls = credentials.client_context().wrap_bio(ssl.MemoryBIO(), unsent)
+    with suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return unsent.read()

@@ -20,8 +20,9 @@ from pdserve.stream.framing import MAX_MESSAGE, FramedConnection
 from pdserve.stream.tcp import GREETING
 from tests.conditions import until
 from tests.stream.conftest import Wire
-from tests.stream.raw import frame, raw
+from tests.stream.raw import client_hello, frame, raw
 from tests.tcp import tcp_server
+from tests.test_malformed import GARBAGE
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 """as the roles run; their peers in other processes run on asyncio's own loop"""
@@ -294,18 +295,15 @@ async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
     assert "a message that cannot be read" in caplog.text
 
 
-async def test_a_frontends_message_that_cannot_be_decoded_is_skipped(
-    wire: Wire,
-    caplog: pytest.LogCaptureFixture,
+async def test_messages_of_a_frontend_that_cannot_be_decoded_are_skipped(
+    wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with wire.server() as server:
-        received = server.received()
-        waiting = asyncio.ensure_future(anext(received))
-        async with wire.client(server.address, "f") as client:
-            for _ in range(100):
-                client._connection.write(b"\xc1 not msgpack")
-            await client.send(Cancel(["a"]))
-            assert await waiting == ("f", Cancel(["a"]))
+    async with wire.server() as server, wire.raw(server.address) as bad:
+        await bad.greet("f")
+        for garbage in GARBAGE:
+            bad.send(frame(garbage) + frame(b"") + frame(garbage) * 2)
+        bad.send(frame(encode(Hello("after garbage"))))
+        assert await anext(server.received()) == ("f", Hello("after garbage"))
     assert caplog.text.count("message of frontend f skipped") == 1
 
 
@@ -322,6 +320,7 @@ BAD_GREETINGS = [
     frame(GREETING + b" a\nb"),
     frame(b"pdserve-stream/2 f"),
     frame(GREETING + b" " + b"x" * 2000),
+    *map(frame, GARBAGE[1:]),
 ]
 
 
@@ -364,15 +363,28 @@ async def test_a_greeting_that_does_not_end_is_not_waited_for(
         assert not server._ungreeted
 
 
-async def test_connections_that_have_not_greeted_are_few(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "MAX_UNGREETED", 3)
-    async with wire.server() as server, AsyncExitStack() as stack:
-        strangers = [await stack.enter_async_context(wire.raw(server.address)) for _ in range(4)]
-        assert await strangers[0].closed()
-        await until(lambda: len(server._ungreeted) == 3)
-        async with wire.client(server.address, "f") as client:
-            await client.send(Hello("1"))
-            assert await anext(server.received()) == ("f", Hello("1"))
+async def test_a_flood_of_connections_leaves_the_worker_to_its_frontends(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest that has not greeted makes room."""
+    monkeypatch.setattr(tcp, "MAX_UNGREETED", 20)
+    begun = client_hello(wire.credentials) if wire.credentials else frame(GREETING + b" f")[:9]
+    async with (
+        wire.server() as server,
+        wire.client(server.address, "first") as first,
+        AsyncExitStack() as stack,
+    ):
+        for number in range(100):
+            flood = await stack.enter_async_context(raw(server.address))
+            if number % 2:
+                flood.send(begun)
+        await until(lambda: server._refused == {"127.0.0.1": 80})
+        assert len(server._ungreeted) == 20
+        received = server.received()
+        async with wire.client(server.address, "second") as second:
+            for client, name in ((first, "first"), (second, "second")):
+                await client.send(Hello(name))
+                assert await anext(received) == (name, Hello(name))
 
 
 async def test_a_frame_without_an_end_takes_no_more_memory_than_was_sent(wire: Wire) -> None:

@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 
 import pytest
 
@@ -17,7 +17,7 @@ from pdserve.stream import tcp
 from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.stream.conftest import HOST
-from tests.stream.raw import frame, raw
+from tests.stream.raw import client_hello, frame, raw
 from tests.tcp import of_another_graph, tcp_server, without_certificate
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -143,7 +143,7 @@ async def test_connections_that_do_not_finish_tls_are_ended(
     credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "GREET_WITHIN", 1.0)
-    hello = _client_hello(credentials)
+    hello = client_hello(credentials)
     async with (
         TcpStreamServer(HOST, credentials) as server,
         raw(server.address) as mute,
@@ -160,32 +160,9 @@ async def test_connections_that_do_not_finish_tls_are_ended(
         assert server._refused == {HOST: 4}
 
 
-async def test_a_flood_of_connections_leaves_the_worker_to_its_frontends(
-    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "MAX_UNGREETED", 20)
-    hello = _client_hello(credentials)
-    async with (
-        TcpStreamServer(HOST, credentials) as server,
-        TcpStreamClient(server.address, "first", credentials) as first,
-        AsyncExitStack() as stack,
-    ):
-        for number in range(200):
-            flood = await stack.enter_async_context(raw(server.address))
-            if number % 2:
-                flood.send(hello)
-        await until(lambda: server._refused == {HOST: 180})
-        assert len(server._ungreeted) == 20
-        received = server.received()
-        async with TcpStreamClient(server.address, "second", credentials) as second:
-            for client, name in ((first, "first"), (second, "second")):
-                await client.send(Hello(name))
-                assert await anext(received) == (name, Hello(name))
-
-
 async def test_bytes_of_any_kind_end_only_their_connection(credentials: Credentials) -> None:
     """Fixed seeds: random bytes, and handshakes of which bytes were changed, that were cut, or go on with nonsense."""
-    chance, hello = random.Random(0), _client_hello(credentials)
+    chance, hello = random.Random(0), client_hello(credentials)
     count = 300
     async with (
         TcpStreamServer(HOST, credentials) as server,
@@ -242,11 +219,3 @@ async def test_a_frontend_that_ends_tls_is_gone(credentials: Credentials) -> Non
             tls.unwrap()
         end.send(unsent.read())
         await until(lambda: "f" not in server._frontends)
-
-
-def _client_hello(credentials: Credentials) -> bytes:
-    unsent = ssl.MemoryBIO()
-    tls = credentials.client_context().wrap_bio(ssl.MemoryBIO(), unsent)
-    with suppress(ssl.SSLWantReadError):
-        tls.do_handshake()
-    return unsent.read()

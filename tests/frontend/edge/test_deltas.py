@@ -274,60 +274,63 @@ async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
     assert events[-1]["usage"]["completion_tokens"] == count
 
 
+async def paced(worker: EchoWorker, steps: int = 9999) -> None:
+    """Tokens of two steps are not merged."""
+    while worker.jobs and steps:
+        await worker.step()
+        await asyncio.sleep(0.02)
+        steps -= 1
+
+
+async def begun(graph: Graph, worker: EchoWorker, body: dict[str, Any]) -> "asyncio.Task[str]":
+    """The answer to a chat that the worker has, without its time."""
+
+    async def ask() -> str:
+        answer = await graph.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "same"})
+        return re.sub(r'"created":\d+', "", answer.text)
+
+    asking = asyncio.create_task(ask())
+    await worker.until(lambda: worker.jobs)
+    return asking
+
+
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("changes", [{}, {"presence_penalty": 0.5}], ids=["goes on", "is replayed"])
 async def test_equal_bytes_at_another_worker(
     graph: Graph, written: Counter[str], changes: dict[str, Any]
 ) -> None:
-    body, answers = {**CHAT, **changes, "max_tokens": 12}, []
+    answers = []
     for more in ({}, NOT_PLAIN):
         async with graph.worker(pace=None) as first:
-            request = graph.http.post(
-                "/v1/chat/completions", json={**body, **more}, headers={"x-request-id": "same"}
-            )
-            answer = asyncio.create_task(request)
-            await first.until(lambda: first.jobs)
-            for _ in range(5):
-                await paced_step(first)
+            answer = await begun(graph, first, {**CHAT, **changes, "max_tokens": 12, **more})
+            await paced(first, 5)
             async with graph.worker(pace=None) as second:
                 await first.die()
                 await second.until(lambda: second.jobs)
-                while second.jobs:
-                    await paced_step(second)
-                answers.append(re.sub(r'"created":\d+', "", (await answer).text))
+                await paced(second)
+                answers.append(await answer)
     assert answers[0] == answers[1]
     assert written["chunks"] > 5
-
-
-TOOLS = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
 
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_equal_bytes_beside_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
     """It looks at nothing where the request has no tools, and makes no chunk of half a character."""
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    async with graph.worker("tools", pace=None, args=TOOLS) as worker:
+    tools = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
+    async with graph.worker("tools", pace=None, args=tools) as worker:
         for text in (TEXTS[1], f"a call {call}"):
             worker.script = [Step([token]) for token in TOKENIZER.encode(text)]
             worker.script[-1].finish = FinishReason.STOP
             before, answers = written["chunks"], []
             for more in ({}, NOT_PLAIN, {"tool_choice": None}):
                 body = {**CHAT, "model": "tools", "stream_options": {"include_usage": True}, **more}
-                request = graph.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "same"})
-                answer = asyncio.create_task(request)
-                await worker.until(lambda: worker.jobs)
-                while worker.jobs:
-                    await paced_step(worker)
-                answers.append(re.sub(r'"created":\d+', "", (await answer).text))
+                answer = await begun(graph, worker, body)
+                await paced(worker)
+                answers.append(await answer)
             assert answers[0] == answers[1]
             assert written["chunks"] - before > 10
             assert ('"tool_calls":[{' in answers[2]) == (call in text)
-
-
-async def paced_step(worker: EchoWorker) -> None:
-    """Tokens of two steps are not merged."""
-    await worker.step()
-    await asyncio.sleep(0.02)
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -267,11 +267,7 @@ async def test_an_unsampled_request_is_not_traced(graph: TracedGraph, worker: De
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"traceparent": "00"},
-        {"traceparent": f"00-{'0' * 32}-{PARENT}-01"},
-        {"traceparent": f"ff-{'1' * 32}-{PARENT}-01"},
         {"traceparent": f"00-{'1' * 32}-{PARENT}-01-more"},
-        {"traceparent": f"cc-{'1' * 32}-{PARENT}-01-{'x' * 600}"},
         {"traceparent": "é" * 55},
         {"tracestate": "vendor=x"},
     ],
