@@ -40,7 +40,6 @@ from pdserve.engine.vllm.api import (
     encode_request,
 )
 from pdserve.engine.vllm.engine import VllmEngine
-from pdserve.engine.vllm.instruction_sets import describe, request_amx
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.kv import PREEMPTED, side_channel
 from pdserve.messages import KvHandle
@@ -280,7 +279,6 @@ async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Engines,
     assert workers == {str(p.pid) for p in all_processes(pair) if p.name() == "VLLM::EngineCore"}
     assert not [process for process in all_processes(pair) if "Worker" in process.name()]
     assert [[what for pid, what in lines if pid == worker] for worker in workers] == [["AMX", "model"]] * 2
-    assert await pair.decode.engine.instruction_sets() == [describe(request_amx())]
 
 
 async def test_the_ranking_of_logprobs_is_not_compiled(pair: Engines, recorded: Path) -> None:

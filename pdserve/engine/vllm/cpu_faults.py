@@ -6,8 +6,8 @@ None was reported for vLLM itself in November 2026.
   RBLN-SW/vllm-rbln#1025. Unchanged in 0.33; goes when `_bookkeeping_sync` leaves generators without an offset alone.
 - `rank_without_compiler`: the first request for logprobs compiles for 10 s in which the engine stands still. A plugin
   met it: torch-spyre/sendnn-inference#550. Unchanged in 0.33; goes when CPU engines compile it at start or never.
-- `instruction_sets.request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when
-  vLLM's CPU worker asks for the tiles itself.
+- `request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when vLLM's CPU
+  worker asks for the tiles itself.
 - `api.compute_in_core`: an engine of one rank computes in a second process, and both spin. By design; goes when a CPU
   engine with one rank has the executor `uni`.
 """
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.v1.sample import sampler
 from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -24,8 +25,15 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 def work_around() -> None:
     """Call it in each worker process on the CPU, before the worker is made."""
+    request_amx()
     keep_generators(CPUModelRunner)
     rank_without_compiler()
+
+
+def request_amx() -> None:
+    """Ask Linux for AMX tiles, for this process and the children that it forks: touching them without permission ends
+    a process. vLLM's attention uses them for bfloat16, and only oneDNN asks, at the first prefill."""
+    torch.cpu._init_amx()
 
 
 def rank_without_compiler() -> None:

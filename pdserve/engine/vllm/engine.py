@@ -56,8 +56,6 @@ class VllmEngine(Engine):
             self._stats.log_engine_initialized()
             self.facts = await self._facts()
             self.prefixes.resize(self.facts.kv_blocks, self.facts.block_size)
-            if api.on_cpu():
-                log.info("the engine computes with %s", "; ".join(sorted(set(await self.instruction_sets()))))
             yield
 
     async def _facts(self) -> EngineFacts:
@@ -186,10 +184,6 @@ class VllmEngine(Engine):
 
     def cpu_seconds(self) -> float:
         return self._process.cpu_seconds()
-
-    async def instruction_sets(self) -> list[str]:
-        """The CPU's instruction sets that each worker of the engine uses."""
-        return list(await self._call(self._core.collective_rpc_async("pdserve_instruction_sets")))
 
     # inside
 

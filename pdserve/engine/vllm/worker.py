@@ -4,9 +4,6 @@ makes its worker, and so before it loads the model: the engine argument `worker-
 from vllm.platforms import current_platform
 
 from pdserve.engine.vllm import cpu_faults
-from pdserve.engine.vllm.instruction_sets import describe, request_amx
-
-AMX_PERMITTED = request_amx()
 
 if current_platform.is_cpu():
     cpu_faults.work_around()
@@ -15,9 +12,6 @@ if current_platform.is_cpu():
 class WorkerExtension:
     """A base class that vLLM adds to its worker. `collective_rpc` calls the methods in all workers of an engine,
     between two steps."""
-
-    def pdserve_instruction_sets(self) -> str:
-        return describe(AMX_PERMITTED)
 
     def pdserve_release(self, request_id: str) -> None:
         """Free the KV blocks of a finished prefill, as if another engine had read them."""
