@@ -8,10 +8,7 @@ from pdserve.engine.base import Engine
 from pdserve.imports import import_large
 from pdserve.records import Role
 
-ENGINES = {
-    "vllm": "pdserve.engine.vllm.engine:VllmEngine",
-    "sim": "pdserve.engine.sim.engine:SimEngine",
-}
+ENGINES = {"vllm": "pdserve.engine.vllm.engine:VllmEngine", "sim": "pdserve.engine.sim.engine:SimEngine"}
 """by the `engine` key of a worker's section; import strings, so that only the chosen module is loaded"""
 
 

@@ -313,6 +313,5 @@ def _transfers(moved: Mapping[str, Any]) -> Transfers:
         before = reads.get(request, Read(source, 0.0, 0))
         reads[request] = Read(source, max(seconds, before.seconds), size + before.bytes)
     return Transfers(
-        list(reads.values()),
-        sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"]),
+        list(reads.values()), sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"])
     )
