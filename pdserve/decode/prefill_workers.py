@@ -11,8 +11,8 @@ from heapq import nsmallest
 from itertools import islice
 from zlib import crc32
 
-from pdserve.decode import policy
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
+from pdserve.decode.untaken import UntakenPrompts
 from pdserve.engine.base import Engine
 from pdserve.errors import QueueUnavailable
 from pdserve.process.presence import MAX_PAIRS
@@ -30,38 +30,9 @@ LOOK = 0.5
 """seconds between two questions to NATS whether a prefill worker still listens"""
 UNHEARD = 2
 """such questions in a row after which a worker that does not listen counts as gone: it may be connecting anew"""
-UNTAKEN = 2
-"""prompts in a row that no prefill worker took, after which prefill workers count as gone"""
-TRY_AGAIN = 30.0
-"""seconds until remote prefill is tried again: a worker without prompts sends nothing"""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
 UNREACHABLE, LOST = "unreachable", "queue-lost"
 """why no answer will come, as labels of the failure metric"""
-
-
-class UntakenPrompts:
-    """Whether prefill workers that are registered seem to be gone: prompts in a row that none took, and no message of
-    any meanwhile. Pure: times come from outside."""
-
-    def __init__(self) -> None:
-        self._news = 0.0
-        """time of the last message of a prefill worker"""
-        self.count = 0
-        self._last = 0.0
-        """when the last untaken prompt was given up"""
-
-    def heard(self, at: float) -> None:
-        if at > self._news:
-            self._news, self.count = at, 0
-
-    def untaken(self, asked: float, now: float) -> None:
-        """A prompt asked for at `asked` is given up, and no worker took it."""
-        if asked > self._news and now - asked >= policy.FLOOR:
-            self.count, self._last = self.count + 1, now
-
-    def silent(self, now: float) -> bool:
-        """Whether to prefill locally: until a message comes, or it is time to try again."""
-        return self.count >= UNTAKEN and now - self._last < TRY_AGAIN
 
 
 @dataclass(eq=False)

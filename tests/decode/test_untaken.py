@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from pdserve.decode.policy import FLOOR
-from pdserve.decode.prefill_workers import TRY_AGAIN, UntakenPrompts
+from pdserve.decode.untaken import TRY_AGAIN, UntakenPrompts
 
 
 @pytest.mark.parametrize(
