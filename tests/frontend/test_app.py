@@ -65,7 +65,8 @@ async def test_half_of_a_surrogate_pair_is_refused_and_may_be_quoted(
     graph: Graph, body: bytes, status: int, quoted: str
 ) -> None:
     async with graph.worker():
-        answer = await graph.http.post("/v1/completions", content=body)
+        headers = {"content-type": "application/json"}
+        answer = await graph.http.post("/v1/completions", content=body, headers=headers)
     assert (answer.status_code, quoted in answer.text) == (status, True)
 
 
