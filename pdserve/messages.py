@@ -207,6 +207,8 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     """sent to one prefill worker, beside the queue, so that no client's request is the first between the two workers"""
     traceparent: str = ""
     """as in `Submit`"""
+    held: float = 0.0
+    """seconds that it waited at the decode worker, before it was stored"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):
@@ -252,6 +254,15 @@ class QueueState(Struct, frozen=True, tag=True):
     """instance id of the prefill worker"""
     load: PrefillLoad = PrefillLoad()
     """the prefill worker's load, including what it has just pulled"""
+
+
+class HeldRequests(Struct, frozen=True, tag=True):
+    """Requests that a decode worker will publish. Sent when their number has changed, and every second while there are
+    some."""
+
+    sender: str
+    """a name of the decode worker that is new at each start"""
+    count: int
 
 
 # ── decode worker, from a prefill worker ──────────────────────────────────────────────────────────────────────────
@@ -356,6 +367,7 @@ decode_prefill_request = reader(msgspec.msgpack.Decoder(PrefillRequest).decode)
 decode_to_prefill = reader(msgspec.msgpack.Decoder(ToPrefill).decode)
 decode_prefill_answer = reader(msgspec.msgpack.Decoder(PrefillAnswer).decode)
 decode_queue_state = reader(msgspec.msgpack.Decoder(QueueState).decode)
+decode_held_requests = reader(msgspec.msgpack.Decoder(HeldRequests).decode)
 
 
 def encode_to_decode(message: ToDecode) -> bytes:

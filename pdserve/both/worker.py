@@ -63,7 +63,7 @@ class BothWorker(DecodeWorker):
             await asyncio.sleep(LOOK)
             since = time.monotonic() - UNTAKEN
             for request in self.requests if pulling.full or pulling.draining else ():
-                if request.kv_age and request.kv_age.asked < since and not request.prefiller:
+                if request.awaits and request.asked < since and not request.prefiller:
                     request.resolve(OWN)
 
     # its life

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdserve.decode.kv_age import KvAge
+from pdserve.decode.prefill_turns import PrefillTurns
 from pdserve.decode.prefill_workers import UNKNOWN, UNREACHABLE, PrefillWorkers
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
@@ -36,6 +37,7 @@ class AnswerReader:
     queue: PrefillQueue
     workers: PrefillWorkers
     requests: DecodeRequests
+    turns: PrefillTurns
 
     async def read(self) -> None:
         """Hand each answer to the request that waits for it, for ever."""
@@ -64,6 +66,7 @@ class AnswerReader:
             request.resolve(UNKNOWN)
         elif self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
+        self.turns.look()
 
     async def _read_ahead(self, request: DecodeRequest, handle: KvHandle) -> None:
         """Read the part of the KV that is computed. What was read is used only if the prefill's answer confirms it

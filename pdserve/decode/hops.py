@@ -17,6 +17,8 @@ class RequestHops:
     """in the order of their starts"""
     _asked: float = 0.0
     """when a remote prefill was asked for"""
+    _published: float = 0.0
+    """when its prompt was published to the queue, or else asked for"""
     _why: str = ""
     """reason of the remote prefill"""
     _pulls: list[tuple[str, float]] = field(default_factory=list)
@@ -37,7 +39,11 @@ class RequestHops:
 
     def asked(self, now: float, why: str) -> None:
         """A remote prefill was asked for, for this reason."""
-        self._asked, self._why = now, why
+        self._asked, self._published, self._why = now, now, why
+
+    def published(self, now: float) -> None:
+        """The prompt had its turn to enter the queue. Its wait before is part of the hop."""
+        self._published = now
 
     def pulled(self, worker: str, queued: float) -> None:
         if not self._pulls or self._pulls[-1][0] != worker:
@@ -47,8 +53,8 @@ class RequestHops:
         self, worker: str, queued: float, computed: float, now: float, engine_queued: float = 0.0
     ) -> None:
         """The prefill worker answered. If `queued` is not known (0), all but the computation counts as queue."""
-        self.pulled(worker, queued or now - self._asked - computed)
-        self._remote(min(now, self._asked + self._pulls[-1][1] + computed), engine_queued)
+        self.pulled(worker, queued or now - self._published - computed)
+        self._remote(min(now, self._published + self._pulls[-1][1] + computed), engine_queued)
 
     def ended(self, now: float) -> None:
         """The wait for a remote prefill ended without a usable answer."""
@@ -56,7 +62,7 @@ class RequestHops:
 
     def _remote(self, end: float, engine_queued: float = 0.0) -> None:
         """Add the hops of a remote prefill. The time of its messages is a gap between them and the next hop."""
-        marks = [min(end, self._asked + max(0.0, queued)) for _, queued in self._pulls] + [end]
+        marks = [min(end, self._published + max(0.0, queued)) for _, queued in self._pulls] + [end]
         self.add("queue", self._asked, marks[0], why=self._why)
         for (worker, _), (start, until) in zip(self._pulls[:-1], pairwise(marks[:-1]), strict=True):
             self.add("prefill", start, until, worker)

@@ -122,11 +122,15 @@ class PrefillWorkers:
         """Something came from a prefill worker."""
         self._untaken.heard(time.monotonic())
 
+    def heard_since(self, when: float) -> bool:
+        """Whether a prefill worker has answered, or pulled from the queue."""
+        self._untaken.heard(max((at for _, at in self.queue.loads.values()), default=0.0))
+        return self._untaken.news > when
+
     def left_untaken(self, request: DecodeRequest) -> None:
         """No worker took this request in its time."""
-        assert request.kv_age is not None
         before = self._silent()
-        self._untaken.untaken(request.kv_age.asked, time.monotonic())
+        self._untaken.untaken(request.asked, time.monotonic())
         if self._silent() and not before:
             log.warning("no prefill worker takes prompts: they are prefilled here until one is heard of")
             self._give_up(list(self.requests))
@@ -149,9 +153,7 @@ class PrefillWorkers:
                 del self._unheard[gone]
             long_ago = time.monotonic() - LOOK
             waited_for = {
-                request.prefiller
-                for request in self.requests
-                if request.awaits and request.kv_age is not None and request.kv_age.asked < long_ago
+                request.prefiller for request in self.requests if request.awaits and request.asked < long_ago
             }
             first = [worker for worker in workers if worker in waited_for | self._unheard.keys()]
             ask = dict.fromkeys([*first, *(workers if "" in waited_for else ())])
@@ -172,7 +174,12 @@ class PrefillWorkers:
     def give_up_lost(self) -> None:
         """Prefill here what was queued, and not pulled yet, when the server lost its queue."""
         for request in self.requests:
-            if request.awaits and not request.prefiller and request.losses != self.queue.losses:
+            if (
+                request.kv_age
+                and request.awaits
+                and not request.prefiller
+                and request.losses != self.queue.losses
+            ):
                 request.resolve(LOST)
 
     def give_up_gone(self) -> None:

@@ -1,5 +1,5 @@
-"""Remote prefill, seen from the decode worker: publish the prompt, wait for the answer within a bound, check its KV
-handle.
+"""Remote prefill, seen from the decode worker: publish the prompt when it is its turn, wait for the answer within a
+bound, check its KV handle.
 
 Answers that are lost, late or too old are in `answers.py`; prefill workers that go away, or whose KV cannot be read, in
 `prefill_workers.py`."""
@@ -8,12 +8,14 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdserve.decode.kv_age import KvAge
 from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import PrefillTimeout
+from pdserve.decode.prefill_turns import PrefillTurns
 from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest
+from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, Outcome
 from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.kv.handles import check_handle, expired, source
@@ -45,6 +47,7 @@ class RemotePrefill:
     queue: PrefillQueue
     workers: PrefillWorkers
     links: KvLinks
+    turns: PrefillTurns
     timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
     def fits(self, submit: Submit) -> bool:
@@ -55,7 +58,8 @@ class RemotePrefill:
     async def prefill(self, request: DecodeRequest, why: str = "") -> PrefillDone | None:
         """Return the prefill worker's answer with a checked KV handle. Return None if the prompt must be computed here
         (then the failure is counted and logged) or the request was cancelled. `why` is the decision's reason."""
-        request.hops.asked(time.monotonic(), why)
+        request.asked = time.monotonic()
+        request.hops.asked(request.asked, why)
         done: PrefillDone | None = None
         try:
             done = await self._ask(request)
@@ -76,13 +80,15 @@ class RemotePrefill:
             log.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
 
     async def _ask(self, request: DecodeRequest) -> PrefillDone:
-        request.answer = asyncio.get_running_loop().create_future()
-        request.kv_age = KvAge(asked=time.monotonic())
-        tokens, bound = len(request.submit.prompt), self._bound(request)
-        ends = time.monotonic() + bound
-        await self._publish(request, bound)
-        await asyncio.wait({request.answer}, timeout=max(0.0, ends - time.monotonic()))
-        request.resolve(TIMEOUT)
+        loop, tokens, since = asyncio.get_running_loop(), len(request.submit.prompt), request.asked
+        request.answer, request.turn = loop.create_future(), loop.create_future()
+        try:
+            if not request.warms:
+                since = await self._wait_turn(request, request.turn, request.answer)
+            if request.awaits:
+                await self._wait_answer(request, request.answer, since)
+        finally:
+            self.turns.over(request)
         now, outcome = time.monotonic(), request.answer.result()
         if not isinstance(outcome, PrefillDone):
             request.hops.ended(now)
@@ -98,19 +104,48 @@ class RemotePrefill:
                 request.engines_died += died
                 raise NoHandle(reason, text)
             case str(reason):
-                if reason not in (DOWN, FULL):
+                if request.kv_age is not None and reason not in (DOWN, FULL):
                     await self._withdraw(request.id)
                 if reason == TIMEOUT and not request.prefiller:
                     self.workers.left_untaken(request)
                 waited = f"no answer of {request.prefiller}" if request.prefiller else "no worker took it"
-                raise NoHandle(reason, f"{waited} within {now - request.kv_age.asked:.1f} s")
+                raise NoHandle(reason, f"{waited} within {now - request.asked:.1f} s")
 
-    def _bound(self, request: DecodeRequest) -> float:
+    async def _wait_turn(
+        self, request: DecodeRequest, turn: asyncio.Future[None], answer: asyncio.Future[Outcome]
+    ) -> float:
+        """Wait until the prompt may be published, as long as prefill workers are heard of; return since when it may.
+        What it waits for may become more than it was: other clients' prompts have their turns between."""
+        self.turns.add(request)
+        if turn.done():
+            return request.asked
+        waits: set[asyncio.Future[Any]] = {turn, answer}
+        while not turn.done() and not answer.done():
+            since, bound = time.monotonic(), self._bound(request, self.queue.depth)
+            await asyncio.wait(waits, timeout=bound, return_when=asyncio.FIRST_COMPLETED)
+            now = time.monotonic()
+            if now >= request.deadline or (now >= since + bound and not self.workers.heard_since(since)):
+                request.resolve(TIMEOUT)
+        return time.monotonic()
+
+    async def _wait_answer(
+        self, request: DecodeRequest, answer: asyncio.Future[Outcome], since: float
+    ) -> None:
+        """Publish the prompt, which may be published since then, and wait."""
+        request.kv_age = KvAge(asked=since)
+        request.hops.published(since)
+        bound = self._bound(request, self.queue.stored)
+        ends = time.monotonic() + bound
+        await self._publish(request, bound, since - request.asked)
+        await asyncio.wait({answer}, timeout=max(0.0, ends - time.monotonic()))
+        request.resolve(TIMEOUT)
+
+    def _bound(self, request: DecodeRequest, ahead: int) -> float:
         tokens, workers = len(request.submit.prompt), len(self.workers.available())
-        bound = WARM_UP if request.warms else self.timeout.seconds(tokens, self.queue.depth, workers)
+        bound = WARM_UP if request.warms else self.timeout.seconds(tokens, ahead, workers)
         return min(bound, request.deadline - time.monotonic())
 
-    async def _publish(self, request: DecodeRequest, timeout: float) -> None:
+    async def _publish(self, request: DecodeRequest, timeout: float, held: float) -> None:
         submit = request.submit
         message = PrefillRequest(
             submit.request_id,
@@ -121,6 +156,7 @@ class RemotePrefill:
             submit.body,
             warm_up=bool(request.warms),
             traceparent=submit.traceparent,
+            held=held,
         )
         request.losses = self.queue.losses
         try:

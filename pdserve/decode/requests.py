@@ -43,8 +43,12 @@ class DecodeRequest:
     """while WAITING: the request's task stops at its next step and sends nothing"""
     answer: asyncio.Future[Outcome] | None = None
     """of the remote prefill; None until it is asked for"""
+    asked: float = 0.0
+    """when a remote prefill was asked for; monotonic seconds"""
+    turn: asyncio.Future[None] | None = None
+    """done when the prompt may be published to the prefill queue; None until a remote prefill is asked for"""
     kv_age: KvAge | None = None
-    """of the KV to come; None until it is asked for"""
+    """of the KV to come; None until the prompt is published"""
     awaits_tokens: int = 0
     """prompt tokens that a prefill worker computes or will compute; 0 after its answer"""
     computes: int = 0

@@ -13,19 +13,19 @@ class UntakenPrompts:
     nothing heard of any meanwhile. Pure: times come from outside."""
 
     def __init__(self) -> None:
-        self._news = 0.0
+        self.news = 0.0
         """time of the last message of a prefill worker"""
         self.count = 0
         self._last = 0.0
         """when the last untaken prompt was given up"""
 
     def heard(self, at: float) -> None:
-        if at > self._news:
-            self._news, self.count = at, 0
+        if at > self.news:
+            self.news, self.count = at, 0
 
     def untaken(self, asked: float, now: float) -> None:
         """A prompt asked for at `asked` is given up, and no worker took it."""
-        if asked > self._news and now - asked >= policy.FLOOR:
+        if asked > self.news and now - asked >= policy.FLOOR:
             self.count, self._last = self.count + 1, now
 
     def silent(self, now: float) -> bool:

@@ -10,6 +10,7 @@ from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import INTERNAL, Frontends
 from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import queue_limit
+from pdserve.decode.prefill_turns import PrefillTurns
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.remote import RemotePrefill
@@ -50,8 +51,9 @@ class DecodeWorker(EngineWorker):
             self.id, config.served_model_name, engine, queue, self.view, self.requests
         )
         self._links = KvLinks(self._workers, self.requests)
-        self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links)
-        self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests)
+        self._turns = PrefillTurns(queue, self._workers)
+        self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links, self._turns)
+        self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests, self._turns)
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
         quarantine = Quarantine()
         self._frontends = Frontends(engine, self._stream, self._workers, self.requests, quarantine)
@@ -90,6 +92,7 @@ class DecodeWorker(EngineWorker):
             "prefill answers": self._answers.read,
             "registry changes": self._follow_registry,
             "prefill workers": self._workers.watch,
+            "turns at the prefill queue": self._turns.watch,
             **(warm_ups if self.settings.current.remote_prefill else {}),
         }
 

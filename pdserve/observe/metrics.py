@@ -117,7 +117,7 @@ QUEUE_WAIT = Histogram(
 
 # decode, prefill
 QUEUE_DEPTH = Gauge(
-    "pdserve_prefill_queue_depth", "prompts not yet pulled from the queue, as each worker sees it", ["model"]
+    "pdserve_prefill_queue_depth", "prompts that wait for a prefill worker, as each worker sees it", ["model"]
 )
 ENGINE_REQUESTS = Gauge(
     "pdserve_engine_requests",

@@ -152,7 +152,7 @@ class PromptRunner:
         if delivery.redelivered:
             log.info("request %s: delivered again, the worker that had it did not ack it", request.request_id)
         if not request.warm_up and not delivery.redelivered:
-            QUEUE_WAIT.labels(self._config.served_model_name).observe(delivery.queued)
+            QUEUE_WAIT.labels(self._config.served_model_name).observe(request.held + delivery.queued)
         if refusal := self._refusal(delivery):
             await self._answer(delivery, refusal)
             return

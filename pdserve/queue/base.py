@@ -62,9 +62,14 @@ class PrefillQueue(Lifetime):
 
     @property
     @abstractmethod
-    def depth(self) -> int:
+    def stored(self) -> int:
         """Number of requests queued and not yet delivered, as known here without asking the server; those past their
         deadline count for some seconds at most."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Number of requests that wait for a prefill worker: those `stored`, and those that decode workers `hold`."""
 
     @property
     @abstractmethod
@@ -73,6 +78,11 @@ class PrefillQueue(Lifetime):
         seconds. Workers that are gone may stay in it for a while."""
 
     # decode side
+
+    @abstractmethod
+    def hold(self, requests: int) -> None:
+        """This process holds so many requests, to publish them later. The others are told, some times a second at most;
+        they count them until they hear otherwise, or nothing any more."""
 
     @abstractmethod
     async def publish(self, request: PrefillRequest) -> None:

@@ -7,6 +7,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from pdserve.config.schema import DecodeSection
 from pdserve.decode.estimator import Estimator
 from pdserve.decode.policy import Decision, decide
+from pdserve.decode.prefill_turns import PrefillTurns
 from pdserve.engine.sim.model import SimModel
 from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.plan.plan import DECODE_CHUNK
@@ -22,7 +24,7 @@ from pdserve.process.learned import PrefillSpeed
 SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00015)
 """about that of the demo model on one core"""
 TRANSFER, PUBLISH = 0.012, 0.002
-AHEAD = 4096
+PULL_BELOW = 4096
 """tokens from which on a prefill worker pulls no more"""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
@@ -37,6 +39,7 @@ class VirtualRequest:
     answer_tokens: int
     begun: float
     decode: "VirtualDecode"
+    client: str = ""
     decision: Decision = LOCAL
     computed: int = 0
     computes: int = 0
@@ -50,7 +53,17 @@ class VirtualRequest:
 
     @property
     def submit(self) -> Any:
-        return SimpleNamespace(prompt=range(self.prompt))
+        return SimpleNamespace(prompt=range(self.prompt), client=self.client)
+
+    @property
+    def awaits(self) -> bool:
+        return self.awaits_tokens > 0
+
+    @property
+    def turn(self) -> Any:
+        """The decode worker may publish it."""
+        publish = partial(self.decode.graph.publish, self)
+        return SimpleNamespace(set_result=lambda _: self.decode.graph.after(PUBLISH, publish))
 
     @property
     def ttft(self) -> float:
@@ -108,6 +121,7 @@ class VirtualDecode(VirtualEngine):
         available = [SimpleNamespace(id=worker.id) for worker in graph.prefill]
         workers = SimpleNamespace(available=lambda: available)
         self.estimator = Estimator(self, graph, workers, clock=lambda: graph.now)  # type: ignore[arg-type]
+        self.turns = PrefillTurns(graph, workers)  # type: ignore[arg-type]
 
     def clients(self) -> list[VirtualRequest]:
         return self.live
@@ -126,7 +140,10 @@ class VirtualDecode(VirtualEngine):
             self._start()
         else:
             request.awaits_tokens = request.prompt
-            self.graph.after(PUBLISH, lambda: self.graph.publish(request))
+            if self.graph.turns:
+                self.turns.add(request)  # type: ignore[arg-type]
+            else:
+                request.turn.set_result(None)
 
     def _start(self) -> None:
         while self.waiting:
@@ -140,6 +157,7 @@ class VirtualDecode(VirtualEngine):
     def answered(self, request: VirtualRequest) -> None:
         request.awaits_tokens, request.since = 0, self.graph.now
         request.times.append(self.graph.now)
+        self.turns.over(request)  # type: ignore[arg-type]
         self.graph.after(TRANSFER, lambda: self.add(request))
 
     def token(self, request: VirtualRequest) -> None:
@@ -161,11 +179,12 @@ class VirtualPrefill(VirtualEngine):
         self._speed = PrefillSpeed()
 
     def pull(self) -> None:
-        while self.graph.queue and (tokens := sum(each.prompt for each in self.requests)) < AHEAD:
+        while self.graph.queue and (tokens := sum(each.prompt for each in self.requests)) < PULL_BELOW:
             request = self.graph.queue.pop(0)
             load = PrefillLoad(tokens + request.prompt, self._speed.token_seconds.value or 0.0)
             self.graph.loads[self.id] = load, self.graph.now
             request.prefiller, request.pulled = self.id, self.graph.now
+            self.graph.after(PUBLISH, request.decode.turns.look)  # `PrefillStarted`
             self.add(request)
 
     def token(self, request: VirtualRequest) -> None:
@@ -187,10 +206,14 @@ class VirtualGraph:
         decode: int = 1,
         chunk: int = DECODE_CHUNK,
         seed: int = 1,
+        turns: bool = True,
     ) -> None:
+        """Without `turns` each prompt is published at once."""
         self.settings, self.random, self.now = settings, Random(seed), 0.0
         self.queue: list[VirtualRequest] = []
         self.loads: dict[str, tuple[PrefillLoad, float]] = {}
+        self.connected = True
+        self.turns, self.held = turns, 0
         self.prefill = [VirtualPrefill(self, number) for number in range(prefill)]
         self.decode = [VirtualDecode(self, chunk) for _ in range(decode)]
         self.done: list[VirtualRequest] = []
@@ -199,8 +222,15 @@ class VirtualGraph:
         self._numbers = itertools.count()
 
     @property
-    def depth(self) -> int:
+    def stored(self) -> int:
         return len(self.queue)
+
+    @property
+    def depth(self) -> int:
+        return self.stored + self.held
+
+    def hold(self, requests: int) -> None:
+        self.held = requests
 
     def noise(self) -> float:
         return self.random.uniform(0.85, 1.25)
@@ -213,9 +243,9 @@ class VirtualGraph:
         for worker in self.random.sample(self.prefill, len(self.prefill)):
             worker.pull()
 
-    def ask(self, prompt: int = 1300, tokens: int = 64) -> None:
+    def ask(self, prompt: int = 1300, tokens: int = 64, client: str = "") -> None:
         worker = self.decode[next(self._numbers) % len(self.decode)]
-        worker.submit(VirtualRequest(prompt, tokens, self.now, worker))
+        worker.submit(VirtualRequest(prompt, tokens, self.now, worker, client))
 
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:

@@ -39,6 +39,7 @@ class _ModelQueue:
     ids: set[str] = field(default_factory=set)
     cancelled: RecentKeys[None] = field(default_factory=lambda: RecentKeys(20_000))
     loads: dict[str, tuple[PrefillLoad, float]] = field(default_factory=dict)
+    held: dict["MemoryQueue", int] = field(default_factory=dict)
     listeners: dict[str, list[asyncio.Queue[Any]]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, subject: str, message: object) -> None:
@@ -122,6 +123,7 @@ class MemoryQueue(PrefillQueue):
             for subject, inbox in self._inboxes.items():
                 self._requests.listeners[subject].remove(inbox)
             self._inboxes.clear()
+            self.hold(0)
 
     @property
     def connected(self) -> bool:
@@ -132,7 +134,7 @@ class MemoryQueue(PrefillQueue):
         return self._broker.losses
 
     @property
-    def depth(self) -> int:
+    def stored(self) -> int:
         now = time.monotonic()
         return sum(
             1
@@ -141,8 +143,17 @@ class MemoryQueue(PrefillQueue):
         )
 
     @property
+    def depth(self) -> int:
+        return self.stored + sum(self._requests.held.values())
+
+    @property
     def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
         return self._requests.loads
+
+    def hold(self, requests: int) -> None:
+        self._requests.held.pop(self, None)
+        if requests:
+            self._requests.held[self] = requests
 
     async def publish(self, request: PrefillRequest) -> None:
         self._broker.check()

@@ -73,6 +73,23 @@ async def test_a_worker_listens_until_it_leaves(queues: Queues, url: str | None,
     await until(gone)
 
 
+async def test_what_a_process_holds_counts_for_all_until_it_ends(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.queue.jetstream.held.REPEAT", 0.2)
+    monkeypatch.setattr("pdserve.queue.jetstream.held.FORGET", 1.0)
+    holder, other, apart = await queues(), await queues(), await queues("another model")
+    holder.hold(3)
+    assert (holder.depth, holder.stored) == (3, 0)
+    await until(lambda: other.depth == 3)
+    await publish(other, "r")
+    assert (other.depth, other.stored, apart.depth) == (4, 1, 0)
+    holder.hold(1)
+    await until(lambda: other.depth == 2)
+    await holder.__aexit__(None, None, None)
+    await until(lambda: other.depth == 1)
+
+
 async def test_models_are_apart(queues: Queues) -> None:
     a, b = await queues("org/a"), await queues("org.a")
     await publish(a, "r")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -42,6 +43,7 @@ from pdserve.queue.jetstream.connection import (
     PullConsumer,
     SubjectMessages,
 )
+from pdserve.queue.jetstream.held import HeldCounts
 from pdserve.queue.jetstream.stream import (
     CONSUMER,
     MEASURE_EVERY,
@@ -85,6 +87,7 @@ class JetStreamQueue(PrefillQueue):
         self._connection = NatsConnection(nats, tls, meanwhile, self._prepare)
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
+        self._held = HeldCounts(self._connection)
         self._loads: RecentKeys[tuple[PrefillLoad, float]] = RecentKeys(_PULLERS)
         self._made: datetime | None = None
         """when the stream was made, by the server's clock"""
@@ -108,8 +111,10 @@ class JetStreamQueue(PrefillQueue):
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         self._connection.listen(self._names.state, self._on_state)
+        self._connection.listen(self._names.held, self._held.take)
         async with self._connection, Owner() as tasks:
             tasks.forever(self._keep_depth_true, "queue depth")
+            tasks.forever(partial(self._held.report, self._names.held), "held requests")
             yield
 
     @property
@@ -117,8 +122,12 @@ class JetStreamQueue(PrefillQueue):
         return self._connection.connected
 
     @property
-    def depth(self) -> int:
+    def stored(self) -> int:
         return self._depth.value
+
+    @property
+    def depth(self) -> int:
+        return self.stored + self._held.total
 
     @property
     def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
@@ -191,7 +200,7 @@ class JetStreamQueue(PrefillQueue):
                     await self._measure_clock(client)
                 if time.monotonic() - self._ensured >= self._limits.check:
                     await cancellable(self._ensure(client))
-                if self.depth and time.monotonic() - self._reported_at >= self._limits.resync:
+                if self.stored and time.monotonic() - self._reported_at >= self._limits.resync:
                     await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
                 log.debug("queue depth: %s", error)
@@ -200,6 +209,9 @@ class JetStreamQueue(PrefillQueue):
         self._clock = await cancellable(measure(client, self._names.stream)) or self._clock
 
     # decode side
+
+    def hold(self, requests: int) -> None:
+        self._held.hold(requests)
 
     async def publish(self, request: PrefillRequest) -> None:
         payload = encode(request)

@@ -86,6 +86,10 @@ class QueueNames:
         return f"{self.root}.state"
 
     @property
+    def held(self) -> str:
+        return f"{self.root}.held"
+
+    @property
     def notices(self) -> str:
         return f"{self.root}.notices"
 

@@ -1,0 +1,80 @@
+"""When a decode worker publishes a prompt to the prefill queue, which is first come, first served for all clients.
+
+It publishes as much as keeps the prefill workers busy, and holds the other prompts, in turn round the clients. So a
+prompt waits in the queue behind about one other for each prefill worker, and not behind all that another client sent
+before. Held prompts count in the queue's depth, at all workers."""
+
+import asyncio
+from collections.abc import Iterable
+
+from pdserve.decode.estimator import FIRST_TOKEN_SECONDS
+from pdserve.decode.order import FairOrder
+from pdserve.decode.prefill_workers import PrefillWorkers
+from pdserve.decode.requests import DecodeRequest
+from pdserve.queue.base import PrefillQueue
+
+AHEAD = 0.05
+"""seconds' worth of each prefill worker's prompts to have in the queue, where they are shorter than one: the next ones
+come only after a pull was reported, to a process that may be busy"""
+LOOK = 0.05
+"""seconds between two looks while prompts are held: what other decode workers published may have been pulled"""
+
+
+def enough(queued: int, own: Iterable[int], tokens: int, workers: int, token_seconds: float) -> bool:
+    """Whether the prefill workers are busy without one more prompt, of `tokens`. `queued`: prompts in the queue; `own`:
+    the tokens of this decode worker's among them, of which it always has one there. Pure."""
+    prompts = list(own)
+    queued = max(queued, len(prompts))
+    if not prompts or queued < workers:
+        return False
+    seconds = (sum(prompts) * queued / len(prompts) + tokens) * token_seconds
+    return seconds > AHEAD * workers
+
+
+class PrefillTurns:
+    def __init__(self, queue: PrefillQueue, workers: PrefillWorkers) -> None:
+        self._queue, self._workers = queue, workers
+        self._held: FairOrder[DecodeRequest] = FairOrder()
+        self._published: dict[DecodeRequest, None] = {}
+        """and not known to be pulled"""
+        self._holds = asyncio.Event()
+
+    def add(self, request: DecodeRequest) -> None:
+        """Set the request's `turn` when it may be published."""
+        self._held.add(request.submit.client, request)
+        self.look()
+
+    def over(self, request: DecodeRequest) -> None:
+        """The request waits no longer."""
+        self._held.remove(request.submit.client, request)
+        self._published.pop(request, None)
+        self.look()
+
+    def look(self) -> None:
+        """Let those publish whose turn it is. To be called when a prompt was pulled."""
+        for pulled in [request for request in self._published if request.prefiller]:
+            del self._published[pulled]
+        while (request := self._held.first()) and self._may_publish(request):
+            self._held.pop()
+            self._published[request] = None
+            if request.turn is not None and request.awaits:
+                request.turn.set_result(None)
+        self._queue.hold(len(self._held))
+        (self._holds.set if self._held else self._holds.clear)()
+
+    def _may_publish(self, request: DecodeRequest) -> bool:
+        workers = [worker.id for worker in self._workers.available()]
+        if not self._queue.connected or not workers:
+            return True  # it is computed here then
+        loads = (self._queue.loads[worker][0] for worker in workers if worker in self._queue.loads)
+        known = [load.token_seconds for load in loads if load.token_seconds]
+        own = [len(request.submit.prompt) for request in self._published]
+        seconds = min(known, default=FIRST_TOKEN_SECONDS)
+        return not enough(self._queue.stored, own, len(request.submit.prompt), len(workers), seconds)
+
+    async def watch(self) -> None:
+        """Look again and again while prompts are held, for ever."""
+        while True:
+            await self._holds.wait()
+            await asyncio.sleep(LOOK)
+            self.look()

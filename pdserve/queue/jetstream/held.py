@@ -1,0 +1,64 @@
+"""How many requests decode workers hold, to publish them later: each tells the others, on a subject of its own."""
+
+import asyncio
+import logging
+import secrets
+import time
+from contextlib import suppress
+
+from nats.aio.msg import Msg
+
+from pdserve.errors import ProtocolError, QueueUnavailable
+from pdserve.messages import HeldRequests, decode_held_requests, encode
+from pdserve.queue.jetstream.connection import NatsConnection
+from pdserve.recent import RecentKeys
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 0.1
+"""seconds between two reports, at least"""
+REPEAT = 1.0
+"""seconds between two reports while requests are held"""
+FORGET = 3.0
+"""seconds without a report after which nothing counts as held"""
+_WORKERS = 1000
+
+
+class HeldCounts:
+    def __init__(self, connection: NatsConnection) -> None:
+        self._connection = connection
+        self._name = secrets.token_hex(8)
+        self._own = 0
+        self._changed = asyncio.Event()
+        self._others: RecentKeys[tuple[int, float]] = RecentKeys(_WORKERS)
+        """by decode worker, what it holds, and when it said so in monotonic seconds"""
+
+    @property
+    def total(self) -> int:
+        since = time.monotonic() - FORGET
+        return self._own + sum(count for count, at in self._others.values() if at > since)
+
+    def hold(self, count: int) -> None:
+        if count != self._own:
+            self._own = count
+            self._changed.set()
+
+    async def take(self, message: Msg) -> None:
+        try:
+            held = decode_held_requests(message.data)
+        except ProtocolError as error:
+            log.warning("count of held requests skipped: %s", error)
+            return
+        if held.sender != self._name:
+            self._others[held.sender] = held.count, time.monotonic()
+
+    async def report(self, subject: str) -> None:
+        """Report what this process holds to the others, for ever."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPEAT if self._own else None):
+                    await self._changed.wait()
+            self._changed.clear()
+            with suppress(QueueUnavailable):
+                await self._connection.publish(subject, encode(HeldRequests(self._name, self._own)))
+            await asyncio.sleep(INTERVAL)
