@@ -257,11 +257,9 @@ class QueueState(Struct, frozen=True, tag=True):
 
 
 class HeldRequests(Struct, frozen=True, tag=True):
-    """Requests that a decode worker will publish. Sent when their number has changed, and every second while there are
-    some."""
+    """How many requests a process will publish; its name is new at each start. Sent every second, and if it changes."""
 
     sender: str
-    """a name of the decode worker that is new at each start"""
     count: int
 
 

@@ -100,8 +100,7 @@ class AnswerReader:
             return
         if request is not None and self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
-        if request is not None and request.awaits:
-            assert request.kv_age is not None
+        if request is not None and request.awaits and request.kv_age is not None:
             if await self._doubts(request, request.kv_age, answer):
                 log.info("request %s: asked %s how old the KV of its answer is", request.id, worker)
             else:

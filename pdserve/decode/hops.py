@@ -41,6 +41,11 @@ class RequestHops:
         """A remote prefill was asked for, for this reason."""
         self._asked, self._published, self._why = now, now, why
 
+    @property
+    def held(self) -> float:
+        """Seconds that the prompt waited for that."""
+        return self._published - self._asked
+
     def published(self, now: float) -> None:
         """The prompt had its turn to enter the queue. Its wait before is part of the hop."""
         self._published = now

@@ -5,7 +5,9 @@ prompt waits in the queue behind about one other for each prefill worker, and no
 before. Held prompts count in the queue's depth, at all workers."""
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from pdserve.decode.estimator import FIRST_TOKEN_SECONDS
 from pdserve.decode.order import FairOrder
@@ -38,6 +40,25 @@ class PrefillTurns:
         self._published: dict[DecodeRequest, None] = {}
         """and not known to be pulled"""
         self._holds = asyncio.Event()
+
+    async def wait(self, request: DecodeRequest, bound: Callable[[int], float]) -> bool:
+        """Wait until the prompt may be published, or nothing awaits its answer any more. Return False where no prefill
+        worker was heard of for as long as the prompts that wait may take (`bound` of their number). That may become
+        longer meanwhile: other clients' prompts have their turns between."""
+        assert request.answer is not None
+        request.turn = asyncio.get_running_loop().create_future()
+        self.add(request)
+        if request.turn.done():
+            return True
+        ends: set[asyncio.Future[Any]] = {request.turn, request.answer}
+        while not request.turn.done() and request.awaits:
+            since, seconds = time.monotonic(), bound(self._queue.depth)
+            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            now = time.monotonic()
+            if now >= request.deadline or (now >= since + seconds and not self._workers.heard_since(since)):
+                return request.turn.done()
+        request.hops.published(time.monotonic())
+        return True
 
     def add(self, request: DecodeRequest) -> None:
         """Set the request's `turn` when it may be published."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from pdserve.decode.kv_age import KvAge
 from pdserve.decode.links import KvLinks
@@ -80,13 +80,13 @@ class RemotePrefill:
             log.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
 
     async def _ask(self, request: DecodeRequest) -> PrefillDone:
-        loop, tokens, since = asyncio.get_running_loop(), len(request.submit.prompt), request.asked
-        request.answer, request.turn = loop.create_future(), loop.create_future()
+        tokens = len(request.submit.prompt)
+        request.answer = asyncio.get_running_loop().create_future()
         try:
-            if not request.warms:
-                since = await self._wait_turn(request, request.turn, request.answer)
+            if not request.warms and not await self.turns.wait(request, partial(self._bound, request)):
+                request.resolve(TIMEOUT)
             if request.awaits:
-                await self._wait_answer(request, request.answer, since)
+                await self._wait_answer(request, request.answer)
         finally:
             self.turns.over(request)
         now, outcome = time.monotonic(), request.answer.result()
@@ -111,32 +111,11 @@ class RemotePrefill:
                 waited = f"no answer of {request.prefiller}" if request.prefiller else "no worker took it"
                 raise NoHandle(reason, f"{waited} within {now - request.asked:.1f} s")
 
-    async def _wait_turn(
-        self, request: DecodeRequest, turn: asyncio.Future[None], answer: asyncio.Future[Outcome]
-    ) -> float:
-        """Wait until the prompt may be published, as long as prefill workers are heard of; return since when it may.
-        What it waits for may become more than it was: other clients' prompts have their turns between."""
-        self.turns.add(request)
-        if turn.done():
-            return request.asked
-        waits: set[asyncio.Future[Any]] = {turn, answer}
-        while not turn.done() and not answer.done():
-            since, bound = time.monotonic(), self._bound(request, self.queue.depth)
-            await asyncio.wait(waits, timeout=bound, return_when=asyncio.FIRST_COMPLETED)
-            now = time.monotonic()
-            if now >= request.deadline or (now >= since + bound and not self.workers.heard_since(since)):
-                request.resolve(TIMEOUT)
-        return time.monotonic()
-
-    async def _wait_answer(
-        self, request: DecodeRequest, answer: asyncio.Future[Outcome], since: float
-    ) -> None:
-        """Publish the prompt, which may be published since then, and wait."""
-        request.kv_age = KvAge(asked=since)
-        request.hops.published(since)
+    async def _wait_answer(self, request: DecodeRequest, answer: asyncio.Future[Outcome]) -> None:
+        request.kv_age = KvAge(asked=time.monotonic())
         bound = self._bound(request, self.queue.stored)
-        ends = time.monotonic() + bound
-        await self._publish(request, bound, since - request.asked)
+        await self._publish(request, bound)
+        ends = request.kv_age.asked + bound
         await asyncio.wait({answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
 
@@ -145,7 +124,7 @@ class RemotePrefill:
         bound = WARM_UP if request.warms else self.timeout.seconds(tokens, ahead, workers)
         return min(bound, request.deadline - time.monotonic())
 
-    async def _publish(self, request: DecodeRequest, timeout: float, held: float) -> None:
+    async def _publish(self, request: DecodeRequest, timeout: float) -> None:
         submit = request.submit
         message = PrefillRequest(
             submit.request_id,
@@ -156,7 +135,7 @@ class RemotePrefill:
             submit.body,
             warm_up=bool(request.warms),
             traceparent=submit.traceparent,
-            held=held,
+            held=request.hops.held,
         )
         request.losses = self.queue.losses
         try:

@@ -46,7 +46,7 @@ class DecodeRequest:
     asked: float = 0.0
     """when a remote prefill was asked for; monotonic seconds"""
     turn: asyncio.Future[None] | None = None
-    """done when the prompt may be published to the prefill queue; None until a remote prefill is asked for"""
+    """done when its prompt may be published (`decode/prefill_turns.py`)"""
     kv_age: KvAge | None = None
     """of the KV to come; None until the prompt is published"""
     awaits_tokens: int = 0

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from ssl import SSLContext
+from typing import TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -20,11 +21,12 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable
 from pdserve.queue.jetstream.client import PASSING, GraphClient, available, cancellable, discard, open_client
 from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PING_INTERVAL = 1.0
 PING_TIMEOUT = 3
@@ -121,6 +123,16 @@ class NatsConnection(Lifetime):
         while self._unsent:
             subject = self._unsent.pop()
             await cancellable(client.subscribe(subject, cb=self._handlers[subject]))
+
+    async def decoded(self, inbox: SubjectMessages, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
+        """Yield the messages of an inbox that is listened to; those that cannot be read are logged and skipped."""
+        with suppress(QueueUnavailable):
+            await self.subscribe()
+        async for message in inbox:
+            try:
+                yield decode(message.data)
+            except ProtocolError as error:
+                log.warning("message on %s skipped: %s", inbox.subject, error)
 
     async def flush_subscriptions(self) -> None:
         """Return when the server has all subscriptions. Raises QueueUnavailable."""

@@ -4,12 +4,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import nats.errors
@@ -61,7 +60,6 @@ from pdserve.recent import RecentKeys
 from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _WITHDRAW_FOR = 30.0
 """seconds for which the cancellation of a request that may have been stored is repeated"""
@@ -241,7 +239,7 @@ class JetStreamQueue(PrefillQueue):
         self._depth = self._depth.published(stored.seq)
 
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
-        return self._decoded(self._inbox(self._names.answers(instance)), decode_prefill_answer)
+        return self._connection.decoded(self._inbox(self._names.answers(instance)), decode_prefill_answer)
 
     async def cancel(self, request_ids: list[str]) -> None:
         await self._connection.publish(self._names.notices, encode(PrefillCancel(request_ids)))
@@ -268,7 +266,7 @@ class JetStreamQueue(PrefillQueue):
             await self._connection.flush_subscriptions()
 
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        return self._decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
+        return self._connection.decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
 
     async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         self._listen_to_notices()
@@ -338,7 +336,7 @@ class JetStreamQueue(PrefillQueue):
         await self._connection.publish(self._names.answers(instance), encode(answer))
 
     def notices(self) -> AsyncIterator[ToPrefill]:
-        return self._decoded(self._listen_to_notices(), decode_to_prefill)
+        return self._connection.decoded(self._listen_to_notices(), decode_to_prefill)
 
     def _listen_to_notices(self) -> SubjectMessages:
         """Listen once, both to skip requests that were cancelled in the queue and to pass the notices on."""
@@ -371,15 +369,6 @@ class JetStreamQueue(PrefillQueue):
 
             self._connection.listen(subject, take)
         return self._inboxes[subject]
-
-    async def _decoded(self, inbox: SubjectMessages, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
-        with suppress(QueueUnavailable):
-            await self._connection.subscribe()
-        async for message in inbox:
-            try:
-                yield decode(message.data)
-            except ProtocolError as error:
-                log.warning("message on %s skipped: %s", inbox.subject, error)
 
 
 class JetStreamDelivery(Delivery):
