@@ -145,11 +145,13 @@ class FrontendStream:
         max_tokens: int = 4,
         seconds: float = 30.0,
         request_id: str = "",
+        client: str = "",
         **sampling: object,
     ) -> str:
         request_id = request_id or f"r{next(_numbers)}"
         self.answered.setdefault(request_id, Answered(prompt, max_tokens))
-        await self.client.send(Submit(request_id, prompt, seconds, body(max_tokens, **sampling)))
+        asked = Submit(request_id, prompt, seconds, body(max_tokens, **sampling), client=client)
+        await self.client.send(asked)
         return request_id
 
     async def stream(self, prompt: list[int] = SHORT, max_tokens: int = 5000) -> str:
@@ -159,7 +161,7 @@ class FrontendStream:
         return request_id
 
     async def ask(self, prompt: list[int], max_tokens: int = 4, **sampling: object) -> Answered:
-        return await self.end_of(await self.submit(prompt, max_tokens, 30.0, "", **sampling))
+        return await self.end_of(await self.submit(prompt, max_tokens, 30.0, "", "", **sampling))
 
     async def end_of(self, request_id: str) -> Answered:
         answered = self.answered[request_id]

@@ -4,117 +4,88 @@ import pytest
 
 from pdserve.config.schema import DecodeSection
 from pdserve.decode.prefill_turns import AHEAD, enough
-from pdserve.messages import PrefillDone, PrefillStarted, Submit
+from pdserve.messages import PrefillDone
 from tests.conditions import until
-from tests.decode.graph import Answered, FrontendStream, WorkerGraph, shared_queue
-from tests.decode.test_worker import LONG, act_prefill, expected, failures, handle
+from tests.decode.graph import LONG, ActedPrefill, FrontendStream, WorkerGraph, failing, handle, shared_queue
 from tests.decode.virtual import PULL_BELOW, SPEED, VirtualGraph
-from tests.engine.sims import LOADED, body
 
 REMOTE = DecodeSection(
     remote_prefill=True, policy="threshold", max_local_prefill_length=0, max_prefill_queue_size=9999
 )
 
 
-async def ask(frontend: FrontendStream, client: str, count: int = 1) -> list[str]:
-    """Send so many long prompts of a client; return their ids."""
-    names = [f"{client}-{number}" for number in range(count)]
-    for number, name in enumerate(names):
-        frontend.answered[name] = Answered()
-        await frontend.client.send(Submit(name, LONG[number:], 30.0, body(), client=client))
+async def flood(graph: WorkerGraph, frontend: FrontendStream, count: int = 4) -> list[str]:
+    """Send so many prompts of a client; return their ids when they wait for a prefill worker."""
+    names = [await frontend.submit(LONG[number:], client="greedy") for number in range(count)]
+    await until(lambda: graph.depth == count)
     return names
 
 
-async def flooded(graph: WorkerGraph, count: int = 6) -> tuple[FrontendStream, list[str]]:
-    """A graph whose only prefill worker, `prefill-x`, the test acts, with so many prompts that wait for it."""
-    frontend = await graph.frontend()
-    names = await ask(frontend, "greedy", count)
-    await until(lambda: graph.depth == count)
-    return frontend, names
+async def take(graph: WorkerGraph, acted: ActedPrefill) -> str:
+    """Pull a prompt, as a prefill worker does; return its id."""
+    [delivery] = await acted.pull()
+    await delivery.ack()
+    await acted.start(delivery.request.request_id)
+    return delivery.request.request_id
 
 
-async def test_a_prompt_waits_for_about_one_of_another_client() -> None:
-    async with WorkerGraph(max_prefill_queue_size=9) as graph:
-        await act_prefill(graph)
-        frontend, _ = await flooded(graph)
-        await ask(frontend, "honest")
-        await until(lambda: graph.depth == 7)
-        queue, order = await graph.queue(), []
-        for _ in range(7):
-            [delivery] = await queue.pull(1, 5.0)
-            await delivery.ack()
-            order.append(delivery.request.request_id)
-            await queue.answer("decode-0", PrefillStarted(order[-1], "prefill-x"))
-        assert "honest-0" in order[:3]
-        assert [name for name in order if name != "honest-0"] == [f"greedy-{number}" for number in range(6)]
+async def test_a_prompt_waits_for_about_one_of_another_client(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    greedy = await flood(graph, frontend, 3)
+    honest = await frontend.submit(LONG[9:], client="honest")
+    await until(lambda: graph.depth == 4)
+    assert [await take(graph, acted) for _ in range(4)] == [*greedy[:2], honest, greedy[2]]
 
 
-async def test_what_is_held_counts_as_queued_and_is_in_the_receipt() -> None:
-    async with WorkerGraph(max_prefill_queue_size=4) as graph:
-        await act_prefill(graph)
-        frontend, names = await flooded(graph, 4)
-        assert graph.decode.load().queue_depth == 4
-        assert shared_queue(graph.broker).stored == 1
-        local = await frontend.ask(LONG[9:])
-        assert local.way == ("local", "queue-full")
-        queue = await graph.queue()
-        for name in names:
-            [delivery] = await queue.pull(1, 5.0)
-            await queue.answer("decode-0", PrefillStarted(name, "prefill-x"))
-        prompt = LONG[3:]
-        await queue.answer("decode-0", PrefillDone(names[3], handle(prompt)))
-        await until(lambda: frontend.answered[names[3]].placed is not None)
-        placed = frontend.answered[names[3]].placed
-        assert placed is not None
-        assert delivery.request.held > 0
-        assert placed.hops[0].name == "queue"
-        assert placed.hops[0].seconds == pytest.approx(delivery.request.held, abs=1e-6)
+async def test_what_is_held_counts_as_queued_and_is_in_the_receipt(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    names = await flood(graph, frontend)
+    assert graph.decode.load().queue_depth == 4
+    assert shared_queue(graph.broker).stored == 1
+    assert (await frontend.ask(LONG[9:])).way == ("local", "queue-full")
+    for _ in names[1:]:
+        await take(graph, acted)
+    [delivery] = await acted.pull()
+    await acted.answer(PrefillDone(names[3], handle(LONG[3:])))
+    await until(lambda: frontend.answered[names[3]].placed is not None)
+    placed = frontend.answered[names[3]].placed
+    assert placed is not None
+    assert placed.hops[0].name == "queue"
+    assert placed.hops[0].seconds >= delivery.request.held > 0
 
 
-async def test_a_held_prompt_that_is_cancelled_never_enters_the_queue() -> None:
-    async with WorkerGraph() as graph:
-        await act_prefill(graph)
-        frontend, names = await flooded(graph, 3)
-        await frontend.cancel(names[1])
-        await until(lambda: graph.depth == 2)
-        queue = await graph.queue()
-        for name in (names[0], names[2]):
-            [delivery] = await queue.pull(1, 5.0)
-            assert delivery.request.request_id == name
-            await queue.answer("decode-0", PrefillStarted(name, "prefill-x"))
-        assert graph.depth == 0
+async def test_a_held_prompt_that_is_cancelled_never_enters_the_queue(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    names = await flood(graph, frontend, 3)
+    await frontend.cancel(names[1])
+    await until(lambda: graph.depth == 2)
+    assert [await take(graph, acted) for _ in range(2)] == [names[0], names[2]]
+    assert graph.depth == 0
 
 
 @pytest.mark.parametrize("reason", ["queue-down", "no-prefill-worker"])
-async def test_held_prompts_are_computed_here_when_none_will_take_them(reason: str) -> None:
-    async with WorkerGraph() as graph:
-        registry = await act_prefill(graph)
-        frontend, names = await flooded(graph, 4)
-        before = failures(reason)
-        if reason == "queue-down":
-            await graph.broker.down()
-        else:
-            await registry.delete("instances/prefill/prefill-x")
-        for number, name in enumerate(names[1:], 1):
-            assert (await frontend.end_of(name)).tokens == expected(LONG[number:], 4)
-        assert failures(reason) >= before + 3
+async def test_held_prompts_are_computed_here_when_none_will_take_them(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, reason: str
+) -> None:
+    names = await flood(graph, frontend)
+    with failing(reason, 3 if reason == "queue-down" else 4):
+        await (graph.broker.down() if reason == "queue-down" else acted.leave())
+        for name in names[1:]:
+            assert (await frontend.end_of(name)).way == ("local", "fallback")
 
 
+@pytest.mark.usefixtures("acted", "hasty")
 async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_hangs(
-    monkeypatch: pytest.MonkeyPatch,
+    graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     """Each has the time that it would have had in the queue."""
-    monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.2)
-    monkeypatch.setattr("pdserve.decode.policy.SLACK", 0.0)
-    async with WorkerGraph(max_prefill_queue_size=9) as graph:
-        await act_prefill(graph)
-        frontend, names = await flooded(graph)
-        before = failures("timeout")
-        for name in names:
-            assert (await frontend.end_of(name)).way == ("local", "fallback")
-        assert failures("timeout") >= before + 2
-        published = [name for name in names if name in graph.broker.queue("pdserve", f"demo+{LOADED}").ids]
-        assert len(published) <= 2
+    for name in await flood(graph, frontend):
+        assert (await frontend.end_of(name)).way == ("local", "fallback")
+    [queue] = [queue for queue in graph.broker._queues.values() if queue.ids]
+    assert len(queue.ids) <= 2
 
 
 @pytest.mark.parametrize(
