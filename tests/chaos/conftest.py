@@ -1,4 +1,4 @@
-"""Runs of the command that end with their test, and what the tests of workers have for those of their losses."""
+"""Runs of the command that end with their test."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.command import Run
-from tests.decode.conftest import impatient
-
-__all__ = ["impatient"]
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Requests that no client should send: no error that one vLLM server would not give, and nothing is left of them. The
-long forms are `make fuzz` and, with simulated engines, tests/soak/test_fuzz.py."""
+long forms are `make fuzz` and, with simulated engines, tests/soak/test_soak.py."""
 
 from pathlib import Path
 

@@ -1,13 +1,38 @@
-"""The short form of `python -m pdserve_bench.soak`: real processes, NATS and etcd, with simulated engines."""
+"""The short forms of `python -m pdserve_bench.soak` and `.fuzz`: real processes, NATS and etcd, with simulated engines.
+One graph has both, the soak first: it measures closer."""
 
+import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from pdserve_bench.launch import started
-from pdserve_bench.simulated import write
-from pdserve_bench.soak.__main__ import LENGTHS, SIMULATED, soak
+import pytest_asyncio
+from pdserve_bench.fuzz import attack, schema
+from pdserve_bench.fuzz.__main__ import REAL
+from pdserve_bench.fuzz.answers import problem
+from pdserve_bench.fuzz.fuzzer import Fuzzer
+from pdserve_bench.fuzz.nasties import nasties, unfinished
+from pdserve_bench.fuzz.request import FuzzRequest
+from pdserve_bench.launch import StartedGraph, started
+from pdserve_bench.simulated import simulated, write
+from pdserve_bench.soak.__main__ import LENGTHS, soak
 from pdserve_bench.soak.requests import Ending
 from pdserve_bench.soak.usage import Usage, leaks
+
+BY_SCHEMATHESIS = 100
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StartedGraph]:
+    folder = tmp_path_factory.mktemp("graph")
+    sections = simulated(
+        {"step-seconds": 0.005, "prefill-rate": 20000},
+        decode={"max-num-seqs": 32},
+        common={"num-gpu-blocks-override": 4096},
+    )
+    async with started(write(sections, folder / "sim.yaml"), folder, print, thresholds=True) as running:
+        yield running
+
 
 IDLE = Usage(blocks=0, sockets=9, files=20, tasks=20, threads=15, MiB=600)
 
@@ -38,11 +63,107 @@ def test_blocks_that_were_held_before_are_leaked_too() -> None:
     assert leaks(held, held) == ["decode-0: blocks 0 -> 3"]
 
 
-async def test_a_graph_is_where_it_was_after_requests_that_ended_in_every_way(tmp_path: Path) -> None:
-    file = write(SIMULATED, tmp_path / "sim.yaml")
-    async with started(file, tmp_path, print) as running:
-        report = await soak(running.graph, 150, 600, LENGTHS["sim"], seed=7)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_graph_is_where_it_was_after_requests_that_ended_in_every_way(graph: StartedGraph) -> None:
+    report = await soak(graph.graph, 150, 600, LENGTHS["sim"], seed=7)
     assert report.problems == []
     assert sum(report.load.done.values()) == 600
     for ending in Ending:
         assert any(what.startswith(ending) for what in report.load.done), ending
+
+
+def test_the_names_of_those_made_by_hand_are_unique() -> None:
+    names = [request.name for request in nasties("demo")]
+    assert len(names) == len(set(names)) > 150
+
+
+OPENAI = {"error": {"message": "m", "type": "t", "param": None, "code": 400}}
+ANTHROPIC = {"type": "error", "error": {"type": "t", "message": "m"}}
+EVENTS = b'data: {"choices": []}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "kind", "answer", "wrong"),
+    [
+        ("/v1/completions", 400, "application/json", json.dumps(OPENAI).encode(), ""),
+        ("/v1/completions", 400, "application/json", json.dumps(ANTHROPIC).encode(), "that is none"),
+        ("/v1/messages", 400, "application/json", json.dumps(ANTHROPIC).encode(), ""),
+        ("/v1/completions", 404, "application/json", json.dumps(OPENAI).encode(), "that is none"),
+        ("/v1/completions", 400, "text/plain", b"no", "that is none"),
+        ("/v1/completions", 500, "application/json", json.dumps(OPENAI).encode(), "status 500"),
+        ("/v1/completions", 0, "", b"", "no answer"),
+        ("/v1/completions", 200, "application/json", b"{", "no JSON"),
+        ("/v1/completions", 200, "text/event-stream", EVENTS + b"data: [DONE]\n\n", ""),
+        ("/v1/completions", 200, "text/event-stream", EVENTS, "without its end"),
+        ("/v1/completions", 200, "text/event-stream", b"data: {\n\ndata: [DONE]\n\n", "no JSON"),
+        ("/v1/messages", 200, "text/event-stream", b'data: {"type": "message_stop"}\n\n', ""),
+        ("/v1/completions", 200, "text/event-stream", b'data: {"error": {"code": 500}}\n\n', "in the stream"),
+    ],
+)
+def test_answers_are_judged(path: str, status: int, kind: str, answer: bytes, wrong: str) -> None:
+    found = problem(FuzzRequest("x", path, b""), status, kind, answer)
+    assert wrong in found
+    assert bool(found) == bool(wrong)
+
+
+def test_only_an_expected_status_is_right() -> None:
+    request = FuzzRequest("x", "/", b"", expected=frozenset({404, 504}))
+    answer = json.dumps({"error": {**OPENAI["error"], "code": 504}}).encode()
+    assert problem(request, 504, "application/json", answer) == ""
+    assert "not [404, 504]" in problem(request, 200, "application/json", b"{}")
+
+
+def test_a_finding_can_be_sent_again(tmp_path: Path) -> None:
+    short = FuzzRequest("x", "/a?b", b'{"it\'s": 1}', {"x-a": "\xff", "x-b": ""}, "PUT")
+    assert short.wire("h").startswith(b"PUT /a?b HTTP/1.1\r\nhost: h\r\n")
+    assert b"\r\nx-a: \xff\r\n" in short.wire("h")
+    assert "-X PUT 'http://h/a?b'" in short.curl("http://h", tmp_path)
+    long = FuzzRequest("x", "/", b"\0" * 10)
+    command = long.curl("http://h", tmp_path)
+    assert Path(command.rpartition("@")[2]).read_bytes() == long.raw
+
+
+def test_failures_by_schemathesis_count_unless_each_is_excused() -> None:
+    excused = "=== FAILURES ===\n- ST101 Server error\n`list index out of range`\n"
+    assert schema.failures(excused) == ""
+    assert schema.failures(excused + "- ST101 Server error\n`no`\n").startswith("=== FAILURES")
+    assert schema.failures("no schema") == "no schema"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_requests_of_every_shape_leave_nothing(graph: StartedGraph, tmp_path: Path) -> None:
+    """No 5xx, nothing in flight; no block held, no place taken, no process gone; a client beside is served right."""
+    fuzzer = Fuzzer(graph.graph, graph.state_dir / "logs")
+    async with fuzzer.watching():
+        await fuzzer.run(nasties("demo"), 4)
+        await fuzzer.run(unfinished(nasties("demo"), seed=3))
+        sent, failures = await schema.run(graph.graph.url, tmp_path, BY_SCHEMATHESIS, seed=1)
+    report = fuzzer.report
+    findings = [
+        f"{finding.what}\n{finding.request and finding.request.curl('http://graph', tmp_path)}"
+        for finding in report.findings
+    ]
+    assert not findings, "\n".join(findings)
+    assert not failures, failures
+    assert sent > BY_SCHEMATHESIS // 2
+    assert report.canaries > 5
+    assert report.statuses["200"] > 50, json.dumps(report.statuses)
+    assert report.statuses["400"] > 50
+    assert report.statuses["left"] > 0
+
+
+@pytest.mark.parametrize(
+    "real",
+    [False, pytest.param(True, marks=[pytest.mark.engines, pytest.mark.timeout(900)])],
+    ids=["simulated", "real"],
+)
+async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_path: Path, real: bool) -> None:
+    """Streams on unread sockets, a large `n`, streams that are read, and many long prompts: each greedy answer takes
+    half a minute, and a client beside waits for none of them. With two frontends, https and keys."""
+    file = REAL if real else write(attack.SIMULATED, tmp_path / "sim.yaml")
+    kinds = ["unread", "many", "streams", "prompts"]
+    report = await attack.attacked(file, tmp_path, kinds, 20.0, print, beyond=10.0)
+    assert not [finding.what for finding in report.findings]
+    assert report.canaries > 10
+    assert report.statuses["streams: unfinished"] > 20
+    assert report.statuses["unread: unfinished"] > 20
