@@ -94,8 +94,8 @@ SKIPPED = Row("decode-cut", skipped="needs root")
 def test_a_line_has_what_is_not_zero() -> None:
     assert line(SKIPPED) == "decode-cut: skipped"
     assert line(BAD) == (
-        "nats-cut: NOT GOOD: 20 requests, 2 failed, 1 wrong, 7 blocks leaked, p99 pause 0.50 s "
-        "(longest: chaos-a), KV free after 0.3 s"
+        "nats-cut: requests 20, failed 2, wrong 1, p99 pause 0.50 s, recovered never, freed 0.3 s, leaked 7, BAD "
+        "(longest: chaos-a)"
     )
     assert cells(BAD)[:4] == ("nats-cut", "20", "2", "0")
     assert len(cells(SKIPPED)) == len(cells(BAD)) == len(COLUMNS)

@@ -15,7 +15,7 @@ from pdserve_bench.fuzz.nasties import nasties, unfinished
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.launch import StartedGraph, started
 from pdserve_bench.simulated import simulated, write
-from pdserve_bench.soak.__main__ import LENGTHS, soak
+from pdserve_bench.soak.__main__ import soak
 from pdserve_bench.soak.requests import Ending
 from pdserve_bench.soak.usage import Usage, leaks
 
@@ -28,7 +28,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Start
     sections = simulated(
         {"step-seconds": 0.005, "prefill-rate": 20000},
         decode={"max-num-seqs": 32},
-        common={"num-gpu-blocks-override": 4096},
+        common={"num-gpu-blocks-override": 4096, "max-model-len": 2048},
     )
     async with started(write(sections, folder / "sim.yaml"), folder, print, thresholds=True) as running:
         yield running
@@ -65,7 +65,7 @@ def test_blocks_that_were_held_before_are_leaked_too() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_graph_is_where_it_was_after_requests_that_ended_in_every_way(graph: StartedGraph) -> None:
-    report = await soak(graph.graph, 150, 600, LENGTHS["sim"], seed=7)
+    report = await soak(graph.graph, 150, 600, (8, 900), seed=7)
     assert report.problems == []
     assert sum(report.load.done.values()) == 600
     for ending in Ending:

@@ -132,14 +132,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def line(row: Row) -> str:
-    """The row in words, what is zero left out."""
-    if row.skipped:
-        return f"{row.fault}: skipped"
-    bad = {"failed": row.failed, "hung": row.hung, "wrong": row.wrong}
-    bad |= {"blocks leaked": row.leaked, "still queued": row.queued, "apart": row.apart}
-    told = [f"{row.requests} requests", *(f"{count} {name}" for name, count in bad.items() if count)]
-    told += [f"p99 pause {row.p99_pause:.2f} s (longest: {row.slowest})", f"KV free after {row.freed:.1f} s"]
-    return f"{row.fault}: {'ok' if row.good else 'NOT GOOD'}: {', '.join(told)}"
+    """The row in words."""
+    found = zip(COLUMNS[1:], cells(row)[1:], strict=True)
+    said = ", ".join(f"{name} {cell}".strip() for name, cell in found if cell not in ("", "0"))
+    return f"{row.fault}: {said}" + (f" (longest: {row.slowest})" if row.slowest else "")
 
 
 def verdict(rows: Sequence[Row], complete: bool) -> str:

@@ -60,27 +60,18 @@ def report_of(comparison: Comparison, complete: bool, written: Path | None = Non
 
 def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Recommendation) -> Rows:
     seen, options = comparison.seen_at, comparison.options
-    best = next(
-        (place for place, each in enumerate(results) if found.choice and each.name == found.choice.name), None
-    )
-    at = (
-        f" At {seen:.3g} requests/s: the share that keeps it, TTFT and the longest gap of a request in ms, and CPU "
-        "seconds of all processes for 1,000 tokens, in and out."
-        if seen
-        else ""
-    )
+    best = [place for place, each in enumerate(results) if found.choice and each.name == found.choice.name]
     note = (
         f"Goodput: the highest rate, in requests/s, at which {options.share:.0%} of the requests keep the SLO "
-        f"({options.slo}), and between which rates it lies; of a "
-        f"candidate that dropped out early these are far apart.{at}"
+        f"({options.slo}), and between which rates it lies; of a candidate that is no finalist these are far apart."
     )
-    return Rows(
-        f"{comparison.asked.described}, on {comparison.here}",
-        _COLUMNS,
-        [_row(each) for each in results],
-        note,
-        best,
-    )
+    if seen:
+        note += (
+            f" At {seen:.3g} requests/s: the share that keeps it, TTFT and the longest gap of a request in ms, and CPU "
+            "seconds of all processes for 1,000 tokens, in and out."
+        )
+    title = f"{comparison.asked.described}, on {comparison.here}"
+    return Rows(title, _COLUMNS, [_row(each) for each in results], note, best[0] if best else None)
 
 
 def _row(result: CandidateResult) -> list[Cell]:
@@ -97,17 +88,13 @@ def _row(result: CandidateResult) -> list[Cell]:
 
 
 def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
-    notes = [*found.notes, *comparison.notes]
+    notes = []
+    if (foreign := comparison.foreign_share) is not None:
+        notes.append(f"Other programs took {foreign:.0%} of this machine's CPU during the probes.")
     if comparison.noise is not None:
-        notes.insert(
-            0,
-            f"Noise: the aggregated engine, measured twice, differed from itself by {comparison.noise:.0%}.",
-        )
-    if comparison.foreign_share is not None:
-        notes.insert(
-            0, f"Other programs took {comparison.foreign_share:.0%} of this machine's CPU during the probes."
-        )
-    return notes
+        itself = f"differed from itself by {comparison.noise:.0%}"
+        notes.append(f"Noise: the aggregated engine, measured twice, {itself}.")
+    return [*notes, *found.notes, *comparison.notes]
 
 
 def _next_step(comparison: Comparison, found: Recommendation, written: Path | None) -> str:
@@ -133,17 +120,10 @@ def _own_split(comparison: Comparison) -> str:
 
 def _goodput_bars(results: Iterable[CandidateResult]) -> Chart:
     """A bar for each candidate that carried a rate at all."""
-    carried = [result for result in results if result.goodput]
+    carried = [(each, each.least if each.broken is None else each.broken) for each in results if each.goodput]
     series = [
-        Series(
-            result.name,
-            [""],
-            [result.goodput],
-            [result.least],
-            [result.broken if result.broken is not None else result.least],
-            baseline=result.aggregated,
-        )
-        for result in carried
+        Series(each.name, [""], [each.goodput], [each.least], [high], baseline=each.aggregated)
+        for each, high in carried
     ]
     return Chart("Goodput", "bars", "", "requests/s", series, better="higher")
 
@@ -161,12 +141,10 @@ def winning_file(comparison: Comparison, candidate: Candidate, found: Recommenda
     ]
     if isinstance(candidate.launch.system, PlainVllm):
         head.append(
-            "It was measured as plain vLLM (`vllm serve` with these arguments), which has no frontend before it."
+            "It was measured as plain vLLM (`vllm serve` with these arguments), without a frontend before it."
         )
     if candidate.threads:
-        head.append(
-            f"It was measured with OMP_NUM_THREADS={candidate.threads} in its environment: start it with that too."
-        )
+        head.append(f"It was measured with OMP_NUM_THREADS={candidate.threads}: start it with that too.")
     comment = "".join(f"# {line}\n" for line in head)
     return comment + yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100)
 

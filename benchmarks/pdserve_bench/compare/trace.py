@@ -60,12 +60,9 @@ class TraceRequest:
 
     def _made_up(self, tokens_per_word: float, salt: str) -> str:
         words: list[str] = []
-        keys = [f"{salt}/{block}" for block in self.blocks]
-        keys += [f"{salt}/line {self.line}"] * (len(keys) * BLOCK < self.prompt_tokens)
-        for number, key in enumerate(keys):
-            own = number >= len(self.blocks)
-            end = self.prompt_tokens if own else min(self.prompt_tokens, BLOCK * (number + 1))
-            count = max(1, int(end / tokens_per_word)) - len(words)
+        ends = [(f"{salt}/{block}", BLOCK * number) for number, block in enumerate(self.blocks, 1)]
+        for key, end in (*ends, (f"{salt}/line {self.line}", self.prompt_tokens)):
+            count = max(1, int(min(end, self.prompt_tokens) / tokens_per_word)) - len(words)
             words += Prompts(tokens_per_word, key).words(max(0, count))
         return " ".join(words)
 
