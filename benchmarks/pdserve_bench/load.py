@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -87,24 +86,6 @@ def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
     dice, due = random.Random(seed), 0.0
     while (due := due + dice.expovariate(rate)) < seconds:
         yield due
-
-
-async def open_loop(
-    requests: Iterator[E],
-    send: Callable[[E], Coroutine[None, None, None]],
-    rate: float,
-    seconds: float,
-    seed: int,
-) -> list[E]:
-    """Requests arrive `rate` times a second on average (Poisson), whatever becomes of those before. Returns all of
-    them when the last one has ended; where it is cancelled, so are they."""
-    begin, sent = time.monotonic(), list[E]()
-    async with asyncio.TaskGroup() as group:
-        for due in arrivals(rate, seconds, seed):
-            await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
-            sent.append(next(requests))
-            group.create_task(send(sent[-1]))
-    return sent
 
 
 async def side_by_side(items: Iterable[T], work: Callable[[T], Awaitable[object]], clients: int) -> None:

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -123,6 +123,30 @@ class Scalable(Protocol):
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
         """A workload of so many seconds, `rate` requests per second on average; other seeds make other prompts and
         arrivals."""
+
+
+@dataclass
+class OpenLoop:
+    """A `Workload`: requests at their moments, whatever becomes of those before."""
+
+    requests: Iterable[tuple[float, Callable[[Endpoint], Mapping[str, object]]]]
+    """seconds after the beginning, and what makes the body"""
+    seconds: float
+    timeout: float
+    """seconds, of each request"""
+
+    async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
+        run.began = begin = time.monotonic()
+        run.asks_until = begin + self.seconds
+        try:
+            async with asyncio.TaskGroup() as group:
+                for due, make in self.requests:
+                    body = make(endpoint)
+                    await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
+                    run.exchanges.append(Exchange(body))
+                    group.create_task(endpoint.ask(run.exchanges[-1], self.timeout))
+        finally:
+            run.ended = time.monotonic()
 
 
 def run_and_show(

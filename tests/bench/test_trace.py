@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from pdserve_bench.client import Outcome
-from pdserve_bench.compare.trace import BLOCK, Trace, TraceWorkload, read_trace
+from pdserve_bench.compare.trace import BLOCK, Trace, read_trace
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.runs import LoadRun
+from pdserve_bench.runs import LoadRun, OpenLoop
 
 from pdserve.errors import ConfigError
 from tests.bench.answers import DONE, STREAM, Asked, event, tiny_server
@@ -37,10 +37,11 @@ def words(found: Trace, number: int, salt: str = "s") -> list[str]:
     return str(body["prompt"]).split()
 
 
-def arrivals(found: Trace, rate: float, seconds: float, seed: int = 0) -> list[tuple[float, Any, str]]:
+def arrivals(found: Trace, rate: float, seconds: float, seed: int = 0) -> list[tuple[Any, ...]]:
+    """The moment, the tokens of a word and the salt of each."""
     workload = found.at(rate, seconds, seed)
-    assert isinstance(workload, TraceWorkload)
-    return workload.arrivals
+    assert isinstance(workload, OpenLoop)
+    return [(due, *made.keywords.values()) for due, made in workload.requests]  # type: ignore[attr-defined]
 
 
 def test_prefixes_are_shared_as_the_hash_ids_say(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_times_that_the_recorder_rounded_are_spread(tmp_path: Path) -> None:
 
 
 async def test_it_is_sent_at_its_times_whatever_becomes_of_those_before(tmp_path: Path) -> None:
-    """To a server of words of two tokens that never ends an answer of 9 tokens."""
+    """To a server of words of two tokens that never ends an answer of 9 tokens. Cancelled, its requests are too."""
     found = trace(
         tmp_path,
         mooncake(0, 100, [], 9),

@@ -1,5 +1,6 @@
 """`pdserve compare`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -174,7 +175,7 @@ def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:
         found = found.within(longest)
 
     async def make(endpoint: Endpoint) -> Scalable:
-        return found
+        return replace(found, tokens_per_word=(await learn_prompts(endpoint, 0)).tokens_per_word)
 
     prompts = tuple(request.prompt_tokens for request in found.requests)
     described = f"{found.name}: {found.describe()}"

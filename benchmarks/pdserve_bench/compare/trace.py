@@ -6,11 +6,10 @@ Each hash id stands for 512 tokens *and all before them*, so equal ids are equal
 shared. Prompts are made up with that many tokens and those shared prefixes. Other fields are ignored.
 """
 
-import asyncio
 import random
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +17,8 @@ from typing import Annotated, Any
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve_bench.client import Exchange
-from pdserve_bench.endpoint import Endpoint, Prompts, learn_prompts
-from pdserve_bench.runs import LoadRun, Workload
+from pdserve_bench.endpoint import Endpoint, Prompts
+from pdserve_bench.runs import OpenLoop, Workload
 from pdserve_bench.samples import percentile
 
 BLOCK = 512
@@ -80,6 +78,8 @@ class Trace:
     """why -> how many requests"""
     timeout: float = 120.0
     """seconds, of each request"""
+    tokens_per_word: float = 2.0
+    """of the model that is measured"""
 
     @property
     def span(self) -> float:
@@ -120,7 +120,11 @@ class Trace:
             dues = [(due - turns[0]) * scale for due in turns[:-1]]
         else:
             dues = sorted(dice.uniform(0, seconds) for _ in range(count))  # Poisson, given their number
-        return TraceWorkload(list(zip(dues, picked, salts, strict=True)), seconds, self.timeout)
+        bodies = [
+            partial(request.body, tokens_per_word=self.tokens_per_word, salt=salt)
+            for request, salt in zip(picked, salts, strict=True)
+        ]
+        return OpenLoop(list(zip(dues, bodies, strict=True)), seconds, self.timeout)
 
     def _due(self, number: int) -> float:
         turn, place = divmod(number, len(self.requests))
@@ -155,32 +159,6 @@ def _longest(request: TraceRequest) -> int:
 
 def _middle(lengths: list[int]) -> str:
     return f"{percentile(lengths, 0.5):,} and {percentile(lengths, 0.9):,}"
-
-
-@dataclass(frozen=True)
-class TraceWorkload:
-    """Requests at their times, whatever becomes of those before."""
-
-    arrivals: list[tuple[float, TraceRequest, str]]
-    """seconds after the beginning, what is asked, and the salt of its prompt"""
-    seconds: float
-    timeout: float
-
-    async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
-        """Raises Unavailable where the server does not answer a first request, which is not in the run."""
-        tokens_per_word = (await learn_prompts(endpoint, 0)).tokens_per_word
-        run.began = begin = time.monotonic()
-        run.asks_until = begin + self.seconds
-        try:
-            async with asyncio.TaskGroup() as group:
-                for due, request, salt in self.arrivals:
-                    body = request.body(endpoint, tokens_per_word, salt)
-                    await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
-                    exchange = Exchange(body)
-                    run.exchanges.append(exchange)
-                    group.create_task(endpoint.ask(exchange, self.timeout))
-        finally:
-            run.ended = time.monotonic()
 
 
 def read_trace(file: Path) -> Trace:

@@ -1,13 +1,11 @@
 """The simplest load: single requests of one shape that arrive at random."""
 
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, Prompts
-from pdserve_bench.load import open_loop
-from pdserve_bench.runs import LoadRun, Workload
+from pdserve_bench.load import arrivals
+from pdserve_bench.runs import OpenLoop, Workload
 
 PATIENCE = 120.0
 """seconds until a request without an end has failed"""
@@ -27,31 +25,8 @@ class PoissonRequests:
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
         """Other seeds make other arrivals. Prompts are new each time: none is in a prefix cache already."""
-        return _Arrivals(self, rate, seconds, seed)
+        due = ((moment, self._body) for moment in arrivals(rate, seconds, seed))
+        return OpenLoop(due, seconds, self.patience)
 
-
-@dataclass
-class _Arrivals:
-    shape: PoissonRequests
-    rate: float
-    seconds: float
-    seed: int
-
-    async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
-        async def send(exchange: Exchange) -> None:
-            await endpoint.ask(exchange, self.shape.patience)
-
-        run.began = time.monotonic()
-        run.asks_until = run.began + self.seconds
-        try:
-            await open_loop(self._requests(endpoint, run), send, self.rate, self.seconds, self.seed)
-        finally:
-            run.ended = time.monotonic()
-
-    def _requests(self, endpoint: Endpoint, run: LoadRun) -> Iterator[Exchange]:
-        shape = self.shape
-        while True:
-            run.exchanges.append(
-                Exchange(endpoint.body(shape.prompts.of(shape.prompt_tokens), shape.answer_tokens))
-            )
-            yield run.exchanges[-1]
+    def _body(self, endpoint: Endpoint) -> dict[str, Any]:
+        return endpoint.body(self.prompts.of(self.prompt_tokens), self.answer_tokens)
