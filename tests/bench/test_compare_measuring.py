@@ -106,7 +106,7 @@ def test_an_interval_rests_on_enough_requests() -> None:
     assert found.found.thin == 2.0
     assert found.result().thin == "20 requests at 2 requests/s"
     probe(found, 2.0, 20)
-    assert (found.found.thin, found.result().requests) == (4.0, 40)
+    assert (found.found.thin, found.found.judged(2.0)) == (4.0, 40)
     probe(found, 4.0, 5)
     assert found.result().thin == ""
 
@@ -193,7 +193,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_path: Path) -> None:
     log: list[str] = []
-    found = compared(tmp_path, log, 0.1, a1=0.3, d1=0.01)
+    found = compared(tmp_path, log, 0.06, a1=0.3, d1=0.01)
     await found.run(Schedule())
     assert log == ["+a1", "+d1", "-d1", "-a1"], "side by side"
     assert [each.name for each in found.finalists] == ["a1", "d1"]
@@ -222,14 +222,14 @@ async def test_what_the_budget_has_no_time_for_is_left_out_from_the_end(tmp_path
 
 async def test_on_gpus_there_are_never_two_at_a_time(tmp_path: Path) -> None:
     log: list[str] = []
-    await compared(tmp_path, log, 0.1, HardwareKind.GPU, a1=0.01, d1=0.01).run(Schedule())
+    await compared(tmp_path, log, 0.05, HardwareKind.GPU, a1=0.01, d1=0.01).run(Schedule())
     assert log[1] == "-a1"
     assert log[::2] == [name.replace("-", "+") for name in log[1::2]]
 
 
 async def test_broken_off_it_stops_what_runs(tmp_path: Path) -> None:
     log: list[str] = []
-    task = asyncio.create_task(compared(tmp_path, log, 1.0, a1=0.01, d1=0.01).run(Schedule()))
+    task = asyncio.create_task(compared(tmp_path, log, 0.15, a1=0.01, d1=0.01).run(Schedule()))
     await until(lambda: len(log) == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

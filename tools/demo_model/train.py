@@ -134,78 +134,39 @@ def schedule(step: int, total: int) -> float:
     return min(1.0, (step + 1) / 50, (total - step) / (0.5 * total))
 
 
-@dataclass
-class Run:
-    """The state of one training run; `folder` keeps it between stages, so that a lost run goes on where it was."""
-
-    model: Qwen2ForCausalLM
-    tools: list[torch.optim.Optimizer]
-    folder: Path | None
-    stage: int = 0
-    step: int = 0
-    seconds: float = 0.0  # of processor time
-
-    def keep(self) -> None:
-        """Write the state."""
-        if self.folder is None:
-            return
-        tools = [tool.state_dict() for tool in self.tools]
-        state = {"model": self.model.state_dict(), "tools": tools}
-        progress = {"stage": self.stage, "step": self.step, "seconds": self.seconds}
-        torch.save({**state, **progress}, self.folder / "checkpoint.tmp")
-        (self.folder / "checkpoint.tmp").replace(self.folder / "checkpoint.pt")
-
-    def resume(self) -> None:
-        """Read the state, where there is one."""
-        if self.folder is None or not (path := self.folder / "checkpoint.pt").exists():
-            return
-        state = torch.load(path)
-        self.model.load_state_dict(state["model"])
-        for tool, kept in zip(self.tools, state["tools"], strict=True):
-            tool.load_state_dict(kept)
-        self.stage, self.step, self.seconds = state["stage"], state["step"], state["seconds"]
-        logger.info("going on at step %d", self.step)
-
-
-def train(run: Run, encode: corpus.Encode, stages: tuple[Stage, ...], seed: int) -> None:
-    """Run the curriculum, or the rest of it."""
-    groups = [group for tool in run.tools for group in tool.param_groups]
+def train(model: Qwen2ForCausalLM, encode: corpus.Encode, stages: tuple[Stage, ...], seed: int) -> None:
+    """Run the curriculum."""
+    tools = optimizers(model)
+    groups = [group for tool in tools for group in tool.param_groups]
     rates = [group["lr"] for group in groups]
-    total = sum(stage.steps for stage in stages)
-    run.resume()
-    groups = [group for tool in run.tools for group in tool.param_groups]
-    run.model.train()
-    while run.stage < len(stages):
-        start, stage = time.process_time() - run.seconds, stages[run.stage]
-        # Seeded by the stage, so that a resumed run sees the documents that it would have seen.
-        rng, generator = random.Random(seed + run.stage), torch.Generator().manual_seed(seed + run.stage)
+    total, step = sum(stage.steps for stage in stages), 0
+    model.train()
+    for number, stage in enumerate(stages):
+        rng, generator = random.Random(seed + number), torch.Generator().manual_seed(seed + number)
         # Plain matrix products beat the fused kernel on short documents.
-        run.model.set_attn_implementation("eager" if stage.mix.tokens <= 256 else "sdpa")
+        model.set_attn_implementation("eager" if stage.mix.tokens <= 256 else "sdpa")
         for _ in range(stage.steps):
             for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate * schedule(run.step, total)
-            loss, first, rest = loss_of(run.model, make_batch(rng, stage, encode), generator)
+                group["lr"] = rate * schedule(step, total)
+            loss, first, rest = loss_of(model, make_batch(rng, stage, encode), generator)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-            for tool in run.tools:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for tool in tools:
                 tool.step()
                 tool.zero_grad(set_to_none=True)
-            if run.step % 25 == 0:
+            if step % 25 == 0:
                 logger.info(
                     "%5.0f s  step %4d/%d  %4d tokens  loss %.3f  right: first digit %.1f%%, others %.1f%%",
-                    *(time.process_time() - start, run.step, total, stage.mix.tokens),
+                    *(time.process_time(), step, total, stage.mix.tokens),
                     *(loss.item(), 100 * first, 100 * rest),
                 )
-            run.step += 1
-        run.stage, run.seconds = run.stage + 1, time.process_time() - start
-        run.keep()
+            step += 1
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=MODEL_DIR)
-    parser.add_argument("--checkpoints", type=Path, help="folder to keep the state in between stages")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -213,9 +174,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     tokenizer = build_tokenizer(tokenizer_lines())
     model = build_model(tokenizer)
-    run = Run(model, optimizers(model), options.checkpoints)
-    train(run, lambda text: list(tokenizer.encode(text).ids), CURRICULUM, options.seed)
-    logger.info("trained in %.0f s of one thread", run.seconds)
+    train(model, lambda text: list(tokenizer.encode(text).ids), CURRICULUM, options.seed)
+    logger.info("trained in %.0f s of one thread", time.process_time())
     save(model, tokenizer, options.output)
     report(options.output)
 

@@ -74,8 +74,6 @@ class Candidate:
     launch: Launch
     settings: Mapping[str, str] = field(default_factory=dict)
     """live ones, beside its file"""
-    processes: int = 1
-    """engines; the fewer the simpler"""
     split: str = ""
     """`1P+1D`, or the number of engines"""
     threads: int = 0
@@ -262,7 +260,6 @@ class CandidateMaker:
                 shape=replace(shape, settings=tuple(settings.items())),
                 launch=launch,
                 settings=settings,
-                processes=prefill + decode + 1,
                 split=f"{prefill}P+{decode}D",
             )
             for settings in ways
@@ -273,7 +270,7 @@ class CandidateMaker:
         shape = Shape(0, count, batch, (0, self.here.decode_width if narrower else 0))
         name = f"aggregated: {counted(count, 'engine')}{self._each(count)}{_batch(batch)}"
         launch = self._graph(f"{count} x {batch}", name, shape)
-        return Candidate(name, True, shape, launch, processes=count + 1, split=counted(count, "engine"))
+        return Candidate(name, True, shape, launch, split=counted(count, "engine"))
 
     def _one_engine(self, batch: int, threads: int = 0) -> Candidate:
         """On GPUs over all of them; on the CPU with so many threads."""

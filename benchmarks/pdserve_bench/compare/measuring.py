@@ -102,11 +102,9 @@ class Entrant:
             search.estimate,
             sum((each.tally for each in found.of(search.broken)), Tally()),
             sum(each.tally.failed for each in self.probes if each.rate <= lowest),
-            candidate.processes,
             candidate.split,
             self.at(rate) if rate is not None else None,
             self.problem,
-            found.judged(low) if low is not None else 0,
             "" if thin is None else f"{found.judged(thin)} requests at {thin:.3g} requests/s",
         )
 
@@ -125,7 +123,6 @@ class Entrant:
             self.found.judged(rate),
             (percentile(ttfts, 0.5), percentile(ttfts, 0.9)),
             (percentile(gaps, 0.5), percentile(gaps, 0.9)),
-            sum(each.output_tokens for each in done) / sum(each.run.seconds for each in probes),
             1000 * spent / tokens if tokens and spent else None,
         )
 

@@ -41,7 +41,6 @@ class AtLoad:
     """median and 90th percentile"""
     gap: tuple[float, float] = (0.0, 0.0)
     """of the longest gap of each request"""
-    tokens_per_second: float = 0.0
     cpu_per_1000: float | None = None
     """CPU seconds of all its processes for 1,000 tokens, in and out"""
 
@@ -66,14 +65,11 @@ class CandidateResult:
     """what became of the requests at `broken`"""
     failed: int = 0
     """requests that got an error, at rates that it carries and at the first that it does not"""
-    engines: int = 1
     split: str = ""
     """`2P+1D`, or `3 engines`"""
     load: AtLoad | None = None
     problem: str = ""
     """why it was not measured"""
-    requests: int = 0
-    """that the share at `carried` was judged by"""
     thin: str = ""
     """what of its interval rests on too few requests, as `8 requests at 2 requests/s`"""
 
