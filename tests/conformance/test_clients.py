@@ -1,7 +1,8 @@
 """What OpenAI's and Anthropic's own clients make of the answers: objects, events, parsed models, exceptions."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import anthropic
@@ -18,6 +19,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 HELLO: Any = [{"role": "user", "content": SHORT}]
 LONG: Any = [{"role": "user", "content": long("clients")}]
+CHATS, ANSWERS = "chat.completions", {"input": SHORT, "max_output_tokens": 16, "store": False}
+Use = Callable[[Any], Any]
 
 
 class Code(BaseModel):
@@ -28,7 +31,26 @@ def seen(value: Any) -> Any:
     """A client's object, with its type."""
     if isinstance(value, BaseModel):
         return [type(value).__name__, masked(value.model_dump(mode="json", warnings=False))]
+    if isinstance(value, openai.Stream | anthropic.Stream):
+        return streamed(list(value))
     return masked(value)
+
+
+def streamed(events: list[Any]) -> list[Any]:
+    """The text, how it ends, the kinds of the events, and all of those that do not depend on which tokens came
+    together."""
+    ends = [choice.finish_reason for event in events for choice in getattr(event, "choices", ())]
+    kinds = list(dict.fromkeys(getattr(event, "type", "") for event in events))
+    whole = [event for event in events[1:] if not said(event) and not getattr(event, "choices", ())]
+    first = [seen(event) for event in events[:1] if not hasattr(event, "choices") or not said(event)]
+    return ["".join(map(said, events)), ends[-1:], kinds, first, [seen(event) for event in whole]]
+
+
+def said(event: Any) -> str:
+    """The text of a part of a stream."""
+    parts = [getattr(choice, "delta", choice) for choice in getattr(event, "choices", ())]
+    parts.append(getattr(event, "delta", None))
+    return "".join(getattr(part, "content", None) or getattr(part, "text", None) or "" for part in parts)
 
 
 def refused(error: Exception) -> list[Any]:
@@ -37,16 +59,19 @@ def refused(error: Exception) -> list[Any]:
     return [type(error).__name__, *(getattr(error, name, None) for name in names)]
 
 
-def joined(chunks: list[Any]) -> str:
-    """The text of a chat's chunks."""
-    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+def call(method: str, **asked: Any) -> Use:
+    return lambda client: attrgetter(method)(client)(**{"model": "demo", **asked})
 
 
-# OpenAI
+def helped(method: str, final: str, **asked: Any) -> Use:
+    """The client's own helper for streams: the kinds of its events, and what it puts together from them."""
 
+    def use(client: Any) -> Any:
+        with call(method, **asked)(client) as stream:
+            kinds = list(dict.fromkeys(event.type for event in stream))
+            return [kinds, seen(getattr(stream, final)())]
 
-def chat(client: openai.OpenAI) -> Any:
-    return client.chat.completions.create(model="demo", messages=HELLO, max_tokens=8, seed=1, user="me")
+    return use
 
 
 def chat_raw(client: openai.OpenAI) -> Any:
@@ -55,216 +80,95 @@ def chat_raw(client: openai.OpenAI) -> Any:
     return [raw.status_code, raw.headers["content-type"], seen(raw.parse())]
 
 
-def chat_stream(client: openai.OpenAI) -> Any:
-    options: Any = {"include_usage": True}
-    chunks = list(
-        client.chat.completions.create(
-            model="demo", messages=HELLO, max_tokens=12, stream=True, stream_options=options
-        )
-    )
-    return [joined(chunks), seen(chunks[0]), seen(chunks[-1])]
-
-
-def chat_stream_helper(client: openai.OpenAI) -> Any:
-    with client.chat.completions.stream(model="demo", messages=HELLO, max_tokens=12) as stream:
-        kinds = list(dict.fromkeys(event.type for event in stream))
-        return [kinds, seen(stream.get_final_completion())]
-
-
-def chat_parse(client: openai.OpenAI) -> Any:
-    parsed = client.chat.completions.parse(
-        model="demo", messages=HELLO, max_tokens=64, response_format=Code, temperature=0
-    )
-    return [seen(parsed.choices[0].message.parsed), parsed.choices[0].finish_reason]
-
-
-def chat_parse_cut(client: openai.OpenAI) -> Any:
-    return client.chat.completions.parse(model="demo", messages=HELLO, max_tokens=1, response_format=Code)
-
-
-def completion(client: openai.OpenAI) -> Any:
-    return client.completions.create(model="demo", prompt=[SHORT, "The"], max_tokens=8, echo=True)
-
-
-def completion_stream(client: openai.OpenAI) -> Any:
-    chunks = list(client.completions.create(model="demo", prompt=SHORT, max_tokens=8, stream=True))
-    return ["".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason]
-
-
-def response(client: openai.OpenAI) -> Any:
-    return client.responses.create(model="demo", input=SHORT, max_output_tokens=16, store=False)
-
-
-def response_text(client: openai.OpenAI) -> Any:
-    return client.responses.create(model="demo", input=SHORT, max_output_tokens=16, store=False).output_text
-
-
-def response_stream(client: openai.OpenAI) -> Any:
-    with client.responses.stream(model="demo", input=SHORT, max_output_tokens=16, store=False) as stream:
-        kinds = list(dict.fromkeys(event.type for event in stream))
-        return [kinds, seen(stream.get_final_response())]
-
-
-def response_parse(client: openai.OpenAI) -> Any:
-    found = client.responses.parse(
-        model="demo", input=SHORT, text_format=Code, max_output_tokens=64, store=False, temperature=0
-    )
-    return seen(found.output_parsed)
-
-
-def models(client: openai.OpenAI) -> Any:
-    return [model.id for model in client.models.list()]
-
-
-def wrong_model(client: openai.OpenAI) -> Any:
-    return client.chat.completions.create(model="no-such-model", messages=HELLO)
-
-
-def wrong_value(client: openai.OpenAI) -> Any:
-    return client.chat.completions.create(model="demo", messages=HELLO, temperature=-1)
-
-
-def wrong_type(client: openai.OpenAI) -> Any:
-    return client.chat.completions.create(model="demo", messages="hello")  # type: ignore[arg-type]
-
-
-def too_long(client: openai.OpenAI) -> Any:
-    return client.completions.create(model="demo", prompt="x " * 9000)
-
-
-def too_much(client: openai.OpenAI) -> Any:
-    return client.completions.create(model="demo", prompt="x", max_tokens=10**6)
-
-
-def stream_refused(client: openai.OpenAI) -> Any:
-    return list(client.chat.completions.create(model="demo", messages=HELLO, max_tokens=5000, stream=True))
-
-
-def response_refused(client: openai.OpenAI) -> Any:
-    return list(
-        client.responses.create(model="demo", input=SHORT, max_output_tokens=5000, stream=True, store=False)
-    )
-
-
 def no_embeddings(client: openai.OpenAI) -> Any:
-    try:
-        return client.embeddings.create(model="demo", input="x")
-    except openai.APIStatusError as error:
-        return [
-            type(error).__name__,
-            error.status_code,
-        ]  # the body of an unknown route is a listed difference
+    """The body of an unknown route is a listed difference."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.embeddings.create(model="demo", input="x")
+    return [type(caught.value).__name__, caught.value.status_code]
 
 
-OPENAI: list[Callable[[openai.OpenAI], Any]] = [
-    chat, chat_raw, chat_stream, chat_stream_helper, chat_parse, chat_parse_cut, completion, completion_stream,
-    response, response_text, response_stream, response_parse, models, wrong_model, wrong_value, wrong_type, too_long,
-    too_much, stream_refused, response_refused, no_embeddings,
-]  # fmt: skip
+OPENAI: Mapping[str, Use] = {
+    "chat": call(f"{CHATS}.create", messages=HELLO, max_tokens=8, seed=1, user="me"),
+    "chat, raw": chat_raw,
+    "chat, streamed": call(
+        f"{CHATS}.create", messages=HELLO, max_tokens=12, stream=True, stream_options={"include_usage": True}
+    ),
+    "chat, helped": helped(f"{CHATS}.stream", "get_final_completion", messages=HELLO, max_tokens=12),
+    "chat, parsed": call(
+        f"{CHATS}.parse", messages=HELLO, max_tokens=64, response_format=Code, temperature=0
+    ),
+    "chat, cut": call(f"{CHATS}.parse", messages=HELLO, max_tokens=1, response_format=Code),
+    "completion": call("completions.create", prompt=[SHORT, "The"], max_tokens=8, echo=True),
+    "completion, streamed": call("completions.create", prompt=SHORT, max_tokens=8, stream=True),
+    "response": call("responses.create", **ANSWERS),
+    "response, its text": lambda client: client.responses.create(model="demo", **ANSWERS).output_text,
+    "response, helped": helped("responses.stream", "get_final_response", **ANSWERS),
+    "response, parsed": call(
+        "responses.parse", **ANSWERS | {"max_output_tokens": 64}, text_format=Code, temperature=0
+    ),
+    "models": lambda client: [model.id for model in client.models.list()],
+    "wrong model": call(f"{CHATS}.create", model="no-such-model", messages=HELLO),
+    "wrong value": call(f"{CHATS}.create", messages=HELLO, temperature=-1),
+    "wrong type": call(f"{CHATS}.create", messages="hello"),
+    "too long": call("completions.create", prompt="x " * 9000),
+    "too much": call("completions.create", prompt="x", max_tokens=10**6),
+    "stream refused": call(f"{CHATS}.create", messages=HELLO, max_tokens=5000, stream=True),
+    "response refused": call("responses.create", **ANSWERS | {"max_output_tokens": 5000}, stream=True),
+    "no embeddings": no_embeddings,
+}
+ANTHROPIC: Mapping[str, Use] = {
+    "message": call("messages.create", messages=HELLO, max_tokens=8, system="Be short."),
+    "message, streamed": call("messages.create", messages=LONG, max_tokens=8, stream=True),
+    "message, helped": helped("messages.stream", "get_final_message", messages=HELLO, max_tokens=8),
+    "count": call("messages.count_tokens", messages=HELLO),
+    "wrong model": call("messages.create", model="no-such-model", messages=HELLO, max_tokens=8),
+    "wrong type": call("messages.create", messages="x", max_tokens=8),
+    "too much": call("messages.create", messages=HELLO, max_tokens=5000),
+    "stream refused": call("messages.create", messages=HELLO, max_tokens=5000, stream=True),
+}
 
 
-@pytest.mark.parametrize("use", OPENAI, ids=lambda use: use.__name__)
-def test_openai(pair: Pair, use: Callable[[openai.OpenAI], Any]) -> None:
+@pytest.mark.parametrize("name", OPENAI)
+def test_openai(pair: Pair, name: str) -> None:
     found = []
     for url in (pair.ours, pair.theirs):
         with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
             try:
-                found.append(seen(use(client)))
+                found.append(seen(OPENAI[name](client)))
             except (openai.OpenAIError, ValueError) as error:
                 found.append(refused(error))
     assert found[0] == found[1]
 
 
-async def async_chat(client: openai.AsyncOpenAI) -> Any:
-    return await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=8)
-
-
-async def async_stream(client: openai.AsyncOpenAI) -> Any:
-    stream = await client.chat.completions.create(model="demo", messages=LONG, max_tokens=12, stream=True)
-    return joined([chunk async for chunk in stream])
-
-
-async def async_many(client: openai.AsyncOpenAI) -> Any:
-    prompts = [long(f"many {number}") for number in range(6)]
-    asked = (client.completions.create(model="demo", prompt=prompt, max_tokens=8) for prompt in prompts)
-    return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
-
-
-async def async_refused(client: openai.AsyncOpenAI) -> Any:
-    return await client.completions.create(model="demo", prompt="x", temperature=-1)
-
-
-ASYNC: list[Callable[[openai.AsyncOpenAI], Awaitable[Any]]] = [
-    async_chat, async_stream, async_many, async_refused,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("use", ASYNC, ids=lambda use: use.__name__)
-async def test_openai_async(pair: Pair, use: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> None:
+async def test_openai_async(pair: Pair) -> None:
     found = []
     for url in (pair.ours, pair.theirs):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
-            try:
-                found.append(seen(await use(client)))
-            except openai.OpenAIError as error:
-                found.append(refused(error))
+            prompts = [long(f"many {number}") for number in range(6)]
+            asked = [
+                client.completions.create(model="demo", prompt=prompt, max_tokens=8) for prompt in prompts
+            ]
+            texts = [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+            stream = await client.chat.completions.create(
+                model="demo", messages=LONG, max_tokens=12, stream=True
+            )
+            texts.append("".join([said(chunk) async for chunk in stream]))
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.completions.create(model="demo", prompt="x", temperature=-1)
+            found.append([texts, refused(caught.value)])
     assert found[0] == found[1]
 
 
-# Anthropic
-
-
-def message(client: anthropic.Anthropic) -> Any:
-    return client.messages.create(model="demo", messages=HELLO, max_tokens=8, system="Be short.")
-
-
-def message_events(client: anthropic.Anthropic) -> Any:
-    events = list(client.messages.create(model="demo", messages=LONG, max_tokens=8, stream=True))
-    return [list(dict.fromkeys(event.type for event in events)), seen(events[0]), seen(events[-2])]
-
-
-def message_stream(client: anthropic.Anthropic) -> Any:
-    with client.messages.stream(model="demo", messages=HELLO, max_tokens=8) as stream:
-        text = "".join(stream.text_stream)
-        return [text, seen(stream.get_final_message())]
-
-
-def count(client: anthropic.Anthropic) -> Any:
-    return client.messages.count_tokens(model="demo", messages=HELLO)
-
-
-def message_wrong_model(client: anthropic.Anthropic) -> Any:
-    return client.messages.create(model="no-such-model", messages=HELLO, max_tokens=8)
-
-
-def message_wrong_type(client: anthropic.Anthropic) -> Any:
-    return client.messages.create(model="demo", messages="x", max_tokens=8)  # type: ignore[arg-type]
-
-
-def message_too_much(client: anthropic.Anthropic) -> Any:
-    return client.messages.create(model="demo", messages=HELLO, max_tokens=5000)
-
-
-def message_stream_refused(client: anthropic.Anthropic) -> Any:
-    return list(client.messages.create(model="demo", messages=HELLO, max_tokens=5000, stream=True))
-
-
-ANTHROPIC: list[Callable[[anthropic.Anthropic], Any]] = [
-    message, message_events, message_stream, count, message_wrong_model, message_wrong_type, message_too_much,
-    message_stream_refused,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("use", ANTHROPIC, ids=lambda use: use.__name__)
-def test_anthropic(pair: Pair, use: Callable[[anthropic.Anthropic], Any]) -> None:
+@pytest.mark.parametrize("name", ANTHROPIC)
+def test_anthropic(pair: Pair, name: str) -> None:
     found = []
     for url in (pair.ours, pair.theirs):
         with anthropic.Anthropic(base_url=url, auth_token=KEY, api_key=None, max_retries=0) as client:
             try:
-                found.append(seen(use(client)))
+                found.append(seen(ANTHROPIC[name](client)))
             except anthropic.AnthropicError as error:
                 found.append(refused(error))
-    if use is message_wrong_type:  # vLLM says it in OpenAI's shape
+    if name == "wrong type":  # vLLM says it in OpenAI's shape
         assert found[0][-1]["type"] == "error"
         found = [each[:2] for each in found]
     assert found[0] == found[1]
