@@ -2,10 +2,11 @@ import asyncio
 import inspect
 import itertools
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -134,34 +135,22 @@ class Graph(Frontend):
         self,
         model: str = "demo",
         *,
-        pace: float | None = 0.0,
-        prefill: str = "local",
         connected: bool = True,
-        at_once: int = 0,
-        loaded: str = "",
         generation: int = 0,
-        args: dict[str, object] | None = None,
-        role: Role = Role.DECODE,
-        archive: bytes = b"",
+        args: Mapping[str, object] = MappingProxyType({}),
         slo: Promised = NO_PROMISE,
+        role: Role = Role.DECODE,
+        **options: Any,
     ) -> AsyncIterator[EchoWorker]:
         """A worker that is registered and connected; leaving kills it and its lease. With an archive, its model is on
-        another host."""
+        another host. `options`: of the worker."""
         self._count += 1
-        worker = EchoWorker(
-            f"{role.value}-0-{self._count:04}",
-            model,
-            pace=pace,
-            prefill=prefill,
-            at_once=at_once,
-            loaded=loaded,
-            role=role,
-        )
-        served = card(model, fingerprint=loaded, generation=generation)
-        served = msgspec.structs.replace(served, engine_args={**served.engine_args, **(args or {})})
-        if archive:
-            worker.archive = archive
-            served = msgspec.structs.replace(served, model="/elsewhere/model", blob=archive_name(archive))
+        worker = EchoWorker(f"{role.value}-0-{self._count:04}", model, role=role, **options)
+        served = card(model, fingerprint=worker.loaded, generation=generation)
+        served = msgspec.structs.replace(served, engine_args={**served.engine_args, **args})
+        if worker.archive:
+            blob = archive_name(worker.archive)
+            served = msgspec.structs.replace(served, model="/elsewhere/model", blob=blob)
         async with worker, MemoryRegistry(self.registry) as registry:
             worker.instance = msgspec.structs.replace(worker.instance, settings=of_promise(slo))
             await registry.put(keys.card(model, worker.id), encode_record(served))

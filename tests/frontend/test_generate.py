@@ -1,7 +1,7 @@
 """Every route that generates, against an echoing worker: vLLM's own app does the talking."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -33,6 +33,13 @@ def completion(**changes: object) -> dict[str, object]:
 def chat(**changes: object) -> dict[str, object]:
     messages = [{"role": "user", "content": "hello"}]
     return {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0, **changes}
+
+
+async def complete(
+    graph: Graph, *, headers: Mapping[str, str] | None = None, **changes: Any
+) -> httpx.Response:
+    """The answer to a completion."""
+    return await graph.http.post("/v1/completions", json=completion(**changes), headers=headers)
 
 
 TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -68,7 +75,7 @@ async def test_each_route_answers_whole_and_as_a_stream(graph: Graph, path: str)
 async def test_stop_string_ends_it_at_the_worker_too(graph: Graph) -> None:
     async with graph.worker() as worker:
         words = (await text_of(graph, continuation(PROMPT, 8))).split()
-        answer = await graph.http.post("/v1/completions", json=completion(stop=[words[2]], max_tokens=3000))
+        answer = await complete(graph, stop=[words[2]], max_tokens=3000)
         await worker.until(lambda: worker.cancelled)
     choice = answer.json()["choices"][0]
     assert choice["finish_reason"] == "stop"
@@ -79,11 +86,7 @@ async def test_stop_string_ends_it_at_the_worker_too(graph: Graph) -> None:
 
 async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
     async with graph.worker() as worker:
-        await graph.http.post(
-            "/v1/completions",
-            json=completion(vllm_xargs={"colour": "red"}, seed=7),
-            headers={"x-request-timeout": "9"},
-        )
+        await complete(graph, vllm_xargs={"colour": "red"}, seed=7, headers={"x-request-timeout": "9"})
     submit, request = worker.seen[0], worker.requests[0]
     assert submit.prompt == PROMPT
     assert request.sampling_params.max_tokens == 8

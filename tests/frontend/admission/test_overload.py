@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +24,7 @@ from tests.decode.graph import config, living
 from tests.engine.sims import spec
 from tests.frontend.conftest import MODEL, Graph
 from tests.frontend.test_app import finish
-from tests.frontend.test_generate import completion
+from tests.frontend.test_generate import complete, completion
 from tests.memory.queue import MemoryBroker, MemoryQueue
 from tests.memory.registry import MemoryRegistry
 
@@ -105,9 +106,7 @@ async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
     async with graph.worker(pace=None, at_once=2) as first, graph.worker(pace=None, at_once=2) as second:
         await until(lambda: graph.models.live().get("demo") == 2)
         admission = graph.models.find("demo").admission
-        answers = [
-            asyncio.create_task(graph.http.post("/v1/completions", json=completion())) for _ in range(5)
-        ]
+        answers = [asyncio.create_task(complete(graph)) for _ in range(5)]
         await until(lambda: (len(first.jobs), len(second.jobs), len(admission)) == (2, 2, 1))
         full, free = (
             (first, second) if first.id < second.id else (second, first)
@@ -147,7 +146,7 @@ async def test_one_request_with_many_outputs_leaves_others_their_turns(
         await until(lambda: engine.usage.running + engine.usage.waiting == PLACES)
         assert len(admission) == 1
         for _ in range(3):  # of the same client: they pass it in the queue
-            answer = await graph.http.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
+            answer = await complete(graph, model=NAME, max_tokens=2)
             assert answer.status_code == 200
             assert engine.usage.running + engine.usage.waiting <= PLACES
         assert not crowd.done()
@@ -177,8 +176,8 @@ async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph
     ("extra", "param"),
     [({"n": 200}, "n"), ({"n": "200"}, "n"), ({"prompt": ["a"] * 200}, "prompt")],
 )
-async def test_too_many_outputs_for_one_request(graph: Graph, extra: dict[str, object], param: str) -> None:
+async def test_too_many_outputs_for_one_request(graph: Graph, extra: dict[str, Any], param: str) -> None:
     async with worker(graph):
-        answer = await graph.http.post("/v1/completions", json=completion(model=NAME, **extra))
+        answer = await complete(graph, model=NAME, **extra)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param

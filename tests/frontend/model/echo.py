@@ -64,47 +64,40 @@ class Step:
     stop: int | None = None
 
 
+@dataclass
 class EchoWorker:
-    def __init__(
-        self,
-        id: str,
-        model: str = "demo",
-        *,
-        pace: float | None = 0.0,
-        prefill: str = "local",
-        at_once: int = 0,
-        loaded: str = "",
-        role: Role = Role.DECODE,
-    ) -> None:
-        self.id = id
-        self._role = role
-        self._loaded = loaded
-        self._at_once = at_once
-        self.instance: Instance
-        """set on entering"""
-        self.jobs: dict[str, Job] = {}
-        self.seen: list[Submit] = []
-        self.requests: list[EngineCoreRequest] = []
-        self.cancelled: list[str] = []
-        self.hello = ""
-        self.script: list[Step] | None = None
-        """the steps of every request, in place of the echo"""
-        self.shift = 0
-        """added to each token: a worker that generates other tokens"""
-        self.fail: Failed | None = None
-        """answered to every request instead of tokens, under that request's id"""
-        self.placed = Placed("", prefill, "test")
+    id: str
+    model: str = "demo"
+    pace: float | None = 0.0
+    """seconds between steps; None: only `step()` makes them"""
+    prefill: str = "local"
+    at_once: int = 0
+    loaded: str = ""
+    role: Role = Role.DECODE
+    instance: Instance = field(init=False)
+    """set on entering"""
+    jobs: dict[str, Job] = field(default_factory=dict)
+    seen: list[Submit] = field(default_factory=list)
+    requests: list[EngineCoreRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    hello: str = ""
+    script: list[Step] | None = None
+    """the steps of every request, in place of the echo"""
+    shift: int = 0
+    """added to each token: a worker that generates other tokens"""
+    fail: Failed | None = None
+    """answered to every request instead of tokens, under that request's id"""
+    archive: bytes = b""
+    """of the model; sent in two parts, once `archive_sent` is set"""
+    archive_sent: asyncio.Event | None = None
+    archives_asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.placed = Placed("", self.prefill, "test")
         """sent for every request, under that request's id"""
-        self.archive = b""
-        """of the model; sent in two parts, once `archive_sent` is set"""
-        self.archive_sent: asyncio.Event | None = None
-        self.archives_asked = 0
-        self._model = model
         self._stream = TcpStreamServer("127.0.0.1")
         self._frontends: dict[str, None] = {}
         self._alive = True
-        self._pace = pace
-        """seconds between steps; None: only `step()` makes them"""
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
         self._changed = asyncio.Condition()
@@ -114,17 +107,17 @@ class EchoWorker:
         await self._stream.__aenter__()
         self.instance = Instance(
             self.id,
-            self._role,
-            self._model,
+            self.role,
+            self.model,
             address=self._stream.address,
             vllm_version=VERSION,
             max_concurrency=4.0,
-            max_num_seqs=self._at_once,
-            fingerprint=self._loaded,
+            max_num_seqs=self.at_once,
+            fingerprint=self.loaded,
         )
         self._spawn(self._read())
-        if self._pace is not None:
-            self._spawn(self._run(self._pace))
+        if self.pace is not None:
+            self._spawn(self._run(self.pace))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pdserve.frontend.model.generation import MAX_PROMPT_LOGPROBS
 from tests.conditions import until
 from tests.frontend.conftest import Graph
-from tests.frontend.test_generate import chat, completion
+from tests.frontend.test_generate import chat, complete, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -105,7 +105,7 @@ async def test_the_answers_are_the_same(graph: Graph, monkeypatch: pytest.Monkey
 async def test_a_large_request_of_which_the_client_leaves_is_cancelled(graph: Graph, aside: None) -> None:
     for stream in (True, False):
         async with graph.worker(pace=None) as worker:
-            asking = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=stream)))
+            asking = asyncio.create_task(complete(graph, stream=stream))
             await worker.until(lambda worker=worker: worker.seen)
             asking.cancel()
             await worker.until(lambda worker=worker: worker.cancelled)
@@ -115,18 +115,16 @@ async def test_a_large_request_of_which_the_client_leaves_is_cancelled(graph: Gr
 
 async def test_a_large_request_ends_at_its_deadline(graph: Graph, aside: None) -> None:
     async with graph.worker(pace=None) as worker:
-        answer = await graph.http.post(
-            "/v1/completions", json=completion(), headers={"x-request-timeout": "0.5"}
-        )
+        answer = await complete(graph, headers={"x-request-timeout": "0.5"})
         assert answer.status_code == 504
         await worker.until(lambda: worker.cancelled)
 
 
 async def test_a_large_request_goes_on_at_another_worker(graph: Graph, aside: None) -> None:
     async with graph.worker() as worker:
-        expected = (await graph.http.post("/v1/completions", json=completion())).json()["choices"]
+        expected = (await complete(graph)).json()["choices"]
     async with graph.worker(pace=None) as worker:
-        asking = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
+        asking = asyncio.create_task(complete(graph))
         await worker.until(lambda: worker.jobs)
         await worker.step()
         await worker.die()
@@ -150,7 +148,7 @@ async def test_the_loop_goes_on_while_the_logprobs_of_a_prompt_are_written(
             longest = max(longest, time.thread_time() - began)
 
     async with graph.worker():
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
         watching = asyncio.create_task(watch())
         before = time.process_time()
         async with graph.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -175,7 +173,7 @@ async def test_too_many_logprobs_of_prompts_are_refused(
         assert answer.status_code == 400, answer.text[:300]
         assert f"one request may have {MAX_PROMPT_LOGPROBS}" in answer.json()["error"]["message"]
         await until(lambda: not worker.jobs)
-        assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
+        assert (await complete(graph)).status_code == 200
 
 
 async def test_a_model_that_is_gone_leaves_no_thread(graph: Graph) -> None:

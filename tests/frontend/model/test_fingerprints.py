@@ -13,7 +13,7 @@ from pdserve.records import encode_record
 from pdserve.registry import keys
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card
-from tests.frontend.test_generate import chat, completion, events
+from tests.frontend.test_generate import chat, complete, completion, events
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 def ask(graph: Graph) -> "asyncio.Task[int]":
     async def post() -> int:
-        answer = await graph.http.post("/v1/completions", json=completion(model="rolled", max_tokens=6))
+        answer = await complete(graph, model="rolled", max_tokens=6)
         return answer.status_code
 
     return asyncio.create_task(post())

@@ -4,7 +4,7 @@ import pytest
 
 from tests.frontend.conftest import Graph
 from tests.frontend.model.test_poison import workers
-from tests.frontend.test_generate import completion
+from tests.frontend.test_generate import complete, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -18,7 +18,7 @@ async def test_a_grammar_without_finite_text_is_a_400_after_one_try(graph: Graph
         asked = completion(structured_outputs={"regex": "[a-z]+"}, stream=stream)
         answer = await graph.http.post("/v1/completions", json=asked)
         tries = sum(len(worker.engine._seen) for worker in both) - before
-        well = await graph.http.post("/v1/completions", json=completion())
+        well = await complete(graph)
     assert answer.status_code == 400, answer.text
     assert "cannot be compiled" in answer.json()["error"]["message"]
     assert tries == 1
@@ -32,7 +32,7 @@ async def test_a_grammar_that_cannot_be_parsed_never_reaches_a_worker(
     graph: Graph, asked: dict[str, object]
 ) -> None:
     async with graph.worker() as worker:
-        answer = await graph.http.post("/v1/completions", json=completion(structured_outputs=asked))
+        answer = await complete(graph, structured_outputs=asked)
     assert answer.status_code == 400
     assert "rammar" in answer.json()["error"]["message"]
     assert not worker.seen

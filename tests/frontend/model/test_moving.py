@@ -1,6 +1,7 @@
 """A decode worker is lost: the request goes on at another, and the client sees nothing but a pause."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -11,14 +12,14 @@ from pdserve.registry import keys
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
-from tests.frontend.test_generate import PROMPT, chat, completion, events, text_of
+from tests.frontend.test_generate import PROMPT, chat, complete, completion, events, text_of
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def post(graph: Graph, **changes: object) -> asyncio.Task[httpx.Response]:
-    return asyncio.create_task(graph.http.post("/v1/completions", json=completion(**changes)))
+def post(graph: Graph, **changes: Any) -> asyncio.Task[httpx.Response]:
+    return asyncio.create_task(complete(graph, **changes))
 
 
 async def steps(worker: EchoWorker, count: int) -> None:
@@ -201,7 +202,7 @@ async def test_outputs_at_which_vllm_fails(graph: Graph) -> None:
         answer = await request
         await worker.until(lambda: worker.cancelled)
     async with graph.worker():
-        again = await graph.http.post("/v1/completions", json=completion())
+        again = await complete(graph)
     assert answer.status_code == 500
     assert again.status_code == 200
 
@@ -212,7 +213,7 @@ async def test_a_worker_that_refused_gets_no_more_requests(graph: Graph) -> None
         await first.refuse("another vLLM")
         await until(lambda: graph.models.live().get("demo") == 1)
         for _ in range(4):
-            assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
+            assert (await complete(graph)).status_code == 200
     assert not first.seen
     assert len(second.seen) == 4
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import living
 from tests.frontend.conftest import MODEL, Graph
-from tests.frontend.test_generate import completion, text_of
+from tests.frontend.test_generate import complete, text_of
 from tests.memory.queue import MemoryBroker, MemoryQueue
 from tests.memory.registry import MemoryRegistry
 
@@ -82,8 +83,8 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def post(graph: Graph, prompt: list[int], **changes: object) -> asyncio.Task[httpx.Response]:
-    return asyncio.create_task(graph.http.post("/v1/completions", json=completion(prompt=prompt, **changes)))
+def post(graph: Graph, prompt: list[int], **changes: Any) -> asyncio.Task[httpx.Response]:
+    return asyncio.create_task(complete(graph, prompt=prompt, **changes))
 
 
 @pytest.mark.parametrize("prefill", [0, 2])

@@ -6,7 +6,7 @@ from prometheus_client import REGISTRY
 
 from tests.frontend.conftest import Graph
 from tests.frontend.model.test_poison import workers
-from tests.frontend.test_generate import completion
+from tests.frontend.test_generate import complete
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -24,7 +24,7 @@ async def test_a_transfer_that_failed_was_local(graph: Graph, stream: bool) -> N
         before = count("remote", "long"), count("local", "transfer")
         prefill.engine.faults.drop_transfers = True
         prompt = [350 + stream, *range(400, 600)]
-        answer = await graph.http.post("/v1/completions", json=completion(prompt=prompt, stream=stream))
+        answer = await complete(graph, prompt=prompt, stream=stream)
         after = count("remote", "long"), count("local", "transfer")
     assert answer.status_code == 200
     # a stream has its headers with its first token, which came from the prefill worker

@@ -11,7 +11,7 @@ from pdserve.registry import keys
 from pdserve.slo import Promised
 from tests.conditions import until
 from tests.frontend.conftest import Graph
-from tests.frontend.test_generate import completion
+from tests.frontend.test_generate import complete
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -32,7 +32,7 @@ TODAY = {
 
 async def ask(graph: Graph, **headers: str) -> int:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return (await graph.http.post("/v1/completions", json=completion(), headers=named)).status_code
+    return (await complete(graph, headers=named)).status_code
 
 
 def promise(submit: Submit) -> Promise:
@@ -73,7 +73,7 @@ async def test_the_next_token_of_a_migrated_request_is_due_a_gap_after_its_last(
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
 async def test_a_wrong_header_is_answered_with_400(graph: Graph, name: str) -> None:
     async with graph.worker(slo=CHAT):
-        answer = await graph.http.post("/v1/completions", json=completion(), headers={name: "soon"})
+        answer = await complete(graph, headers={name: "soon"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name
 
@@ -81,7 +81,7 @@ async def test_a_wrong_header_is_answered_with_400(graph: Graph, name: str) -> N
 async def test_each_model_has_its_own_promise(graph: Graph) -> None:
     async with graph.worker("one", slo=CHAT) as one, graph.worker("two") as two:
         for model in ("one", "two"):
-            answer = await graph.http.post("/v1/completions", json=completion(model=model))
+            answer = await complete(graph, model=model)
             assert answer.status_code == 200
     assert promise(one.seen[0]).gap == 0.06
     assert two.seen[0].promise is UNSET

@@ -28,7 +28,7 @@ from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, card
 from tests.frontend.model.echo import EchoWorker
-from tests.frontend.test_generate import completion
+from tests.frontend.test_generate import complete
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -42,8 +42,8 @@ async def names(graph: Graph) -> list[str]:
 async def test_two_models_at_once(graph: Graph) -> None:
     async with graph.worker("demo") as demo, graph.worker("org/other") as other:
         listed = await names(graph)
-        first = await graph.http.post("/v1/completions", json=completion(model="demo"))
-        second = await graph.http.post("/v1/completions", json=completion(model="org/other"))
+        first = await complete(graph, model="demo")
+        second = await complete(graph, model="org/other")
         unnamed = await graph.http.post("/v1/completions", json={"prompt": [300], "max_tokens": 1})
         single = await graph.http.get("/v1/models/org/other")
         tables = await graph.http.get("/openapi.json")
@@ -93,7 +93,7 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
     async with graph.worker("slow", connected=False) as worker:
         await until(lambda: "slow" in [card.name for card in graph.models.known()])
         before = await names(graph)
-        request = asyncio.create_task(graph.http.post("/v1/completions", json=completion(model="slow")))
+        request = asyncio.create_task(complete(graph, model="slow"))
         build.set()
         await worker.until(lambda: worker.hello)
         after = await names(graph)
@@ -116,7 +116,7 @@ async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
 async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
     """And the decode workers that it cannot reach, which `pdserve status` shows."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
-        request = asyncio.create_task(graph.http.post("/v1/completions", json=completion(max_tokens=1)))
+        request = asyncio.create_task(complete(graph, max_tokens=1))
         await worker.until(lambda: worker.jobs)
         lost = msgspec.structs.replace(worker.instance, id="decode-9-lost", address="tcp://127.0.0.1:1")
         await registry.put(keys.instance(lost), encode_record(lost))
@@ -138,7 +138,7 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
 
 async def test_unknown_model(graph: Graph) -> None:
     async with graph.worker():
-        answer = await graph.http.post("/v1/completions", json=completion(model="demonic"))
+        answer = await complete(graph, model="demonic")
         single = await graph.http.get("/v1/models/demonic")
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "model"
@@ -153,7 +153,7 @@ async def test_another_vllm_version_is_not_served(graph: Graph, caplog: pytest.L
         await registry.put(keys.card("old", "decode-9-x"), encode_record(old))
         await until(lambda: bool(graph.models.missing("old")) and "0.31.0" in graph.models.missing("old"))
         listed = await names(graph)
-        answer = await graph.http.post("/v1/completions", json=completion(model="old"))
+        answer = await complete(graph, model="old")
     assert "old" not in listed
     assert answer.status_code == 503
     assert "0.31.0" in answer.json()["error"]["message"]
@@ -162,7 +162,7 @@ async def test_another_vllm_version_is_not_served(graph: Graph, caplog: pytest.L
 
 async def test_a_model_on_another_host_is_served_with_its_workers_archive(graph: Graph) -> None:
     async with graph.worker("elsewhere", archive=pack_model(MODEL)):
-        answer = await graph.http.post("/v1/completions", json=completion(model="elsewhere"))
+        answer = await complete(graph, model="elsewhere")
     assert answer.status_code == 200
 
 
@@ -183,7 +183,7 @@ async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_no
             assert "beside" in await names(graph)
         assert not graph.models._models["hung"].settled.is_set(), "it is still asked"
         async with graph.worker("hung", archive=archive):
-            answer = await graph.http.post("/v1/completions", json=completion(model="hung"))
+            answer = await complete(graph, model="hung")
         assert hangs.archives_asked == 1
     assert answer.status_code == 200
 
@@ -194,7 +194,7 @@ async def test_a_model_folder_that_is_nowhere(graph: Graph, monkeypatch: pytest.
         lost = card("lost", model="/nowhere/model", blob="gone")
         await registry.put(keys.card("lost", "decode-9-y"), encode_record(lost))
         await until(lambda: "/nowhere/model" in graph.models.missing("lost"))
-        answer = await graph.http.post("/v1/completions", json=completion(model="lost"))
+        answer = await complete(graph, model="lost")
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "5"
 
@@ -224,12 +224,12 @@ def policy(graph: Graph) -> str:
 async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
-            await graph.http.post("/v1/completions", json=completion(max_tokens=1))
+            await complete(graph, max_tokens=1)
         assert (len(first.seen), len(second.seen)) == (3, 3)
         await registry.put(keys.setting("router"), b"least-loaded", leased=False)
         await until(lambda: policy(graph) == "least-loaded")
         try:
-            await graph.http.post("/v1/completions", json=completion(max_tokens=1))
+            await complete(graph, max_tokens=1)
             page = (await graph.http.get("/metrics")).text
         finally:
             await registry.delete(keys.setting("router"))
@@ -244,7 +244,7 @@ async def test_the_load_that_workers_report_counts(graph: Graph) -> None:
         await busy.send(WorkerLoad(Load(running=4, tokens=500)))
         try:
             for _ in range(6):
-                await graph.http.post("/v1/completions", json=completion(max_tokens=1))
+                await complete(graph, max_tokens=1)
         finally:
             await registry.delete(keys.setting("router"))
     assert (len(busy.seen), len(idle.seen)) == (0, 6)

@@ -12,7 +12,7 @@ from tests.conditions import holds, until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.model.test_moving import post, steps
-from tests.frontend.test_generate import PROMPT, completion, text_of
+from tests.frontend.test_generate import PROMPT, complete, text_of
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -57,7 +57,7 @@ async def test_new_requests_and_the_list_of_models_do_without_a_decode_worker(gr
     async with stand_in(graph) as prefill:
         async with graph.worker():
             pass
-        answer = await graph.http.post("/v1/completions", json=completion())
+        answer = await complete(graph)
         listed = (await graph.http.get("/v1/models")).json()["data"]
     assert answer.headers["x-pdserve-instance"] == prefill.id
     assert [model["id"] for model in listed] == ["demo"]
@@ -75,7 +75,7 @@ async def test_while_the_only_decode_worker_drains_new_requests_go_to_the_stand_
             draining = replace(decode.instance, draining=True)
             await registry.put(keys.instance(draining), encode_record(draining))
             await prefill.until(lambda: prefill.hello)
-            answer = await graph.http.post("/v1/completions", json=completion())
+            answer = await complete(graph)
             decode.go()
             assert (await running).headers["x-pdserve-instance"] == decode.id
         assert answer.headers["x-pdserve-instance"] == prefill.id
@@ -93,7 +93,7 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
         waiting = post(graph)
         await prefill.until(lambda: len(prefill.jobs) == 2)
         async with graph.worker() as decode:
-            fresh = await graph.http.post("/v1/completions", json=completion())
+            fresh = await complete(graph)
             moved = await waiting
             assert fresh.headers["x-pdserve-instance"] == decode.id
             assert moved.headers["x-pdserve-instance"] == f"{prefill.id},{decode.id}"
@@ -130,7 +130,7 @@ async def test_a_request_that_would_have_to_be_replayed_ends_at_the_stand_in(
         request = post(graph, presence_penalty=0.5)
         await steps(prefill, 2)
         async with graph.worker() as decode:
-            assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
+            assert (await complete(graph)).status_code == 200
             await holds(lambda: not request.done() and len(decode.seen) == 1)
             prefill.go()
             assert (await request).headers["x-pdserve-instance"] == prefill.id
@@ -178,6 +178,6 @@ async def test_a_prefill_worker_without_an_address_or_with_other_weights_does_no
             pass
         await decoding(graph, 0)
         headers = {"x-request-timeout": "0.3"}
-        answer = await graph.http.post("/v1/completions", json=completion(), headers=headers)
+        answer = await complete(graph, headers=headers)
         assert answer.status_code == 503
         assert not prefill.hello
