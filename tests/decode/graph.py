@@ -215,6 +215,10 @@ class Started(Generic[W]):
     engine: SimEngine
     life: "asyncio.Task[None]"
 
+    @property
+    def id(self) -> str:
+        return self.worker.id
+
     async def frees_all(self) -> None:
         await until(self.engine.all_blocks_free)
 

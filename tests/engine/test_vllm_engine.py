@@ -642,8 +642,7 @@ async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> No
     """vLLM had finished it when the cancellation came."""
     engine = pair.prefill.engine
     await engine.prefill("p-late", prompt_of(300, seed=10), body())
-    request = engine._requests.by_request_id("p-late")
-    assert request is not None
+    (request,) = engine._requests.of(["p-late"])
     engine._requests.drop(request)
     await pair.prefill.end("p-late")
     handle = pair.prefill.outputs["p-late"][-1].handle

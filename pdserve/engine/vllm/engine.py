@@ -125,7 +125,7 @@ class VllmEngine(Engine):
         await self._call(self._core.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
 
     async def cancel(self, request_ids: list[str]) -> None:
-        running = [request for name in request_ids if (request := self._requests.by_request_id(name))]
+        running = self._requests.of(request_ids)
         for request in running:
             self._requests.drop(request)
         if running:

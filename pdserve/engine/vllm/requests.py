@@ -3,7 +3,7 @@ messages and back."""
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,8 @@ class RunningRequest:
 
 
 class RunningRequests:
-    """The requests in the engine, by the engine's id and by the worker's."""
-
     def __init__(self) -> None:
         self._by_engine_id: dict[str, RunningRequest] = {}
-        self._by_request_id: dict[str, RunningRequest] = {}
         self._used: RecentKeys[None] = RecentKeys(_REMEMBERED)
 
     def add(self, request: RunningRequest) -> None:
@@ -70,7 +67,7 @@ class RunningRequests:
             raise ProtocolError(f"request {request.request_id} was given to this engine before")
         self._used[request.request_id] = None
         request.engine_id = request.request_id
-        self._by_engine_id[request.engine_id] = self._by_request_id[request.request_id] = request
+        self._by_engine_id[request.engine_id] = request
 
     def restart(self, request: RunningRequest) -> None:
         """Give the request a new id inside the engine, and forget the old id."""
@@ -81,13 +78,12 @@ class RunningRequests:
 
     def drop(self, request: RunningRequest) -> None:
         del self._by_engine_id[request.engine_id]
-        del self._by_request_id[request.request_id]
 
     def by_engine_id(self, engine_id: str) -> RunningRequest | None:
         return self._by_engine_id.get(engine_id)
 
-    def by_request_id(self, request_id: str) -> RunningRequest | None:
-        return self._by_request_id.get(request_id)
+    def of(self, request_ids: Collection[str]) -> list[RunningRequest]:
+        return [request for request in self._by_engine_id.values() if request.request_id in request_ids]
 
     def __len__(self) -> int:
         return len(self._by_engine_id)
@@ -163,7 +159,7 @@ def to_prefill(
         sampling.max_tokens, sampling.min_tokens = 1, min(1, sampling.min_tokens)
     else:
         request.sampling_params = api.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    _set_params(request.sampling_params, _HAND_OUT.copy())
+    _set_params(request.sampling_params, {"do_remote_decode": True})
     request.reasoning_parser_kwargs = None
     return request, own_token
 
@@ -219,21 +215,10 @@ def _request(request_id: str, prompt: list[int], sampling: api.SamplingParams) -
     )
 
 
-_HAND_OUT = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
-
 def pull_params(kv: KvHandle) -> dict[str, Any]:
     """The connector's parameters for a request whose KV lies at `kv`."""
     return dict(kv.extra) | {
         "do_remote_prefill": True,
-        "do_remote_decode": False,
         "remote_engine_id": kv.engine_id,
         "remote_request_id": kv.request_id,
         "remote_host": kv.host,

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,16 @@ import pytest
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.model import SimModel
 from pdserve.engine.spec import EngineSpec
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import new_instance_id
+from pdserve.process.worker import EngineWorker
 from pdserve.records import Role
 from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
-from tests.decode.graph import living
+from tests.decode.graph import Started, living
+from tests.engine.sims import expected
 from tests.frontend.conftest import MODEL, Graph
 from tests.frontend.test_generate import complete, text_of
 from tests.memory.queue import MemoryBroker, MemoryQueue
@@ -39,21 +39,10 @@ SIM = {
 }
 
 
-@dataclass
-class Worker:
-    id: str
-    engine: SimEngine
-    life: "asyncio.Task[None]"
-
-    @property
-    def dead(self) -> bool:
-        return self.engine.faults.dead
-
-
 @asynccontextmanager
-async def workers(graph: Graph, decode: int, prefill: int) -> AsyncIterator[list[Worker]]:
+async def workers(graph: Graph, decode: int, prefill: int) -> AsyncIterator[list[Started[EngineWorker]]]:
     """Simulated workers, decode ones first, whose lease ends with them."""
-    found: list[Worker] = []
+    found: list[Started[EngineWorker]] = []
     broker = MemoryBroker(ack_wait=0.5)
     settings = DecodeConfig(remote_prefill=bool(prefill), max_local_prefill_length=64, engine_args=ARGS)
     config = Config(Path("test.yaml"), str(MODEL), "demo", None, settings, PrefillConfig(), drain_timeout=1.0)
@@ -66,21 +55,14 @@ async def workers(graph: Graph, decode: int, prefill: int) -> AsyncIterator[list
                 EngineSpec(role, name, "demo", engine_args=ARGS | {"additional-config": {"sim": SIM}})
             )
             seams = (engine, MemoryRegistry(graph.registry), MemoryQueue(broker))
-            worker = (
+            worker: EngineWorker = (
                 DecodeWorker(config, slot, name, *seams, TcpStreamServer("127.0.0.1"))
                 if role is Role.DECODE
                 else PrefillWorker(config, slot, name, *seams)
             )
-            found.append(Worker(name, engine, await stack.enter_async_context(living(worker))))
+            found.append(Started(worker, engine, await stack.enter_async_context(living(worker))))
         await until(lambda: graph.models.live().get("demo") == decode)
         yield found[prefill:] + found[:prefill]
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(SimModel().next_token(tokens))
-    return tokens[len(prompt) :]
 
 
 def post(graph: Graph, prompt: list[int], **changes: Any) -> asyncio.Task[httpx.Response]:
@@ -97,7 +79,7 @@ async def test_poison_ends_after_two_engines_and_the_others_are_served(graph: Gr
         innocents += [post(graph, prompt, max_tokens=50) for prompt in prompts[12:]]
         answer = await poison
         answers = await asyncio.gather(*innocents)
-        dead = [worker.id for worker in all_workers if worker.dead]
+        dead = [each.id for each in all_workers if each.engine.faults.dead]
         texts = [
             await text_of(graph, expected(prompt, 150 if prompt in prompts[:12] else 50))
             for prompt in prompts
@@ -117,7 +99,7 @@ async def test_after_a_loss_it_goes_another_way(graph: Graph) -> None:
             worker.engine.faults.fatal_pulls = True
         prompt = list(range(400, 600))
         answer = await post(graph, prompt, max_tokens=20)
-        dead = [worker.id for worker in all_workers if worker.dead]
+        dead = [each.id for each in all_workers if each.engine.faults.dead]
         text = await text_of(graph, expected(prompt, 20))
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == text

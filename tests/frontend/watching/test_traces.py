@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
@@ -28,7 +28,7 @@ from pdserve.stream.tcp import TcpStreamServer
 from pdserve.watch import Receipt
 from tests.collector import Collector, Exported, collecting
 from tests.conditions import until
-from tests.decode.graph import config, living
+from tests.decode.graph import Started, config, living
 from tests.engine.sims import spec
 from tests.frontend.conftest import MODEL, Frontend
 from tests.memory.registry import MemoryRegistry, MemoryServer
@@ -39,11 +39,7 @@ ROUTE = "POST /v1/completions"
 _prompts = (list(range(start, start + 100)) for start in count(300))
 
 
-@dataclass
-class Decode:
-    id: str
-    engine: SimEngine
-    life: "asyncio.Task[None]"
+Decode = Started[DecodeWorker]
 
 
 class TracedGraph(Frontend):
@@ -77,7 +73,7 @@ class TracedGraph(Frontend):
         worker = DecodeWorker(self.config, slot, name, engine, self._registry, self._queue, stream)
         life = await stack.enter_async_context(living(worker))
         await until(lambda: name in {link.to for link in self.models.links() if link.up})
-        return Decode(name, engine, life)
+        return Started(worker, engine, life)
 
     def receipt(self, request_id: str) -> Receipt | None:
         return next(iter(self.ribs.receipts(1, None, request_id)), None)
@@ -195,7 +191,10 @@ async def test_a_fallback_is_an_event_with_its_reason(graph: TracedGraph, worker
     assert answer.headers["x-pdserve-prefill"]
     hops = ["admission", "queue", "prefill", "transfer", "prefill", "decode"]
     spans = await graph.trace(trace_id, ROUTE, "attempt", "generate", *hops)
-    assert {process for name, _, process in below(spans) if name == "prefill"} == {"prefill-0", worker.id}
+    assert {process for name, _, process in below(spans) if name == "prefill"} == {
+        "prefill-0",
+        worker.id,
+    }
     generate = one(spans, "generate")
     assert str(generate.events["fallback"]["pdserve.why"]).startswith("transfer: ")
     assert generate.attributes["pdserve.prefill"] == "local"
