@@ -47,13 +47,6 @@ def serve(tmp_path: Path) -> Serve:
     return Serve(tmp_path, WORKERS.format(kv_port=kv_ports(), workers=1))
 
 
-def test_a_long_prompt_is_prefilled_remotely(graph: Serve) -> None:
-    response, content = graph.chat()
-    assert response.status_code == 200
-    assert response.headers["x-pdserve-prefill"] == "remote"
-    assert content
-
-
 @pytest.mark.parametrize(
     ("path", "asked", "field", "ranked"),
     [
@@ -250,24 +243,6 @@ def test_a_second_graph_on_the_same_port_is_refused(graph: Serve, tmp_path: Path
     result = graph.pdserve("serve", "-f", str(graph.file), PDSERVE_STATE_DIR=str(tmp_path))
     assert result.returncode == 2
     assert f"Port {graph.port} on 127.0.0.1 is held by" in result.stderr
-
-
-def test_a_second_graph_on_the_same_folder_is_refused_and_harms_nothing(graph: Serve, tmp_path: Path) -> None:
-    """Also without the lock file; a worker that is killed then comes back, by credentials that are still those."""
-    state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
-    kept = [state_dir / "graph.json", *(state_dir / "credentials").iterdir()]
-    before = [path.read_bytes() for path in kept]
-    other = tmp_path / "other.yaml"
-    other.write_text(WORKERS.format(kv_port=kv_ports(), workers=1))
-    (state_dir / "lock").unlink()
-    result = graph.pdserve("serve", "-f", str(other))
-    assert result.returncode == 2
-    assert "Another graph runs on" in result.stderr
-    assert [path.read_bytes() for path in kept] == before
-    victim = next(found for found in _instances(graph) if found["role"] == "decode")
-    os.kill(victim["pid"], signal.SIGKILL)
-    until(lambda: victim["id"] not in graph.pdserve("status").stdout, graph)
-    until(lambda: {"status": "ok", "workers": {"demo": 2}}.items() <= graph.health().items(), graph)
 
 
 def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path: Path) -> None:

@@ -46,34 +46,25 @@ async def watched(engine: SimEngine, seconds: float) -> bool:
     return alive
 
 
-async def test_an_idle_engine_lives(engine: SimEngine) -> None:
-    assert await watched(engine, 0.5)
-
-
-async def test_an_engine_that_hangs_idly_is_dead(engine: SimEngine) -> None:
-    engine.faults.going.clear()
-    assert not await watched(engine, 30)
-
-
-async def test_an_engine_that_hangs_in_a_step_is_dead(engine: SimEngine) -> None:
-    await engine.generate("r", PROMPT, body(1000), None)
-    engine.faults.going.clear()
-    assert not await watched(engine, 30)
-
-
-async def test_an_engine_that_computes_for_long_lives(engine: SimEngine) -> None:
-    engine.faults.slow = 5000.0
-    await engine.generate("r", PROMPT, body(), None)
-    assert await watched(engine, 1.0)
-
-
-async def test_an_engine_that_computes_without_end_is_dead(
-    engine: SimEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("works", [False, True])
+async def test_an_engine_that_hangs_is_dead_and_one_that_does_not_lives(
+    engine: SimEngine, works: bool
 ) -> None:
-    monkeypatch.setattr(engine_checks, "SPINS_AFTER", 0.6)
+    assert await watched(engine, 0.5)
+    if works:
+        await engine.generate("r", PROMPT, body(1000), None)
+    engine.faults.going.clear()
+    assert not await watched(engine, 30)
+
+
+@pytest.mark.parametrize(("spins_after", "within", "alive"), [(300.0, 1.0, True), (0.6, 5.0, False)])
+async def test_an_engine_that_computes_lives_for_long_and_not_without_end(
+    engine: SimEngine, monkeypatch: pytest.MonkeyPatch, spins_after: float, within: float, alive: bool
+) -> None:
+    monkeypatch.setattr(engine_checks, "SPINS_AFTER", spins_after)
     engine.faults.slow = 5000.0
     await engine.generate("r", PROMPT, body(), None)
-    assert not await watched(engine, 5)
+    assert await watched(engine, within) is alive
 
 
 async def test_an_engine_that_stands_still_for_a_moment_lives(engine: SimEngine) -> None:
@@ -119,19 +110,18 @@ async def test_a_side_channel_that_misses_a_question_is_not_given_up(monkeypatch
 
 FACTS = EngineFacts(16_384, 32, 4096, 32, 2048, 128.0, "0.32.0", ["generate"])
 """of the demo model with 1 GiB for KV on the CPU"""
+COMPARED = "KV blocks, found / planned:"
 
 
 @pytest.mark.parametrize(
     ("engine", "blocks", "logged"),
     [
-        ("vllm", 16_384, ["INFO KV blocks, found / planned: 16,384 / 16,384 (x 1.00)"]),
-        ("vllm", 13_200, ["INFO KV blocks, found / planned: 13,200 / 16,384 (x 0.81)"]),
+        ("vllm", 16_384, [f"INFO {COMPARED} 16,384 / 16,384 (x 1.00)"]),
+        ("vllm", 13_200, [f"INFO {COMPARED} 13,200 / 16,384 (x 0.81)"]),
         (
             "vllm",
             12_000,
-            [
-                "WARNING KV blocks, found / planned: 12,000 / 16,384 (x 0.73); docs/memory.md has the terms",
-            ],
+            [f"WARNING {COMPARED} 12,000 / 16,384 (x 0.73); docs/memory.md has the terms"],
         ),
         ("sim", 12_000, []),
     ],

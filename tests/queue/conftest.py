@@ -100,20 +100,11 @@ class NatsOutage(Outage):
         await restart(self.server)
 
 
-@pytest.fixture(params=["memory", "nats"])
-async def outage(
-    request: pytest.FixtureRequest, tmp_path: Path, credentials: Credentials
-) -> AsyncIterator[Outage]:
-    if request.param == "memory":
-        memory = _MemoryOutage()
-        async with memory.queues:
-            yield memory
-        return
-    real = NatsOutage(tmp_path, credentials)
-    async with real.server:
-        real.queues = nats_queues(real.server.url, "ns", credentials)
-        async with real.queues:
-            yield real
+@pytest.fixture
+async def memory_outage() -> AsyncIterator[Outage]:
+    memory = _MemoryOutage()
+    async with memory.queues:
+        yield memory
 
 
 @pytest.fixture
@@ -123,3 +114,9 @@ async def nats_outage(tmp_path: Path, credentials: Credentials) -> AsyncIterator
         real.queues = nats_queues(real.server.url, "ns", credentials)
         async with real.queues:
             yield real
+
+
+@pytest.fixture(params=["memory_outage", "nats_outage"])
+def outage(request: pytest.FixtureRequest) -> Outage:
+    found: Outage = request.getfixturevalue(request.param)
+    return found

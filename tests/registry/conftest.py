@@ -76,15 +76,13 @@ class _SharedEtcd(Stage):
 
 
 @pytest.fixture(params=["memory", "etcd"])
-def etcd(request: pytest.FixtureRequest) -> str | None:
-    """None for the in-memory registry, which then needs no server to be started."""
-    found: str | None = request.getfixturevalue("etcd_url") if request.param == "etcd" else None
-    return found
-
-
-@pytest.fixture
-async def stage(etcd: str | None, namespace: str) -> Stage:
-    return _SharedEtcd(etcd, namespace) if etcd else MemoryStage()
+def stage(request: pytest.FixtureRequest, namespace: str) -> Stage:
+    """For the registry in memory no server is started."""
+    return (
+        MemoryStage()
+        if request.param == "memory"
+        else _SharedEtcd(request.getfixturevalue("etcd_url"), namespace)
+    )
 
 
 @pytest.fixture
@@ -96,12 +94,6 @@ async def etcd_stage(tmp_path: Path, credentials: Credentials) -> AsyncIterator[
 
 
 @pytest.fixture(params=["memory", "etcd"])
-async def outage(
-    request: pytest.FixtureRequest, tmp_path: Path, credentials: Credentials
-) -> AsyncIterator[Stage]:
-    if request.param == "memory":
-        yield MemoryStage()
-        return
-    real = EtcdStage(tmp_path, credentials)
-    async with real.server:
-        yield real
+def outage(request: pytest.FixtureRequest) -> Stage:
+    etcd: Stage | None = request.getfixturevalue("etcd_stage") if request.param == "etcd" else None
+    return etcd or MemoryStage()

@@ -20,6 +20,7 @@ from pdserve.supervisor.readiness import RegisteredInstances
 from pdserve.supervisor.restarts import RestartPolicy
 from pdserve.supervisor.roles import RoleSupervisor
 from pdserve.tasks import Owner
+from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
 QUICK = RestartPolicy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, kills=5)
@@ -93,6 +94,11 @@ class Graph:
             await self.running
         await self._stack.aclose()
         self.output.close()
+
+    async def up(self, roles: int = 1) -> None:
+        """Wait until so many roles have started, and the graph is ready."""
+        await until(lambda: len(self.pids()) == roles)
+        await asyncio.wait_for(self.ready.wait(), 30)
 
     async def lease_ends(self, pid: int) -> None:
         """The process stays, its registration goes."""

@@ -73,10 +73,6 @@ def test_a_worker_that_never_starts_beside_others_that_do_is_tried_for_ever() ->
     assert decide(runs(FAILED, code=2), POLICY, **SIBLING) == NoRestart("its configuration is wrong")
 
 
-def test_the_delay_has_a_ceiling() -> None:
-    assert decide(runs(*[SHORT] * 12), RestartPolicy(), **LATER) == Restart(30)
-
-
 def test_one_failed_start_may_be_too_many() -> None:
     assert decide(runs(FAILED), RestartPolicy(failed_starts=1)) == NoRestart(
         "it failed to start once in a row"

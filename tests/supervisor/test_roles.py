@@ -25,8 +25,7 @@ DEAF = """
 async def test_ready_when_all_are_registered_and_nothing_left_after_stop(tmp_path: Path) -> None:
     specs = [fake(SERVE, Role.DECODE), fake(SERVE, Role.PREFILL), fake(SERVE, Role.FRONTEND)]
     async with Graph(tmp_path, *specs) as graph:
-        await until(lambda: len(graph.pids()) == 3)
-        await asyncio.wait_for(graph.ready.wait(), 30)
+        await graph.up(3)
     assert not any(map(alive, graph.pids()))
     assert graph.running.exception() is None
     assert graph.text.count("drained") == 3
@@ -43,9 +42,8 @@ async def test_a_crashed_role_is_started_again_and_the_others_are_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Graph(tmp_path, fake(SERVE), fake(SERVE, Role.PREFILL)) as graph:
-        await until(lambda: len(graph.pids()) == 2)
+        await graph.up(2)
         victim, other = _pids_by_role(graph)
-        await asyncio.wait_for(graph.ready.wait(), 30)
         os.kill(victim, signal.SIGSEGV)
         await until(lambda: len(graph.pids()) == 3)
         assert not alive(victim)
@@ -61,8 +59,7 @@ async def test_a_role_that_was_told_to_drain_by_an_operator_is_started_again(
 ) -> None:
     """A rolling restart, by hand."""
     async with Graph(tmp_path, fake(SERVE)) as graph:
-        await until(lambda: len(graph.pids()) == 1)
-        await asyncio.wait_for(graph.ready.wait(), 30)
+        await graph.up()
         os.kill(graph.pids()[0], signal.SIGTERM)
         await until(lambda: len(graph.pids()) == 2)
         assert "drained" in graph.text
@@ -96,9 +93,8 @@ async def test_a_role_that_does_not_start_again_is_tried_for_ever_and_reported(t
     """The others go on meanwhile."""
     once = STARTS_ONCE % (tmp_path / "first", tmp_path / "first")
     async with Graph(tmp_path, fake(SERVE), fake(once, Role.PREFILL)) as graph:
-        await until(lambda: len(graph.pids()) == 2)
+        await graph.up(2)
         victim, other = reversed(_pids_by_role(graph))
-        await asyncio.wait_for(graph.ready.wait(), 30)
         os.kill(victim, signal.SIGKILL)
         await until(lambda: graph.text.count("no memory here") > 2 * QUICK.failed_starts)
         assert alive(other)
@@ -198,8 +194,7 @@ async def test_stops_in_waves(tmp_path: Path) -> None:
     waves = (Role.FRONTEND, Role.DECODE, Role.PREFILL)
     specs = [fake(slow % (tmp_path / role), role) for role in waves]
     async with Graph(tmp_path, *specs, fake(slow % (tmp_path / Role.DECODE), Role.DECODE, 1)) as graph:
-        await until(lambda: len(graph.pids()) == 4)
-        await asyncio.wait_for(graph.ready.wait(), 30)
+        await graph.up(4)
         graph.supervisor.stop()
         for role, count in zip(waves, (1, 3, 4), strict=True):
             await until(lambda count=count: graph.text.count(": began ") == count)  # type: ignore[misc]
@@ -233,21 +228,14 @@ async def test_what_serves_before_all_is_ready_drains(
     assert graph.text.count("drained") == 2
 
 
-async def test_a_role_that_does_not_stop_is_killed_after_the_deadline(tmp_path: Path) -> None:
-    async with Graph(tmp_path, fake(DEAF), patience=0.3) as graph:
-        await until(lambda: len(graph.pids()) == 1)
-        await asyncio.wait_for(graph.ready.wait(), 30)
-        graph.supervisor.stop()
-        await asyncio.wait_for(asyncio.shield(graph.running), 30)
-    assert not alive(graph.pids()[0])
-
-
-async def test_the_second_stop_is_at_once(tmp_path: Path) -> None:
-    async with Graph(tmp_path, fake(DEAF), patience=60) as graph:
-        await until(lambda: len(graph.pids()) == 1)
-        await asyncio.wait_for(graph.ready.wait(), 30)
-        graph.supervisor.stop()
-        graph.supervisor.stop()
+@pytest.mark.parametrize(
+    ("stops", "patience"), [(1, 0.3), (2, 60)], ids=["after the deadline", "at the second stop"]
+)
+async def test_a_role_that_does_not_stop_is_killed(tmp_path: Path, stops: int, patience: float) -> None:
+    async with Graph(tmp_path, fake(DEAF), patience=patience) as graph:
+        await graph.up()
+        for _ in range(stops):
+            graph.supervisor.stop()
         await asyncio.wait_for(asyncio.shield(graph.running), 30)
     assert not alive(graph.pids()[0])
 
@@ -278,11 +266,16 @@ def _times(graph: Graph, word: str) -> dict[str, float]:
     return {line[2]: float(line[-1]) for line in lines}
 
 
-async def test_a_healthy_role_that_is_missing_in_etcd_for_long_finishes_its_requests(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def soon_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.1)
+
+
+@pytest.mark.usefixtures("soon_missing")
+async def test_a_healthy_role_that_is_missing_in_etcd_for_long_finishes_its_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with Graph(tmp_path, fake(SERVE), patience=60) as graph:
         await asyncio.wait_for(graph.ready.wait(), 30)
         await graph.lease_ends(graph.pids()[0])
@@ -292,14 +285,12 @@ async def test_a_healthy_role_that_is_missing_in_etcd_for_long_finishes_its_requ
         assert "missing in etcd" in caplog.text
 
 
+@pytest.mark.usefixtures("soon_missing")
 async def test_a_role_whose_lease_is_over_for_long_is_killed_and_started_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
-    monkeypatch.setattr(readiness, "MISSING", 0.1)
     async with Graph(tmp_path, fake(DEAF), patience=0.2) as graph:
-        await until(lambda: len(graph.pids()) == 1)
-        await asyncio.wait_for(graph.ready.wait(), 30)
+        await graph.up()
         os.kill(graph.pids()[0], signal.SIGSTOP)
         await graph.lease_ends(graph.pids()[0])
         await until(lambda: len(graph.pids()) == 2)
