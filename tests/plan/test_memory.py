@@ -1,5 +1,6 @@
 """The arithmetic of memory, against numbers worked out by hand."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -130,46 +131,24 @@ def test_latent_attention_is_not_split(tmp_path: Path) -> None:
 # ── against the logs of real starts (docs/memory.md) ──────────────────────────────────────
 
 
-def dense(
-    layers: int,
-    hidden: int,
-    inner: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int,
-    positions: int,
-    *,
-    tied: bool = False,
-) -> ModelFacts:
-    """A model of Llama's or Qwen's build in bfloat16, with weights as its shapes say; norms and biases left out."""
-    attention = 2 * (heads + kv_heads) * 128 * hidden
-    elements = layers * (attention + 3 * inner * hidden) + vocab * hidden * (2 - tied)
-    return ModelFacts(
-        folder=Path(),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=128,
-        hidden=hidden,
-        intermediate=inner,
-        vocab=vocab,
-        max_len=positions,
-        dtype="bfloat16",
-        stored={"BF16": 2 * elements},
-        positions=positions,
-        tied=tied,
-    )
+def dense(*shape: int, positions: int, tied: bool = False) -> ModelFacts:
+    """A model of Llama's or Qwen's build in bfloat16, with weights as its shape says; norms and biases left out. The
+    shape: layers, heads, KV heads, size of a head, hidden, intermediate, vocabulary."""
+    layers, heads, kv_heads, head, hidden, inner, vocab = shape
+    elements = layers * (2 * (heads + kv_heads) * head + 3 * inner) * hidden + vocab * hidden * (2 - tied)
+    sizes = layers, heads, kv_heads, head, hidden, inner, vocab, positions
+    return ModelFacts(Path(), *sizes, "bfloat16", {"BF16": 2 * elements}, positions=positions, tied=tied)
 
 
-LLAMA_8B = dense(32, 4096, 14336, 32, 8, 128256, 131072)
-LLAMA_7B = dense(32, 4096, 11008, 32, 32, 32016, 16384)
-QWEN_1_5B = dense(28, 1536, 8960, 12, 2, 151936, 32768, tied=True)
-QWEN3_4B = dense(36, 2560, 9728, 32, 8, 151936, 40960, tied=True)
-QWEN_7B = dense(28, 3584, 18944, 28, 4, 152064, 32768)
-QWEN3_8B = dense(36, 4096, 12288, 32, 8, 151936, 40960)
-QWEN_14B = dense(48, 5120, 13824, 40, 8, 152064, 131072)
-QWEN_32B = dense(64, 5120, 27648, 40, 8, 152064, 32768)
-QWEN_72B = dense(80, 8192, 29568, 64, 8, 152064, 32768)
+LLAMA_8B = dense(32, 32, 8, 128, 4096, 14336, 128256, positions=131072)
+LLAMA_7B = dense(32, 32, 32, 128, 4096, 11008, 32016, positions=16384)
+QWEN_1_5B = dense(28, 12, 2, 128, 1536, 8960, 151936, positions=32768, tied=True)
+QWEN3_4B = dense(36, 32, 8, 128, 2560, 9728, 151936, positions=40960, tied=True)
+QWEN_7B = dense(28, 28, 4, 128, 3584, 18944, 152064, positions=32768)
+QWEN3_8B = dense(36, 32, 8, 128, 4096, 12288, 151936, positions=40960)
+QWEN_14B = dense(48, 40, 8, 128, 5120, 13824, 152064, positions=131072)
+QWEN_32B = dense(64, 40, 8, 128, 5120, 27648, 152064, positions=32768)
+QWEN_72B = dense(80, 64, 8, 128, 8192, 29568, 152064, positions=32768)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +182,8 @@ def tokens(count: int, sequences: int | None = None) -> dict[str, object]:
     return {"max-num-batched-tokens": count, **({"max-num-seqs": sequences} if sequences else {})}
 
 
-LOGS = [
+Log = tuple[ModelFacts, str, float, float, Mapping[str, object], float]
+LOGS: list[Log] = [
     # model, card, CUDA's total, utilization, arguments, KV space as logged
     (QWEN_14B, "A10", 21.99, 0.9, EAGER | TP2 | tokens(10240, 20), 4.75),
     (QWEN_14B, "A10", 21.99, 0.9, EAGER | TP2 | tokens(32768, 20), 2.80),
@@ -218,7 +198,7 @@ LOGS = [
     (QWEN_72B, "H100", 79.19, 0.95, TP4, 36.70),
     (LLAMA_8B, "NVIDIA A100-SXM4-80GB", 79.25, 0.92, {}, 56.21),
 ]
-MISSED = [
+MISSED: list[Log] = [
     (QWEN_1_5B, "T4", 14.56, 0.5, EAGER | tokens(32768), 2.36),
     (QWEN3_4B, "RTX2060", 12.0, 0.95, EAGER | tokens(10000, 1), 3.06),
     (QWEN3_8B, "A10", 21.48, 0.93, EAGER | TP4 | tokens(8192), 14.49),
@@ -229,18 +209,10 @@ MISSED = [
 
 
 @pytest.mark.parametrize(
-    ("model", "card", "total", "share", "args", "logged", "tolerance"),
-    [*((*log, 0.05) for log in LOGS), *((*log, 0.10) for log in MISSED)],
+    ("log", "tolerance"), [*((log, 0.05) for log in LOGS), *((log, 0.10) for log in MISSED)]
 )
-def test_kv_space_as_vllm_logs_it(
-    model: ModelFacts,
-    card: str,
-    total: float,
-    share: float,
-    args: dict[str, object],
-    logged: float,
-    tolerance: float,
-) -> None:
+def test_kv_space_as_vllm_logs_it(log: Log, tolerance: float) -> None:
+    model, card, total, share, args, logged = log
     planned = size(model, {**args, "gpu-memory-utilization": share}, Gpu(0, card, int(total * GIB))).kv_space
     assert planned is not None
     assert planned / GIB == pytest.approx(logged, rel=tolerance)
@@ -251,14 +223,9 @@ def test_kv_space_as_vllm_logs_it(
 def test_blocks_of_the_14b_model_on_two_a10s(
     qwen: ModelFacts, batched: int, logged: int, eager: bool
 ) -> None:
-    args = {
-        "tensor-parallel-size": 2,
-        "block-size": 64,
-        "gpu-memory-utilization": 0.9,
-        "enforce-eager": eager,
-    }
+    args = {"block-size": 64, "gpu-memory-utilization": 0.9, "enforce-eager": eager}
     card = what_if("2xA10", machine()).gpus[0]
-    assert size(qwen, args | tokens(batched, 20), card).blocks == pytest.approx(logged, rel=0.05)
+    assert size(qwen, args | TP2 | tokens(batched, 20), card).blocks == pytest.approx(logged, rel=0.05)
 
 
 # ── what the folder says ──────────────────────────────────────────────────────────────────
@@ -272,17 +239,11 @@ def folder_with(tmp_path: Path, tensors: dict[str, tuple[str, int]], missing: in
 
 
 def test_weights_from_headers(tmp_path: Path) -> None:
-    model = read_model(
-        folder_with(tmp_path, {"a": ("BF16", 1000), "b": ("BF16", 24), "scale": ("F8_E4M3", 10)})
-    )
-    assert model.stored == {"BF16": 1024, "F8_E4M3": 10}
-    assert model.weights("bfloat16") == 1034
-    assert model.weights("float32") == 2 * 1024 + 10
-
-
-def test_float32_weights_are_halved(tmp_path: Path) -> None:
-    model = read_model(folder_with(tmp_path, {"a": ("F32", 4000)}))
-    assert model.weights(model.resolve_dtype("auto")) == 2000
+    tensors = {"a": ("BF16", 1000), "b": ("BF16", 24), "scale": ("F8_E4M3", 10), "c": ("F32", 4000)}
+    model = read_model(folder_with(tmp_path, tensors))
+    assert model.stored == {"BF16": 1024, "F8_E4M3": 10, "F32": 4000}
+    assert model.weights(model.resolve_dtype("auto")) == 1024 + 10 + 2000
+    assert model.weights("float32") == 2 * 1024 + 10 + 4000
 
 
 def test_only_the_files_of_the_index_count(tmp_path: Path) -> None:
