@@ -117,7 +117,7 @@ def test_a_variable_without_usable_keys_opens_nothing(file: Path, value: str) ->
             read_keys(keys, {"PDSERVE_API_KEYS": value})
 
 
-def test_what_is_worth_a_warning(file: Path) -> None:
+def test_short_keys_and_readable_files_are_warned_of(file: Path) -> None:
     file.write_text("alice:\n  key: short\n")
     file.chmod(0o644)
     short, readable = read_keys(file, {}).notes

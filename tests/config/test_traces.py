@@ -33,7 +33,7 @@ def test_the_collector(tmp_path: Path, text: str, env: dict[str, str], url: str 
 
 
 @pytest.mark.parametrize("url", ["localhost:4318", "http://", "http://h:x", "http://h?a=b"])
-def test_what_is_no_collector(tmp_path: Path, url: str) -> None:
+def test_urls_that_cannot_be_a_collector_are_refused(tmp_path: Path, url: str) -> None:
     line = len(GOOD.splitlines()) + 1
     said = f"is '{url}', but must be a collector's URL for OTLP over HTTP, as in http://127.0.0.1:4318."
     text = f"{GOOD}Graph: {{otlp-endpoint: '{url}'}}\n"

@@ -116,7 +116,7 @@ def test_panels_and_alerts_ask_for_documented_metrics_and_labels() -> None:
             assert used <= labels | OF_PROMETHEUS, f"{title}: {name} has no labels {used - labels}"
 
 
-def test_grafana_is_provisioned_with_what_is_there() -> None:
+def test_grafana_is_provisioned_with_existing_files() -> None:
     services = load("docker-compose.yml")["services"]
     grafana = services["grafana"]
     mounted, seen, _ = next(volume for volume in grafana["volumes"] if "provisioning" in volume).split(":")
@@ -134,7 +134,7 @@ def test_grafana_is_provisioned_with_what_is_there() -> None:
     assert sources[0]["jsonData"]["timeInterval"] == interval
 
 
-def test_who_watches_is_on_loopback_and_pinned() -> None:
+def test_monitoring_services_are_on_loopback_and_pinned() -> None:
     watching = {
         n: s for n, s in load("docker-compose.yml")["services"].items() if s.get("profiles") == ["watch"]
     }

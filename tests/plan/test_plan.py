@@ -449,7 +449,7 @@ def test_a_prefill_host_needs_no_files_of_parsers(tmp_path: Path) -> None:
     assert plan(tmp_path, text, machine(), {Role.DECODE}).problems != ()
 
 
-def test_a_template_in_the_file_itself_is_no_path(tmp_path: Path) -> None:
+def test_an_inline_template_is_not_looked_for_on_disk(tmp_path: Path) -> None:
     inline = "Processor: {chat-template: '{{ messages }}'}\n"
     assert plan(tmp_path, LOCAL + inline, machine()).problems == ()
 

@@ -30,31 +30,31 @@ class Idle(Service):
 
     def __init__(self, work: Work | None = None) -> None:
         super().__init__(config(), Slot(Role.PREFILL, 0), "idle-0", "")
-        self.told: list[str] = []
+        self.noted: list[str] = []
         self._work = work
         self._left_behind = Owner()
 
     async def start(self, stack: AsyncExitStack) -> None:
         self.left_behind = self._left_behind.start(asyncio.sleep(60), "left behind")
-        stack.callback(self.told.append, "left")
-        self.told.append("start")
+        stack.callback(self.noted.append, "left")
+        self.noted.append("start")
 
     def permanent(self) -> Mapping[str, Work]:
         return {"work": self._work} if self._work else {}
 
     async def warm_up(self) -> None:
         assert not self.ready.is_set()
-        self.told.append("warm up")
+        self.noted.append("warm up")
 
     async def announce(self) -> None:
         assert self.ready.is_set(), "there may be requests from here on, which a drain lets finish"
-        self.told.append("announce")
+        self.noted.append("announce")
 
     async def drain(self) -> None:
-        self.told.append("drain")
+        self.noted.append("drain")
 
     async def engine_died(self, death: EngineDead) -> None:
-        self.told.append(str(death))
+        self.noted.append(str(death))
 
 
 class Stuck(Idle):
@@ -63,12 +63,12 @@ class Stuck(Idle):
     over = False
 
     async def start(self, stack: AsyncExitStack) -> None:
-        self.told.append("start")
+        self.noted.append("start")
         while not self.over:
             try:
                 await asyncio.sleep(0.01)
             except asyncio.CancelledError:
-                self.told.append("cancelled")
+                self.noted.append("cancelled")
 
 
 class Draining(Idle):
@@ -77,7 +77,7 @@ class Draining(Idle):
     async def drain(self) -> None:
         await super().drain()
         await asyncio.sleep(60)
-        self.told.append("drained")
+        self.noted.append("drained")
 
 
 class Failing(Idle):
@@ -96,10 +96,10 @@ async def test_a_life_in_its_order() -> None:
     service = Idle()
     running = asyncio.create_task(service.run())
     await asyncio.wait_for(service.ready.wait(), 30)
-    assert service.told == ["start", "warm up", "announce"]
+    assert service.noted == ["start", "warm up", "announce"]
     service.stop()
     await asyncio.wait_for(running, 30)
-    assert service.told == ["start", "warm up", "announce", "drain", "left"]
+    assert service.noted == ["start", "warm up", "announce", "drain", "left"]
     assert service.draining
     assert not service.ready.is_set()
     assert service.left_behind.cancelled(), "no task outlives the service"
@@ -122,17 +122,17 @@ async def test_permanent_work_that_fails_or_ends_starts_again(monkeypatch: pytes
     await asyncio.wait_for(goes_on.wait(), 30)
     service.stop()
     await asyncio.wait_for(running, 30)
-    assert service.told[-2:] == ["drain", "left"]
+    assert service.noted[-2:] == ["drain", "left"]
 
 
-async def test_a_dead_engine_is_told_of_before_the_seams_are_left() -> None:
+async def test_a_dead_engine_is_reported_before_the_seams_are_left() -> None:
     async def die() -> None:
         raise EngineDead("boom")
 
     service = Idle(die)
     with pytest.raises(EngineDead, match="boom"):
         await asyncio.wait_for(service.run(), 30)
-    assert service.told[-2:] == ["boom", "left"]
+    assert service.noted[-2:] == ["boom", "left"]
 
 
 async def test_a_service_whose_supervisor_and_guardian_are_gone_stops_by_itself(
@@ -146,20 +146,20 @@ async def test_a_service_whose_supervisor_and_guardian_are_gone_stops_by_itself(
     started = time.monotonic()
     await asyncio.wait_for(living, 30)
     assert time.monotonic() - started > 0.5, "the guardian gets its time"
-    assert "drain" in service.told
+    assert "drain" in service.noted
 
 
 async def test_a_start_that_ignores_its_cancellation_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "AT_ONCE", 0.2)
     service = Stuck()
     living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))
-    await until(lambda: "start" in service.told)
+    await until(lambda: "start" in service.noted)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(living, 30)
-    assert "cancelled" in service.told
+    assert "cancelled" in service.noted
     service.over = True
     service.stop()
-    await until(lambda: "drain" in service.told)
+    await until(lambda: "drain" in service.noted)
 
 
 FAIL = """
@@ -196,22 +196,22 @@ async def test_a_drain_goes_on_when_the_guardian_takes_over_from_a_supervisor_th
     living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))
     await service.ready.wait()
     os.kill(os.getpid(), signal.SIGTERM)
-    await until(lambda: "drain" in service.told)
+    await until(lambda: "drain" in service.noted)
     for number in (SUPERVISOR_DIED, signal.SIGTERM):
         os.kill(os.getpid(), number)
         await asyncio.sleep(0.01)
     assert not living.done()
     assert not living.cancelling()
-    assert service.told[-1] == "drain", "it may go on draining"
+    assert service.noted[-1] == "drain", "it may go on draining"
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(living, 30)
-    assert "drained" not in service.told
+    assert "drained" not in service.noted
 
 
-async def test_a_signal_that_is_told_twice_at_once_is_one(
+async def test_a_signal_that_is_delivered_twice_at_once_counts_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As uvloop tells it now and then; requests would break off."""
+    """As uvloop does now and then; requests would break off."""
     monkeypatch.setattr(life, "SAME_SIGNAL", 60.0)
     caplog.set_level(logging.INFO)
     service = Draining()
@@ -221,10 +221,10 @@ async def test_a_signal_that_is_told_twice_at_once_is_one(
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.01)
     await until(lambda: not service.ready.is_set())
-    assert "drain" in service.told
+    assert "drain" in service.noted
     assert not living.done(), "it may drain"
     monkeypatch.setattr(life, "SAME_SIGNAL", 0.0)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(living, 30)
-    assert "drained" not in service.told, "the next one ended it at once"
+    assert "drained" not in service.noted, "the next one ended it at once"
     assert "second signal" in caplog.text

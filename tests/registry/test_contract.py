@@ -23,7 +23,7 @@ async def test_put_read_delete(stage: Stage) -> None:
         assert await first.read("settings/") == {}
 
 
-async def test_what_is_leased_vanishes_with_its_process(stage: Stage) -> None:
+async def test_leased_keys_vanish_with_their_process(stage: Stage) -> None:
     async with stage.registry() as other, following(other) as seen:
         async with stage.registry() as first:
             await first.put("a", b"1")
@@ -55,7 +55,7 @@ async def test_a_leased_key_that_another_process_takes_away_is_written_again(sta
         await until_there_is({})
 
 
-async def test_a_watch_starts_with_what_is_there(stage: Stage) -> None:
+async def test_a_watch_starts_with_the_present_keys(stage: Stage) -> None:
     async with stage.registry() as first:
         await first.put("in/a", b"1")
         await first.put("out/b", b"2")

@@ -73,7 +73,9 @@ async def test_a_revoked_lease_is_taken_anew(etcd_stage: EtcdStage) -> None:
         await seen.until({"a": b"1"})
 
 
-async def test_a_key_that_somebody_writes_without_its_lease_is_under_it_again(etcd_stage: EtcdStage) -> None:
+async def test_a_key_that_another_client_writes_without_its_lease_is_leased_again(
+    etcd_stage: EtcdStage,
+) -> None:
     async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
         await first.put("a", b"1")
         await seen.until({"a": b"1"})
@@ -97,7 +99,7 @@ async def test_two_processes_that_claim_one_key_do_not_write_without_end(
         await seen.until({"a": b"2"})
 
 
-async def test_a_connection_lost_within_the_lease_writes_only_what_is_not_there(
+async def test_a_connection_lost_within_the_lease_writes_only_missing_keys(
     etcd_stage: EtcdStage,
 ) -> None:
     async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:

@@ -53,7 +53,7 @@ async def test_a_worker_that_vanished_is_remembered(stage: Stage) -> None:
         assert view.gone() == []
 
 
-async def test_changes_are_told(stage: Stage) -> None:
+async def test_changes_are_yielded(stage: Stage) -> None:
     async with stage.registry() as registry, RegistryView(registry) as view:
         changes: AsyncIterator[None] = view.changes()
         await anext(changes)
@@ -110,7 +110,7 @@ class WatchedAnew(MemoryRegistry):
             yield changes
 
 
-async def test_a_watch_that_is_begun_anew_forgets_what_is_gone() -> None:
+async def test_a_watch_that_begins_anew_forgets_deleted_keys() -> None:
     server = MemoryServer()
     records = {
         keys.instance(DECODE): encode_record(DECODE),

@@ -135,7 +135,7 @@ async def test_a_server_that_never_answers_is_killed_and_counts_as_a_failed_star
 
 
 @KINDS
-async def test_a_log_is_no_condition_of_a_start(
+async def test_a_server_starts_though_its_log_cannot_be_written(
     kind: type[EmbeddedServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logs = tmp_path / "logs"

@@ -34,9 +34,7 @@ SIBLING = {"was_ready": False, "kind_was_ready": True}
         pytest.param(runs(SHORT, SHORT, code=-11), Restart(2), id="its own crash is none of these"),
     ],
 )
-def test_a_process_that_was_ready_is_started_again_whatever_comes(
-    history: list[PastRun], decision: Restart
-) -> None:
+def test_a_process_that_was_ready_is_always_started_again(history: list[PastRun], decision: Restart) -> None:
     assert decide(history, POLICY, **LATER) == decision
 
 

@@ -54,7 +54,7 @@ async def test_a_crashed_role_is_started_again_and_the_others_are_not(
     assert not any(map(alive, graph.pids()))
 
 
-async def test_a_role_that_was_told_to_drain_by_an_operator_is_started_again(
+async def test_a_role_that_an_operator_stops_is_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rolling restart, by hand."""
