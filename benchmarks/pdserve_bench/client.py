@@ -53,7 +53,6 @@ class Exchange:
     """sent along, so that the logs can be searched for it even where no answer ever came"""
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
-    """0 while it runs"""
     port: int = 0
     """the client's end of its connection, 0 while there is none"""
     status: int = 0
@@ -67,20 +66,17 @@ class Exchange:
     arrivals: list[float] = field(default_factory=list)
     """when each token came, where the answer is streamed; without token ids, when each event with text did"""
     text: str = ""
-    """of the answer"""
     reasoning: str = ""
     """what the model thought before it, where the server tells that apart"""
     prompt_tokens: int = 0
     """as the answer's usage says: `stream_options: {"include_usage": true}`"""
     completion_tokens: int = 0
-    """as the answer's usage says"""
     cached_tokens: int | None = None
     """of the prompt, found in a prefix cache; None where the usage does not say it"""
     error: str = ""
     reset: bool = False
     """the connection was refused, or ended before the answer did"""
     hung: bool = False
-    """given up after the client's timeout"""
 
     @property
     def outcome(self) -> Outcome:
@@ -289,7 +285,6 @@ def error_message(answer: bytes) -> str:
 
 
 _MARKUP = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.I | re.S)
-"""what a reader of a page does not see"""
 
 
 class HttpConnection(asyncio.BufferedProtocol):
@@ -301,7 +296,6 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self.headers: dict[str, str] = {}
-        """of the answer, in lower case"""
         self._parser = httptools.HttpResponseParser(self)
         self._buffer = memoryview(bytearray(1 << 14))
         self._body = bytearray()

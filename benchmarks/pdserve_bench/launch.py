@@ -32,7 +32,6 @@ STOP_WITHIN = 90.0
 ENGINE_PATIENCE = 10.0
 """seconds for plain vLLM to end by itself where this process was killed"""
 OURS = "pdserve: "
-"""before each line that says what is wrong"""
 READY = "Ready after"
 """what `serve` says once the graph answers"""
 MODEL_LIMIT = 256 << 20
@@ -50,7 +49,6 @@ class ServerRun:
     """A server in a process of its own, its output in a file. It ends with this process, as by SIGTERM."""
 
     process: "subprocess.Popen[bytes]"
-    """since its start"""
 
     def __init__(self, command: "list[str]", log: Path, variables: Mapping[str, str] | None = None) -> None:
         self.command, self.log = command, log

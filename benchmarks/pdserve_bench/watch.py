@@ -32,9 +32,7 @@ class Leftovers:
     blocks: Mapping[str, int]
     """KV blocks by instance, of those that hold any"""
     queued: int
-    """prefill requests"""
     seconds: float
-    """how long it was looked for"""
 
 
 class GraphWatch(Lifetime):

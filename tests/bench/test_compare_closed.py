@@ -1,7 +1,6 @@
 """Closed loops: who is measured when, what is made of it, and which differences are more than noise."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from pdserve_bench.compare.closed import (
     ClosedOptions,
     Measured,
     alternate,
-    count_outcomes,
     tokens_between,
     window_figures,
 )
@@ -335,10 +333,6 @@ def test_tokens_of_a_window_are_those_of_all_windows() -> None:
     parts = sum(tokens_between(EXCHANGES, second, second + 1) for second in range(100))
     assert parts == pytest.approx(whole)
     assert whole == 8 + 3 + 2 + 2 + 2 + 1 + 1
-
-
-def test_each_request_is_counted_once() -> None:
-    assert count_outcomes(EXCHANGES) == Counter(finished=5, failed=1, unfinished=1)
 
 
 def test_answers_are_compared_token_for_token() -> None:

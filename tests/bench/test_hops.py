@@ -16,8 +16,6 @@ from pdserve_bench.hops.turns import HopOptions, HopTurn, section, spread
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report
 
-from pdserve.cli import main
-
 
 async def _last(sections: AsyncIterator[Report]) -> Report:
     *_, last = [section async for section in sections]
@@ -65,12 +63,6 @@ def test_ratios_are_of_the_rounds_that_have_both() -> None:
 def test_spread_is_half_of_the_range() -> None:
     assert spread([90.0, 100.0, 110.0]) == pytest.approx(10)
     assert math.isnan(spread([5.0])), "one round says nothing of the noise"
-
-
-def test_wrong_options_end_before_any_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "hops", "--only", "nothing"]) == 2
-    assert main(["bench", "hops", "--json", "/nowhere/x.json"]) == 2
-    assert "there is no folder /nowhere" in capsys.readouterr().err
 
 
 def test_broken_off_it_shows_what_is_there(tmp_path: Path) -> None:

@@ -14,17 +14,13 @@ from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.client import Exchange, LoadClient, completion, post, send_unread
 
 GREEDY, POLITE = "127.0.0.2", "127.0.0.3"
-"""addresses of this machine that a client may come from"""
 STREAMS = 200
 OUTPUT = 1000
-"""tokens that each of them asks for"""
 BEYOND = 5.0
 """seconds that a client beside may wait longer than without these streams, for an answer or for a token"""
 QUIET = 3
-"""requests before them"""
 ASK_EVERY = 1.0
 MOST_DEAD = 2
-"""workers that one request may take along"""
 
 
 async def read_nothing(scene: Scene) -> float | None:

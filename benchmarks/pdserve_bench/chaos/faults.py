@@ -33,9 +33,7 @@ class Target(StrEnum):
 
 class Harm(StrEnum):
     KILL = "kill"
-    """SIGKILL of the process group"""
     HANG = "hang"
-    """SIGSTOP of the process group, for some seconds"""
     CUT = "cut"
     """no packet reaches it and none of it arrives, for some seconds"""
     LOSE = "lose"

@@ -16,9 +16,7 @@ class Judgement(StrEnum):
     FAILED = "failed"
     """an error status, an error in the stream, or an end before the end"""
     HUNG = "hung"
-    """no end within the client's timeout"""
     WRONG = "wrong"
-    """tokens other than those of the undisturbed graph"""
     APART = "apart"
     """its connection was one to the frontend that was killed"""
 
@@ -70,7 +68,6 @@ class Seen:
     pause: float | None = None
     """seconds of the longest wait for a token, the first one included; None where it was not streamed"""
     trace: AttemptTrace | None = None
-    """of what was neither right nor the killed frontend's"""
     request_id: str = ""
 
 

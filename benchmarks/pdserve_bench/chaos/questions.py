@@ -29,7 +29,6 @@ class Case:
     max_tokens: int
     stream: bool
     expected: tuple[int, ...] = ()
-    """empty while it is not known"""
     salt: str = ""
     """keeps prompts apart in prefix caches: the same prompt under another salt is computed anew"""
 

@@ -16,13 +16,10 @@ from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import StartedGraph
 
 KILLING = 3.3
-"""times --hold: some 40 s"""
 EVERY = (3.0, 6.0)
-"""seconds between two kills of workers that serve"""
 AGAIN = (1, 2, 3, 4)
 """how many times in a row the worker's next lives end while they start"""
 YOUNG = (0.2, 1.5)
-"""seconds that they live then"""
 TICK = 0.2
 BEFORE = 0.2
 """seconds from the last new request to the kill of `serve`: no client is half connected then"""

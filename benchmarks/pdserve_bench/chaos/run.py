@@ -22,7 +22,6 @@ from pdserve_bench.launch import RunningGraph
 from pdserve_bench.watch import GraphWatch, listed
 
 CALM = "none"
-"""the first row: the same load, and no fault"""
 WARM_WITHIN = 60.0
 SETTLE = 10.0
 """seconds after the last request in which every block has to be free: long before a lease ends"""
@@ -56,7 +55,6 @@ class Chaos:
         self._say = say
         self._remote = self._stand_in = False
         self._calm = 0.0
-        """longest pause without any fault"""
 
     async def rows(self) -> AsyncIterator[Row]:
         instances = await self._watch.learn()

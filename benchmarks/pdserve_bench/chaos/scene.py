@@ -18,7 +18,6 @@ class Fault:
 
     name: str
     told: str
-    """what it does, for `--list`"""
     play: "Callable[[Scene], Awaitable[float | None]]"
     """Do it, undo it, and return what `Scene.recovery` said. Raises LookupError, with the reason, where it cannot be
     done here."""
@@ -31,7 +30,6 @@ class Fault:
     (docs/decisions/0007-lost-answers.md)"""
     loses_data: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
-    """of each request meanwhile"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Scene:
     options: Options
     say: Callable[[str], None]
     remote: bool
-    """there are prefill workers"""
     turn: int = 0
     """counts the faults, so that another one of several workers is hit each time"""
     pool: Sequence[Case] = ()

@@ -31,7 +31,6 @@ class Row:
     p99_pause: float = 0.0
     """seconds"""
     slowest: str = ""
-    """id of the request with the longest pause"""
     recovered: float | None = None
     """seconds from the end of the fault until all were registered again and remote prefill happened; None:
     not within the bound"""
@@ -43,11 +42,8 @@ class Row:
     """seconds from the last request's end until no block was held"""
     skipped: str = ""
     errors: tuple[str, ...] = ()
-    """what failed requests said, the most frequent first"""
     held: Mapping[str, int] = field(default_factory=dict)
-    """the leaked blocks by instance"""
     traces: tuple[AttemptTrace, ...] = ()
-    """of every request that failed, hung or was answered wrongly"""
     amiss: tuple[str, ...] = ()
     """what went wrong besides, a sentence each"""
 

@@ -14,7 +14,6 @@ from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.scene import Fault, Scene
 
 OWN = (keys.INSTANCES, keys.CARDS, keys.SLOTS)
-"""prefixes of the keys that processes hold for as long as they live"""
 BACK_WITHIN = 30.0
 """seconds; a key is back within milliseconds"""
 LOOK = 0.1

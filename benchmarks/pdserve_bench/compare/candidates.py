@@ -25,7 +25,6 @@ BATCHES = {"cpu": (0, 512), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
 """values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
 prefill faster; 0: vLLM's own choice"""
 START_SECONDS = {"cpu": 40.0, "gpu": 120.0, "sim": 15.0}
-"""that a start takes, about"""
 _WIDE = 1.2
 """prompt lengths whose 90th percentile is so many times the median differ enough for a threshold between them"""
 
@@ -67,7 +66,6 @@ class Launch:
 @dataclass(frozen=True)
 class Candidate:
     name: str
-    """in words"""
     aggregated: bool
     shape: Shape
     """the graph of the configuration that would be written; plain vLLM's is one decode worker"""
@@ -180,7 +178,6 @@ class CandidateMaker:
     here: Hardware
     machine: Machine
     model: ModelFacts | None = None
-    """None where its files are not there, and for simulated engines"""
 
     def engines(self, batches: Sequence[int] = ()) -> list[Candidate]:
         """One engine with all of the hardware, the likeliest first: at several batch sizes, on a CPU also with another

@@ -55,12 +55,10 @@ _IN_FORCE_WITHIN = 60.0
 @dataclass(frozen=True)
 class ClosedOptions:
     clients: tuple[int, ...]
-    """of each load"""
     prompt_tokens: int = 1300
     answer_len: int = 64
     rounds: int = 3
     seconds: float = 3.0
-    """of a window"""
     batches: tuple[int, ...] = ()
     seed: int = 1
 
@@ -68,7 +66,6 @@ class ClosedOptions:
 @dataclass(frozen=True)
 class Turn:
     round: int
-    """from 0"""
     system: str
     clients: int
     again: bool = False
@@ -87,7 +84,6 @@ class Measured:
     outcomes: Counter[str] = field(default_factory=Counter)
     """of all requests of the turn, those of the warm-up included"""
     errors: list[str] = field(default_factory=list)
-    """each once, of failed requests"""
     foreign: float | None = None
     """the share of the machine that other programs took"""
     complete: bool = False
@@ -122,9 +118,7 @@ class ClosedLoops:
         self.turns: list[Turn] = []
         self.measured: list[Measured] = []
         self.same: dict[str, Sameness] = {}
-        """answers of each system, compared with the baseline's"""
         self.compared: list[Exchange] = []
-        """the requests of that comparison"""
         self._prompts: Prompts | None = None
         self._reference: Reference | None = None
 

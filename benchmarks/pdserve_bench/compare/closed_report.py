@@ -13,7 +13,6 @@ from pdserve_bench.samples import median_ratio
 _STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """quantiles of Student's t distribution by its degrees of freedom: 95 % between plus and minus"""
 _WORTH_TELLING = 0.03
-"""of a ratio: smaller differences stand in the table only"""
 _SHORTER = 0.05
 """share by which answers may differ in length from the baseline's before a note says so"""
 _MOST_ERRORS = 5
@@ -49,7 +48,6 @@ class Compared:
     ratios: Sequence[float] = ()
     """to the baseline's, round by round; empty: it is the baseline, or that was 0"""
     ratio: float | None = None
-    """their median"""
     beyond_noise: bool = False
 
 

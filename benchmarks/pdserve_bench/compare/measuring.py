@@ -23,7 +23,6 @@ LEAST_REQUESTS = 30
 _LEAST, _MOST = 4.5, 20.0
 """seconds of a probe"""
 _PROBES = 6
-"""in the time of a search, about"""
 _STEADY = 2.5
 """times as long as a request takes alone: a probe, at least"""
 _LONGER = 2.0
@@ -156,7 +155,6 @@ class Measuring:
     deadline: float
     """monotonic: when all of it should be over, for the time left that is shown"""
     _users: Scalable | None = None
-    """known once a first system runs"""
     _rate: float = 1.0
     """requests per second of the first probes"""
     _whole: float = 0.0

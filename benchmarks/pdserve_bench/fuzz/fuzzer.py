@@ -40,7 +40,6 @@ BURSTS = 5
 ELSEWHERE = "127.0.0.2"
 """the address that fuzzed requests come from: turns go round the clients, and the canary is another one"""
 KNOWN_CASES = 8
-"""prompts whose answers real engines are asked for before"""
 STARVED = 30.0
 """seconds that the canary may wait for a token"""
 HELD, LOOK_EVERY = 2.0, 0.02
@@ -64,7 +63,6 @@ class FuzzReport:
     canaries: int = 0
     """answers of the client beside, all of which were judged"""
     longest_pause: float = 0.0
-    """seconds that it waited for a token"""
     longest_hold: float = 0.0
     """seconds of CPU time that a frontend's loop was held, by all requests that came together"""
     seconds: float = 0.0
@@ -79,10 +77,8 @@ class Answer:
     status: int = 0
     """0 where the connection ended without one"""
     kind: str = ""
-    """its content type"""
     body: bytes = b""
     hung: bool = False
-    """no end within the client's time"""
 
 
 async def send(url: str, request: FuzzRequest, source: str = "") -> Answer:

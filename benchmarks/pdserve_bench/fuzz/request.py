@@ -13,7 +13,6 @@ class FuzzRequest:
 
     name: str
     path: str
-    """with its query"""
     raw: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
     """besides the ordinary ones, or instead of them"""

@@ -33,7 +33,6 @@ class GoodputOptions:
     slo: Slo = field(default_factory=Slo)
     share: float = SHARE
     seconds: float = 20.0
-    """of a probe"""
     start_rate: float = 4.0
     precision: float = 0.1
     lowest: float = 0.05
@@ -54,13 +53,11 @@ class Probe:
     """Users at one rate."""
 
     rate: float
-    """that was asked for"""
     seconds: float
     """for which requests were sent, unless it was cut short"""
     seed: int
     run: LoadRun = field(default_factory=LoadRun)
     tally: Tally = field(default_factory=Tally)
-    """once it has ended"""
     hopeless: bool = False
     """cut short, for it could not keep the SLO any more: the requests that were running are in no share"""
     counted: bool = False
@@ -72,7 +69,6 @@ class Probe:
     foreign: float | None = None
     """the share of this machine that other programs took; None where it is not known"""
     slo: Slo = field(default_factory=Slo)
-    """set by `probe`"""
 
     @property
     def judged(self) -> int:
@@ -163,7 +159,6 @@ class _Watched:
         self._made, self._share, self._slo = made, options.share, made.slo
         self._taken, self._missed = 0, 0
         self._open: set[Exchange] = set()
-        """those that may still keep the SLO"""
 
     def look(self) -> None:
         exchanges, now = self._made.run.exchanges, time.monotonic()

@@ -21,11 +21,9 @@ from pdserve_bench.slo import Tally
 from pdserve_bench.systems.cpu import CpuMeter
 
 _WARM_SECONDS, _WARM_RATE = 4.0, 4.0
-"""at most"""
 _STALLED = 0.25
 """of the SLO's gap: a longer stall of the load generator is reported"""
 _ERRORS = 3
-"""kinds of them that are shown"""
 
 
 class GoodputResult:

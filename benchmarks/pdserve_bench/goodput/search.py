@@ -17,16 +17,13 @@ from pdserve_bench.samples import falling, wilson
 from pdserve_bench.slo import SHARE
 
 TRIES = 3
-"""probes of a rate, at most"""
 _STEP = 2.0
 
 
 @dataclass
 class _Rate:
     asked: float
-    """the share of the requests that must keep the SLO"""
     samples: list[tuple[int, int]] = field(default_factory=list)
-    """kept, requests; of each probe"""
 
     @property
     def kept(self) -> int:

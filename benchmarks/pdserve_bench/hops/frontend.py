@@ -27,7 +27,6 @@ from pdserve_bench.systems.cpu import CpuMeter
 from pdserve_bench.systems.system import GraphSystem, PlainVllm, RunningSystem, System
 
 LEVELS = (1, 32, 128, 1000)
-"""streams"""
 NAMES = OURS, BASELINE = "pdserve", "vLLM's app"
 COST = "frontend, us"
 OTHERS: Mapping[Column, Sequence[str]] = {
@@ -35,14 +34,12 @@ OTHERS: Mapping[Column, Sequence[str]] = {
     Column("NATS and etcd, us", ".1f"): ("nats-server", "etcd"),
     Column("supervisor, us", ".1f"): ("supervisor", "guardian"),
 }
-"""of the graph, with its processes' names"""
 CLIENT = Column("load generator, % of a core", ".0f")
 TOKEN, WORD = 316, " code"
 """in the demo model's tokenizer"""
 STEP, SEQUENCE = 0.005, 1 / 3000
 """seconds of a step, and of each request in it: many streams get 3,000 tokens per second together"""
 PROMPT = 16
-"""tokens"""
 RAMP = 150.0
 """streams that begin in a second: each begins with a request, which costs as much as many tokens"""
 SETTLE = 0.5

@@ -29,9 +29,7 @@ from pdserve_bench.systems.cpu import cpu_seconds
 NAMES = OURS, BASELINE = "stream", "bare TCP"
 HOST = "127.0.0.1"
 SIZES = (1, 32, 128)
-"""requests whose outputs are in a message"""
 BURST = 200
-"""messages that are asked for at a time"""
 COST = "CPU of both sides, us"
 FRONTEND, SPEED = Column("of it the frontend, us", ".1f"), Column("messages/s", ",.0f")
 _SHARE = 1 / 3

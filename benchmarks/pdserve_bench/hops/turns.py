@@ -27,7 +27,6 @@ class HopTurn:
     case: int
     """streams, or requests in a message"""
     figures: Mapping[str, float]
-    """by the name of their column"""
 
 
 def alternate(names: tuple[str, str], round_number: int) -> tuple[str, str]:

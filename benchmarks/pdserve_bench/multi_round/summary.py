@@ -17,10 +17,8 @@ from pdserve_bench.slo import Slo
 _LATE = 0.05
 """seconds: TTFTs are not much more exact than this program is punctual"""
 _HELD = 0.01
-"""of all questions; fewer are worth no note"""
 _SHOWN_ERRORS = 5
 _RAW = ("user", "round", "prompt_tokens", "cached_tokens", "output_tokens", "prefill", "error")
-"""of each request, in the JSON"""
 
 
 @dataclass

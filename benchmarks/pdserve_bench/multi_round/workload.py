@@ -22,14 +22,12 @@ from pdserve_bench.multi_round.texts import Texts
 from pdserve_bench.runs import LoadRun
 
 _QUESTION_TOKENS = 25
-"""about: with what a chat template adds"""
 
 
 class Visit(NamedTuple):
     """A user's chat."""
 
     user: int
-    """from 1 on"""
     at: float
     """seconds after the run's begin; its first question of the run is due then"""
     first_round: int
@@ -61,13 +59,11 @@ class MultiRound:
     user_history_prompt: int = 400
     """words"""
     answer_len: int = 40
-    """tokens"""
     seconds: float = 40.0
     """after these no question is asked any more"""
     patience: float = 30.0
     """seconds that the last answers are waited for after that; what has not come then stays unfinished"""
     timeout: float = 120.0
-    """seconds for a request"""
     seed: int = 1
 
     @property

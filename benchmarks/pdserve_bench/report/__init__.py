@@ -24,7 +24,6 @@ Cell = str | float | int | None
 @dataclass(frozen=True)
 class Column:
     name: str
-    """with the unit, as in `TTFT p50, ms`"""
     spec: str = ""
     """Python's format of its numbers, as in `.2f`; empty: a text"""
 
@@ -48,7 +47,6 @@ class Rows:
     rows: Sequence[Sequence[Cell]]
     note: str = ""
     best: int | None = None
-    """the row that is recommended, if any"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ class Chart:
     across: Mapping[str, float] = field(default_factory=dict)
     """label -> y of a horizontal line, as the share that an SLO asks for"""
     upright: Mapping[str, float] = field(default_factory=dict)
-    """label -> x of a vertical line"""
     log_x: bool = False
     log_y: bool = False
     better: Literal["", "higher", "lower"] = ""
@@ -97,7 +94,6 @@ class Report:
     complete: bool = True
     """false: broken off; the report says so"""
     data: dict[str, Any] = field(default_factory=dict)
-    """the raw figures, for the JSON"""
     verdict: str = ""
     """a few words that stand before the lead, as `Do not disaggregate`"""
     origin: Origin = field(default_factory=Origin)

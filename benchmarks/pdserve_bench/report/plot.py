@@ -19,9 +19,7 @@ from pdserve_bench.report.terminal import printable
 _WIDTH, _HIGH, _BAR = 10.0, 3.2, 0.22
 """inches: of the picture, of a chart, of a bar"""
 _LETTERS = 110
-"""of a line of text"""
 _LABEL = 60
-"""letters of a label"""
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98500", "#2b9bd6")
 """can be told apart with any kind of colour blindness (after Okabe and Ito)"""
 _BASELINE = "#7a828c"

@@ -11,7 +11,6 @@ from pdserve_bench.samples import percentile
 
 REQUESTS = 2000
 IN_FLIGHT = 3
-"""requests at each worker, about"""
 
 
 def choice_seconds(workers: int) -> list[float]:

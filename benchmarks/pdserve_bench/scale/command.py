@@ -34,7 +34,6 @@ class ScaleTurn:
     memory: dict[str, float] = field(default_factory=dict)
     """MiB"""
     choice: list[float] = field(default_factory=list)
-    """seconds of a choice, p50 and p99"""
 
 
 def scale(

@@ -22,7 +22,6 @@ from pdserve.process.presence import Presence
 from pdserve.records import Role
 
 AT_ONCE = 16
-"""workers that start at the same time"""
 LOOK = 0.2
 
 

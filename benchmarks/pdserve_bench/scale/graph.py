@@ -21,11 +21,9 @@ from pdserve_bench.systems.cpu import cpu_seconds
 from pdserve_bench.watch import series
 
 FLEETS = 2
-"""processes that the workers share"""
 STREAMS = 100
 """at most, one for each decode worker"""
 STEP = 0.05
-"""seconds of an engine step"""
 START_WITHIN = 600.0
 _FLEET = "pdserve_bench.scale.fleet"
 _SPEED = {"step-seconds": STEP, "prefill-rate": 1e9}

@@ -27,7 +27,6 @@ class Ending(StrEnum):
 
 
 WEIGHTS = (3, 3, 3, 2, 2, 3)
-"""of the endings, in their order"""
 
 
 class Unexpected(Exception):

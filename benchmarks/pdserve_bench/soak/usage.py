@@ -33,16 +33,13 @@ class Usage:
     files: int | None = None
     """open ones that are no sockets"""
     tasks: int | None = None
-    """of asyncio"""
     threads: int | None = None
     MiB: int | None = None
-    """resident"""
     kept: int | None = None
     """what a server stores for us: NATS messages and consumers, etcd keys"""
 
 
 Picture = Mapping[str, Usage]
-"""by name of the process"""
 
 
 async def picture(supervisor: int, instances: list[Instance], stored: Mapping[str, int]) -> Picture:

@@ -14,7 +14,6 @@ class CpuReading:
     """How much was spent by then, or between two of them, in seconds."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """by what the process is"""
     at: float = field(default_factory=time.monotonic)
 
     @property

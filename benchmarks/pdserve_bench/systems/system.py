@@ -61,11 +61,9 @@ class PlainVllm(System):
     model: Path
     served: str
     arguments: Sequence[str] = ()
-    """of its command line"""
     variables: Mapping[str, str] = field(default_factory=dict)
     """as OMP_NUM_THREADS, which says how much of a CPU host the engine may have"""
     program: Sequence[str] = VLLM
-    """a module and its first arguments"""
 
     @asynccontextmanager
     async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
