@@ -1,4 +1,4 @@
-"""What a decode worker tells of a request's way: the parts that it had, where they were, and why."""
+"""The hops of a request that a decode worker reports: where they were, and why."""
 
 import asyncio
 import time
@@ -24,11 +24,11 @@ from tests.decode.graph import (
     counted,
 )
 
-Told = list[tuple[str, str, str]]
+Parts = list[tuple[str, str, str]]
 """name, instance, and the first word of why"""
 
 
-def told(hops: list[Hop]) -> Told:
+def parts(hops: list[Hop]) -> Parts:
     """Without the waits in engines, which a busy machine may make long."""
     return [(hop.name, hop.instance, hop.why.partition(":")[0]) for hop in hops if hop.name != "engine-queue"]
 
@@ -52,7 +52,7 @@ async def way(frontend: FrontendStream, prompt: list[int], max_tokens: int = 4) 
 
 
 async def test_a_local_prefill(frontend: FrontendStream) -> None:
-    assert told(await way(frontend, SHORT)) == [("prefill", "decode-0", "no-prefill-worker")]
+    assert parts(await way(frontend, SHORT)) == [("prefill", "decode-0", "no-prefill-worker")]
     kinds = [type(message) for message in frontend.messages if not hasattr(message, "load")]
     assert kinds[:3] == [Placed, Placed, Outputs]
 
@@ -60,15 +60,15 @@ async def test_a_local_prefill(frontend: FrontendStream) -> None:
 async def test_a_remote_prefill_with_the_first_token(prefill: Prefill, frontend: FrontendStream) -> None:
     hops = await way(frontend, LONG)
     there = [("queue", "", "long"), ("prefill", "prefill-0", "")]
-    assert told(hops) == [*there, ("transfer", "prefill-0", ""), ("first-step", "decode-0", "")]
+    assert parts(hops) == [*there, ("transfer", "prefill-0", ""), ("first-step", "decode-0", "")]
     assert hops[1].seconds > len(LONG) / 1e6
     messages = [message for message in frontend.messages if isinstance(message, Placed | Outputs)]
     assert [type(message) for message in messages[:4]] == [Placed, Outputs, Placed, Outputs]
     first = messages[0]
     assert isinstance(first, Placed)
-    assert told(first.hops) == there
+    assert parts(first.hops) == there
     assert await way(frontend, list(range(700, 1200)), 1), "and there is no step of the decode engine"
-    assert told(frontend.messages[-2].hops) == there  # type: ignore[union-attr]
+    assert parts(frontend.messages[-2].hops) == there  # type: ignore[union-attr]
 
 
 async def test_a_remote_prefill_without_the_first_token(prefill: Prefill, frontend: FrontendStream) -> None:
@@ -99,7 +99,7 @@ async def test_a_timeout(graph: WorkerGraph, monkeypatch: pytest.MonkeyPatch, pu
         await graph.act_prefill()
     hops = await way(await graph.frontend(), LONG)
     at = [("prefill", "prefill-0", "")] if pulled else []
-    assert told(hops) == [
+    assert parts(hops) == [
         ("queue", "", "long"),
         *at,
         ("fallback", "prefill-0" if pulled else "", "timeout"),
@@ -114,7 +114,7 @@ async def test_a_timeout(graph: WorkerGraph, monkeypatch: pytest.MonkeyPatch, pu
 async def test_a_transfer_that_fails(prefill: Prefill, frontend: FrontendStream) -> None:
     prefill.engine.faults.drop_transfers = True
     hops = await way(frontend, LONG)
-    assert told(hops) == [
+    assert parts(hops) == [
         ("queue", "", "long"),
         ("prefill", "prefill-0", ""),
         ("transfer", "prefill-0", ""),
@@ -129,7 +129,7 @@ async def test_a_prefill_worker_that_goes(acted: ActedPrefill, frontend: Fronten
     await acted.start(pulled, 0.01)
     await acted.leave()
     hops = fit(await frontend.end_of(pulled), 30.0)
-    assert told(hops) == [
+    assert parts(hops) == [
         ("queue", "", "long"),
         ("prefill", "prefill-x", ""),
         ("fallback", "prefill-x", "no-prefill-worker"),
@@ -148,7 +148,7 @@ async def test_a_prompt_that_is_delivered_again(
     await acted.start(request, delivery.queued)
     await graph.prefill()
     hops = fit(await frontend.end_of(request), 30.0)
-    assert told(hops)[:4] == [
+    assert parts(hops)[:4] == [
         ("queue", "", "long"),
         ("prefill", "prefill-x", ""),
         ("prefill", "prefill-0", ""),
@@ -180,7 +180,7 @@ async def test_a_prompt_that_no_other_worker_has_time_for() -> None:
         hops = await way(pair.a.frontend, LONG)
         pair.b.engine.faults.going.set()
         links = pair.a.worker.watched().links
-    assert told(hops) == [("queue", "", "long"), ("prefill", "both-0", "own")]
+    assert parts(hops) == [("queue", "", "long"), ("prefill", "both-0", "own")]
     assert [(link.to, link.failures) for link in links] == [("both-1", 0)]
 
 
@@ -191,7 +191,7 @@ async def test_a_prompt_waits_for_its_turn() -> None:
         first = await frontend.submit(LONG)
         hops = await way(frontend, list(range(700, 1200)))
         await frontend.end_of(first)
-    assert told(hops) == [("turn", "", ""), ("prefill", "decode-0", "no-prefill-worker")]
+    assert parts(hops) == [("turn", "", ""), ("prefill", "decode-0", "no-prefill-worker")]
 
 
 async def held_back(engine: SimEngine) -> None:

@@ -1,4 +1,4 @@
-"""How old KV is at most, whatever the clocks of other hosts say and however long an answer was on its way."""
+"""How old KV is at most, whatever the clocks of other hosts show and however long an answer was on its way."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ def done(age: float, token: str = "", request_id: str = "r") -> PrefillDone:
 def test_kv_is_no_older_than_the_question_for_it() -> None:
     age = KvAge(asked=100.0)
     assert not age.doubtful(done(age=0.0), now=104.0)
-    assert age.seconds(done(age=0.0), now=104.0) == 4.0, "what the other side says is not believed"
+    assert age.seconds(done(age=0.0), now=104.0) == 4.0, "the age in the message is not trusted"
     assert age.seconds(done(age=3600.0), now=104.0) == 4.0
 
 
@@ -26,7 +26,7 @@ def test_a_confirmed_answer_is_as_old_as_it_says_and_its_way_was_long() -> None:
     assert age.doubtful(done(age=1.0), now=160.0)
     token = age.confirm(160.0)
     assert token
-    assert age.doubtful(done(age=1.0), now=160.5), "the answer of before, said again or held back"
+    assert age.doubtful(done(age=1.0), now=160.5), "the answer of before, repeated or held back"
     assert not age.doubtful(done(age=1.5, token=token), now=160.5)
     assert age.seconds(done(age=1.5, token=token), now=160.5) == 2.0
     assert age.seconds(done(age=-40.0, token=token), now=160.5) == 0.5
@@ -76,7 +76,7 @@ async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(
     await acted.answer(done(age, held_back.token, request_id=pulled))
     await frontend.end_of(pulled)
     placed = next(message for message in frontend.messages if isinstance(message, Placed))
-    assert placed.prefill == mode  # a later one says that this KV does not exist
+    assert placed.prefill == mode  # a later one reports that this KV does not exist
 
 
 async def test_kv_that_is_gone_when_it_should_be_confirmed_is_not_waited_for(

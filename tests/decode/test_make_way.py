@@ -7,18 +7,18 @@ from pdserve.decode.requests import DecodeRequest, Phase
 from pdserve.messages import Submit
 
 
-def requests(text: str) -> list[DecodeRequest]:
+def running(text: str) -> list[DecodeRequest]:
     """Each word: a frontend (a digit), a client (a letter), and how often. In order of arrival; `?`: without a first
     step yet."""
-    found: list[DecodeRequest] = []
+    requests: list[DecodeRequest] = []
     for word in text.split():
         frontend, client, count = word[0], word[1], int(word[2:].rstrip("?"))
         for _ in range(count):
-            submit = Submit(f"r{len(found)}", [1], 10.0, [], client=client)
+            submit = Submit(f"r{len(requests)}", [1], 10.0, [], client=client)
             request = DecodeRequest(frontend, submit, Phase.RUNNING, proven=not word.endswith("?"))
-            request.since = len(found)
-            found.append(request)
-    return found
+            request.since = len(requests)
+            requests.append(request)
+    return requests
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def requests(text: str) -> list[DecodeRequest]:
     ],
 )
 def test_make_way(inside: str, queued: int, expected: tuple[str, int]) -> None:
-    assert make_way(requests(inside), queued) == expected
+    assert make_way(running(inside), queued) == expected

@@ -1,4 +1,4 @@
-"""KV that is read while the rest of its prompt is computed: what the workers say and do, on simulated engines. That
+"""KV that is read while the rest of its prompt is computed: what the workers send and do, on simulated engines. That
 nothing is believed before the prefill is done is the connector's (`tests/kv/test_ahead.py`, `tests/engine`)."""
 
 import msgspec
@@ -68,7 +68,7 @@ async def test_a_prefill_that_fails_leaves_nothing_of_what_was_read(
 
 
 def delivered_twice(request_id: str) -> list[PrefillProgress]:
-    """What two prefill workers say of one request."""
+    """Reports of two prefill workers for one request."""
     return [PrefillProgress(request_id, part(64, engine_id=f"prefill-{name}")) for name in "xy"]
 
 

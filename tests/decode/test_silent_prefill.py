@@ -40,7 +40,7 @@ async def test_a_worker_that_has_lost_the_queue_or_was_killed_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     killed: bool,
 ) -> None:
-    """The one says so, and the lease of the other one has not ended."""
+    """The first reports it; the lease of the second has not ended."""
     monkeypatch.setattr(prefill_workers, "LOOK", 0.02 if killed else 60.0)
     taken, waiting = await frontend.submit(LONG), await frontend.submit(LONG[1:])
     await until(lambda: graph.depth == 2)

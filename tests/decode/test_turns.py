@@ -6,7 +6,7 @@ from pdserve.decode.turns import PromptTurns
 
 
 class Prompts:
-    """Tasks that are in the engine from their turn until they are told to leave it."""
+    """Tasks that are in the engine from their turn until `leave`."""
 
     def __init__(self, chunk: int) -> None:
         self.turns = PromptTurns(chunk)

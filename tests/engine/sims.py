@@ -12,7 +12,7 @@ from pdserve.engine.spec import EngineSpec
 from pdserve.records import Role
 
 LOADED = fingerprint("demo", {"block-size": 16}, VLLM_VERSION)
-"""the fingerprint of all engines of `spec`, unless their arguments say other things of the model"""
+"""the fingerprint of all engines of `spec`, unless their arguments change the model"""
 FAST = {"prefill-rate": 1e6, "step-seconds": 0.001, "bandwidth": 1e12, "transfer-timeout": 5.0}
 
 

@@ -36,7 +36,7 @@ def test_a_step_takes(decoding: int, context: int, chunks: list[tuple[int, int]]
 
 
 def test_by_default_a_step_costs_its_base_and_its_prompt_tokens() -> None:
-    """What it was before other things could be said of it."""
+    """The other costs are 0 unless they are set."""
     model = SimModel()
     assert model.step_time(60, 90_000, [(500, 300), (0, 100)]) == pytest.approx(0.005 + 400 / 20_000)
 

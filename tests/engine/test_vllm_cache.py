@@ -1,4 +1,4 @@
-"""What vLLM's KV events say of its prefix cache, in our own names. The real engine's are in `test_vllm_engine.py`."""
+"""The prefix cache by vLLM's KV events, in our own names. The real engine's are in `test_vllm_engine.py`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which answers are said again."""
+"""Which answers are repeated."""
 
 from collections.abc import AsyncIterator
 

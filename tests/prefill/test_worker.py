@@ -275,8 +275,8 @@ async def test_an_answer_is_said_again_until_its_kv_is_released(scene: Scene) ->
         await decode.reject(first.handle)
         await scene.worker._prompts._answers.empty()
     assert await scene.engine.all_blocks_free()
-    said = len(scene.answers["r"])
-    await holds(lambda: len(scene.answers["r"]) == said)
+    sent = len(scene.answers["r"])
+    await holds(lambda: len(scene.answers["r"]) == sent)
 
 
 @pytest.mark.usefixtures("impatient")
