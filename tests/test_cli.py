@@ -351,10 +351,7 @@ def test_a_graph_that_other_machines_could_reach_is_refused(
 
 @pytest.mark.parametrize(
     ("args", "complaint"),
-    [
-        (("decode",), "names no nats and etcd"),
-        (("prefill", "--index", "3"), "has no prefill number 3"),
-    ],
+    [(("decode",), "names no nats and etcd"), (("prefill", "--index", "3"), "has no prefill number 3")],
 )
 def test_a_role_that_cannot_run_alone_says_why(tmp_path: Path, args: tuple[str, ...], complaint: str) -> None:
     result = process(*args, "-f", LOCAL, state=tmp_path)

@@ -76,10 +76,7 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
         assert ids(pulled) == ["a"]
         await prefill.answer("decode-0", PrefillFailed("a", "x"))
         await decode.cancel(["b"])
-        assert await asyncio.gather(*reading) == [
-            PrefillFailed("a", "x"),
-            PrefillCancel(["b"]),
-        ]
+        assert await asyncio.gather(*reading) == [PrefillFailed("a", "x"), PrefillCancel(["b"])]
         await until(lambda: decode.depth == 0)
     await client.close()
     for what in ("queue state skipped", "prefill request", ".answers.decode-0 skipped", ".notices skipped"):

@@ -102,19 +102,13 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
             ["warn: decode-1 is back after its end: killed by SIGKILL; 1 request lost it (4 s)"],
         ),
         (state(slots=[replace(KILLED, state="ready", restarts=1, since=NOW - 60)]), []),
-        (
-            state(receipts=[MOVED]),
-            ["warn: decode-1 lost 1 request: connection lost"],
-        ),
+        (state(receipts=[MOVED]), ["warn: decode-1 lost 1 request: connection lost"]),
         (state(receipts=[replace(MOVED, age=60.0)]), []),
         (
             state(receipts=[replace(MOVED, hops=[replace(LOST, instance="decode-9-x")])]),
             ["warn: decode-9 is gone: connection lost; 1 request lost it"],
         ),
-        (
-            state(silent=("prefill-0-p0",)),
-            ["bad: prefill-0 does not answer: it hangs, or is cut off"],
-        ),
+        (state(silent=("prefill-0-p0",)), ["bad: prefill-0 does not answer: it hangs, or is cut off"]),
         (
             state(slots=[SlotState("decode-2", Role.DECODE, "h", since=NOW - 7)]),
             ["info: decode-2 is starting (7 s)"],

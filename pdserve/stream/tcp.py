@@ -232,11 +232,7 @@ class TcpStreamServer(StreamServer):
 
 class TcpStreamClient(StreamClient):
     def __init__(
-        self,
-        address: str,
-        name: str,
-        credentials: Credentials | None = None,
-        silence: float = WORKER_SILENCE,
+        self, address: str, name: str, credentials: Credentials | None = None, silence: float = WORKER_SILENCE
     ) -> None:
         self._address = address
         self._name = name

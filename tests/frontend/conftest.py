@@ -90,10 +90,7 @@ class Frontend:
         enter, serial = stack.enter_async_context, itertools.count()
         view = await enter(RegistryView(await enter(MemoryRegistry(server))))
         context = ModelContext(
-            lambda address: connect(address, f"{self.id}.{next(serial)}"),
-            state,
-            "round-robin",
-            20.0,
+            lambda address: connect(address, f"{self.id}.{next(serial)}"), state, "round-robin", 20.0
         )
         self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
         http = await enter(httpx.AsyncClient(trust_env=False))

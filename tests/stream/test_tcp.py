@@ -242,10 +242,7 @@ async def test_a_worker_that_does_not_read_holds_its_frontends_back(
     monkeypatch.setattr(tcp, "MAX_UNREAD", (10_000, 1 << 20))
     monkeypatch.setattr(framing, "MAX_UNSENT", 1 << 20)
     count, big = 200, Cancel(["x" * 100_000])
-    async with (
-        wire.server(silence=0.3) as server,
-        wire.client(server.address, "f") as client,
-    ):
+    async with wire.server(silence=0.3) as server, wire.client(server.address, "f") as client:
 
         async def send() -> None:
             for _ in range(count):
@@ -273,8 +270,7 @@ async def test_small_messages_are_not_held_back(wire: Wire) -> None:
 
 
 async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
-    wire: Wire,
-    caplog: pytest.LogCaptureFixture,
+    wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with wire.server() as server:
         at_server = server.received()
@@ -325,8 +321,7 @@ BAD_GREETINGS = [
 
 
 async def test_connections_without_a_good_greeting_are_closed_and_logged_once(
-    wire: Wire,
-    caplog: pytest.LogCaptureFixture,
+    wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with wire.server() as server, wire.client(server.address, "f") as client:
         for greeting in BAD_GREETINGS:
@@ -347,11 +342,7 @@ async def test_a_greeting_that_does_not_end_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(tcp, "GREET_WITHIN", 0.5)
     started = time.monotonic()
-    async with (
-        wire.server() as server,
-        wire.raw(server.address) as slow,
-        wire.raw(server.address) as mute,
-    ):
+    async with wire.server() as server, wire.raw(server.address) as slow, wire.raw(server.address) as mute:
         greeting = frame(GREETING + b" " + b"x" * 900)
         while not slow.reader.at_eof():
             slow.send(greeting[:1])

@@ -294,12 +294,7 @@ class ClientConnections:
     """uvicorn's `http`: makes a protocol for each connection. `watch` must run."""
 
     def __init__(
-        self,
-        header_timeout: float,
-        write_timeout: float,
-        pause_after: float = 2.0,
-        *,
-        most: int = 1 << 20,
+        self, header_timeout: float, write_timeout: float, pause_after: float = 2.0, *, most: int = 1 << 20
     ) -> None:
         self.header_timeout = header_timeout
         self.open: set[ClientConnection] = set()

@@ -17,12 +17,7 @@ from pdserve.certificate import ServerCertificate
 from pdserve.config.api_keys import ApiKey
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.body import BodyReader
-from pdserve.frontend.edge.connections import (
-    MAX_FIELDS,
-    MAX_HEAD,
-    MAX_PIPELINED,
-    ClientConnections,
-)
+from pdserve.frontend.edge.connections import MAX_FIELDS, MAX_HEAD, MAX_PIPELINED, ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.keys.auth import ApiKeys
 from tests.conditions import until

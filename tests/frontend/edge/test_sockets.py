@@ -211,11 +211,7 @@ async def test_a_slow_reader_that_moves_is_served_to_the_end(
         return answer
 
     connections = ClientConnections(30.0, 0.8)
-    async with (
-        edge.worker(),
-        server(edge, either, connections) as address,
-        client(address, either) as sock,
-    ):
+    async with edge.worker(), server(edge, either, connections) as address, client(address, either) as sock:
         ask(sock, close=True, model="demo", max_tokens=1600, logprobs=5)
         started = time.monotonic()
         answer = await asyncio.to_thread(slowly, sock)
