@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -13,13 +12,11 @@ from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
 from pdserve.plan.plan import Plan, make_plan
-from pdserve.ports import free_port, port_holder
+from pdserve.ports import free_port
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import etcd, keys
 from pdserve.supervisor import state
-from pdserve.supervisor.embedded import nats_binary
 from pdserve.supervisor.state import GraphRecord
-from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.plan.models import machine
 from tests.servers import etcd_server, nats_server
@@ -41,20 +38,6 @@ async def test_servers_that_do_not_answer_fail(monkeypatch: pytest.MonkeyPatch) 
         assert finding.grade == "fail"
         assert str(port) in finding.text
         assert "or correct Graph." in finding.text
-
-
-async def test_nats_without_jetstream_fails() -> None:
-    port = free_port("127.0.0.1")
-    command = [str(nats_binary()), "--addr", "127.0.0.1", "--port", str(port)]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
-    try:
-        await until(lambda: port_holder("127.0.0.1", port) is not None)
-        finding = await check_nats(f"nats://127.0.0.1:{port}", None)
-    finally:
-        server.terminate()
-        server.wait()
-    assert finding.grade == "fail"
-    assert "runs without JetStream" in finding.text
 
 
 async def test_servers_with_credentials(

@@ -100,12 +100,6 @@ def test_status_lists_all_instances(graph: Serve) -> None:
     assert all(instance["id"] in table for instance in state["instances"])
 
 
-def test_doctor_knows_the_ports_of_the_running_graph(graph: Serve) -> None:
-    done = graph.pdserve("doctor", "-f", str(graph.file))
-    assert done.returncode == 0, done.stdout
-    assert "all are free, or of the running graph" in done.stdout
-
-
 def test_nothing_listens_but_what_is_known(graph: Serve) -> None:
     """And on the loopback device alone, where the file says nothing else. See docs/security.md."""
     assert listeners(graph) == {

@@ -258,14 +258,6 @@ async def test_a_worker_that_does_not_read_holds_its_frontends_back(
         await sending
 
 
-async def test_small_messages_are_not_held_back(wire: Wire) -> None:
-    async with wire.server() as server, wire.client(server.address, "f") as client:
-        for connection in (client._connection, server._frontends["f"]):
-            assert connection._transport
-            end = connection._transport.get_extra_info("socket")
-            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
 # messages and greetings that cannot be read
 
 

@@ -294,3 +294,45 @@ async def test_a_slow_body_is_no_slow_head(edge: Graph) -> None:
             writer.write(body[byte : byte + 10])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+@on_uvloop
+async def test_what_is_on_its_way_when_it_stops_is_answered(either: ServerCertificate | None) -> None:
+    """A connection that the kernel has made, one that is open, one with a request at work."""
+    working, release = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        working.set()
+        await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    connections = ClientConnections(30.0, 30.0)
+    with bind("127.0.0.1", 0) as sock:
+        renewed, tls = (RenewedCertificate(either), trusting(either)) if either else (None, None)
+        http = QuietServer(http_config(app, connections, 5.0), connections, renewed)
+        serving = asyncio.create_task(http.serve(sockets=[sock]))
+        await until(lambda: http.started)
+        address = sock.getsockname()
+        at_work = asyncio.create_task(get(*await asyncio.open_connection(*address, ssl=tls)))
+        await working.wait()
+        idle = await asyncio.open_connection(*address, ssl=tls)
+        fresh = socket.create_connection(address)
+        connections.draining = http.should_exit = True
+        await until(lambda: sock.fileno() < 0)
+        late = await asyncio.open_connection(
+            sock=fresh, ssl=tls, server_hostname="localhost" if tls else None
+        )
+        asking = [asyncio.create_task(get(*each)) for each in (idle, late)]
+        await asyncio.sleep(0)
+        release.set()
+        for answer in await asyncio.gather(at_work, *asking):
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert answer.endswith(b"ok")
+        await asyncio.wait_for(serving, 5)

@@ -27,8 +27,7 @@ from pdserve.certificate import ServerCertificate
 from pdserve.errors import ConfigError
 from pdserve.frontend.edge.connections import ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
-from pdserve.frontend.edge.sockets import bind
-from pdserve.frontend.server import QuietServer, http_config
+from pdserve.frontend.server import http_config
 from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
 from tests.conditions import until
 from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
@@ -184,49 +183,6 @@ async def test_what_is_no_handshake_ends_the_connection_and_is_counted(
         await until(lambda: not connections._entered)
         assert failed._value.get() == before + 2
     assert not [record for record in caplog.records if record.levelname != "INFO"]
-
-
-@on_uvloop
-async def test_what_is_on_its_way_when_it_stops_is_answered(certificate: ServerCertificate) -> None:
-    """A connection that the kernel has made, one that is open, one with a request at work."""
-    working, release = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        working.set()
-        await release.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    async def get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        answer = await reader.read()
-        writer.close()
-        return answer
-
-    connections = ClientConnections(30.0, 30.0)
-    with bind("127.0.0.1", 0) as sock:
-        http = QuietServer(http_config(app, connections, 5.0), connections, RenewedCertificate(certificate))
-        serving = asyncio.create_task(http.serve(sockets=[sock]))
-        await until(lambda: http.started)
-        address = sock.getsockname()
-        at_work = asyncio.create_task(
-            get(*await asyncio.open_connection(*address, ssl=trusting(certificate)))
-        )
-        await working.wait()
-        idle = await asyncio.open_connection(*address, ssl=trusting(certificate))
-        fresh = socket.create_connection(address)
-        connections.draining = http.should_exit = True
-        await until(lambda: sock.fileno() < 0)
-        late = await asyncio.open_connection(
-            sock=fresh, ssl=trusting(certificate), server_hostname="localhost"
-        )
-        asking = [asyncio.create_task(get(*each)) for each in (idle, late)]
-        await asyncio.sleep(0)
-        release.set()
-        for answer in await asyncio.gather(at_work, *asking):
-            assert answer.startswith(b"HTTP/1.1 200")
-            assert answer.endswith(b"ok")
-        await asyncio.wait_for(serving, 5)
 
 
 # the certificate
