@@ -17,7 +17,7 @@ from pdserve.engine.base import Engine, Output
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
 from pdserve.messages import Failed, Hello, Load, Outputs, PrefixesChanged, ToFrontend, WorkerLoad
 from pdserve.process.engine_checks import may_have_killed
-from pdserve.stream.base import StreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from pdserve.tasks import Apart
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
 @dataclass(eq=False)
 class Frontends:
     engine: Engine
-    stream: StreamServer
+    stream: TcpStreamServer
     workers: PrefillWorkers
     requests: DecodeRequests
     quarantine: Quarantine

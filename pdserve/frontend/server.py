@@ -15,7 +15,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from pdserve import registry, stream
+from pdserve import registry
 from pdserve.certificate import ServerCertificate
 from pdserve.config.host import installed_vllm
 from pdserve.config.schema import Config, FrontendConfig
@@ -37,6 +37,7 @@ from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
+from pdserve.stream.tcp import TcpStreamClient
 from pdserve.tasks import Owner, Work
 from pdserve.watch import Receipt, Watched
 
@@ -150,7 +151,7 @@ class Frontend(Service):
         return ModelContext(
             # a name of its own for each connection: a worker takes a second connection of the same name for the
             # successor of the first, and while a model's card changes there are two
-            connect=lambda address: stream.connect(address, f"{self.id}.{next(serial)}", credentials),
+            connect=lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}", credentials),
             state_dir=config.state_dir,
             router=frontend.router,
             request_timeout=config.request_timeout,

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import ClassVar, Self
 
-from pdserve import queue, registry, stream
+from pdserve import queue, registry
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine, Step
@@ -22,7 +22,7 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.records import ModelCard, Role
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
-from pdserve.stream.base import StreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from pdserve.tasks import Work
 from pdserve.watch import LinkState, Watched
 
@@ -43,7 +43,7 @@ class EngineWorker(Service):
         engine: Engine,
         registry: Registry,
         queue: PrefillQueue,
-        stream: StreamServer | None = None,
+        stream: TcpStreamServer | None = None,
         metrics_url: str = "",
     ) -> None:
         """`stream` is for workers that decode: the frontends' connections."""
@@ -72,7 +72,7 @@ class EngineWorker(Service):
             queue.connect(
                 config.nats, config.namespace, config.served_model_name, credentials, cls.without_nats
             ),
-            stream.listen(config.host, credentials) if decodes else None,
+            TcpStreamServer(config.host, credentials) if decodes else None,
             metrics_url,
         )
 

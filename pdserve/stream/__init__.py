@@ -1,18 +1,12 @@
-"""The stream seam (see `base`). It is on TCP."""
+"""One long-lived two-way message stream between each frontend and each decode worker, on TCP (`tcp.py`).
 
-from pdserve.credentials import Credentials
-from pdserve.stream.base import StreamClient, StreamServer
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
+Messages on one connection arrive in the order sent, and at most once. Both sides learn of a lost connection; messages
+in flight are lost then, and the frontend submits the requests again under new ids.
 
-
-def listen(host: str, credentials: Credentials | None = None) -> StreamServer:
-    """Return a server to enter. It listens on a free port of `host`, an address of this machine that frontends can
-    reach. With credentials it accepts only frontends of the same graph, over TLS."""
-    return TcpStreamServer(host, credentials)
-
-
-def connect(address: str, name: str, credentials: Credentials | None = None) -> StreamClient:
-    """Return a client to enter, of the server at `address`. `name` identifies it there: a new connection replaces an
-    earlier one of the same name. Entering raises PeerGone if no server of the same graph answers; both sides must have
-    credentials, or neither."""
-    return TcpStreamClient(address, name, credentials)
+`TcpStreamServer`, the decode worker's end, yields `(frontend id, message)` in order of arrival; a message of None means
+that the frontend is gone. Messages that cannot be decoded are logged and skipped. `TcpStreamClient`, a frontend's end,
+takes its worker for gone when the worker's process has ended, when it has sent nothing for a few seconds, not even
+heartbeats (it hangs, or the network is cut), and when it has sent a message that cannot be decoded: tokens would be
+missing. Both raise ProtocolError for a message that is too large or cannot be encoded: nothing was sent, and the
+connection holds.
+"""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pdserve.errors import Unavailable
 from pdserve.messages import ArchivePart, GetArchive
-from pdserve.stream.base import StreamClient
+from pdserve.stream.tcp import TcpStreamClient
 from pdserve.tasks import Apart
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ModelArchive:
             await send(ArchivePart())
 
 
-async def fetch(worker: StreamClient) -> bytes:
+async def fetch(worker: TcpStreamClient) -> bytes:
     """Return the archive of the worker's model. Raises PeerGone, and Unavailable if it is too large."""
     await worker.send(GetArchive())
     data = bytearray()

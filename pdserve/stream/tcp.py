@@ -26,10 +26,9 @@ from pdserve.messages import (
     encode_to_decode,
 )
 from pdserve.recent import RecentKeys
-from pdserve.stream.base import StreamClient, StreamServer
 from pdserve.stream.framing import MAX_MESSAGE, FramedConnection, beats, bounded
 from pdserve.stream.tls import Tls
-from pdserve.tasks import Apart, Owner
+from pdserve.tasks import Apart, Lifetime, Owner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -116,7 +115,13 @@ class UnreadMessages(Generic[T]):
         return len(self._messages) < share * messages and self._bytes < share * size
 
 
-class TcpStreamServer(StreamServer):
+class TcpStreamServer(Lifetime):
+    """The decode worker's end, on a free port of `host`, an address of this machine that frontends can reach. With
+    credentials it accepts only frontends of the same graph, over TLS."""
+
+    address: str
+    """the address that frontends connect to; set on entering"""
+
     def __init__(
         self, host: str, credentials: Credentials | None = None, silence: float = FRONTEND_SILENCE
     ) -> None:
@@ -157,6 +162,8 @@ class TcpStreamServer(StreamServer):
         return self._unread.read()
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
+        """Raises PeerGone if the frontend is not connected. Waits at most a second for a slow reader, which then counts
+        as gone."""
         connection, body = self._frontends.get(frontend), bounded(message, encode(message))
         if connection is None or not await connection.send(body):
             raise PeerGone(frontend)
@@ -230,7 +237,11 @@ class TcpStreamServer(StreamServer):
         )
 
 
-class TcpStreamClient(StreamClient):
+class TcpStreamClient(Lifetime):
+    """A frontend's end of one connection to the worker at `address`. `name` identifies it there: a new connection
+    replaces an earlier one of the same name. Entering it connects, and raises PeerGone if no worker of the same graph
+    answers within a few seconds; both sides must have credentials, or neither."""
+
     def __init__(
         self, address: str, name: str, credentials: Credentials | None = None, silence: float = WORKER_SILENCE
     ) -> None:
@@ -269,21 +280,26 @@ class TcpStreamClient(StreamClient):
             raise PeerGone(self._address)
 
     async def send(self, message: ToDecode) -> None:
+        """Raises PeerGone if the connection is lost; `received` then ends, too."""
         body = bounded(message, encode_to_decode(message))
         if not await self._connection.send(body):
             raise PeerGone(self._address)
 
     async def received(self) -> AsyncIterator[ToFrontend]:
+        """Yield messages in order of arrival; raise PeerGone when the worker is gone."""
         async for message in self._unread.read():
             yield message
         raise PeerGone(self._address)
 
     async def deliver(self, take: Callable[[ToFrontend], None]) -> None:
+        """Like `received`, but pass each message to `take` as soon as it comes. `take` must neither block nor raise."""
         await self._unread.deliver(take)
         raise PeerGone(self._address)
 
     @property
     def round_trip(self) -> float | None:
+        """Seconds from the last heartbeat to its answer, about one a second; growing while an answer is overdue. None:
+        not measured yet."""
         return self._connection.round_trip
 
     async def _keep_beating(self) -> None:

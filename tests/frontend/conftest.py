@@ -34,8 +34,8 @@ from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from pdserve.settings import of_promise
 from pdserve.slo import NO_PROMISE, Promised
-from pdserve.stream import connect
 from pdserve.stream.archives import archive_name
+from pdserve.stream.tcp import TcpStreamClient
 from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
@@ -90,7 +90,7 @@ class Frontend:
         enter, serial = stack.enter_async_context, itertools.count()
         view = await enter(RegistryView(await enter(MemoryRegistry(server))))
         context = ModelContext(
-            lambda address: connect(address, f"{self.id}.{next(serial)}"), state, "round-robin", 20.0
+            lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}"), state, "round-robin", 20.0
         )
         self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
         http = await enter(httpx.AsyncClient(trust_env=False))

@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.spec import EngineSpec, make_engine
-from pdserve.errors import ConfigError
 from pdserve.frontend.edge.connections import ClientConnections
 from pdserve.frontend.server import http_config
 from pdserve.plan.slots import Slot
@@ -27,7 +26,7 @@ from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import connect as connect_registry
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.stream import listen
+from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
 from tests.frontend.conftest import MODEL
 from tests.memory.queue import MemoryBroker, MemoryQueue
@@ -103,7 +102,7 @@ async def decode_worker(config: Config, index: int) -> AsyncIterator[DecodeWorke
         engine,
         connect_registry(config.etcd, config.namespace),
         MemoryQueue(MemoryBroker()),
-        listen("127.0.0.1"),
+        TcpStreamServer("127.0.0.1"),
     )
     task = asyncio.create_task(worker.run())
     try:
@@ -185,12 +184,6 @@ async def test_running_requests_finish_at_sigterm(config: Config) -> None:
     assert len(stream.text) > 100
 
 
-async def test_a_busy_port_is_an_error_at_once(config: Config) -> None:
-    broken = replace(config, frontend=FrontendConfig(host="203.0.113.1", port=0))
-    with pytest.raises(ConfigError, match="cannot listen"):
-        await live(broken, Slot(Role.FRONTEND, 0))
-
-
 async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_them(config: Config) -> None:
     """They share a port: a request that came to it earlier would wait for its start, and not be served by the other."""
     other = Instance("frontend-7-other", Role.FRONTEND)
@@ -209,29 +202,6 @@ async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_
             assert "loaded" not in (await client.get("/health")).text
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(running, 10)
-
-
-async def test_a_request_that_is_on_its_way_when_it_stops_is_answered(config: Config) -> None:
-    """On a connection that was made before; the client may be about to write."""
-    async with frontend(config) as process:
-        url = (await process.get("/version")).url
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        process.stop()
-        await until(lambda: refused(url))
-        writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        answer = await reader.read()
-        writer.close()
-    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"\r\nconnection: close\r\n" in answer.lower()
-
-
-async def refused(url: httpx.URL) -> bool:
-    try:
-        _, writer = await asyncio.open_connection(url.host, url.port)
-    except (ConnectionRefusedError, ConnectionResetError):  # reset: it came while the socket was being closed
-        return True
-    writer.close()
-    return False
 
 
 async def test_forwarded_addresses_are_not_believed() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve import registry, stream
+from pdserve import registry
 from pdserve.messages import Failed, Outputs, Submit
 from pdserve.ports import free_port
 from pdserve.process.life import SAME_SIGNAL
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
+from pdserve.stream.tcp import TcpStreamClient
 from tests.conditions import until
 from tests.engine.sims import body, decode_outputs
 from tests.servers import etcd_server, restart
@@ -164,7 +165,7 @@ async def _asked(view: RegistryView) -> "asyncio.Task[int]":
 async def _ask(instance: Instance, begun: asyncio.Event) -> int:
     """How many tokens come."""
     count = 0
-    async with stream.connect(instance.address, "frontend") as client:
+    async with TcpStreamClient(instance.address, "frontend") as client:
         await client.send(Submit("r", [3, 4, 5], 60.0, body(TOKENS)))
         async for message in client.received():
             match message:

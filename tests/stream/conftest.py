@@ -1,4 +1,4 @@
-"""All implementations behind one fixture, on both event loops."""
+"""Streams in plain and with TLS behind one fixture, on both event loops."""
 
 import asyncio
 import ssl
@@ -9,24 +9,12 @@ from dataclasses import dataclass
 import pytest
 
 from pdserve.credentials import Credentials, create
-from pdserve.stream import connect, framing, listen, tcp
-from pdserve.stream.base import StreamClient, StreamServer
+from pdserve.stream import framing, tcp
 from pdserve.stream.tcp import FRONTEND_SILENCE, WORKER_SILENCE, TcpStreamClient, TcpStreamServer
 from tests.stream.raw import Raw, raw
 from tests.uvloops import Loop
 
 HOST = "127.0.0.1"
-
-
-@dataclass
-class Streams:
-    credentials: Credentials | None
-
-    def listen(self) -> StreamServer:
-        return listen(HOST, self.credentials)
-
-    def connect(self, address: str, name: str) -> StreamClient:
-        return connect(address, name, self.credentials)
 
 
 @dataclass
@@ -72,11 +60,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notice a silence of one second, also on a machine on which this process stalls now and then."""
     monkeypatch.setattr(framing, "BEAT_EVERY", 0.25)
-
-
-@pytest.fixture(params=["tcp", "tls"])
-def streams(request: pytest.FixtureRequest, credentials: Credentials) -> Streams:
-    return Streams(credentials if request.param == "tls" else None)
 
 
 @pytest.fixture(params=["tcp", "tls"])

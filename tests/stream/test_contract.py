@@ -1,4 +1,4 @@
-"""What both implementations of the stream seam promise."""
+"""What a stream promises, in plain and with TLS (`pdserve/stream/__init__.py`)."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -7,14 +7,14 @@ import pytest
 
 from pdserve.errors import PeerGone, ProtocolError
 from pdserve.messages import Cancel, Failed, Hello, Outputs, Submit, ToFrontend
-from pdserve.stream.base import StreamServer
 from pdserve.stream.framing import MAX_MESSAGE
+from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
-from tests.stream.conftest import Streams
+from tests.stream.conftest import Wire
 
 
-async def test_messages_keep_their_order_both_ways(streams: Streams) -> None:
-    async with streams.listen() as server, streams.connect(server.address, "frontend-0-a") as client:
+async def test_messages_keep_their_order_both_ways(wire: Wire) -> None:
+    async with wire.server() as server, wire.client(server.address, "frontend-0-a") as client:
         at_server, at_client = server.received(), client.received()
         for number in range(200):
             await client.send(Cancel([str(number)]))
@@ -25,9 +25,9 @@ async def test_messages_keep_their_order_both_ways(streams: Streams) -> None:
         assert [await anext(at_client) for _ in range(200)] == [Outputs([b"%d" % n]) for n in range(200)]
 
 
-async def test_messages_are_delivered_in_order_also_those_from_before(streams: Streams) -> None:
+async def test_messages_are_delivered_in_order_also_those_from_before(wire: Wire) -> None:
     taken: list[ToFrontend] = []
-    async with streams.listen() as server, streams.connect(server.address, "f") as client:
+    async with wire.server() as server, wire.client(server.address, "f") as client:
         await client.send(Hello("1"))
         await anext(server.received())
         for number in range(100):
@@ -43,10 +43,10 @@ async def test_messages_are_delivered_in_order_also_those_from_before(streams: S
     assert taken == [Outputs([b"%d" % number]) for number in range(200)]
 
 
-async def test_delivery_ends_with_the_worker(streams: Streams) -> None:
+async def test_delivery_ends_with_the_worker(wire: Wire) -> None:
     async with AsyncExitStack() as worker:
-        server = await worker.enter_async_context(streams.listen())
-        async with streams.connect(server.address, "f") as client:
+        server = await worker.enter_async_context(wire.server())
+        async with wire.client(server.address, "f") as client:
             await client.send(Hello("1"))
             await anext(server.received())
             delivery = asyncio.create_task(client.deliver(lambda _: None))
@@ -55,16 +55,16 @@ async def test_delivery_ends_with_the_worker(streams: Streams) -> None:
                 await delivery
 
 
-async def test_large_messages_arrive_whole(streams: Streams) -> None:
+async def test_large_messages_arrive_whole(wire: Wire) -> None:
     submit = Submit("r", list(range(200_000)), 1e10, [b"x" * 3_000_000])
-    async with streams.listen() as server, streams.connect(server.address, "f") as client:
+    async with wire.server() as server, wire.client(server.address, "f") as client:
         await client.send(submit)
         assert await anext(server.received()) == ("f", submit)
 
 
-async def test_a_message_over_the_bound_is_refused_before_it_is_sent(streams: Streams) -> None:
+async def test_a_message_over_the_bound_is_refused_before_it_is_sent(wire: Wire) -> None:
     """The other side would end the connection."""
-    async with streams.listen() as server, streams.connect(server.address, "f") as client:
+    async with wire.server() as server, wire.client(server.address, "f") as client:
         at_server, at_client = server.received(), client.received()
         await client.send(Hello("1"))
         await anext(at_server)
@@ -78,20 +78,20 @@ async def test_a_message_over_the_bound_is_refused_before_it_is_sent(streams: St
         assert await anext(at_client) == Outputs([b"1"])
 
 
-async def test_a_peer_that_is_not_there(streams: Streams) -> None:
-    async with streams.listen() as server:
+async def test_a_peer_that_is_not_there(wire: Wire) -> None:
+    async with wire.server() as server:
         address = server.address
         with pytest.raises(PeerGone):
             await server.send("unknown", Failed("r", ""))
     with pytest.raises(PeerGone):
-        async with streams.connect(address, "f"):
+        async with wire.client(address, "f"):
             pass
 
 
-async def test_the_client_learns_that_a_server_left_after_its_last_message(streams: Streams) -> None:
-    server = streams.listen()
+async def test_the_client_learns_that_a_server_left_after_its_last_message(wire: Wire) -> None:
+    server = wire.server()
     await server.__aenter__()
-    async with streams.connect(server.address, "f") as client:
+    async with wire.client(server.address, "f") as client:
         await client.send(Hello("1"))
         assert await anext(server.received()) == ("f", Hello("1"))
         await server.send("f", Failed("r", "last words"))
@@ -104,13 +104,13 @@ async def test_the_client_learns_that_a_server_left_after_its_last_message(strea
             await client.send(Hello("2"))
 
 
-async def test_a_second_connection_of_a_name_replaces_the_first(streams: Streams) -> None:
-    async with streams.listen() as server:
+async def test_a_second_connection_of_a_name_replaces_the_first(wire: Wire) -> None:
+    async with wire.server() as server:
         received = server.received()
-        async with streams.connect(server.address, "f") as first:
+        async with wire.client(server.address, "f") as first:
             await first.send(Hello("1"))
             assert await anext(received) == ("f", Hello("1"))
-            connecting = asyncio.create_task(_say_hello(streams, server))
+            connecting = asyncio.create_task(_say_hello(wire, server))
             assert await anext(received) == ("f", None)
             assert await anext(received) == ("f", Hello("2"))
             with pytest.raises(PeerGone):
@@ -118,16 +118,16 @@ async def test_a_second_connection_of_a_name_replaces_the_first(streams: Streams
             await connecting
 
 
-async def _say_hello(streams: Streams, server: StreamServer) -> None:
-    async with streams.connect(server.address, "f") as second:
+async def _say_hello(wire: Wire, server: TcpStreamServer) -> None:
+    async with wire.client(server.address, "f") as second:
         await second.send(Hello("2"))
 
 
-async def test_a_frontend_that_left_connects_again(streams: Streams) -> None:
-    async with streams.listen() as server:
+async def test_a_frontend_that_left_connects_again(wire: Wire) -> None:
+    async with wire.server() as server:
         received = server.received()
         for number in range(3):
-            async with streams.connect(server.address, "f") as client:
+            async with wire.client(server.address, "f") as client:
                 await client.send(Hello(str(number)))
                 assert await anext(received) == ("f", Hello(str(number)))
                 await server.send("f", Failed("r", str(number)))
@@ -137,9 +137,9 @@ async def test_a_frontend_that_left_connects_again(streams: Streams) -> None:
                 await server.send("f", Failed("r", ""))
 
 
-async def test_many_frontends_at_once(streams: Streams) -> None:
-    async with streams.listen() as server, AsyncExitStack() as stack:
-        connecting = (stack.enter_async_context(streams.connect(server.address, f"f{n}")) for n in range(50))
+async def test_many_frontends_at_once(wire: Wire) -> None:
+    async with wire.server() as server, AsyncExitStack() as stack:
+        connecting = (stack.enter_async_context(wire.client(server.address, f"f{n}")) for n in range(50))
         clients = await asyncio.gather(*connecting)
         for number, client in enumerate(clients):
             await client.send(Hello(str(number)))

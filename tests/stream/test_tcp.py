@@ -32,20 +32,21 @@ import asyncio, sys
 from pathlib import Path
 from pdserve.credentials import Credentials
 from pdserve.messages import Failed, Hello
-from pdserve.stream import connect, framing, listen
+from pdserve.stream import framing
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 
 framing.BEAT_EVERY = 0.25
 credentials = Credentials.load(Path(sys.argv[1])) if sys.argv[1] else None
 
 async def server():
-    async with listen("127.0.0.1", credentials) as server:
+    async with TcpStreamServer("127.0.0.1", credentials) as server:
         print(server.address, flush=True)
         async for frontend, message in server.received():
             if message is not None:
                 await server.send(frontend, Failed("r", "heard"))
 
 async def client(address):
-    async with connect(address, "other", credentials) as client:
+    async with TcpStreamClient(address, "other", credentials) as client:
         await client.send(Hello("1"))
         async for message in client.received():
             pass

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.stream.base import StreamClient
+from pdserve.stream.tcp import TcpStreamClient
 
-Connect = Callable[[str], StreamClient]
+Connect = Callable[[str], TcpStreamClient]
 """makes a client for a decode worker's address, not yet entered"""
 
 

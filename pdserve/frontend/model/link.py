@@ -7,7 +7,7 @@ from typing import Protocol
 from pdserve.errors import PeerGone, ProtocolError
 from pdserve.frontend.model.generation import Generation
 from pdserve.messages import Failed, Load, Submit, ToDecode, ToFrontend
-from pdserve.stream.base import StreamClient
+from pdserve.stream.tcp import TcpStreamClient
 
 
 class Link:
@@ -82,7 +82,7 @@ class Link:
         the requests in flight, and these by the workers' capacity."""
         self._outbox.put_nowait(message)
 
-    async def send(self, client: StreamClient, listener: "LinkListener") -> None:
+    async def send(self, client: TcpStreamClient, listener: "LinkListener") -> None:
         """Send what is posted until the worker is gone. Do not raise then: the client goes on delivering the worker's
         last messages, which say at which requests its engine died, and raises after these."""
         while True:

@@ -103,18 +103,9 @@ class Receipts(Rib):
         while True:
             await asyncio.sleep(TICK)
             now = _observed(TTFT), _observed(ITL), self._sent()
-            ttft, itl = (
-                [b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], now[:2], strict=True)
-            )
             counts, self._counts = self._counts, Counter()
-            self._ticks.append(
-                Tick(
-                    **counts,
-                    tokens=now[2] - before[2],
-                    ttft=ttft if any(ttft) else [],
-                    itl=itl if any(itl) else [],
-                )
-            )
+            ttft, itl = map(_since, before[:2], now[:2])
+            self._ticks.append(Tick(**counts, tokens=now[2] - before[2], ttft=ttft, itl=itl))
             before = now
             self._forget(time.monotonic())
 
@@ -155,6 +146,11 @@ class Receipts(Rib):
 
 def _json(content: object) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _since(before: list[int], now: list[int]) -> list[int]:
+    counts = [late - early for early, late in zip(before, now, strict=True)]
+    return counts if any(counts) else []
 
 
 def _observed(histogram: Histogram) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from pdserve.errors import ProtocolError
 from pdserve.frontend.model.processor import Processor
 from pdserve.messages import Submit
-from pdserve.stream import connect, listen
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.test_moving import post, steps
@@ -84,7 +84,7 @@ async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(grap
 
 
 async def test_a_stream_holds_when_a_message_cannot_be_encoded() -> None:
-    async with listen("127.0.0.1") as server, connect(server.address, "f") as client:
+    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
         with pytest.raises(ProtocolError):
             await client.send(Submit("r", [HUGE], 0.0, []))
         await client.send(Submit("s", [1], 0.0, []))

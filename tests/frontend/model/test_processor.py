@@ -10,8 +10,8 @@ from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import frontend_argv, model_folder
 from pdserve.frontend.model.vllm_api import parse_args
 from pdserve.records import Instance, ModelCard, Role
-from pdserve.stream import connect
 from pdserve.stream.archives import archive_name
+from pdserve.stream.tcp import TcpStreamClient
 from tests.frontend.model.echo import EchoWorker
 from tests.stream.test_archives import tar_of
 
@@ -28,7 +28,7 @@ def files(folder: str) -> dict[str, bytes]:
 
 
 async def folder_of(card: ModelCard, state: Path, *workers: Instance) -> str:
-    context = ModelContext(lambda address: connect(address, "frontend-0"), state, "round-robin", 1.0)
+    context = ModelContext(lambda address: TcpStreamClient(address, "frontend-0"), state, "round-robin", 1.0)
     return await model_folder(card, context, lambda: [*workers])
 
 

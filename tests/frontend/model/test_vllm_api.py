@@ -11,8 +11,7 @@ import vllm.envs
 from vllm.v1.metrics.stats import PrefillStats
 
 from pdserve.frontend.model import ModelContext, vllm_api
-from pdserve.stream import connect
-from pdserve.stream.base import StreamClient
+from pdserve.stream.tcp import TcpStreamClient
 from tests.frontend.conftest import card
 
 # What AsyncLLM does with its engine core: a new use must be answered by RemoteCore, or be one that may fail.
@@ -47,8 +46,8 @@ def test_uses_of_the_engine_core() -> None:
 def test_remote_core_answers_all_uses(tmp_path: Path) -> None:
     from pdserve.frontend.model.core import RemoteCore
 
-    def connected(address: str) -> StreamClient:
-        return connect(address, "frontend-0")
+    def connected(address: str) -> TcpStreamClient:
+        return TcpStreamClient(address, "frontend-0")
 
     core = RemoteCore(card(), ModelContext(connected, tmp_path, "round-robin", 1.0))
     missing = {name for name in CORE_USES if not hasattr(core, name)}

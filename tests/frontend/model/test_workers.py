@@ -10,8 +10,7 @@ from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Cancel, Failed, Load, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.records import Instance, Role
-from pdserve.stream import connect
-from pdserve.stream.tcp import TcpStreamServer
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.frontend.model.test_routing import request, trace
 
 
@@ -45,7 +44,7 @@ def decisions() -> list[float]:
 async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it_any_more() -> None:
     """They say which requests its engine was computing when it died."""
     listener, last_messages = Listener(), [Failed(str(number), "the engine died") for number in range(500)]
-    pool = WorkerPool("round-robin", "0", lambda address: connect(address, "frontend-0"), listener)
+    pool = WorkerPool("round-robin", "0", lambda address: TcpStreamClient(address, "frontend-0"), listener)
     async with TcpStreamServer("127.0.0.1") as worker:
         pool.update([Instance("decode-0", Role.DECODE, address=worker.address, vllm_version="0")], 1)
         await listener.up.wait()
@@ -62,7 +61,7 @@ async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it
 
 async def test_a_worker_that_drains_is_not_even_the_last_resort() -> None:
     listener = Listener()
-    pool = WorkerPool("round-robin", "0", lambda address: connect(address, "frontend-0"), listener)
+    pool = WorkerPool("round-robin", "0", lambda address: TcpStreamClient(address, "frontend-0"), listener)
     async with TcpStreamServer("127.0.0.1") as server:
         worker = Instance("decode-0", Role.DECODE, address=server.address, vllm_version="0")
         for draining in (False, True, False):
