@@ -72,6 +72,8 @@ class ParsedBody:
     """whether it names an id for its answer"""
     large: bool = False
     """see `_is_large`"""
+    tools: bool = False
+    """whether it brings tools that the answer may call"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
@@ -182,7 +184,7 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     named = model if isinstance(model, str) and model else None
     has_id = given is not None
     size, large = _size(path, raw, fields), _is_large(raw, fields)
-    return ParsedBody(raw, named, size, is_plain(fields), has_id, large)
+    return ParsedBody(raw, named, size, is_plain(fields), has_id, large, bool(fields.get("tools")))
 
 
 def _parts(raw: bytes) -> int:

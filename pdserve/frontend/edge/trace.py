@@ -164,12 +164,18 @@ class RequestTrace:
     """what is promised to its client"""
     first_token: float | None = None
     """monotonic, as `started`"""
+    longest_gap: float = 0.0
+    """seconds between two tokens of a sequence"""
+    longest_until: float = 0.0
+    """when that gap ended; monotonic, as `started`"""
     output_tokens: int = 0
     failure: RequestFailure | None = None
     admission: Admission | None = None
     """that permits its sequences; None: it generates nothing"""
     deltas: DeltaStream | None = None
     """of a plain stream"""
+    tools: bool = False
+    """whether a parser looks for calls of tools in its answer"""
     retries: int = 0
     """how often a sequence of it went on at another worker"""
     span: TracedSpan | None = None
@@ -213,9 +219,12 @@ class RequestTrace:
         """Count the cached tokens of a prompt's first output: the others of n > 1 find what it left."""
         self._cached.setdefault(key, tokens)
 
-    def add_tokens(self, count: int) -> None:
+    def add_tokens(self, count: int, gap: float | None) -> None:
+        """Count tokens that go on to the client, this many seconds after those before."""
         if self.first_token is None:
             self.first_token = time.monotonic()
+        elif gap is not None and gap > self.longest_gap:
+            self.longest_gap, self.longest_until = gap, time.monotonic()
         self.output_tokens += count
 
     @property

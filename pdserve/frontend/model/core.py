@@ -8,6 +8,7 @@ this class notices that it goes on at another worker from prompt + tokens so far
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,9 +18,11 @@ from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.trace import PAUSED, RETRY_AFTER, RequestFailure, RequestTrace, current_trace
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.model.generation import Generation, unsupported
+from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.migration import Migration, next_attempt, repeatable
+from pdserve.frontend.model.pacing import Pacer, reserve_for
+from pdserve.frontend.model.unsupported import unsupported
 from pdserve.frontend.model.vllm_api import (
     VERSION,
     EngineCoreClient,
@@ -31,7 +34,7 @@ from pdserve.frontend.model.vllm_api import (
     Unencodable,
     count_prefix_hit,
     decode_outputs,
-    outputs_now,
+    in_our_time,
 )
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Cancel, Failed, Outputs, Placed, ToFrontend, WorkerLoad
@@ -65,6 +68,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self._tasks = tuple(card.supported_tasks)
         self._migration = Migration(self, card.name, card.max_model_len)
         self.waiting = self._migration.waiting
+        self._pacer = Pacer[Generation, EngineCoreOutput](self._pass_on)
         self._generations: dict[str, Generation] = {}
         """by AsyncLLM's id"""
         self._emptied = asyncio.Event()
@@ -117,6 +121,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             return
         if trace.deltas is not None and trace.path in self.plain_paths:
             self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
+        generation.reserve = reserve_for(request, trace)
         begin, drop = partial(self.place, generation), partial(self._end, generation)
         pause = partial(self._pause, generation)
         generation.permit = trace.admission.permit(begin, drop, pause, fixed=generation.replays)
@@ -162,48 +167,58 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             link.post(Cancel(list(link.generations)))
             self.link_lost(link, f"{link.instance} sent outputs that cannot be read: {error}", "unreadable")
             return
-        taken = []
+        taken, now = list[EngineCoreOutput](), time.monotonic()
         for output in outputs.outputs:
             generation = link.generations.get(output.request_id)
             if generation is None:
                 continue  # it was aborted, or went on at another worker
+            in_our_time(output, now - outputs.timestamp)
             try:  # not `contained`: a generator for each token costs more than all else here
-                if self._take(generation, link, output):
-                    taken.append(output)
+                taken += self._take(generation, link, output)
             except Exception as error:
                 self._fail_alone(generation, error)
-        if taken:
-            self._process(outputs_now(taken, outputs.timestamp))
+        self._process(taken)
         self.on_capacity()
 
-    def _process(self, outputs: EngineCoreOutputs) -> None:
-        for request_id in self.process(outputs):
+    def _pass_on(self, held: list[tuple[Generation, EngineCoreOutput]]) -> None:
+        """Hand on outputs that were held back."""
+        for generation, output in held:
+            self._count(generation, output.new_token_ids)
+        self._process([output for _, output in held])
+
+    def _process(self, outputs: list[EngineCoreOutput]) -> None:
+        if not outputs:
+            return
+        for request_id in self.process(EngineCoreOutputs(outputs=outputs, timestamp=time.monotonic())):
             if generation := self._generations.get(request_id):
                 self._end(generation)
 
-    def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> bool:
-        """Note an output; whether AsyncLLM should see it."""
+    def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> list[EngineCoreOutput]:
+        """Note an output; return those that AsyncLLM should see now."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._migration.lost(
                 generation, f"{link.instance} gave it up ({output.finish_reason})", "gave-up"
             )
-            return False
+            return []
         output.request_id = generation.id
         if generation.placed is not generation.noted:
             self._note_placed(generation)
         if output.prefill_stats is not None:
             self._note_cached(generation, link, output.prefill_stats)
         if generation.replay_left and not self._migration.replay(generation, output):
-            return False
+            return []
         if generation.tokens and output.prefill_stats is not None:
             output.events = None  # they would overwrite the times that the first engine's events set
-        self._count(generation, output.new_token_ids)
+        generation.add_tokens(output.new_token_ids)
+        passed = self._pacer.add(generation, generation.reserve, output, last=output.finished)
+        for each in passed:
+            self._count(generation, each.new_token_ids)
         if output.finished:
             generation.detach()
             if generation.attempt == 1 and generation.tokens:
                 self.estimate.learn(*generation.timing)
             self._end(generation)
-        return True
+        return passed
 
     def _note_placed(self, generation: Generation) -> None:
         """Write the worker's last word on its prefill into the trace: an output has come of it."""
@@ -219,7 +234,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
         trace = generation.trace
         first = trace.first_token is None
-        gap = generation.add_tokens(tokens)
+        gap = generation.pass_on(len(tokens))
         if gap is not None:
             self._itl.observe(gap)
         elif first and trace.ttft is not None:
@@ -227,12 +242,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def finish(self, generation: Generation) -> None:
         """Finish a generation that has all of its tokens, and lost only the output that finishes it."""
+        self._pacer.flush(generation)
         self._end(generation)
-        output = EngineCoreOutput(generation.id, [], finish_reason=FinishReason.LENGTH)
-        self._process(EngineCoreOutputs(outputs=[output]))
+        self._process([EngineCoreOutput(generation.id, [], finish_reason=FinishReason.LENGTH)])
 
     def fail(self, generation: Generation, failure: RequestFailure) -> None:
         """End the generation, and the others of the same HTTP request, with this error for the client."""
+        self._pacer.flush(generation)
         generation.trace.failure = failure
         for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
             if other := self._generations.get(request_id):
@@ -240,6 +256,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def _end(self, generation: Generation) -> None:
         """End the generation; a worker that has it stops it."""
+        self._pacer.drop(generation)
         self._leave_worker(generation)
         del self._generations[generation.id]
         self._migration.stop_waiting(generation)

@@ -6,14 +6,10 @@ from typing import Protocol
 
 from pdserve.frontend.admission.control import SequencePermit
 from pdserve.frontend.edge.trace import RequestTrace, SequenceHops
-from pdserve.frontend.model.vllm_api import EngineCoreRequest
+from pdserve.frontend.model.pacing import Reserve
+from pdserve.frontend.model.vllm_api import EngineCoreOutput, EngineCoreRequest
 from pdserve.messages import Hop, Placed, ToDecode
 from pdserve.observe.tracing import TracedSpan
-
-MAX_PROMPT_LOGPROBS = 500_000
-"""of one request; an answer has them all at once, some 50 bytes each"""
-WHOLE_VOCABULARY = 100_000
-"""logprobs that -1 stands for, about"""
 
 
 class WorkerLink(Protocol):
@@ -42,7 +38,11 @@ class Generation:
     """generated so far, by all workers together"""
     first_token: float = 0.0
     last_token: float = 0.0
-    """monotonic seconds; 0 before the first token"""
+    """when they came, in monotonic seconds; 0 before the first token"""
+    reserve: Reserve[EngineCoreOutput] | None = None
+    """of outputs that are held back; None: none is (`pacing.py`)"""
+    passed: float = 0.0
+    """when the last output went on to the client, in monotonic seconds; 0 before"""
     hops: SequenceHops = field(init=False)
 
     # the current attempt
@@ -140,34 +140,24 @@ class Generation:
             link.remove(self)
         return link
 
-    def add_tokens(self, tokens: list[int]) -> float | None:
-        """Count these tokens; returns the seconds between two of them, None if the first is among them."""
+    def add_tokens(self, tokens: list[int]) -> None:
+        """Count tokens that have come."""
         if not tokens:
-            return None
-        now = time.monotonic()
-        gap = (now - self.last_token) / len(tokens) if self.last_token else None
+            return
+        self.last_token = time.monotonic()
         if not self.first_token:
-            self.first_token = now
+            self.first_token = self.last_token
             if self.link is not None:
                 self.link.touch()  # it is no longer starting
-        self.last_token = now
         self.engines_died = 0
         self.tokens += tokens
-        self.trace.add_tokens(len(tokens))
-        return gap
 
-
-def unsupported(request: EngineCoreRequest, prompt_tokens: int, n: int) -> str | None:
-    """Why the request cannot be served; None if it can. `prompt_tokens`: of all of its prompts so far."""
-    if request.mm_features or request.prompt_embeds is not None:
-        return "only text prompts are served: images, audio, video and prompt embeddings are not"
-    if request.sampling_params is None:
-        return "this model generates text: pooling and embedding requests are not served"
-    if request.lora_request is not None or request.resumable:
-        return "LoRA adapters and streaming input are not served"
-    if (count := request.sampling_params.prompt_logprobs) is not None:
-        count = WHOLE_VOCABULARY if count < 0 else count
-        if (logprobs := prompt_tokens * (count + 1) * n) > MAX_PROMPT_LOGPROBS:
-            text = f"prompt tokens x (logprobs + 1) x n make {logprobs} logprobs of the prompt"
-            return f"{text}; one request may have {MAX_PROMPT_LOGPROBS}"
-    return None
+    def pass_on(self, tokens: int) -> float | None:
+        """Count tokens that go on to the client; returns the seconds between two of them, None if the first is among
+        them."""
+        if not tokens:
+            return None
+        before, self.passed = self.passed, time.monotonic()
+        gap = self.passed - before if before else None
+        self.trace.add_tokens(tokens, gap)
+        return None if gap is None else gap / tokens

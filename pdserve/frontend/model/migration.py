@@ -82,17 +82,17 @@ def next_attempt(generation: Generation) -> Submit:
 
 
 def _promise(generation: Generation) -> Promise | UnsetType:
-    """What is left of the promise. The next token of a request that has some is due a gap after its last one."""
-    promised, now = generation.trace.promised, time.monotonic()
+    """What is left of the promise. The next token of a request that has some is due a gap after those before, which may
+    still be held back."""
+    promised, trace = generation.trace.promised, generation.trace
     if not promised:
         return UNSET
+    since, within = trace.started, promised.ttft
     if generation.tokens:
-        return Promise(
-            None if promised.gap is None else generation.last_token + promised.gap - now, promised.gap
-        )
-    return Promise(
-        None if promised.ttft is None else generation.trace.started + promised.ttft - now, promised.gap
-    )
+        since, within = generation.passed or time.monotonic(), promised.gap
+        if within is not None and generation.reserve is not None:
+            within *= 1 + len(generation.reserve)
+    return Promise(None if within is None else since + within - time.monotonic(), promised.gap)
 
 
 def body(request: EngineCoreRequest, attempt_id: str, tokens: list[int]) -> list[bytes]:

@@ -52,6 +52,7 @@ async def run(
     current_trace.set(trace)
     extensions = request.scope.setdefault("extensions", {})
     extensions[UNREAD] = admission.set_unread
+    trace.tools = body.tools
     if body.plain and CHUNKS in extensions:
         trace.deltas = DeltaStream(extensions[CHUNKS])
 

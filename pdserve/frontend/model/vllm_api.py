@@ -7,7 +7,6 @@ Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
 import asyncio
 import logging
 import threading
-import time
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -33,7 +32,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMV
 from vllm.outputs import RequestOutput
 from vllm.parser import DelegatingParser
 from vllm.reasoning import ReasoningParserManager
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -54,7 +53,7 @@ from pdserve.frontend.model.vllm_aside import keep_prompt_logprobs, tokenize_sho
 
 __all__ = [
     "AsyncLLM", "EngineCoreClient", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest", "FinishReason",
-    "PrefillStats", "SamplingParams",
+    "PrefillStats", "RequestOutputKind", "SamplingParams",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -119,14 +118,11 @@ def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
     return _decoder.decode(body)
 
 
-def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOutputs:
-    """These outputs as one engine step in this host's monotonic time: vLLM's metrics subtract the worker's times from
-    each other and, after a migration, those of two hosts."""
-    now = time.monotonic()
-    for output in outputs:
-        for event in output.events or ():
-            event.timestamp += now - sent_at
-    return EngineCoreOutputs(outputs=outputs, timestamp=now)
+def in_our_time(output: EngineCoreOutput, offset: float) -> None:
+    """Add to the times in the output: vLLM's metrics subtract the worker's times from each other and, after a
+    migration, those of two hosts."""
+    for event in output.events or ():
+        event.timestamp += offset
 
 
 def count_prefix_hit(stats: PrefillStats, elsewhere: int, block_size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.frontend.model.generation import MAX_PROMPT_LOGPROBS
+from pdserve.frontend.model.unsupported import MAX_PROMPT_LOGPROBS
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import chat, complete, completion

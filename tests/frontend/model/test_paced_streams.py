@@ -1,0 +1,237 @@
+"""Streams with a promise: what their clients get, and when."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.frontend.model.core import RemoteCore
+from pdserve.messages import Failed, Promise
+from pdserve.slo import Promised
+from tests.conditions import holds, until
+from tests.frontend.conftest import Graph
+from tests.frontend.model.echo import EchoWorker, continuation
+from tests.frontend.test_generate import PROMPT, chat, completion, delta, text_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+FOR_EVER = Promised(600.0, 3600.0)
+"""outputs leave with others or with the last one"""
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Client:
+    """Reads a stream as it comes."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        """of the events with text"""
+        self.over = False
+
+    @property
+    def text(self) -> str:
+        return "".join(map(delta, self.events))
+
+    @property
+    def tokens(self) -> int:
+        return len(self.times)
+
+    @property
+    def longest(self) -> float:
+        return max(after - before for before, after in itertools.pairwise(self.times))
+
+    async def end(self) -> None:
+        await until(lambda: self.over)
+
+    async def read(self, answer: httpx.Response) -> None:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                self.events.append(event := json.loads(line.removeprefix("data: ")))
+                self.times += [time.monotonic()] if delta(event) else []
+        self.over = True
+
+
+@asynccontextmanager
+async def streaming(
+    graph: Graph, path: str = "/v1/completions", body: dict[str, object] | None = None, **headers: str
+) -> AsyncIterator[Client]:
+    client, named = Client(), {name.replace("_", "-"): value for name, value in headers.items()}
+    asked = {**(body or completion(max_tokens=20)), "stream": True}
+
+    async def ask() -> None:
+        with suppress(httpx.HTTPError):
+            async with graph.http.stream("POST", path, json=asked, headers=named) as answer:
+                await client.read(answer)
+
+    reading = asyncio.create_task(ask())
+    try:
+        yield client
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+def core(graph: Graph) -> RemoteCore:
+    processor = graph.models.find("demo").processor
+    assert processor is not None
+    return processor.core
+
+
+async def come(graph: Graph, worker: EchoWorker, count: int) -> None:
+    """Let so many further outputs come to the frontend, for each request."""
+    await worker.until(lambda: worker.jobs)
+    for _ in range(count):
+        before = tokens_come(graph)
+        await worker.step()
+        await until(partial(more_come, graph, before))
+
+
+def tokens_come(graph: Graph) -> int:
+    return sum(len(each.tokens) for each in core(graph)._generations.values())
+
+
+def more_come(graph: Graph, before: int) -> bool:
+    return tokens_come(graph) > before
+
+
+ASKED: dict[str, tuple[str, dict[str, object]]] = {
+    "completion": ("/v1/completions", completion(max_tokens=40)),
+    "usage": ("/v1/completions", completion(max_tokens=40, stream_options={"include_usage": True})),
+    "logprobs": ("/v1/completions", completion(max_tokens=40, logprobs=2)),
+    "chat": ("/v1/chat/completions", chat(max_tokens=40)),
+    "chat with logprobs": ("/v1/chat/completions", chat(max_tokens=40, logprobs=True, top_logprobs=2)),
+    "tools": ("/v1/chat/completions", chat(max_tokens=40, tools=[TOOL], tool_choice="none")),
+    "one token": ("/v1/completions", completion(max_tokens=1)),
+    "several": ("/v1/completions", completion(max_tokens=20, n=2, temperature=1.0)),
+    "responses": ("/v1/responses", {"model": "demo", "input": "hello", "max_output_tokens": 40}),
+    "messages": ("/v1/messages", chat(max_tokens=40)),
+}
+
+
+def answered(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a stream says in all, however it is cut into chunks."""
+    choices = [choice for event in events for choice in event.get("choices", [])]
+    logprobs = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+    return {
+        "text": "".join(
+            str(choice.get("text") or choice.get("delta", {}).get("content") or "") for choice in choices
+        )
+        or "".join(map(delta, events)),
+        "finish": [choice["finish_reason"] for choice in choices if choice.get("finish_reason")],
+        "usage": [event["usage"] for event in events if event.get("usage")],
+        "tokens": [token for each in logprobs for token in each.get("tokens", each.get("content"))],
+    }
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("slo", [FOR_EVER, Promised(600.0, 0.003)], ids=["held to its end", "paced"])
+async def test_an_answer_is_the_same_with_and_without_a_promise(
+    graph: Graph, asked: str, slo: Promised
+) -> None:
+    path, body = ASKED[asked]
+    answers = []
+    for promised in (Promised(), slo):
+        async with graph.worker(slo=promised, pace=0.001) as worker:
+            async with streaming(graph, path, body) as client:
+                await client.end()
+            assert isinstance(worker.seen[0].promise, Promise) == bool(promised)
+        answers.append(answered(client.events))
+    assert answers[0]["text"]
+    assert answers[0] == answers[1]
+
+
+async def test_the_first_token_waits_for_the_second_and_the_others_for_the_end(graph: Graph) -> None:
+    async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph) as client:
+        await come(graph, worker, 1)
+        await holds(lambda: not client.tokens)
+        await come(graph, worker, 1)
+        await until(lambda: client.tokens == 1)
+        await come(graph, worker, 5)
+        worker.go()
+        await client.end()
+        assert client.text == await text_of(graph, continuation(PROMPT, 20))
+
+
+async def test_the_first_token_leaves_alone_when_its_time_is_up(graph: Graph) -> None:
+    async with graph.worker(slo=Promised(1.0, 3600.0), pace=None) as worker, streaming(graph) as client:
+        await come(graph, worker, 1)
+        await until(lambda: client.tokens == 1)
+
+
+async def test_tokens_come_while_the_worker_stalls(graph: Graph) -> None:
+    """A gap that breaks without the reserve is kept with it."""
+    async with graph.worker(slo=Promised(600.0, 0.3), pace=None) as worker, streaming(graph) as client:
+        await come(graph, worker, 9)
+        stalled, had = time.monotonic(), client.tokens
+        await until(lambda: client.tokens >= had + 4)
+        silent = time.monotonic() - stalled
+        worker.go()
+        await client.end()
+        assert client.longest < silent
+        assert client.text == await text_of(graph, continuation(PROMPT, 20))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", completion(n=2, temperature=1.0)),
+        ("/v1/completions", completion(stop=["~"])),
+        ("/v1/chat/completions", chat(tools=[TOOL], tool_choice="none")),
+    ],
+    ids=["several", "stop string", "tools"],
+)
+async def test_what_must_not_wait_does_not(graph: Graph, path: str, body: dict[str, object]) -> None:
+    async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph, path, body) as client:
+        await come(graph, worker, 1)
+        await until(lambda: client.tokens > 0)
+
+
+async def test_a_client_that_leaves_leaves_nothing_behind(graph: Graph) -> None:
+    async with graph.worker(slo=FOR_EVER, pace=None) as worker:
+        async with streaming(graph):
+            await come(graph, worker, 5)
+            assert core(graph)._pacer._streams
+        await worker.until(lambda: worker.cancelled)
+        assert not core(graph)._pacer._streams
+        assert core(graph)._pacer._timer is None
+
+
+async def test_an_error_comes_behind_all_tokens(graph: Graph) -> None:
+    async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph) as client:
+        await come(graph, worker, 5)
+        await worker.send(Failed(worker.seen[0].request_id, "no more", invalid=True))
+        await client.end()
+        assert client.text == await text_of(graph, continuation(PROMPT, 5))
+        assert "no more" in client.events[-1]["error"]["message"]
+
+
+async def test_a_deadline_comes_behind_all_tokens(graph: Graph) -> None:
+    async with (
+        graph.worker(slo=FOR_EVER, pace=None) as worker,
+        streaming(graph, x_request_timeout="3") as client,
+    ):
+        await come(graph, worker, 5)
+        await client.end()
+        assert client.text == await text_of(graph, continuation(PROMPT, 5))
+        assert client.events[-1]["error"]["code"] == 504
+
+
+async def test_the_reserve_goes_on_to_another_worker(graph: Graph) -> None:
+    async with graph.worker(slo=FOR_EVER, pace=None) as first, streaming(graph) as client:
+        await come(graph, first, 5)
+        async with graph.worker(slo=FOR_EVER) as second:
+            await first.die()
+            await client.end()
+        assert client.text == await text_of(graph, continuation(PROMPT, 20))
+        promise = second.seen[0].promise
+        assert isinstance(promise, Promise)
+        assert promise.ttft is not None
+        assert 4 * 3600 < promise.ttft <= 5 * 3600, "four are held, and the next follows these"
