@@ -47,14 +47,11 @@ def test_a_ratio_is_that_of_pairs() -> None:
         (5, 10, 0.2366, 0.7634),
         (81, 263, 0.2553, 0.3662),
         (15, 148, 0.0624, 0.1605),
+        (0, 0, 0.0, 1.0),
     ],
 )
 def test_the_interval_is_wilsons(hits: int, count: int, low: float, high: float) -> None:
     assert wilson(hits, count, 1.96) == pytest.approx((low, high), abs=1e-4)
-
-
-def test_nothing_is_known_of_no_samples() -> None:
-    assert wilson(0, 0) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
