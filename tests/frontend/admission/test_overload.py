@@ -2,52 +2,32 @@
 turn, and the other requests are refused at once with the time to come again."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from pdserve.config.schema import AdmissionLimits, Config, DecodeConfig
-from pdserve.decode.worker import DecodeWorker
+from pdserve.config.schema import AdmissionLimits
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.frontend.admission.control import AdmissionControl
-from pdserve.plan.slots import Slot
-from pdserve.records import Role
-from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
-from tests.decode.graph import config, living
-from tests.engine.sims import spec
-from tests.frontend.conftest import MODEL, Graph
+from tests.frontend.conftest import Graph
+from tests.frontend.model.sims import sim_engines
 from tests.frontend.test_app import finish
 from tests.frontend.test_generate import complete, completion
-from tests.memory.queue import MemoryBroker, MemoryQueue
-from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NAME = "flooded"
 PLACES = 4
-_serial = itertools.count()
-ENGINE = {"max-num-seqs": 4, "additional-config": {"sim": {"step-seconds": 0.01}}}
 
 
 @asynccontextmanager
 async def worker(graph: Graph) -> AsyncIterator[SimEngine]:
-    decode = DecodeConfig(engine_args={"max-num-seqs": 4})
-    settings: Config = replace(config(decode), model=str(MODEL), served_model_name=NAME)
-    name = f"decode-5-sim{next(_serial)}"
-    engine = SimEngine(spec(Role.DECODE, name, **ENGINE))
-    server, queue = MemoryRegistry(graph.registry), MemoryQueue(MemoryBroker(ack_wait=0.5))
-    made = DecodeWorker(
-        settings, Slot(Role.DECODE, 5), name, engine, server, queue, TcpStreamServer("127.0.0.1")
-    )
-    async with living(made):
-        await until(lambda: bool(graph.models.live().get(NAME)))
+    async with sim_engines(graph, 1, model=NAME, places=PLACES, step=0.01) as (engine,):
         yield engine
 
 

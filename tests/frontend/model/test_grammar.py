@@ -3,7 +3,7 @@
 import pytest
 
 from tests.frontend.conftest import Graph
-from tests.frontend.model.test_poison import workers
+from tests.frontend.model.sims import sim_engines
 from tests.frontend.test_generate import complete, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -11,13 +11,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_grammar_without_finite_text_is_a_400_after_one_try(graph: Graph, stream: bool) -> None:
-    async with workers(graph, 2, 0) as both:
-        for worker in both:
-            worker.engine.faults.no_grammars = True
-        before = sum(len(worker.engine._seen) for worker in both)  # the self-tests'
+    async with sim_engines(graph, 2) as both:
+        for engine in both:
+            engine.faults.no_grammars = True
+        before = sum(len(engine._seen) for engine in both)  # the self-tests'
         asked = completion(structured_outputs={"regex": "[a-z]+"}, stream=stream)
         answer = await graph.http.post("/v1/completions", json=asked)
-        tries = sum(len(worker.engine._seen) for worker in both) - before
+        tries = sum(len(engine._seen) for engine in both) - before
         well = await complete(graph)
     assert answer.status_code == 400, answer.text
     assert "cannot be compiled" in answer.json()["error"]["message"]

@@ -5,7 +5,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.frontend.conftest import Graph
-from tests.frontend.model.test_poison import workers
+from tests.frontend.model.sims import sim_engines
 from tests.frontend.test_generate import complete
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -20,9 +20,9 @@ def count(mode: str, reason: str) -> float:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_transfer_that_failed_was_local(graph: Graph, stream: bool) -> None:
-    async with workers(graph, 1, 1) as (_, prefill):
+    async with sim_engines(graph, 1, 1) as (_, prefill):
         before = count("remote", "long"), count("local", "transfer")
-        prefill.engine.faults.drop_transfers = True
+        prefill.faults.drop_transfers = True
         prompt = [350 + stream, *range(400, 600)]
         answer = await complete(graph, prompt=prompt, stream=stream)
         after = count("remote", "long"), count("local", "transfer")
@@ -34,7 +34,7 @@ async def test_a_transfer_that_failed_was_local(graph: Graph, stream: bool) -> N
 
 async def test_cached_tokens_of_the_usage_leave_out_a_transfer(graph: Graph) -> None:
     """But what either worker had in its prefix cache before is."""
-    async with workers(graph, 2, 1):
+    async with sim_engines(graph, 2, 1):
         prompt = list(range(400, 600))
         usages = []
         for number in range(3):

@@ -1,0 +1,56 @@
+"""Workers with simulated engines, for a model that the frontend of a test serves."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
+from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.spec import EngineSpec
+from pdserve.plan.slots import Slot
+from pdserve.prefill.worker import PrefillWorker
+from pdserve.process.presence import new_instance_id
+from pdserve.records import Role
+from pdserve.stream.tcp import TcpStreamServer
+from tests.conditions import until
+from tests.decode.graph import living
+from tests.frontend.conftest import MODEL, Graph
+from tests.memory.queue import MemoryBroker, MemoryQueue
+from tests.memory.registry import MemoryRegistry
+
+FATAL = 299
+SIM = {"fatal-token": FATAL, "prefill-rate": 1e6, "step-seconds": 0.004, "bandwidth": 1e12}
+
+
+@asynccontextmanager
+async def sim_engines(
+    graph: Graph,
+    decode: int,
+    prefill: int = 0,
+    *,
+    model: str = "demo",
+    places: int = 256,
+    step: float = 0.004,
+) -> AsyncIterator[list[SimEngine]]:
+    """Decode engines first. The lease of each one's worker ends with it."""
+    engines, broker = list[SimEngine](), MemoryBroker(ack_wait=0.5)
+    args = {"block-size": 16, "max-model-len": 4096, "max-num-seqs": places}
+    simulated = args | {"additional-config": {"sim": SIM | {"step-seconds": step}}}
+    settings = DecodeConfig(remote_prefill=bool(prefill), max_local_prefill_length=64, engine_args=args)
+    config = Config(Path("test.yaml"), str(MODEL), model, None, settings, PrefillConfig(), drain_timeout=1.0)
+    async with AsyncExitStack() as stack:
+        for number, role in enumerate([Role.PREFILL] * prefill + [Role.DECODE] * decode):
+            slot = Slot(role, number)
+            name = new_instance_id(slot)
+            engine = SimEngine(EngineSpec(role, name, model, engine_args=simulated))
+            seams = (engine, MemoryRegistry(graph.registry), MemoryQueue(broker))
+            worker = (
+                PrefillWorker(config, slot, name, *seams)
+                if role is Role.PREFILL
+                else DecodeWorker(config, slot, name, *seams, TcpStreamServer("127.0.0.1"))
+            )
+            await stack.enter_async_context(living(worker))
+            engines.append(engine)
+        await until(lambda: graph.models.live().get(model) == decode)
+        yield engines[prefill:] + engines[:prefill]
