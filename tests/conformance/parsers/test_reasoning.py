@@ -8,17 +8,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.conformance.answers import Request
-from tests.conformance.asking import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    RESPONSES,
-    Body,
-    body,
-    refused,
-    table,
-    whole,
-)
+from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Body, body, refused, table, whole
 from tests.conformance.pair import Pair
 from tests.conformance.parsers.thinking import NOT_THINKING
 from tests.conformance.test_structured import FORECAST, schema
@@ -136,10 +126,7 @@ def test_the_official_clients_see_thoughts(pair: Pair) -> None:
                 final = stream.get_final_response()
             items = [str(item.type) for item in final.output]
         with Anthropic(base_url=url, auth_token=KEY) as client:
-            asked: Any = {
-                "messages": [{"role": "user", "content": HELLO}],
-                "max_tokens": 60,
-            }
+            asked: Any = {"messages": [{"role": "user", "content": HELLO}], "max_tokens": 60}
             with client.messages.stream(model="demo", extra_body={"temperature": 0}, **asked) as events:
                 seen = {event.type for event in events}
                 message = events.get_final_message()

@@ -153,8 +153,7 @@ async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph
 
 
 @pytest.mark.parametrize(
-    ("extra", "param"),
-    [({"n": 200}, "n"), ({"n": "200"}, "n"), ({"prompt": ["a"] * 200}, "prompt")],
+    ("extra", "param"), [({"n": 200}, "n"), ({"n": "200"}, "n"), ({"prompt": ["a"] * 200}, "prompt")]
 )
 async def test_too_many_outputs_for_one_request(graph: Graph, extra: dict[str, Any], param: str) -> None:
     async with worker(graph):
