@@ -1,13 +1,10 @@
 """What happens on a terminal."""
 
-import fcntl
 import os
 import pty
 import select
 import shlex
-import struct
 import subprocess
-import termios
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -44,22 +41,8 @@ class Terminal:
     def text(self) -> str:
         return self._said.decode(errors="replace")
 
-    def forget(self) -> None:
-        """What it has said so far."""
-        self._said.clear()
-
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
-
-    def resize(self, rows: int, columns: int) -> None:
-        """Whatever runs in it is told."""
-        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    @property
-    def echoes(self) -> bool:
-        """What is typed, and hands it over line by line: as it does in a shell."""
-        shell = termios.ECHO | termios.ICANON
-        return bool(termios.tcgetattr(self._ours)[3] & shell == shell)
 
     def hang_up(self) -> None:
         if not self._left.is_set():
