@@ -111,8 +111,9 @@ class LogFile:
             self._dropped += 1
 
     def _append(self, data: bytes) -> None:
-        make_private(self.path.parent)
-        if self.path.exists() and self.path.stat().st_size + len(data) > FILE_LIMIT:
+        if not self.path.exists():
+            make_private(self.path.parent)
+        elif self.path.stat().st_size + len(data) > FILE_LIMIT:
             self._begin()
         with open(self.path, "ab", buffering=0, opener=private) as file:
             written = file.write(data)
