@@ -1,19 +1,25 @@
 """The command by which the user runs pdserve, for output that suggests one: it works as typed."""
 
+import os
 import shlex
 import shutil
 import sys
 from functools import cache
 from pathlib import Path
 
+PROGRAM_VARIABLE = "PDSERVE_PROGRAM"
+"""environment variable with the program that the user ran, where it went on in another environment"""
+
 
 def command(text: str) -> str:
     """`pdserve TEXT`, with the path of this installation's program where the shell would not find it."""
-    return f"{_program()} {text}"
+    return f"{program()} {text}"
 
 
 @cache
-def _program() -> str:
+def program() -> str:
+    if given := os.environ.get(PROGRAM_VARIABLE):
+        return given
     script = Path(sys.executable).parent / "pdserve"
     if not script.exists():
         return f"{shlex.quote(sys.executable)} -m pdserve"

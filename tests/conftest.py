@@ -25,6 +25,7 @@ ENGINES = (
     "tests/conformance/",
     "tests/e2e/",
     "tests/engine/test_vllm_engine.py",
+    "tests/install/test_wheel.py",
 )
 """One process runs these, one after the other: the real engines of all at once would take more than 24 GB. It is the
 longest part, and begins first."""

@@ -20,6 +20,8 @@ from pdserve import __version__
 from pdserve.errors import ConfigError, PdserveError, Unavailable
 
 COMMANDS = {
+    "install": ("pdserve.cli.install:install", "the engine, into an environment of its own"),
+    "init": ("pdserve.cli.init:init", "write a YAML for this machine"),
     "serve": ("pdserve.cli.serve:serve", "run the whole graph on this machine"),
     "frontend": ("pdserve.cli.role:role", "one frontend: the HTTP port, and the processors of all models"),
     "decode": ("pdserve.cli.role:role", "one decode worker"),
@@ -56,12 +58,14 @@ COMMANDS = {
     ),
 }
 """name -> import string of the function, or the commands of a group, and one line of help"""
+_WITHOUT_ENGINE = ("install", "init", "status", "trace", "set", "credentials")
 
 _EPILOG = """\
 environment:
   PDSERVE_STATE_DIR                where embedded servers keep data and logs (default: ~/.pdserve)
   PDSERVE_NATS, PDSERVE_ETCD       servers to use, over what the file says
   PDSERVE_CREDENTIALS              folder of `pdserve credentials`, over what the file says
+  PDSERVE_ENGINE                   environment of `pdserve install` (default: in ~/.local/share/pdserve)
 
 exit codes: 0 done, 1 failed, 2 wrong configuration or command line; of plan also 3, cannot say whether it fits.
 """
@@ -132,13 +136,14 @@ def _pdserve(
     """LLM serving on vLLM with prefill and decode separated:
     one YAML file describes the graph, one command runs it.
 
-      pdserve plan -f configs/local.yaml     what would run where, and whether it fits; loads nothing
-      pdserve serve -f configs/local.yaml    the whole graph on this machine, until Ctrl-C
+      pdserve serve                          the bundled demo model on this machine, until Ctrl-C
+      pdserve init graph.yaml                write a YAML for this machine
+      pdserve plan -f graph.yaml             what would run where, and whether it fits; loads nothing
       pdserve status                         which processes run, and what they are doing
       pdserve trace ID                       where a request went, why, and what took how long
-      pdserve doctor -f configs/local.yaml   what keeps it from serving on this host
-      pdserve chaos -f configs/local.yaml    what happens when anything of it dies
-      pdserve compare -f configs/local.yaml  is it worth it: this graph against one engine
+      pdserve doctor -f graph.yaml           what keeps it from serving on this host
+      pdserve chaos -f graph.yaml            what happens when anything of it dies
+      pdserve compare -f graph.yaml          is it worth it: this graph against one engine
       pdserve bench goodput                  the highest rate that a server carries well
     """
 
@@ -172,19 +177,22 @@ class _LazyCommand(TyperCommand):
         self._function = function
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if self.name not in _WITHOUT_ENGINE:
+            from pdserve.cli.install import use_engine
+
+            use_engine()
         return self._load().make_context(info_name, args, parent, **extra)
 
     def _load(self) -> Any:
-        """Raises Unavailable where the command's package is not installed."""
+        """Raises Unavailable where packages that the command needs are not installed."""
         module, _, name = self._function.partition(":")
         try:
             function = getattr(import_module(module), name)
         except ModuleNotFoundError as error:
-            if error.name != "pdserve_bench":
+            if not module.startswith("pdserve_bench"):
                 raise
             raise Unavailable(
-                f"pdserve {self.name} is in the package pdserve_bench, which is not installed: run `make install` in "
-                "pdserve's repository, or add the folder benchmarks of it to PYTHONPATH."
+                f"pdserve {self.name} needs {error.name}: run `pdserve install`, or install 'pdserve[bench]'."
             ) from None
         text, _, examples = (inspect.getdoc(function) or "").partition("\nexamples:\n")
         app = typer.Typer(**_PLAIN)

@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from pdserve import queue
-from pdserve.cli.options import File
+from pdserve.cli.options import DemoFile
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
+from pdserve.demo import FILE
 from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable, RegistryUnavailable
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
@@ -23,7 +24,7 @@ _WITHIN = 5.0
 """seconds for an answer"""
 
 
-def doctor(file: File) -> int:
+def doctor(file: DemoFile = FILE) -> int:
     """Check what the graph of FILE needs on this host: all for which `pdserve serve` would refuse it, the ports, and
     whether NATS, etcd and the processes on other hosts can be reached where the file names servers. Each line is ok,
     warn or fail, and says what to do. Exit code 1 where something failed.

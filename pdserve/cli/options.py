@@ -6,6 +6,10 @@ from typing import Annotated, Literal
 import typer
 
 File = Annotated[Path, typer.Option("-f", "--file", metavar="FILE", help="the graph, as configs/local.yaml")]
+DemoFile = Annotated[
+    Path,
+    typer.Option("-f", "--file", metavar="FILE", help="the graph", show_default="of the bundled demo model"),
+]
 LogFormat = Annotated[
     Literal["text", "json"],
     typer.Option(envvar="PDSERVE_LOG_FORMAT", help="json: one object per line, for machines"),

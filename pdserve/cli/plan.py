@@ -5,14 +5,15 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli.options import File
+from pdserve.cli.options import DemoFile
+from pdserve.demo import FILE
 
 _UNKNOWN = 3
 """exit code"""
 
 
 def plan(
-    file: File,
+    file: DemoFile = FILE,
     gpus: Annotated[
         str | None, typer.Option(metavar="NxKIND", help="plan for other GPUs: 4xA10, 2x24GiB, 0 for none")
     ] = None,
@@ -26,7 +27,7 @@ def plan(
     examples:
       pdserve plan -f configs/disagg.yaml
       pdserve plan -f configs/disagg.yaml --gpus 4xA10     on a machine that you do not have
-      pdserve plan -f configs/local.yaml --json | jq .workers
+      pdserve plan --json | jq .workers
     """
     from pdserve.config.load import load
     from pdserve.observe.tables import show

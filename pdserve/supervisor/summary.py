@@ -9,6 +9,7 @@ from pathlib import Path
 from pdserve.command import command
 from pdserve.config.api_keys import configured
 from pdserve.config.schema import Config
+from pdserve.demo import FILE
 from pdserve.ports import in_url
 from pdserve.records import Instance
 from pdserve.settings import changed, of_files
@@ -29,7 +30,8 @@ def summary(
     lines += [f"  {name:<10} {fact}" for name, fact in _facts(config, instances, log_dir, live)]
     if config.frontend:
         lines += ["Try it:", curl(config)]
-    return "\n".join([*lines, "Look at it:", command(f"status -f {shlex.quote(str(config.path))}")])
+    file = "" if config.path == FILE else f" -f {shlex.quote(str(config.path))}"
+    return "\n".join([*lines, "Look at it:", command(f"status{file}")])
 
 
 def _facts(

@@ -422,8 +422,8 @@ NO_ENGINE = dataclasses.replace(machine(), build="")
 def test_without_vllm_nothing_can_be_served(tmp_path: Path) -> None:
     for text in (LOCAL, "Frontend: {}\nVllmWorker: {model: demo, engine: sim}\n"):
         (problem,) = plan(tmp_path, text, NO_ENGINE).problems
-        assert problem.startswith("vLLM 0.32.0 is not installed")
-        assert "`make install`" in problem
+        assert problem.startswith("no engine is installed")
+        assert "pdserve install`" in problem
     assert plan(tmp_path, LOCAL, what_if("4xA10", NO_ENGINE)).problems == ()
 
 

