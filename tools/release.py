@@ -1,0 +1,69 @@
+"""Check what `make release` has built, and print what is left to do by hand: `python -m tools.release dist`."""
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+from packaging.metadata import Metadata
+
+NEEDED = (
+    "pdserve/install/cpu.txt",
+    "pdserve/install/gpu.txt",
+    "pdserve/demo/local.yaml",
+    "pdserve/demo/model/model.safetensors",
+    "pdserve/frontend/watching/dashboard/index.html",
+    "pdserve/py.typed",
+    "pdserve_bench/__init__.py",
+    "LICENSE",
+)
+"""ends of names that the wheel and the sdist must have"""
+
+
+def problems(archive: Path) -> list[str]:
+    """What keeps a wheel or an sdist from being published."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            names = wheel.namelist()
+            (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+            metadata = wheel.read(about)
+    else:
+        with tarfile.open(archive) as sdist:
+            names = sdist.getnames()
+            file = sdist.extractfile(f"{names[0]}/PKG-INFO")
+            metadata = file.read() if file else b""
+    found = [f"{name} is not in it" for name in NEEDED if not any(each.endswith(name) for each in names)]
+    found += [f"{name} is in it" for name in names if "tests" in Path(name).parts or "__pycache__" in name]
+    try:
+        read = Metadata.from_email(metadata, validate=True)
+    except ExceptionGroup as group:
+        return found + [str(error) for error in group.exceptions]
+    if read.license_expression != "Apache-2.0" or not read.description:
+        found.append("it names no license or has no description")
+    return found
+
+
+def main(folder: Path) -> int:
+    archives = sorted(folder.glob("pdserve-*"))
+    wrong = [f"{archive.name}: {text}" for archive in archives for text in problems(archive)]
+    if len(archives) != 2:
+        wrong.append(
+            f"{folder} has not one wheel and one sdist, but {[archive.name for archive in archives]}"
+        )
+    for archive in archives:
+        print(f"{archive}  {archive.stat().st_size / 1e6:.1f} MB")
+    if wrong:
+        print("\n".join(wrong), file=sys.stderr)
+        return 1
+    version = archives[0].name.split("-")[1]
+    print(f"""Both are whole. Left to do by hand:
+  make test                                            on a fresh machine
+  git tag v{version} && git push origin v{version}
+  uv publish dist/*                                    needs a token of PyPI's
+  docker build -f deploy/Dockerfile -t pdserve:{version} .
+  docker build -f deploy/Dockerfile -t pdserve:{version}-gpu --build-arg PLATFORM=gpu .""")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
