@@ -86,20 +86,21 @@ async def test_logprobs_and_several_outputs(graph: Graph) -> None:
 
 
 LOOKING_BACK = [
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": 0.5, "temperature": 0.9},
-    {"structured_outputs": {"regex": "[a-z ]+"}, "seed": 7},
+    ({"presence_penalty": 0.5}, 0),
+    ({"presence_penalty": 0.5}, 3),
+    ({"frequency_penalty": 0.5, "temperature": 0.9}, 3),
+    ({"structured_outputs": {"regex": "[a-z ]+"}, "seed": 7}, 3),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("changes", LOOKING_BACK)
+@pytest.mark.parametrize(("changes", "generated"), LOOKING_BACK)
 async def test_a_request_that_looks_back_at_its_tokens_is_replayed(
-    graph: Graph, changes: dict[str, object], stream: bool
+    graph: Graph, changes: dict[str, Any], generated: int, stream: bool
 ) -> None:
     async with graph.worker(pace=None) as first:
         request = post(graph, **changes, stream=stream, max_tokens=9, logprobs=1)
-        await steps(first, 3)
+        await steps(first, generated)
         async with graph.worker(pace=None) as second:
             await first.die()
             await steps(second, 2)  # lost again while it is still replaying
@@ -132,15 +133,6 @@ async def test_a_replay_with_other_tokens_fails_cleanly(graph: Graph, generated:
     assert "began differently" in answer.json()["error"]["message"]
 
 
-async def test_before_the_first_token_everything_starts_again(graph: Graph) -> None:
-    async with graph.worker(pace=None) as first:
-        request = post(graph, presence_penalty=0.5)
-        await steps(first, 0)
-        async with graph.worker():
-            await first.die()
-            assert (await request).status_code == 200
-
-
 async def test_a_failure_mid_stream_is_an_event(graph: Graph) -> None:
     async with graph.worker(pace=None) as first:
         request = graph.http.stream(
@@ -169,14 +161,19 @@ async def test_a_draining_worker_sends_it_on(graph: Graph) -> None:
     assert len(second.seen) == 1
 
 
-async def test_a_request_that_kills_workers_ends(graph: Graph) -> None:
+@pytest.mark.parametrize(("kills", "status"), [(3, 200), (4, 503)])
+async def test_a_request_is_tried_again_until_four_workers_are_lost(
+    graph: Graph, kills: int, status: int
+) -> None:
+    """It is unknown what a killed process died of, however soon the next one dies."""
     request = post(graph)
-    for _ in range(4):
+    for _ in range(kills):
         async with graph.worker(pace=None) as worker:
             await steps(worker, 1)
-    answer = await request
-    assert answer.status_code == 503
-    assert "4 decode workers lost this request" in answer.json()["error"]["message"]
+    async with graph.worker():
+        answer = await request
+    assert answer.status_code == status
+    assert status == 200 or "4 decode workers lost this request" in answer.json()["error"]["message"]
 
 
 async def test_outputs_that_cannot_be_read(graph: Graph) -> None:

@@ -54,13 +54,3 @@ async def test_after_a_loss_it_goes_another_way(graph: Graph) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == text
     assert dead == 1
-
-
-async def test_workers_that_are_killed_are_no_evidence(graph: Graph) -> None:
-    """It is unknown what a killed process died of, however soon the next one dies."""
-    request = post(graph, list(range(300, 320)), max_tokens=6)
-    for _ in range(3):
-        async with graph.worker(pace=None) as worker:
-            await worker.until(lambda worker=worker: worker.jobs)
-    async with graph.worker():
-        assert (await request).status_code == 200
