@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from pdserve.decode.promises import MATTERS
 from pdserve.messages import PrefillLoad
 
 WAIT_WEIGHT = 3.0
@@ -27,6 +29,8 @@ class Estimates:
     compute_there: float
     handover: float
     """from the answer to the next token: transfer of the KV, and a step of this engine"""
+    breaks: tuple[float, float] | None = None
+    """promises that are expected to break if the prompt is computed here, and there; None: nothing is promised"""
 
     @property
     def local(self) -> float:
@@ -42,8 +46,22 @@ class Estimates:
         """Whether computing here would delay nothing."""
         return not self.streams and not self.wait_here
 
+    @property
+    def better(self) -> Literal["here", "there"]:
+        """Where fewer promises are expected to break, or else where it costs less: with a promise, an idle engine's
+        own computing costs nothing."""
+        if self.breaks is not None:
+            here, there = self.breaks
+            if abs(here - there) > MATTERS:
+                return "here" if here < there else "there"
+            if self.idle:
+                return "here"
+        return "there" if self.remote < self.local else "here"
+
     def __str__(self) -> str:
+        breaks = "breaks {:.2f} promises here, {:.2f} there; ".format(*self.breaks) if self.breaks else ""
         return (
+            f"{breaks}"
             f"local costs {_ms(self.local)} ms (wait {WAIT_WEIGHT:g} x {_ms(self.wait_here)}, compute "
             f"{_ms(self.compute_here)}, stall {STALL_WEIGHT:g} x {self.streams} streams x {_ms(self.compute_here)}), "
             f"remote {_ms(self.remote)} ms (wait {WAIT_WEIGHT:g} x {_ms(self.wait_there)}, compute "

@@ -1,44 +1,101 @@
 """In which order what waits has its turn: round the clients, so that nothing waits for all that another client has
-there. Of a client first come, first served. Pure."""
+there; of a client first come, first served. Pure: times come from outside.
 
-from collections import deque
+Where a time is promised for the first token, the earliest comes first, among the clients that have had as many turns as
+the others, and of a client. What cannot keep its promise any more waits behind what can, but not for ever."""
+
+import math
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+LATE = 10.0
+"""seconds after the promised time when what could not keep it counts as the earliest"""
+PASSED = 2
+"""turns of other clients, for each of them, after which a client has the next turn"""
+
+
+def rank(due: float, needs: float, now: float) -> float:
+    """Of what waits, the lowest comes first. `needs`: seconds from its turn to the first token."""
+    return due if now + needs <= due else due + LATE
+
+
+@dataclass(eq=False)
+class Waiting(Generic[T]):
+    item: T
+    due: float = math.inf
+    """when its first token is promised"""
+    needs: float = 0.0
+
+    def rank(self, now: float) -> float:
+        return rank(self.due, self.needs, now)
+
 
 class FairOrder(Generic[T]):
     def __init__(self) -> None:
-        self._queues: dict[str, deque[T]] = {}
-        """by client, the next one first; none is empty"""
+        self._queues: dict[str, list[Waiting[T]]] = {}
+        """by client, in the order in which they have their turns; none is empty"""
+        self._turns: Counter[str] = Counter()
+        """of each client that waits: its turns so far, or those of others before it came"""
+        self._passed: Counter[str] = Counter()
+        """of each client that waits: turns of others since its last one"""
 
-    def add(self, client: str, item: T) -> None:
-        self._queues.setdefault(client, deque()).append(item)
+    def add(self, client: str, item: T, due: float = math.inf, needs: float = 0.0) -> None:
+        if client not in self._queues:
+            self._turns[client] = min(self._turns.values(), default=0)
+        self._queues.setdefault(client, []).append(Waiting(item, due, needs))
 
-    def first(self) -> T | None:
+    def first(self, now: float) -> T | None:
         """The next one, which stays."""
-        return next((queue[0] for queue in self._queues.values()), None)
+        if not self._queues:
+            return None
+        client = self._next(now)
+        return self._best(client, now).item
 
-    def pop(self) -> T:
-        client, queue = next(iter(self._queues.items()))
-        item = queue.popleft()
-        del self._queues[client]
+    def pop(self, now: float) -> T:
+        client = self._next(now)
+        best = self._best(client, now)
+        queue, turns = self._queues[client], self._turns[client] + 1
+        self._leave(client)
+        queue.remove(best)
+        self._passed.update(list(self._queues))
         if queue:  # its next one comes after those of all others
-            self._queues[client] = queue
-        return item
+            self._queues[client], self._turns[client] = queue, turns
+        return best.item
 
     def remove(self, client: str, item: T) -> None:
         """No effect if it is not there."""
-        queue = self._queues.get(client, deque())
-        if item in queue:
-            queue.remove(item)
-            if not queue:
-                del self._queues[client]
+        left = [waiting for waiting in self._queues.get(client, ()) if waiting.item is not item]
+        if left:
+            self._queues[client] = left
+        else:
+            self._leave(client)
+
+    def _leave(self, client: str) -> None:
+        for each in (self._queues, self._turns, self._passed):
+            each.pop(client, None)
+
+    def _next(self, now: float) -> str:
+        clients = list(self._queues)
+        if all(waiting.due == math.inf for waiting in chain.from_iterable(self._queues.values())):
+            return clients[0]
+        if passed := [name for name in clients if self._passed[name] > PASSED * len(clients)]:
+            return passed[0]
+        fewest = min(self._turns.values())
+        return min(
+            (name for name in clients if self._turns[name] == fewest),
+            key=lambda name: self._best(name, now).rank(now),
+        )
+
+    def _best(self, client: str, now: float) -> Waiting[T]:
+        return min(self._queues[client], key=lambda waiting: waiting.rank(now))
 
     def __iter__(self) -> Iterator[T]:
-        return chain.from_iterable(self._queues.values())
+        return (waiting.item for waiting in chain.from_iterable(self._queues.values()))
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))

@@ -60,7 +60,7 @@ def decide(
     if not settings.conditional_disagg:
         return Decision("remote", "always")
     if settings.policy == "adaptive" and estimates is not None:
-        if estimates.remote < estimates.local:
+        if estimates.better == "there":
             return Decision("remote", "remote-cheaper")
         return Decision("local", "idle" if estimates.idle else "local-cheaper")
     if prompt_len - prefix_hit <= settings.max_local_prefill_length:

@@ -34,8 +34,10 @@ def enough(queued: int, own: Iterable[int], tokens: int, workers: int, token_sec
 
 
 class PrefillTurns:
-    def __init__(self, queue: PrefillQueue, workers: PrefillWorkers) -> None:
-        self._queue, self._workers = queue, workers
+    def __init__(
+        self, queue: PrefillQueue, workers: PrefillWorkers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._queue, self._workers, self._clock = queue, workers, clock
         self._held: FairOrder[DecodeRequest] = FairOrder()
         self._published: dict[DecodeRequest, None] = {}
         """and not known to be pulled"""
@@ -62,7 +64,8 @@ class PrefillTurns:
 
     def add(self, request: DecodeRequest) -> None:
         """Set the request's `turn` when it may be published."""
-        self._held.add(request.submit.client, request)
+        needs = len(request.submit.prompt) * self._token_seconds()
+        self._held.add(request.submit.client, request, request.due, needs)
         self.look()
 
     def over(self, request: DecodeRequest) -> None:
@@ -75,8 +78,9 @@ class PrefillTurns:
         """Let those publish whose turn it is. To be called when a prompt was pulled."""
         for pulled in [request for request in self._published if request.prefiller]:
             del self._published[pulled]
-        while (request := self._held.first()) and self._may_publish(request):
-            self._held.pop()
+        now = self._clock()
+        while (request := self._held.first(now)) and self._may_publish(request):
+            self._held.pop(now)
             self._published[request] = None
             if request.turn is not None and request.awaits:
                 request.turn.set_result(None)
@@ -84,14 +88,17 @@ class PrefillTurns:
         (self._holds.set if self._held else self._holds.clear)()
 
     def _may_publish(self, request: DecodeRequest) -> bool:
-        workers = [worker.id for worker in self._workers.available()]
+        workers, tokens = len(self._workers.available()), len(request.submit.prompt)
         if not self._queue.connected or not workers:
             return True  # it is computed here then
-        loads = (self._queue.loads[worker][0] for worker in workers if worker in self._queue.loads)
-        known = [load.token_seconds for load in loads if load.token_seconds]
         own = [len(request.submit.prompt) for request in self._published]
-        seconds = min(known, default=FIRST_TOKEN_SECONDS)
-        return not enough(self._queue.stored, own, len(request.submit.prompt), len(workers), seconds)
+        return not enough(self._queue.stored, own, tokens, workers, self._token_seconds())
+
+    def _token_seconds(self) -> float:
+        """Of the fastest prefill worker."""
+        loads = (self._queue.loads.get(worker.id) for worker in self._workers.available())
+        known = (load.token_seconds for load, _ in filter(None, loads) if load.token_seconds)
+        return min(known, default=FIRST_TOKEN_SECONDS)
 
     async def watch(self) -> None:
         """Look again and again while prompts are held, for ever."""

@@ -1,6 +1,7 @@
 """The requests that a decode worker has, from their arrival to their last output."""
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pdserve.decode.hops import RequestHops
 from pdserve.decode.kv_age import KvAge
 from pdserve.decode.policy import Decision
 from pdserve.kv.handles import source
-from pdserve.messages import KvHandle, Placed, PrefillDone, PrefillFailed, Submit
+from pdserve.messages import KvHandle, Placed, PrefillDone, PrefillFailed, Promise, Submit
 from pdserve.observe.tracing import Attributes, Tracer
 from pdserve.recent import RecentKeys
 
@@ -73,6 +74,8 @@ class DecodeRequest:
     """output tokens sent from here, the prefill worker's first token included"""
     since: float = 0.0
     """while RUNNING: when it entered the engine, or its last token came; monotonic seconds"""
+    torn: bool = False
+    """two of its tokens came further apart than promised"""
     warms: str = ""
     """of a warm-up, which no frontend sent: instance id of the prefill worker"""
     unread: bool = False
@@ -87,6 +90,11 @@ class DecodeRequest:
 
     def __post_init__(self) -> None:
         self.hops = RequestHops(self.arrived)
+        promise = self.submit.promise or Promise()
+        self.due = math.inf if promise.ttft is None else self.arrived + promise.ttft
+        """when its first token is promised"""
+        self.gap = promise.gap or math.inf
+        """promised between two tokens, in seconds"""
 
     @property
     def placed(self) -> Placed:
@@ -106,6 +114,11 @@ class DecodeRequest:
     def awaits(self) -> bool:
         """Whether it waits for a prefill worker's answer."""
         return self.answer is not None and not self.answer.done()
+
+    @property
+    def published(self) -> bool:
+        """Whether its prompt is in the prefill queue, or was."""
+        return self.kv_age is not None
 
     def resolve(self, answer: Outcome) -> None:
         """End the wait for the prefill worker; no effect if there is none."""

@@ -140,7 +140,7 @@ class RequestRunner:
         hit = request.hit = prefix_hit or 0
         workers = len(self.workers.available())
         adaptive = settings.remote_prefill and settings.policy == "adaptive"
-        estimates = self.estimator.of(prompt - hit, prompt) if adaptive else None
+        estimates = self.estimator.of(prompt - hit, prompt, request.due, request.gap) if adaptive else None
         decision = decide(
             prompt,
             hit,
@@ -175,7 +175,13 @@ class RequestRunner:
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
         """Generate without remote KV, when it is the prompt's turn to be computed."""
         since = time.monotonic()
-        async with self.turns.turn(request.computes, request.submit.client) as waited:
+        turn = self.turns.turn(
+            request.computes,
+            request.submit.client,
+            request.due,
+            request.computes * self.estimator.token_seconds_here,
+        )
+        async with turn as waited:
             if waited:
                 request.hops.add("turn", since, time.monotonic())
             if not request.cancelled:
@@ -215,6 +221,7 @@ class RequestRunner:
             self.links.unreachable(step.unreachable)
             self.workers.avoid(step.unreachable)
             self._note_unread(step.unread)
+            self.estimator.stepped(time.monotonic())
         for frontend, outputs in (await self._by_frontend(step.outputs)).items():
             with Apart("outputs") as one:
                 await self.frontends.send_outputs(frontend, outputs)
@@ -242,6 +249,7 @@ class RequestRunner:
             await self.frontends.fail(request, text, retry=not output.refused, invalid=bool(output.refused))
             return False
         request.tokens += len(output.tokens)
+        request.torn |= request.tokens > len(output.tokens) and now - request.since > request.gap
         if not request.proven:
             if output.recomputed and not request.unread:
                 self.links.unread(request, "it had to be computed again")

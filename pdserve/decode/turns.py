@@ -6,6 +6,8 @@ others wait here (`order.py`), so that a request whose KV comes from a prefill w
 engine."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -20,11 +22,14 @@ class PromptTurns:
         self._waiting: FairOrder[tuple[int, asyncio.Event]] = FairOrder()
 
     @asynccontextmanager
-    async def turn(self, tokens: int, client: str = "") -> AsyncIterator[bool]:
-        """Hold a turn for a prompt with so many tokens to compute. Yields whether it had to wait."""
+    async def turn(
+        self, tokens: int, client: str = "", due: float = math.inf, needs: float = 0.0
+    ) -> AsyncIterator[bool]:
+        """Hold a turn for a prompt with so many tokens to compute, whose first token is promised for `due` and comes
+        `needs` seconds after its turn. Yields whether it had to wait."""
         prompt = min(tokens, self._chunk), asyncio.Event()
         tokens, event = prompt
-        self._waiting.add(client, prompt)
+        self._waiting.add(client, prompt, due, needs)
         self._start_next()
         waits = not event.is_set()
         try:
@@ -38,10 +43,11 @@ class PromptTurns:
             self._start_next()
 
     def _start_next(self) -> None:
-        while prompt := self._waiting.first():
+        now = time.monotonic()
+        while prompt := self._waiting.first(now):
             tokens, event = prompt
             if self._held and self._held + tokens > self._chunk:
                 return
-            self._waiting.pop()
+            self._waiting.pop(now)
             self._held += tokens
             event.set()

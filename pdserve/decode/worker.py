@@ -57,6 +57,7 @@ class DecodeWorker(EngineWorker):
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
         quarantine = Quarantine()
         self._frontends = Frontends(engine, self._stream, self._workers, self.requests, quarantine)
+        chunk = int(str(config.decode.engine_args.get("long-prefill-token-threshold", 0)))
         self._runner = RequestRunner(
             engine,
             self._frontends,
@@ -67,8 +68,8 @@ class DecodeWorker(EngineWorker):
             self.requests,
             self.settings,
             quarantine,
-            Estimator(self.requests, queue, self._workers),
-            PromptTurns(int(str(config.decode.engine_args.get("long-prefill-token-threshold", 0)))),
+            Estimator(self.requests, queue, self._workers, chunk=chunk),
+            PromptTurns(chunk),
             start=lambda work: self.tasks.create_task(work),
         )
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
 from pdserve.both.worker import BothWorker
@@ -27,6 +29,7 @@ from pdserve.messages import (
     Placed,
     PrefillAnswer,
     PrefillStarted,
+    Promise,
     Refused,
     Submit,
     ToFrontend,
@@ -146,12 +149,13 @@ class FrontendStream:
         seconds: float = 30.0,
         request_id: str = "",
         client: str = "",
+        promise: Promise | UnsetType = UNSET,
         **sampling: object,
     ) -> str:
         request_id = request_id or f"r{next(_numbers)}"
         self.answered.setdefault(request_id, Answered(prompt, max_tokens))
-        asked = Submit(request_id, prompt, seconds, body(max_tokens, **sampling), client=client)
-        await self.client.send(asked)
+        asked = Submit(request_id, prompt, seconds, body(max_tokens, **sampling))
+        await self.client.send(replace(asked, client=client, promise=promise))
         return request_id
 
     async def stream(self, prompt: list[int] = SHORT, max_tokens: int = 5000) -> str:
@@ -161,7 +165,7 @@ class FrontendStream:
         return request_id
 
     async def ask(self, prompt: list[int], max_tokens: int = 4, **sampling: object) -> Answered:
-        return await self.end_of(await self.submit(prompt, max_tokens, 30.0, "", "", **sampling))
+        return await self.end_of(await self.submit(prompt, max_tokens, 30.0, "", "", UNSET, **sampling))
 
     async def end_of(self, request_id: str) -> Answered:
         answered = self.answered[request_id]

@@ -5,6 +5,7 @@
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 from pdserve.config.schema import DecodeSection
 from pdserve.decode.estimator import Estimator
+from pdserve.decode.order import FairOrder
 from pdserve.decode.policy import Decision, decide
 from pdserve.decode.prefill_turns import PrefillTurns
 from pdserve.engine.sim.model import SimModel
@@ -29,6 +31,15 @@ PULL_BELOW = 4096
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
 ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
+
+
+@dataclass(frozen=True)
+class Promised:
+    ttft: float
+    gap: float
+
+
+NO_PROMISE = Promised(math.inf, math.inf)
 
 
 @dataclass(eq=False)
@@ -50,10 +61,24 @@ class VirtualRequest:
     pulled: float = 0.0
     outcome: Any = None
     times: list[float] = field(default_factory=list)
+    published: bool = False
+    torn: bool = False
 
     @property
     def submit(self) -> Any:
         return SimpleNamespace(prompt=range(self.prompt), client=self.client)
+
+    @property
+    def due(self) -> float:
+        return self.begun + self.decode.graph.promised.ttft
+
+    @property
+    def gap(self) -> float:
+        return self.decode.graph.promised.gap
+
+    @property
+    def kept(self) -> bool:
+        return self.ttft <= self.due - self.begun and self.longest_gap <= self.gap
 
     @property
     def awaits(self) -> bool:
@@ -62,15 +87,19 @@ class VirtualRequest:
     @property
     def turn(self) -> Any:
         """The decode worker may publish it."""
-        publish = partial(self.decode.graph.publish, self)
-        return SimpleNamespace(set_result=lambda _: self.decode.graph.after(PUBLISH, publish))
+
+        def publish(_: None) -> None:
+            self.published = True
+            self.decode.graph.after(PUBLISH, partial(self.decode.graph.publish, self))
+
+        return SimpleNamespace(set_result=publish)
 
     @property
     def ttft(self) -> float:
         return self.times[0] - self.begun
 
     @property
-    def gap(self) -> float:
+    def longest_gap(self) -> float:
         return max(after - before for before, after in itertools.pairwise(self.times))
 
 
@@ -107,7 +136,11 @@ class VirtualEngine:
             if request.computed == request.prompt:
                 self.token(request)
         self._busy = False
+        self.ended()
         self.go_on()
+
+    def ended(self) -> None:
+        """A step has ended."""
 
     def token(self, request: VirtualRequest) -> None:
         raise NotImplementedError
@@ -116,12 +149,13 @@ class VirtualEngine:
 class VirtualDecode(VirtualEngine):
     def __init__(self, graph: "VirtualGraph", chunk: int) -> None:
         super().__init__(graph, chunk)
-        self.waiting: list[VirtualRequest] = []
+        self.waiting: FairOrder[VirtualRequest] = FairOrder()
         self.live: list[VirtualRequest] = []
         available = [SimpleNamespace(id=worker.id) for worker in graph.prefill]
         workers = SimpleNamespace(available=lambda: available)
-        self.estimator = Estimator(self, graph, workers, clock=lambda: graph.now)  # type: ignore[arg-type]
-        self.turns = PrefillTurns(graph, workers)  # type: ignore[arg-type]
+        clock = lambda: graph.now  # noqa: E731
+        self.estimator = Estimator(self, graph, workers, clock, chunk)  # type: ignore[arg-type]
+        self.turns = PrefillTurns(graph, workers, clock)  # type: ignore[arg-type]
 
     def clients(self) -> list[VirtualRequest]:
         return self.live
@@ -130,13 +164,14 @@ class VirtualDecode(VirtualEngine):
         return iter(self.live)
 
     def submit(self, request: VirtualRequest) -> None:
-        estimates = self.estimator.of(request.prompt, request.prompt)
+        estimates = self.estimator.of(request.prompt, request.prompt, request.due, request.gap)
         args = request.prompt, 0, self.graph.depth, len(self.graph.prefill), True, self.graph.settings
         request.decision = decide(*args, estimates=estimates)
         self.live.append(request)
         if request.decision.mode == "local":
             request.computes = request.prompt
-            self.waiting.append(request)
+            needs = request.prompt * self.estimator.token_seconds_here
+            self.waiting.add(request.client, request, request.due, needs)
             self._start()
         else:
             request.awaits_tokens = request.prompt
@@ -146,11 +181,11 @@ class VirtualDecode(VirtualEngine):
                 request.turn.set_result(None)
 
     def _start(self) -> None:
-        while self.waiting:
+        while first := self.waiting.first(self.graph.now):
             held = sum(min(self.chunk, each.computes) for each in self.requests)
-            if held and held + self.waiting[0].computes > self.chunk:
+            if held and held + first.computes > self.chunk:
                 return
-            request = self.waiting.pop(0)
+            request = self.waiting.pop(self.graph.now)
             request.since = self.graph.now
             self.add(request)
 
@@ -160,7 +195,11 @@ class VirtualDecode(VirtualEngine):
         self.turns.over(request)  # type: ignore[arg-type]
         self.graph.after(TRANSFER, lambda: self.add(request))
 
+    def ended(self) -> None:
+        self.estimator.stepped(self.graph.now)
+
     def token(self, request: VirtualRequest) -> None:
+        request.torn |= bool(request.times) and self.graph.now - request.times[-1] > request.gap
         request.times.append(self.graph.now)
         if not request.proven:
             self.estimator.first_token(request, self.graph.now)  # type: ignore[arg-type]
@@ -207,15 +246,21 @@ class VirtualGraph:
         chunk: int = DECODE_CHUNK,
         seed: int = 1,
         turns: bool = True,
+        promised: Promised = NO_PROMISE,
+        slow: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Without `turns` each prompt is published at once."""
+        """Without `turns` each prompt is published at once. `slow`: times as slow, decode and prefill workers."""
         self.settings, self.random, self.now = settings, Random(seed), 0.0
         self.queue: list[VirtualRequest] = []
         self.loads: dict[str, tuple[PrefillLoad, float]] = {}
         self.connected = True
-        self.turns, self.held = turns, 0
+        self.turns, self.held, self.promised = turns, 0, promised
         self.prefill = [VirtualPrefill(self, number) for number in range(prefill)]
         self.decode = [VirtualDecode(self, chunk) for _ in range(decode)]
+        for decoding in self.decode:
+            decoding.slow = slow[0]
+        for prefilling in self.prefill:
+            prefilling.slow = slow[1]
         self.done: list[VirtualRequest] = []
         self.ended: Callable[[VirtualRequest], None] = self.done.append
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -293,7 +338,7 @@ class Figures:
     def of(cls, requests: list[VirtualRequest], begin: float = 3.0, end: float = 1e9) -> "Figures":
         found = [request for request in requests if begin <= request.begun < end]
         ttfts = sorted(1000 * each.ttft for each in found)
-        gaps = sorted(1000 * each.gap for each in found)
+        gaps = sorted(1000 * each.longest_gap for each in found)
         itls = sorted(1000 * (b - a) for each in found for a, b in itertools.pairwise(each.times))
         local = sum(each.decision.mode == "local" for each in found) / len(found)
         return cls(

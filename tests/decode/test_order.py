@@ -1,0 +1,62 @@
+"""The order of what waits: round the clients, and with a promise the earliest first. Pure."""
+
+import math
+from itertools import count
+
+import pytest
+
+from pdserve.decode.order import LATE, PASSED, FairOrder
+
+INF = math.inf
+
+
+def in_order(waiting: list[tuple[str, float]], now: float = 0.0, needs: float = 0.1) -> list[str]:
+    """The clients of these, each due at a time, as they have their turns."""
+    order: FairOrder[tuple[str, int]] = FairOrder()
+    numbers = count()
+    for client, due in waiting:
+        order.add(client, (client, next(numbers)), due, needs)
+    served = []
+    while len(order):
+        assert order.first(now) is not None
+        client, number = order.pop(now)
+        served.append(f"{client}{number}")
+    return served
+
+
+@pytest.mark.parametrize(
+    ("waiting", "served"),
+    [
+        pytest.param([("a", INF), ("a", INF), ("b", INF), ("a", INF)], "a0 b2 a1 a3", id="no promise"),
+        pytest.param([("a", 3), ("a", 2), ("a", 1)], "a2 a1 a0", id="the earliest first"),
+        pytest.param([("a", 3), ("b", 2), ("c", 1)], "c2 b1 a0", id="of all clients"),
+        pytest.param([("a", 3), ("b", 1), ("b", 2)], "b1 a0 b2", id="but no client twice before another"),
+        pytest.param([("a", 0.05), ("a", 3)], "a1 a0", id="what is late waits behind"),
+        pytest.param([("a", 0.05 - LATE), ("a", 3)], "a0 a1", id="not for ever"),
+        pytest.param([("a", INF), ("a", 3)], "a1 a0", id="nothing promised"),
+    ],
+)
+def test_the_order(waiting: list[tuple[str, float]], served: str) -> None:
+    assert in_order(waiting) == served.split()
+
+
+def test_clients_that_come_and_go_pass_no_other_for_ever() -> None:
+    order: FairOrder[str] = FairOrder()
+    order.add("patient", "patient", due=9.0)
+    order.add("patient", "again", due=9.0)
+    passed = 0
+    for number in count():
+        order.add(f"new {number}", "new", due=1.0)
+        if order.pop(0.0) != "new":
+            break
+        passed += 1
+    assert passed <= 2 * PASSED + 1
+
+
+def test_what_is_removed_has_no_turn() -> None:
+    order: FairOrder[str] = FairOrder()
+    for item in ("x", "y"):
+        order.add("a", item, due=1.0)
+    order.remove("a", "x")
+    order.remove("b", "y")
+    assert (list(order), order.pop(0.0), order.first(0.0)) == (["y"], "y", None)
