@@ -11,7 +11,7 @@ from pdserve.records import Role
 from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.questions import LONGEST, Attempt, simulated
 from pdserve_bench.chaos.scene import Fault, Scene
-from pdserve_bench.client import Exchange, LoadClient, completion, post, send_unread
+from pdserve_bench.client import Exchange, LoadClient, post, send_unread
 
 GREEDY, POLITE = "127.0.0.2", "127.0.0.3"
 STREAMS = 200
@@ -60,14 +60,21 @@ def _longest_pause(attempts: Iterable[Attempt]) -> float:
 def _unread(scene: Scene, number: int) -> socket.socket | None:
     """None if it is refused: that is an answer too."""
     url = scene.running.graph.url
-    body = completion(scene.running.graph.model, [300 + number, 301, 302], OUTPUT)
+    body = {
+        "model": scene.running.graph.model,
+        "prompt": [300 + number, 301, 302],
+        "max_tokens": OUTPUT,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with suppress(OSError):
         return send_unread(url, post(url, body), GREEDY)
     return None
 
 
 async def _ask(scene: Scene, prompt: Sequence[int], source: str = "") -> Exchange:
-    exchange = Exchange(completion(scene.running.graph.model, prompt, 4, stream=False))
+    body = {"model": scene.running.graph.model, "prompt": list(prompt), "max_tokens": 4, "ignore_eos": True}
+    exchange = Exchange(body)
     await LoadClient(scene.running.graph.url, source=source).ask(exchange, scene.options.patience)
     return exchange
 

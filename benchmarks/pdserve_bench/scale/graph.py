@@ -15,7 +15,7 @@ import psutil
 from pdserve.errors import Unavailable
 from pdserve.ports import free_port
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
-from pdserve_bench.client import Exchange, LoadClient, completion
+from pdserve_bench.client import Exchange, LoadClient
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.cpu import cpu_seconds
 from pdserve_bench.watch import series
@@ -134,8 +134,7 @@ class ScaleGraph:
     @asynccontextmanager
     async def streams(self) -> AsyncIterator[None]:
         """Entered when all of them have begun."""
-        body = completion("demo", "one two three", 4000)
-        exchanges = [Exchange(body) for _ in range(min(STREAMS, self.workers // 2))]
+        exchanges = [Exchange(_body()) for _ in range(min(STREAMS, self.workers // 2))]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._ask(exchange)) for exchange in exchanges]
             while not all(exchange.arrivals for exchange in exchanges):  # noqa: ASYNC110
@@ -143,6 +142,16 @@ class ScaleGraph:
             yield
             for task in tasks:
                 task.cancel()
+
+
+def _body() -> dict[str, object]:
+    return {
+        "model": "demo",
+        "prompt": "one two three",
+        "max_tokens": 4000,
+        "stream": True,
+        "ignore_eos": True,
+    }
 
 
 async def _ready(process: asyncio.subprocess.Process) -> None:
