@@ -50,11 +50,11 @@ class Terminal:
             self._reading.join()
             os.close(self._ours)
 
-    def until(self, words: str, within: float = 200) -> None:
+    def until(self, words: str, within: float = 200, times: int = 1) -> None:
         deadline = time.monotonic() + within
-        while words not in self.text:
+        while self.text.count(words) < times:
             alive = self._reading.is_alive() and time.monotonic() < deadline
-            assert alive or words in self.text, self.text[-3000:]
+            assert alive or self.text.count(words) >= times, self.text[-3000:]
             time.sleep(0.05)
 
     def _read(self) -> None:

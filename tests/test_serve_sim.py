@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from pdserve_bench.launch import PDSERVE
 
 from pdserve.credentials import create
 from pdserve.ports import free_port, port_holder
@@ -160,6 +161,17 @@ def test_live_settings_are_of_one_file(serve: Serve, tmp_path: Path) -> None:
         assert f"live setting policy=adaptive dropped: it was set on {tmp_path / 'graph.yaml'}" in other.text
         assert "(file: " not in other.text
         assert "policy = threshold (as in the file)" in other.pdserve("set").stdout
+
+
+def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: Serve) -> None:
+    with Terminal([*PDSERVE, "status", "--watch"], {**graph.env, "LINES": "60"}) as terminal:
+        terminal.until("\x1b[?1049h")
+        for times in (1, 2):
+            terminal.until("demo, 2 decode workers", times=times)
+        assert "\x1b[?1049l" not in terminal.text
+        terminal.type("\x03")
+        terminal.until("\x1b[?1049l")
+        terminal.until("the exit code is 130")
 
 
 def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:

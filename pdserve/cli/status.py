@@ -1,20 +1,25 @@
-"""`pdserve status`: the state of a running graph, for people and for machines."""
+"""`pdserve status`: the state of a running graph, for people and for machines, once or each second."""
 
 import asyncio
 import json
+import logging
+import signal
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pdserve import clock
-from pdserve.cli.find import GraphAddress, find_graph, view_of
+from pdserve.cli.find import GraphAddress, GraphView, find_graph, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.observe.graph_state import GraphState, decode_workers, graph_state, settings_changed
 from pdserve.observe.pages import read_watched
@@ -33,6 +38,8 @@ from pdserve.observe.tables import show, table
 from pdserve.records import Instance
 from pdserve.watch import Connections, Watched
 
+AGAIN = 1.0
+"""seconds between two looks at all processes, at least"""
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
 _LEVELS = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "cyan")}
 
@@ -43,38 +50,65 @@ def status(
     namespace: Namespace = None,
     credentials: CredentialsFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="again each second; in a pipe as JSON, an object in a line")
+    ] = False,
 ) -> int:
     """Show the processes of a running graph: those that are registered in etcd, with their load and KV usage as they
     report them (`?` where one does not answer), and those that should be there; what is wrong, the models, the prefill
     queue and the live settings. While etcd does not answer, the processes are those that `serve` on this machine saw
     there last. Exit code 1 where nothing runs.
 
+    With --watch it is drawn again each second, until Ctrl-C.
+
     examples:
       pdserve status                         the graph that runs on this machine
-      watch pdserve status                   again every two seconds
+      pdserve status --watch                 again each second
       pdserve status -f configs/disagg.yaml --json | jq '.instances[].load'
       pdserve status --etcd 10.0.0.5:2379    a graph elsewhere
     """
-    return asyncio.run(_status(find_graph(file, etcd, namespace, credentials), as_json))
+    return asyncio.run(_status(find_graph(file, etcd, namespace, credentials), as_json, watch))
 
 
-async def _status(graph: GraphAddress, as_json: bool) -> int:
+async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     """Return the exit code. Raises NoGraph."""
-    own = Connections()
     async with view_of(graph) as view:
-        own.add("etcd", graph.etcd, view.connected)
+        if watch:
+            await _watch(view, graph, as_json or not sys.stdout.isatty())
+        state = await anext(_states(view, graph.etcd))
+        if as_json:
+            print(json.dumps(as_dict(state, graph), indent=2))
+        else:
+            show(render(state, graph), pipe_width=140)
+        if not state.instances:
+            print(f"pdserve: nothing runs in namespace {graph.namespace} of {graph.etcd}.", file=sys.stderr)
+            return 1
+    return 0
+
+
+async def _watch(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
+    """Show each state until Ctrl-C, or SIGTERM, which also leaves the terminal as it was."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    logging.getLogger().addHandler(logging.NullHandler())  # what warnings say is among the problems
+    with nullcontext() if as_json else Live(screen=True, auto_refresh=False) as screen:
+        async for state in _states(view, graph.etcd):
+            if screen is None:
+                print(json.dumps(as_dict(state, graph)), flush=True)
+            else:
+                screen.update(render(state, graph), refresh=True)
+
+
+async def _states(view: GraphView, etcd: str) -> AsyncIterator[GraphState]:
+    """A state each `AGAIN` seconds, for ever."""
+    own = Connections()
+    own.add("etcd", etcd, view.connected)
+    while True:
+        began = time.monotonic()
         registered = view.snapshot()
         watched = await read_watched(registered.instances)
         watched["this command"] = Watched(outages=own.outages())
-    state = graph_state(*registered, watched)
-    if as_json:
-        print(json.dumps(as_dict(state, graph), indent=2))
-    else:
-        show(render(state, graph), pipe_width=140)
-    if not state.instances:
-        print(f"pdserve: nothing runs in namespace {graph.namespace} of {graph.etcd}.", file=sys.stderr)
-        return 1
-    return 0
+        yield graph_state(*registered, watched)
+        await asyncio.sleep(began + AGAIN - time.monotonic())
 
 
 def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
