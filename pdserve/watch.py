@@ -91,6 +91,13 @@ class Receipt(Struct, frozen=True):
     """in the order of their starts, which are seconds from its arrival; with several sequences (n > 1), of the first"""
     trace_id: str = ""
     """empty where it is not traced"""
+    promise: str = ""
+    """what became of its promise: `kept`, or the first that was broken: `ttft`, `gap`, `failed`; empty: there is none,
+    or it is not known yet"""
+    broken_by: str = ""
+    """the hop that took most of the time for which `ttft` or `gap` was broken"""
+    longest_gap: float = 0.0
+    """seconds between two tokens; 0 without a promise"""
 
     @property
     def way(self) -> str:
@@ -146,6 +153,10 @@ class Tick(Struct, frozen=True):
     ttft: list[int] = []
     """observations in each bucket of `BUCKETS`, and beyond the last; empty: none at all"""
     itl: list[int] = []
+    promised: int = 0
+    """ended with a promise to keep"""
+    kept: int = 0
+    """of these, those that kept it"""
 
 
 class Outage(Struct, frozen=True):

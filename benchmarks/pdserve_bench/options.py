@@ -17,8 +17,16 @@ BaseUrl = Annotated[
     ),
 ]
 ApiKey = Annotated[str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")]
-Ttft = Annotated[str, typer.Option(metavar="TIME", help="SLO: the first token comes within this")]
-Gap = Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")]
+Ttft = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME", help="SLO: the first token comes within this (default: the file's, else 500ms)"
+    ),
+]
+Gap = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="and no two tokens are further apart (default: the file's, else 60ms)"),
+]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")]
 Plot = Annotated[Path | None, typer.Option(metavar="NAME", help="draw the charts as NAME.png")]
 

@@ -5,8 +5,11 @@ import re
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+from pdserve.config.load import load
 from pdserve.errors import ConfigError
+from pdserve.slo import NO_PROMISE
 from pdserve_bench.client import Exchange, Outcome
 
 SHARE = 0.9
@@ -61,12 +64,15 @@ class Slo:
         return sum(map(self.kept, exchanges)) / len(exchanges) if exchanges else 1.0
 
 
-def read_slo(ttft: str, gap: str) -> Slo:
-    """Parse the options `--ttft` and `--gap`. Raises ConfigError."""
+def read_slo(ttft: str | None, gap: str | None, file: Path | None = None) -> Slo:
+    """Parse the options `--ttft` and `--gap`; what is not given is as the graph's file promises it. Raises
+    ConfigError."""
+    promised = load(file).slo if file is not None and None in (ttft, gap) else NO_PROMISE
     bounds, problems = [], []
-    for option, text in (("--ttft", ttft), ("--gap", gap)):
+    given = (("--ttft", ttft, promised.ttft or Slo.ttft), ("--gap", gap, promised.gap or Slo.gap))
+    for option, text, default in given:
         try:
-            bounds.append(seconds(text))
+            bounds.append(default if text is None else seconds(text))
         except ValueError as error:
             problems.append(f"{option}: {error}.")
     if problems:

@@ -21,7 +21,13 @@ from rich.text import Text
 from pdserve import clock
 from pdserve.cli.find import GraphAddress, GraphView, find_graph, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
-from pdserve.observe.graph_state import GraphState, decode_workers, graph_state, settings_changed
+from pdserve.observe.graph_state import (
+    GraphState,
+    decode_workers,
+    graph_state,
+    promise_kept,
+    settings_changed,
+)
 from pdserve.observe.pages import read_watched
 from pdserve.observe.problems import (
     DRAINING,
@@ -144,6 +150,8 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
             times = count(node.restarts, "time")
             summary.add_row("restarts", Text(f"{node.name}: {times}, last end: {node.why}"))
     summary.add_row("queue", f"{state.queue_depth} prefill requests waiting")
+    if promise := promise_kept(state.moments):
+        summary.add_row("promise", promise)
     for line in settings_changed(state):
         summary.add_row("set", line)
     if graph.url:

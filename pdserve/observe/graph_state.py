@@ -45,6 +45,10 @@ class Moment(Struct, frozen=True):
     requests: float
     failed: float
     refused: float
+    promised: float
+    """with a promise to keep"""
+    kept: float | None
+    """that kept it; None where nothing was promised"""
     tokens: float
     ttft_p50: float | None
     ttft_p95: float | None
@@ -164,12 +168,23 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
     return lower + (BUCKETS[index] - lower) * (1 - (below[index] - rank) / counts[index])
 
 
+def promise_kept(series: Sequence[Moment]) -> str:
+    """Return the share of requests that kept their promise, in words; empty where nothing was promised. Pure."""
+    promised = sum(moment.promised for moment in series)
+    kept = sum(moment.kept or 0.0 for moment in series)
+    lately = f"{round(promised * TICK)} requests in the last {len(series) * TICK / 60:.0f} minutes"
+    return f"kept by {kept / promised:.1%} of {lately}" if promised else ""
+
+
 def _moment(ticks: Sequence[Tick], age: float) -> Moment:
+    promised = sum(tick.promised for tick in ticks) / TICK
     return Moment(
         age,
         sum(tick.requests for tick in ticks) / TICK,
         sum(tick.failed for tick in ticks) / TICK,
         sum(tick.refused for tick in ticks) / TICK,
+        promised,
+        sum(tick.kept for tick in ticks) / TICK if promised else None,
         sum(tick.tokens for tick in ticks) / TICK,
         *_quantiles(tuple(tuple(tick.ttft) for tick in ticks)),
         *_quantiles(tuple(tuple(tick.itl) for tick in ticks)),

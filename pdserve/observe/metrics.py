@@ -19,6 +19,12 @@ REQUESTS = Counter(
     "HTTP requests answered, by status; 499: the client left before the answer. `model` is empty for one not served",
     ["model", "code"],
 )
+SLO = Counter(
+    "pdserve_slo_total",
+    "requests that are over and had a promise, by what became of it; `outcome`: `kept`, `ttft` (the first token came "
+    "too late), `gap` (a later one did), `failed` (429 or 5xx)",
+    ["model", "outcome"],
+)
 KEY_REQUESTS = Counter("pdserve_key_requests_total", "HTTP requests answered, by API key", ["key", "code"])
 KEY_TOKENS = Counter(
     "pdserve_key_tokens_total", "tokens by API key; `kind`: `prompt`, `output`", ["key", "kind"]

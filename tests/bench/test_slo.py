@@ -1,5 +1,6 @@
 """SLOs: how they are written, when they are kept, and what became of requests under them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,16 @@ def test_both_wrong_bounds_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as found:
         read_slo("soon", "0ms")
     assert [problem.split(":")[0] for problem in found.value.problems] == ["--ttft", "--gap"]
+
+
+def test_what_is_not_given_is_as_the_file_promises_it(tmp_path: Path) -> None:
+    file = tmp_path / "graph.yaml"
+    file.write_text("Frontend: {}\nVllmWorker: {model: demo}\nSlo: {ttft: 2s, gap: 40ms}\n")
+    assert read_slo(None, None, file) == Slo(2.0, 0.04)
+    assert read_slo("1s", None, file) == Slo(1.0, 0.04)
+    file.write_text("Frontend: {}\nVllmWorker: {model: demo}\nSlo: {ttft: 2s}\n")
+    assert read_slo(None, None, file) == Slo(2.0, 0.06)
+    assert read_slo(None, None) == Slo(0.5, 0.06)
 
 
 def _exchange(*arrivals: float, **what: Any) -> Exchange:

@@ -52,8 +52,8 @@ def compare(
         float | None,
         typer.Option(metavar="R", min=0.001, help="requests per second that you have (default: the trace's)"),
     ] = None,
-    ttft: Ttft = "500ms",
-    gap: Gap = "60ms",
+    ttft: Ttft = None,
+    gap: Gap = None,
     share: Annotated[
         float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
     ] = 0.9,
@@ -125,7 +125,7 @@ def compare(
         load, asked = _single(prompt_tokens, answer_len, seed), None
     options = CompareOptions(
         file,
-        read_slo(ttft, gap),
+        read_slo(ttft, gap, file),
         share,
         rate if rate is not None else asked,
         minutes,

@@ -24,8 +24,8 @@ def goodput(
     file: GraphFile = None,
     model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
     api_key: ApiKey = "",
-    ttft: Ttft = "500ms",
-    gap: Gap = "60ms",
+    ttft: Ttft = None,
+    gap: Gap = None,
     share: Annotated[
         float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
     ] = 0.9,
@@ -72,7 +72,7 @@ def goodput(
       OPENAI_API_KEY=... pdserve bench goodput --base-url https://llm.example.com/v1 --chat --json out.json
     """
     options = GoodputOptions(
-        slo=read_slo(ttft, gap),
+        slo=read_slo(ttft, gap, file),
         share=share,
         seconds=seconds_,
         start_rate=start_rate,

@@ -44,8 +44,8 @@ def multi_round(
         int, typer.Option(metavar="N", min=0, help="words of each user's own after them")
     ] = 400,
     answer_len: Annotated[int, typer.Option(metavar="N", min=1, help="tokens of each answer")] = 40,
-    ttft: Ttft = "500ms",
-    gap: Gap = "60ms",
+    ttft: Ttft = None,
+    gap: Gap = None,
     warm_up: Annotated[
         int, typer.Option(metavar="N", min=0, help="requests before it begins, which do not count")
     ] = 10,
@@ -77,7 +77,7 @@ def multi_round(
           --shared-system-prompt 1000 --user-history-prompt 2000 --answer-len 100 \\
           --model RAG_LLM --base-url http://0.0.0.0:8009/v1
     """
-    slo = read_slo(ttft, gap)
+    slo = read_slo(ttft, gap, file)
     check_outputs(json, plot)
     load = MultiRound(
         num_users=num_users,

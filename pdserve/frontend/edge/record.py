@@ -1,11 +1,14 @@
 """What became of one HTTP request."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from pdserve.frontend.edge.answer import ResponseWriter
-from pdserve.frontend.edge.trace import CLIENT_LEFT, MAX_WHY, RequestFailure
+from pdserve.frontend.edge.paths import GENERATING
+from pdserve.frontend.edge.trace import CLIENT_LEFT, MAX_WHY, RequestFailure, RequestTrace
+from pdserve.messages import Hop
 from pdserve.observe.tracing import TracedSpan
 from pdserve.watch import Receipt
 
@@ -43,6 +46,8 @@ def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: 
     age, failure = now - trace.started, response.failure
     # an error about a wrong request may quote it, and its client has it
     shown = failure is not None and failure.status not in _WRONG_REQUEST
+    status, hops = response.status or (0 if running else CLIENT_LEFT), trace.hops.until(now)
+    promise = promise_of(trace, failure.status if failure is not None else status, now, running=running)
     return Receipt(
         request_id=trace.request_id,
         frontend=frontend,
@@ -52,7 +57,7 @@ def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: 
         running=running,
         model=trace.model,
         key=trace.key,
-        status=response.status or (0 if running else CLIENT_LEFT),
+        status=status,
         error=failure.message[:MAX_WHY] if failure is not None and shown else "",
         prefill=trace.prefill,
         reason=trace.reason,
@@ -62,6 +67,48 @@ def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: 
         ttft=trace.ttft,
         retries=trace.retries,
         instances=trace.instances,
-        hops=trace.hops.until(now),
+        hops=hops,
         trace_id=trace.span.trace_id if trace.span is not None else "",
+        promise=promise,
+        broken_by=_broken_by(promise, trace, hops, now),
+        longest_gap=trace.longest_gap if trace.promised else 0.0,
     )
+
+
+def promise_of(trace: RequestTrace, code: int, now: float, *, running: bool) -> str:
+    """Return what became of the request's promise, as `Receipt.promise`. A request that is wrong, or whose client has
+    left in time, has neither kept nor broken it."""
+    promised, generates = trace.promised, trace.path in GENERATING
+    if not promised or not generates or (400 <= code < CLIENT_LEFT and code != 429):
+        return ""
+    if code == 429 or code > CLIENT_LEFT:
+        return "failed"
+    if (
+        promised.ttft is not None
+        and (now - trace.started if trace.ttft is None else trace.ttft) > promised.ttft
+    ):
+        return "ttft"
+    if promised.gap is not None and trace.longest_gap > promised.gap:
+        return "gap"
+    return "" if running or code == CLIENT_LEFT or trace.ttft is None else "kept"
+
+
+def _broken_by(promise: str, trace: RequestTrace, hops: Sequence[Hop], now: float) -> str:
+    """Return the hop that took most of the time until the first token, or of the longest gap. The hop `decode` is there
+    in all gaps: it counts where no other took half."""
+    if promise == "ttft":
+        since, until = 0.0, now - trace.started if trace.ttft is None else trace.ttft
+    elif promise == "gap":
+        until = trace.longest_until - trace.started
+        since = until - trace.longest_gap
+    else:
+        return ""
+
+    def took(hop: Hop) -> float:
+        if hop.name == "migration":  # it takes no time itself
+            return until - since if since <= hop.start <= until else 0.0
+        within = min(hop.start + hop.seconds, until) - max(hop.start, since)
+        return within / 2 if hop.name == "decode" else within
+
+    longest = max(hops, key=took, default=None)
+    return longest.name if longest is not None and took(longest) > 0 else ""

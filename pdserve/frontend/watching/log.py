@@ -4,7 +4,7 @@ import logging
 
 from pdserve.frontend.edge.record import RequestRecord
 from pdserve.frontend.ribs import Rib
-from pdserve.observe.metrics import E2E, KEY_REQUESTS, KEY_TOKENS, REQUESTS
+from pdserve.observe.metrics import E2E, KEY_REQUESTS, KEY_TOKENS, REQUESTS, SLO
 
 logger = logging.getLogger(__name__)
 
@@ -36,5 +36,7 @@ def _count(record: RequestRecord) -> None:
         KEY_REQUESTS.labels(receipt.key, code).inc()
         KEY_TOKENS.labels(receipt.key, "prompt").inc(receipt.prompt_tokens)
         KEY_TOKENS.labels(receipt.key, "output").inc(receipt.output_tokens)
+    if receipt.promise:
+        SLO.labels(receipt.model, receipt.promise).inc()
     if receipt.ttft is not None and record.failure is None:
         E2E.labels(receipt.model).observe(receipt.seconds)

@@ -65,6 +65,8 @@ class Receipts(Rib):
         self._counts["requests"] += 1
         self._counts["failed"] += record.code >= 500
         self._counts["refused"] += record.code == 429
+        self._counts["promised"] += receipt.promise != ""
+        self._counts["kept"] += receipt.promise == "kept"
 
     def watched(self, watched: Watched) -> Watched:
         return replace(watched, ticks=list(self._ticks), receipts=self._reported())

@@ -10,7 +10,7 @@ const CHARTS = [
   { name: "Time to first token", format: duration, series: [["p50", "ttft_p50", "one"], ["p95", "ttft_p95", "two"]] },
   { name: "Inter-token latency", format: duration, series: [["p50", "itl_p50", "one"], ["p95", "itl_p95", "two"]] },
   { name: "Requests/s", format: perSecond,
-    series: [["all", "requests", "one"], ["429", "refused", "warn"], ["5xx", "failed", "bad"]] },
+    series: [["all", "requests", "one"], ["kept", "kept", "two"], ["429", "refused", "warn"], ["5xx", "failed", "bad"]] },
   { name: "Tokens/s", format: perSecond, series: [["sent", "tokens", "one"]] },
 ];
 

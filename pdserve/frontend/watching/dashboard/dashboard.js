@@ -40,6 +40,8 @@ function render() {
   show($("models"), state.models.join(", "));
   show($("settings"), `set: ${state.settings.join("; ")}`);
   $("settings").hidden = !state.settings.length;
+  show($("promise"), `promise ${state.promise}`);
+  $("promise").hidden = !state.promise;
   showModels(state);
   showGraph(state);
   showLinks(state);

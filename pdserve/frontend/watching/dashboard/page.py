@@ -17,7 +17,14 @@ from starlette.routing import Route
 from pdserve import clock
 from pdserve.frontend.keys.auth import Viewer
 from pdserve.frontend.ribs import Rib, RibContext
-from pdserve.observe.graph_state import GraphState, Moment, decode_workers, graph_state, settings_changed
+from pdserve.observe.graph_state import (
+    GraphState,
+    Moment,
+    decode_workers,
+    graph_state,
+    promise_kept,
+    settings_changed,
+)
 from pdserve.observe.pages import read_watched
 from pdserve.observe.problems import Node, Problem, nodes, problems
 from pdserve.records import encode_record
@@ -55,6 +62,8 @@ class DashboardState(Struct, frozen=True):
     models: list[str]
     settings: list[str]
     """those that are not as in the file, a line each"""
+    promise: str
+    """how many requests kept theirs; empty: none had one"""
     queue_depth: int
     queue_limit: int
     nodes: list[Node]
@@ -121,6 +130,7 @@ def shown_to(state: GraphState, viewer: Viewer, own: str, now: float, model: str
         everything=viewer.everything,
         models=sorted({model, *decode_workers(state)}),
         settings=settings_changed(state),
+        promise=promise_kept(state.moments),
         queue_depth=state.queue_depth,
         queue_limit=state.queue_limit,
         nodes=processes,
