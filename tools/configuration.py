@@ -27,6 +27,7 @@ _NOTES = {
     "PrefillWorker": "Here also: what VllmWorker may have of vLLM's arguments, but for those that shape answers.",
     "Graph": "`PDSERVE_NATS`, `PDSERVE_ETCD` and `PDSERVE_STATE_DIR` in the environment win over the file, and so do\n"
     "OpenTelemetry's `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT`.",
+    "Slo": "[What is promised](slo.md), and what that does.",
     "Security": "`PDSERVE_CREDENTIALS` in the environment wins over the file. A file that lets other machines reach\n"
     "what has no credentials, keys or TLS is refused unless `allow` names it; loopback needs none of them.",
 }
