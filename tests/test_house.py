@@ -361,7 +361,7 @@ ROOMS = {
     "engine": 2470,
     "files beside the rooms": 1900,
     "frontend": 6780,
-    "install": 240,
+    "install": 250,
     "kv": 920,
     "observe": 1320,
     "plan": 1450,
