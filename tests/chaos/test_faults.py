@@ -1,6 +1,7 @@
 """Which faults there are, which processes may be hit by them, and what is done to those, on real ones."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def children() -> Iterator[list[int]]:
     ],
 )
 def test_only_children_of_the_supervisor_are_found(
-    children: list[int], tmp_path: Path, target: Target, turn: int, rounds: list[list[str]]
+    children: list[int], target: Target, turn: int, rounds: list[list[str]]
 ) -> None:
     instances = [
         Instance("decode-1", Role.DECODE, pid=children[0]),
@@ -88,20 +89,21 @@ def test_only_children_of_the_supervisor_are_found(
         Instance("decode-of-another", Role.DECODE, pid=1),
         Instance("decode-of-another-host", Role.DECODE),
     ]
-    found = find(target, turn, instances, os.getpid(), tmp_path)
+    found = find(target, turn, instances, os.getpid())
     assert [[victim.name for victim in victims] for victims in found] == rounds
     with pytest.raises(LookupError, match="no frontend process of this graph"):
-        find(Target.FRONTEND, turn, instances, os.getpid(), tmp_path)
+        find(Target.FRONTEND, turn, instances, os.getpid())
     with pytest.raises(LookupError, match="of this graph on this machine"):
-        find(target, turn, instances, os.getppid(), tmp_path)
+        find(target, turn, instances, os.getppid())
 
 
-def test_a_server_is_found_by_its_lock(children: list[int], tmp_path: Path) -> None:
+def test_a_server_is_found_by_the_name_of_its_process(tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="nats is not a server of this graph's own"):
-        find(Target.NATS, 0, [], os.getpid(), tmp_path)
-    (tmp_path / "nats").mkdir()
-    (tmp_path / "nats" / "lock").write_text(str(children[0]))
-    assert find(Target.NATS, 0, [], os.getpid(), tmp_path) == [[Victim("nats", children[0])]]
+        find(Target.NATS, 0, [], os.getpid())
+    program = shutil.copy("/bin/sleep", tmp_path / "nats-server")
+    with subprocess.Popen([program, "60"], process_group=0) as process:
+        assert find(Target.NATS, 0, [], os.getpid()) == [[Victim("nats", process.pid)]]
+        process.kill()
 
 
 @pytest.fixture
@@ -149,6 +151,6 @@ async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], 
             async with injected(Harm.LOSE, [Victim(kind.name, pid_of(server))], os.getpid(), tmp_path):
                 assert server.child
                 assert (await server.child.wait()).code == -9
-            assert [path.name for path in server.data_dir.iterdir()] == ["lock"]
+            assert [path.name for path in server.data_dir.iterdir()] == []
             await restart(server)
             assert len(list((tmp_path / f"{kind.name}-lost").iterdir())) > time

@@ -79,14 +79,12 @@ class Victim:
     """its process group, whose leader it is"""
 
 
-def find(
-    target: Target, turn: int, instances: Sequence[Instance], supervisor: int, state_dir: Path
-) -> list[list[Victim]]:
+def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: int) -> list[list[Victim]]:
     """The victims in rounds: all of a round at once, and each round when the graph is whole again after the one
     before. Raises LookupError, with the reason, where nothing of this graph on this machine is such a target.
     `turn` picks another one of several each time."""
     if target in _SERVERS:
-        return [[_server(target, supervisor, state_dir)]]
+        return [[_server(target, supervisor)]]
     roles = _ROLES.get(target, (target.value,))
     victims = [
         Victim(instance.id, instance.pid)
@@ -106,14 +104,12 @@ def find(
             return [[ours[turn % len(ours)]]]
 
 
-def _server(target: Target, supervisor: int, state_dir: Path) -> Victim:
-    try:
-        pid = int((state_dir / target.value / "lock").read_text())
-    except (OSError, ValueError):
-        pid = 0
-    if not _belongs(pid, supervisor):
-        raise LookupError(f"{target.value} is not a server of this graph's own")
-    return Victim(target.value, pid)
+def _server(target: Target, supervisor: int) -> Victim:
+    with suppress(psutil.Error):
+        for child in psutil.Process(supervisor).children():
+            if child.name().partition("-")[0] == target.value and _belongs(child.pid, supervisor):
+                return Victim(target.value, child.pid)
+    raise LookupError(f"{target.value} is not a server of this graph's own")
 
 
 def _belongs(pid: int, supervisor: int) -> bool:
@@ -128,7 +124,7 @@ async def harm(scene: Scene, target: Target, how: Harm) -> float | None:
     """Seconds from the fault's end to the recovery, the longest of all rounds."""
     running, slowest = scene.running, 0.0
     instances = await scene.watch.instances()
-    for victims in find(target, scene.turn, instances, running.graph.pid, running.state_dir):
+    for victims in find(target, scene.turn, instances, running.graph.pid):
         hit = ", ".join(f"{victim.name} (group {victim.group})" for victim in victims)
         scene.say(f"{hit}, {len(scene.load.running)} requests in flight")
         scene.victims += [victim.name for victim in victims]
@@ -197,12 +193,11 @@ def _send(
 
 
 def _take_away(data: Path) -> None:
-    """All that the server has written, but for the lock by which others know that it runs."""
+    """All that the server has written."""
     lost = data.with_name(f"{data.name}-lost")
     lost.mkdir(exist_ok=True)
     for path in data.iterdir():
-        if path.name != "lock":
-            path.rename(lost / f"{len(list(lost.iterdir()))}-{path.name}")
+        path.rename(lost / f"{len(list(lost.iterdir()))}-{path.name}")
 
 
 def _family(supervisor: int) -> list[int]:

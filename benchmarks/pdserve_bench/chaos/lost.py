@@ -23,7 +23,7 @@ async def remove_state(scene: Scene) -> float | None:
     victims = [
         victim
         for target in (Target.PREFILL, Target.DECODE, Target.NATS, Target.ETCD)
-        for victim in find(target, scene.turn, instances, running.graph.pid, folder)[0]
+        for victim in find(target, scene.turn, instances, running.graph.pid)[0]
     ]
     there = {path.name for path in folder.iterdir()} & set(NEED)
     for path in folder.iterdir():

@@ -61,7 +61,7 @@ async def take_nats(scene: Scene) -> float | None:
     """Cut all prefill workers off from NATS, not from etcd."""
     running = scene.running
     instances = await scene.watch.instances()
-    (victims,) = find(Target.ALL_PREFILL, scene.turn, instances, running.graph.pid, running.state_dir)
+    (victims,) = find(Target.ALL_PREFILL, scene.turn, instances, running.graph.pid)
     scene.victims += [victim.name for victim in victims]
     others = [process.pid for process in running.family()]
     port = urlsplit(running.graph.nats).port or 4222
