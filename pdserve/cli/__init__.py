@@ -89,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", file=sys.stderr)
         _complain(error.format_message())
         return error.exit_code
+    except typer.Abort:  # Ctrl-C at a question
+        print(file=sys.stderr)
+        return 130
 
 
 def _complain(*problems: str) -> None:

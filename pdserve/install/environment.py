@@ -89,7 +89,16 @@ def is_done(folder: Path, step: InstallStep) -> bool:
 
 def install(folder: Path, steps: Sequence[InstallStep], platform: str) -> None:
     """Do the steps that are not done, in their order. Raises Unavailable where one fails."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _install(folder, steps, platform)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot install into {folder}: {error}. {ENGINE_VARIABLE} names another."
+        ) from error
+
+
+def _install(folder: Path, steps: Sequence[InstallStep], platform: str) -> None:
     with _locked(folder):
         missing = [step for step in steps if not is_done(folder, step)]
         if not missing:
@@ -170,7 +179,8 @@ def _sources(folder: Path, uv: Sequence[str], platform: str) -> list[str]:
 
 
 def pip_settings(folder: Path) -> list[str]:
-    for python in (python_of(folder), sys.executable):
+    # An environment that uv has made has no pip: then the Python it was made from.
+    for python in (python_of(folder), sys.executable, Path(sys.base_prefix, "bin/python3")):
         if listed := _output(python, "-m", "pip", "config", "list"):
             named = re.findall(r"^\S+\.(find-links|index-url|extra-index-url)='(.*)'$", listed, re.MULTILINE)
             pairs = ((name, value) for name, values in named for value in values.replace("\\n", " ").split())

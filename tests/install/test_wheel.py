@@ -116,18 +116,31 @@ def test_without_an_engine_serve_says_how_to_get_one(user: User) -> None:
     assert list(user.home.iterdir()) == []
 
 
-def test_without_an_engine_serve_asks_on_a_terminal(user: User) -> None:
+@pytest.mark.parametrize(
+    ("key", "code", "complaint"), [(b"n\n", 2, b"run `pdserve install`"), (b"\x03", 130, b"^C")]
+)
+def test_without_an_engine_serve_asks_on_a_terminal(
+    key: bytes, code: int, complaint: bytes, user: User
+) -> None:
     terminal, theirs = pty.openpty()
     serve = subprocess.Popen(
-        [user.program, "serve"], cwd=user.folder, env=user.env, stdin=theirs, stdout=theirs, stderr=theirs
+        ["setsid", "--ctty", "--wait", user.program, "serve"],
+        cwd=user.folder,
+        env=user.env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
     )
     os.close(theirs)
     shown = b""
     while b"[Y/n]" not in shown:
         shown += os.read(terminal, 4096)
-    os.write(terminal, b"n\n")
-    assert serve.wait(60) == 2
+    os.write(terminal, key)
+    assert serve.wait(60) == code
+    shown += os.read(terminal, 4096)
     os.close(terminal)
+    assert b"Traceback" not in shown
+    assert complaint in shown
     assert list(user.home.iterdir()) == []
 
 
