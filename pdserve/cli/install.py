@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -62,19 +63,22 @@ def need_engine(yes: bool = False) -> None:
 def _go_on_in(folder: Path) -> None:
     """Run this command with the environment's Python and this installation's pdserve."""
     os.environ[PROGRAM_VARIABLE] = program()
-    paths = [str(_code()), os.environ.get("PYTHONPATH", "")]
+    paths = [str(code_folder()), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.stdout.flush()
     python = str(environment.python_of(folder))
     os.execv(python, [python, "-m", "pdserve", *sys.argv[1:]])
 
 
-def _code() -> Path:
+def code_folder() -> Path:
     """A folder with links to this installation's pdserve and to nothing of what is installed beside it."""
     beside = Path(__file__).parents[2]
     folder = environment.data_folder() / f"code-{environment.digest(str(beside).encode())[:12]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("pdserve", "pdserve_bench"):
-        if not (folder / name).is_symlink():
-            (folder / name).symlink_to(beside / name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("pdserve", "pdserve_bench"):
+            with suppress(FileExistsError):  # also where another command makes them now
+                (folder / name).symlink_to(beside / name)
+    except OSError as error:
+        raise ConfigError([f"cannot use {folder}: {error}. XDG_DATA_HOME names another place."]) from error
     return folder

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.cli.install import code_folder
 from pdserve.config.host import VLLM_VERSION
-from pdserve.errors import Unavailable
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.install.environment import LOCKS, InstallStep, install, is_done, python_of
 
 ROOT = Path(__file__).parents[2]
@@ -112,3 +113,15 @@ def test_pip_s_settings_hold_in_an_environment_without_pip(tmp_path: Path) -> No
 def test_locks_and_extras_name_the_engine_that_pdserve_is_made_for(platform: str, package: str) -> None:
     assert f"\n{package}=={VLLM_VERSION}\n" in (LOCKS / f"{platform}.txt").read_text()
     assert f'"{package}=={VLLM_VERSION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_code_goes_into_the_data_folder_once_or_the_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert code_folder() == code_folder()
+    assert (code_folder() / "pdserve/cli").is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=rf"cannot use {tmp_path}/file/.*Not a directory.*XDG_DATA_HOME"):
+        code_folder()
