@@ -30,8 +30,15 @@ class Waiting(Generic[T]):
     due: float = math.inf
     """when its first token is promised"""
     needs: float = 0.0
+    _seen: float = math.inf
+    """when it was looked at first"""
 
     def rank(self, now: float) -> float:
+        """Without a promise, as what cannot keep its own since it was looked at first: else what its client sends
+        later, with a promise, would pass it for ever."""
+        if self.due == math.inf:
+            self._seen = min(self._seen, now)
+            return self._seen + LATE
         return rank(self.due, self.needs, now)
 
 

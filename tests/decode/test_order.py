@@ -53,6 +53,19 @@ def test_clients_that_come_and_go_pass_no_other_for_ever() -> None:
     assert passed <= 2 * PASSED + 1
 
 
+def test_what_has_no_promise_waits_for_a_bounded_time_behind_what_its_client_sends_later() -> None:
+    """As a request on its way to its next token does, where only the first one is promised."""
+    order: FairOrder[str] = FairOrder()
+    order.add("a", "without", needs=0.1)
+    now = 0.0
+    for _ in range(100):
+        order.add("a", "with", due=now + 1.0, needs=0.1)
+        if order.pop(now) == "without":
+            break
+        now += 1.0
+    assert now <= LATE + 1.0
+
+
 def test_what_is_removed_has_no_turn() -> None:
     order: FairOrder[str] = FairOrder()
     for item in ("x", "y"):
