@@ -248,11 +248,25 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def fail(self, generation: Generation, failure: RequestFailure) -> None:
         """End the generation, and the others of the same HTTP request, with this error for the client."""
-        self._pacer.flush(generation)
+        if held := self._pacer.drop(generation):
+            self._fail_behind(held, generation, failure)
+            return
         generation.trace.failure = failure
         for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
             if other := self._generations.get(request_id):
                 self._end(other)
+
+    def _fail_behind(
+        self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
+    ) -> None:
+        """Fail a generation, which is alone in its HTTP request, behind the outputs that were held back: in the same
+        turn of the event loop the error would take their place in AsyncLLM's collector."""
+        generation.trace.failure = failure
+        self._pass_on([(generation, output) for output in held])
+        if generation.id in self._generations:
+            self._end(generation)
+        fail = partial(self.fail_request, generation.id, failure.message, failure.status)
+        asyncio.get_running_loop().call_soon(fail)
 
     def _end(self, generation: Generation) -> None:
         """End the generation; a worker that has it stops it."""

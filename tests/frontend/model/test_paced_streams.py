@@ -204,8 +204,12 @@ async def test_a_client_that_leaves_leaves_nothing_behind(graph: Graph) -> None:
         assert core(graph)._pacer._timer is None
 
 
-async def test_an_error_comes_behind_all_tokens(graph: Graph) -> None:
-    async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph) as client:
+@pytest.mark.parametrize("body", [completion(), completion(logprobs=2)], ids=["plain", "logprobs"])
+async def test_an_error_comes_behind_all_tokens(graph: Graph, body: dict[str, object]) -> None:
+    async with (
+        graph.worker(slo=FOR_EVER, pace=None) as worker,
+        streaming(graph, "/v1/completions", body) as client,
+    ):
         await come(graph, worker, 5)
         await worker.send(Failed(worker.seen[0].request_id, "no more", invalid=True))
         await client.end()
