@@ -5,7 +5,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -239,3 +239,26 @@ async def test_the_reserve_goes_on_to_another_worker(graph: Graph) -> None:
         assert isinstance(promise, Promise)
         assert promise.ttft is not None
         assert 4 * 3600 < promise.ttft <= 5 * 3600, "four are held, and the next follows these"
+
+
+@pytest.mark.parametrize("body", [completion(), completion(logprobs=2)], ids=["plain", "logprobs"])
+async def test_what_is_held_when_a_model_is_replaced_is_not_sent_before_its_successors_answer(
+    graph: Graph, body: dict[str, object]
+) -> None:
+    body = {**body, "model": "rolled"}
+    async with AsyncExitStack() as stack:
+        served = graph.worker("rolled", slo=FOR_EVER, pace=None, loaded="old", generation=71)
+        old = await stack.enter_async_context(served)
+        model = graph.models.find("rolled")
+        async with streaming(graph, "/v1/completions", body) as client:
+            await old.until(lambda: old.jobs)
+            assert model.processor is not None
+            begun = list(model.processor.core._generations.values())
+            await old.step()
+            await until(lambda: all(each.tokens for each in begun))
+            assert client.tokens == 0
+            async with graph.worker("rolled", loaded="new", generation=72) as new:
+                await stack.aclose()
+                await new.until(lambda: new.seen)
+                await client.end()
+            assert client.text == await text_of(graph, continuation(PROMPT, 8))
