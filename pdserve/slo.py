@@ -14,11 +14,11 @@ from pdserve.errors import BadRequest
 
 TTFT_HEADER, GAP_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 """as the Gateway API's latency routing names them; milliseconds"""
-LONGEST = 3600.0
+SHORTEST, LONGEST = 0.001, 3600.0
 """seconds that may be promised"""
 OFF = "off"
 """the value of a live setting: nothing is promised"""
-DURATION = f"a duration with its unit, up to {LONGEST:g}s, as in 500ms or 2s"
+DURATION = f"a duration with its unit, 1ms to {LONGEST:g}s, as in 500ms or 2s"
 _UNITS = {"ms": 1000.0, "s": 1.0}
 
 
@@ -54,7 +54,7 @@ def seconds(text: str) -> float:
     """Read a duration: `500ms`, `2s`. Raises ValueError."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(ms|s)", text, re.ASCII)
     value = float(found[1]) / _UNITS[found[2]] if found else 0.0
-    if not 0 < value <= LONGEST:
+    if not SHORTEST <= value <= LONGEST:
         raise ValueError(f"not {DURATION}")
     return value
 

@@ -54,7 +54,7 @@ def test_what_is_no_number_is_refused(text: str) -> None:
             PROMISED,
             {"slo-gap": "60"},
             [
-                "slo-gap = 60ms; '60', which was set, is ignored: it takes a duration with its unit, up to "
+                "slo-gap = 60ms; '60', which was set, is ignored: it takes a duration with its unit, 1ms to "
                 "3600s, as in 500ms or 2s, or off"
             ],
         ),

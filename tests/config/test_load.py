@@ -296,7 +296,7 @@ def test_the_slo_section(tmp_path: Path) -> None:
 def test_mistakes_of_the_slo_section(tmp_path: Path, value: str, shown: str) -> None:
     line = len(GOOD.splitlines()) + 2
     assert problems(tmp_path, f"{GOOD}Slo:\n  ttft: {value}\n") == [
-        f"FILE:{line}: Slo.ttft is {shown}, but must be a duration with its unit, up to 3600s, as in 500ms or 2s."
+        f"FILE:{line}: Slo.ttft is {shown}, but must be a duration with its unit, 1ms to 3600s, as in 500ms or 2s."
     ]
     (unknown,) = problems(tmp_path, f"{GOOD}Slo:\n  tpot: 60ms\n")
     assert unknown == f"FILE:{line}: Slo.tpot is not a key of Slo: remove it, or use one of: gap, ttft."
