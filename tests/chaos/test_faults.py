@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,13 +98,26 @@ def test_only_children_of_the_supervisor_are_found(
         find(target, turn, instances, os.getppid())
 
 
+SERVE = """
+import subprocess, sys
+input()
+server = subprocess.Popen([sys.argv[1], "60"], process_group=0)
+print(server.pid, flush=True)
+server.wait()
+"""
+
+
 def test_a_server_is_found_by_the_name_of_its_process(tmp_path: Path) -> None:
-    with pytest.raises(LookupError, match="nats is not a server of this graph's own"):
-        find(Target.NATS, 0, [], os.getpid())
     program = shutil.copy("/bin/sleep", tmp_path / "nats-server")
-    with subprocess.Popen([program, "60"], process_group=0) as process:
-        assert find(Target.NATS, 0, [], os.getpid()) == [[Victim("nats", process.pid)]]
-        process.kill()
+    command, pipe = [sys.executable, "-c", SERVE, program], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as serve:
+        with pytest.raises(LookupError, match="nats is not a server of this graph's own"):
+            find(Target.NATS, 0, [], serve.pid)
+        print(file=serve.stdin, flush=True)
+        assert serve.stdout is not None
+        server = int(serve.stdout.readline())
+        assert find(Target.NATS, 0, [], serve.pid) == [[Victim("nats", server)]]
+        os.kill(server, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -194,8 +194,9 @@ class Engines:
         return await self.go_on(name, prompt, wanted, *await self.first(name, prompt, wanted))
 
     async def all_free(self) -> None:
-        await until(self.decode.engine.all_blocks_free, 10)
-        await until(self.prefill.engine.all_blocks_free, 10)
+        """Well before the end of a lease, which frees KV too."""
+        await until(self.decode.engine.all_blocks_free, 20)
+        await until(self.prefill.engine.all_blocks_free, 20)
 
 
 @contextmanager
@@ -240,7 +241,13 @@ async def pair(recorded: Path) -> AsyncIterator[Engines]:
             with _recording(recorded):
                 driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
             readers.start(driven[-1].read(), name)
-        yield Engines(*driven)
+        pair = Engines(*driven)
+        prompt = prompt_of(
+            40, seed=99
+        )  # connects them: without a connection KV that is not read waits for its lease
+        await pair.decode.generate("connects", prompt, await pair.prefill.prefill("p-connects", prompt))
+        await pair.all_free()
+        yield pair
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
@@ -829,7 +836,7 @@ async def test_a_broken_connection_is_made_anew(pair: Engines) -> None:
 
 async def reject_until_free(pair: Engines, handle: KvHandle) -> None:
     """As an answer is repeated: a rejection is lost where the connection has to be made anew."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not await pair.prefill.engine.all_blocks_free():
             await pair.decode.engine.reject(handle)
             await asyncio.sleep(0.2)

@@ -10,6 +10,7 @@ import nats.js.errors
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import NotFoundError
 
 from pdserve.errors import QueueUnavailable
 from pdserve.queue.base import PrefillQueue
@@ -131,8 +132,10 @@ async def test_a_consumer_that_somebody_changes_is_mended(
             await js.add_consumer(stream, replace(plain, **{"max_ack_pending": BOUND, **changes}))
 
             async def mended() -> bool:
-                found = (await js.consumer_info(stream, CONSUMER)).config
-                return all(getattr(found, name) == getattr(before, name) for name in changes)
+                with suppress(NotFoundError):  # between its removal and the new one
+                    now = (await js.consumer_info(stream, CONSUMER)).config
+                    return all(getattr(now, name) == getattr(before, name) for name in changes)
+                return False
 
             await until(mended)
         numbers = iter(range(1000))

@@ -41,7 +41,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("generated", [0, 1, 5])
 async def test_a_stream_goes_on_at_a_prefill_worker(graph: Graph, generated: int) -> None:
-    async with stand_in(graph) as prefill, graph.worker(pace=None) as decode:
+    async with graph.worker(pace=None) as decode, stand_in(graph) as prefill:
         request = post(graph, max_tokens=12)
         await steps(decode, generated)
         assert not prefill.hello, "it is not connected while a decode worker is there"
