@@ -98,9 +98,9 @@ async def test_promises_are_counted(graph: Graph) -> None:
         (newest,) = graph.ribs.receipts(1)
         assert (newest.promise, newest.broken_by) == ("kept", "")
         assert newest.longest_gap > 0
-    async with graph.worker(slo=Promised(0.0001, 60.0)):
+    async with graph.worker(slo=Promised(0.001, 60.0), pace=0.005):
         await graph.http.post("/v1/completions", json=completion())
-    async with graph.worker(slo=Promised(60.0, 0.0001), pace=0.005):
+    async with graph.worker(slo=Promised(60.0, 0.001), pace=0.005):
         await graph.http.post("/v1/completions", json=completion())
         await until(lambda: counted("gap") == before["gap"] + 1)
         (newest,) = graph.ribs.receipts(1)
