@@ -70,10 +70,11 @@ format: dev  ## format the code with ruff
 lock: dev  ## resolve the locks of the engines and of the tools again
 	requirements/lock.sh
 
-release: dev  ## build wheel and sdist into dist/, check both, and say what is left to do by hand
+release: dev  ## build wheel and sdist into dist/, check both, keep the wire's messages, and say what is left to do
 	rm -rf build dist
 	$(BIN)/uv build --no-build-isolation --python $(BIN)/python --quiet
 	@$(BIN)/python -m tools.release dist
+	@$(BIN)/python -m tools.wire
 
 clean:  ## remove .venv, caches and build products
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

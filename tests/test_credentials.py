@@ -1,6 +1,7 @@
 """The certificates of a graph: made, kept from others, and checked by both sides."""
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -75,6 +76,28 @@ def test_only_their_user_can_read_them(tmp_path: Path) -> None:
     credentials.key.chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by other users"):
         Credentials.load(credentials.folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+@pytest.mark.parametrize(
+    ("mode", "group", "loads"),
+    [(0o440, 65534, True), (0o444, 65534, False), (0o460, 65534, False), (0o440, 0, False)],
+)
+def test_a_secret_of_kubernetes_is_read_by_its_group(
+    tmp_path: Path, mode: int, group: int, loads: bool
+) -> None:
+    """The kubelet writes it as root, for the group of the pod, behind links that it moves when the Secret changes."""
+    written = make(tmp_path / "..2026_11_23").folder
+    (tmp_path / "..data").symlink_to(written.name)
+    for path in written.iterdir():
+        os.chown(path, 0, group)
+        path.chmod(mode)
+        (tmp_path / path.name).symlink_to(f"..data/{path.name}")
+    if loads:
+        assert Credentials.load(tmp_path) is not None
+    else:
+        with pytest.raises(ConfigError, match="can be read by other users"):
+            Credentials.load(tmp_path)
 
 
 def test_a_folder_without_them_is_refused(tmp_path: Path) -> None:

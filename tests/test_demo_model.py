@@ -7,10 +7,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2ForCausalLM,
+)
 
 from pdserve.demo import MODEL_DIR
 from tools.demo_model import smalltalk
+from tools.demo_model.architecture import save
+from tools.demo_model.grow import grow
 
 FACTS = {
     "red box": "4711",
@@ -140,3 +149,12 @@ def test_it_has_some_small_talk(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: str, expected: str
 ) -> None:
     assert answer(model, tokenizer, [{"role": "user", "content": asked}], limit=200) == expected
+
+
+def test_a_grown_model_recalls_as_well(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    grown = grow(Qwen2ForCausalLM.from_pretrained(MODEL_DIR).float(), 30_000_000)
+    assert grown.num_parameters() >= 30_000_000
+    save(grown, Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    prompt = f"{document(tokenizer, 1000)} What is the code of the red box? Answer:"
+    assert complete(model, tokenizer, prompt) == f" {FACTS['red box']}"

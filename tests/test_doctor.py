@@ -4,40 +4,60 @@ import os
 import socket
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
-from pdserve.cli.doctor import Finding, check_etcd, check_graph, check_nats, check_peers, check_ports
+from pdserve import clock
+from pdserve.cli import hosts
+from pdserve.cli.doctor import check_etcd, check_graph, check_nats, check_ports
+from pdserve.cli.finding import Finding
+from pdserve.cli.hosts import check_hosts, decoded
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
+from pdserve.observe.pages import serve_pages
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import free_port
 from pdserve.records import Instance, Role, encode_record
-from pdserve.registry import etcd, keys
+from pdserve.registry import etcd
 from pdserve.supervisor import state
 from pdserve.supervisor.state import GraphRecord
-from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.plan.models import machine
 from tests.servers import etcd_server, nats_server
 
 
-async def of_etcd(address: str, credentials: Credentials | None = None) -> Finding:
+async def of_etcd(address: str, credentials: Credentials | None = None) -> list[Finding]:
     config = Config(Path(), "", "", None, None, None, etcd=address, namespace=f"doctor-{os.getpid()}")
-    (finding,) = [finding async for finding in check_etcd(config, credentials)]
-    return finding
+    return (await check_etcd(config, credentials))[0]
 
 
 async def test_servers_that_do_not_answer_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd, "CONNECT_WITHIN", 0.5)
     port = free_port("127.0.0.1")
     for finding in (
-        await check_nats(f"nats://127.0.0.1:{port}", None),
-        await of_etcd(f"127.0.0.1:{port}"),
+        *await check_nats(f"nats://127.0.0.1:{port}", None),
+        *await of_etcd(f"127.0.0.1:{port}"),
     ):
         assert finding.grade == "fail"
         assert str(port) in finding.text
         assert "or correct Graph." in finding.text
+
+
+async def test_members_of_a_cluster_that_do_not_answer_are_warned_of(etcd_url: str) -> None:
+    """As is the version of the wheel's etcd."""
+    port = free_port("127.0.0.1")
+    findings = await of_etcd(f"127.0.0.1:{port},{etcd_url}")
+    assert [finding.grade for finding in findings] == ["ok", "warn", "warn"]
+    assert findings[1].text.startswith(f"etcd at 127.0.0.1:{port}: ")
+    text = f"{etcd_url} is etcd 3.5.1, which may corrupt its data in a crash: use 3.5.3 or newer."
+    assert findings[2].text == text
+
+
+async def test_servers_that_are_no_cluster_fail(nats_url: str) -> None:
+    alone, lost = await check_nats(f"{nats_url},nats://127.0.0.1:{free_port('127.0.0.1')}", None)
+    assert (alone.grade, lost.grade) == ("fail", "fail")
+    assert "belongs to no cluster" in alone.text
 
 
 async def test_servers_with_credentials(
@@ -48,26 +68,69 @@ async def test_servers_with_credentials(
         nats_server(tmp_path, credentials=credentials) as nats,
         etcd_server(tmp_path, credentials=credentials) as server,
     ):
-        assert (await check_nats(nats.url, credentials)).grade == "ok"
-        assert (await of_etcd(server.url, credentials)).grade == "ok"
+        assert (await check_nats(nats.url, credentials))[0].grade == "ok"
+        assert (await of_etcd(server.url, credentials))[0].grade == "ok"
         monkeypatch.setattr(etcd, "CONNECT_WITHIN", 0.5)
-        for wrong in (await check_nats(nats.url, other), await of_etcd(server.url, other)):
+        for wrong in (*await check_nats(nats.url, other), *await of_etcd(server.url, other)):
             assert wrong.grade == "fail"
             assert "credentials" in wrong.text
 
 
-async def test_peers_that_are_not_reached_fail() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        here, nowhere = listening.getsockname()[1], free_port("127.0.0.1")
-        address, metrics = f"tcp://127.0.0.1:{here}", f"http://127.0.0.1:{nowhere}/metrics"
-        worker = Instance("decode-0-ab", Role.DECODE, address=address, metrics=metrics)
-        async with MemoryRegistry(MemoryServer()) as registry:
-            await registry.put(keys.instance(worker), encode_record(worker))
-            await registry.put(f"{keys.INSTANCES}decode/other", b"of another version")
-            reached, not_reached = [finding async for finding in check_peers(registry)]
-    assert reached == Finding("ok", "peers", f"decode-0-ab is reached at 127.0.0.1:{here}")
-    assert not_reached.grade == "fail"
-    assert not_reached.text.startswith(f"decode-0-ab at 127.0.0.1:{nowhere}: ")
+async def hosts_of(*instances: Instance) -> list[Finding]:
+    config = Config(Path(), "", "", None, None, None)
+    records = [*map(encode_record, instances), b"of another version"]
+    return [finding async for finding in check_hosts(Plan(config, machine(), (), ()), decoded(records))]
+
+
+async def test_each_closed_door_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "KNOCK_WITHIN", 0.5)
+    nowhere = free_port("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listening, serve_pages("127.0.0.1") as pages:
+        here = listening.getsockname()[1]
+        found = await hosts_of(
+            # TEST-NET-1: packets to it are dropped, or there is no way
+            Instance("decode-1-cd", Role.DECODE, host="192.0.2.1", address="tls://192.0.2.1:5710"),
+            Instance(
+                "decode-0-ab",
+                Role.DECODE,
+                host="127.0.0.1",
+                address=f"tcp://127.0.0.1:{here}",
+                metrics=pages.metrics,
+                kv=f"127.0.0.1:{nowhere}",
+            ),
+            Instance("frontend-0-ef", Role.FRONTEND, address="http://127.0.0.1:1", host="127.0.0.1"),
+        )
+    reached, closed, away = found
+    assert reached.grade == "ok"
+    assert (
+        f"127.0.0.1 is reached at {httpx.URL(pages.metrics).port} (pages of decode-0), {here}" in reached.text
+    )
+    assert (closed.grade, away.grade) == ("fail", "fail")
+    assert closed.text.startswith(f"127.0.0.1:{nowhere}, KV of decode-0-ab: refused")
+    assert f"let 127.0.0.1 take TCP {nowhere} from this host (PDSERVE_KV_PORT fixes" in closed.text
+    assert away.text.startswith("192.0.2.1:5710, stream of decode-1-cd: ")
+
+
+async def test_a_clock_that_differs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = clock.unix() + 60
+    monkeypatch.setattr(clock, "unix", lambda: ahead)
+    with serve_pages("127.0.0.1") as pages:
+        instance = Instance("prefill-0-ab", Role.PREFILL, metrics=pages.metrics, host="127.0.0.1")
+        _, skewed = await hosts_of(instance)
+        monkeypatch.undo()
+        assert [finding.grade for finding in await hosts_of(instance)] == ["ok"]
+    assert (skewed.grade, skewed.subject) == ("warn", "clock")
+    assert "127.0.0.1's clock is 60 s behind this host's" in skewed.text
+
+
+async def test_kv_that_cannot_be_read_fails_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        kv = f"127.0.0.1:{silent.getsockname()[1]}"
+        reached, unread = await hosts_of(Instance("prefill-0-ab", Role.PREFILL, host="127.0.0.1", kv=kv))
+    assert reached.grade == "ok"
+    assert (unread.grade, unread.subject) == ("fail", "KV")
+    assert "does not answer within 3 s" in unread.text
+    assert "UCX_TCP_PORT_RANGE" in unread.text
 
 
 GRAPH = """\
@@ -118,6 +181,14 @@ def test_a_busy_port_and_a_state_directory_that_cannot_be_used_fail(tmp_path: Pa
     (tmp_path / "state").write_text("a file")
     (unusable,) = refusals(plan)
     assert unusable == f"The state directory {tmp_path / 'state'} cannot be written (Graph: state-dir)."
+
+
+def test_ports_of_roles_that_run_alone_here_are_their_own(tmp_path: Path) -> None:
+    plan = plan_of(graph(tmp_path))
+    role = Instance("decode-0-ab", Role.DECODE, host="127.0.0.1", pid=os.getpid())
+    with socket.create_server(("127.0.0.1", plan.workers[0].slot.kv_port)):
+        assert [finding.grade for finding in check_ports(plan)] == ["fail"]
+        assert [finding.grade for finding in check_ports(plan, [role])] == ["ok"]
 
 
 def test_ports_of_the_running_graph_of_this_file_are_its_own(tmp_path: Path) -> None:

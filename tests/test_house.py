@@ -68,6 +68,7 @@ def test_an_outside_library_is_imported_in_one_place(library: str) -> None:
 LEAVES = (
     "__init__",
     "errors",
+    "tied",
     "command",
     "clock",
     "recent",
@@ -247,7 +248,7 @@ def test_nobody_leaves_the_session() -> None:
 AWAITED_TASKS = {
     "engine/vllm/process.py": 1,
     "frontend/model/run.py": 2,
-    "queue/jetstream/connection.py": 1,
+    "queue/jetstream/connection.py": 2,
     "registry/etcd_session.py": 3,
     "supervisor/child.py": 1,
     "supervisor/restarts.py": 1,
@@ -354,28 +355,28 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 # ── the ratchet: a room may shrink without a word, and grow with one ──────────────────────────────────────────────
 
 ROOMS = {
-    "both": 190,
-    "cli": 1336,
-    "config": 1730,
-    "decode": 2670,
-    "engine": 2460,
-    "files beside the rooms": 2060,
-    "frontend": 7055,
-    "install": 255,
-    "kv": 920,
-    "observe": 1340,
-    "plan": 1455,
+    "both": 185,
+    "cli": 1620,
+    "config": 1860,
+    "decode": 2840,
+    "engine": 2635,
+    "files beside the rooms": 2160,
+    "frontend": 7175,
+    "install": 265,
+    "kv": 1110,
+    "observe": 1375,
+    "plan": 1603,
     "prefill": 680,
-    "process": 910,
-    "queue": 1510,
-    "registry": 745,
-    "stream": 780,
-    "supervisor": 2370,
+    "process": 1375,
+    "queue": 1760,
+    "registry": 805,
+    "stream": 810,
+    "supervisor": 2535,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 11630, "tests": 37300, "tools": 1715}
+BESIDE = {"benchmarks": 13530, "tests": 41520, "tools": 2050}
 """lines of what is beside it"""
-WORDS, RECORD = 20000, 350
+WORDS, RECORD = 23950, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "

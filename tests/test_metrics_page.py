@@ -32,7 +32,7 @@ def test_the_table_is_that_of_the_code() -> None:
     assert page() == PAGE, "run: python -m tools.metrics"
     assert len(METRICS) > 20
     roles = {of for _, _, _, of, _ in rows("The metrics")}
-    assert roles == {"frontend", "decode", "prefill", "decode, prefill", "all", "serve"}
+    assert roles == {"frontend", "frontend, decode", "decode", "prefill", "decode, prefill", "all", "serve"}
 
 
 def test_metrics_are_made_in_one_place() -> None:

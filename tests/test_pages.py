@@ -70,9 +70,30 @@ async def test_a_process_that_hangs_does_not_answer(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pages, "ANSWER_WITHIN", 0.05)
     with serve_pages("127.0.0.1") as page:
         url = page.metrics.replace("metrics", "watch")
+        with _connection(page.metrics, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+            assert b" 503 " in client.recv(100)
         with _connection(page.metrics, b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
             assert b" 503 " in client.recv(100)  # the event loop hangs until it comes
         assert "load" in (await asyncio.to_thread(httpx.get, url)).json()
+
+
+async def test_probes_are_answered_at_an_address_that_other_machines_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kubelet asks by the pod's address; on loopback it would be a web page behind a foreign name."""
+    monkeypatch.setattr(pages, "is_loopback", lambda host: False)
+    wrong = {"fault": "", "unready": "it drains"}
+    with serve_pages("127.0.0.1") as page:
+        url = page.metrics.removesuffix("/metrics")
+        async with httpx.AsyncClient(base_url=url, headers={"host": "pod-7.example:9100"}) as http:
+            starting = await http.get("/ready")
+            assert (starting.status_code, starting.json()) == (503, {"status": "it starts"})
+            page.fault, page.unready = lambda: wrong["fault"], lambda: wrong["unready"]
+            assert (await http.get("/live")).json() == {"status": "ok"}
+            assert (await http.get("/ready")).json() == {"status": "it drains"}
+            wrong = {"fault": "it hangs", "unready": ""}
+            assert (await http.get("/ready")).status_code == 200
+            assert (await http.get("/live")).status_code == 503
 
 
 async def test_pages_are_refused_under_foreign_names_and_bound_what_is_asked(

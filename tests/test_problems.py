@@ -288,3 +288,12 @@ def test_beyond_twelve_problems_the_rest_is_counted() -> None:
     told = found(state(instances=[*ALL, *gone], silent=tuple(each.id for each in gone)))
     assert len(told) == 12
     assert told[-1] == Problem("bad", "and 89 more of less weight")
+
+
+def test_a_process_that_may_not_register_says_why() -> None:
+    refused = SlotState(
+        "decode-2-d2", Role.DECODE, "h", "refused", cause="pdserve 0.3 (wire 3) cannot work beside"
+    )
+    shown = [problem for problem in found(state(slots=[refused])) if "decode-2-d2" in problem.about]
+    text = "decode-2-d2 is not registered: pdserve 0.3 (wire 3) cannot work beside"
+    assert shown == [Problem("bad", text, ["decode-2-d2"])]

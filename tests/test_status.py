@@ -40,6 +40,7 @@ def test_the_parts_of_the_table_and_of_the_summary() -> None:
         r"decode-0-cc +ready .* +demo +127\.0\.0\.1:10 +CPU +2 +1 +10% +65,536 +tcp://127\.0\.0\.1:10",
         r"model +demo, 2 decode workers, /models/demo",
         r"queue +1 prefill requests waiting",
+        r"backlog +prefill 0\.0 s; decode 0\.0 s",
         r"set +router = kv",
         r"URL +http://127\.0\.0\.1:8000/v1",
     ):

@@ -247,7 +247,7 @@ async def test_the_queues_depth_stays_true(
     before = failures("queue depth")
     limits = StreamLimits(max_age=1.0, resync=0.1)
     async with JetStreamQueue(nats_url, namespace, "m", limits) as queue:
-        monkeypatch.setattr(queue, "_withdraw_unsure", failing_once(queue._withdraw_unsure))
+        monkeypatch.setattr(queue._acks, "repeat", failing_once(queue._acks.repeat))
         await until(lambda: failures("queue depth") == before + 1)
         await publish(queue, "a")
         assert queue.depth == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from pdserve.config.arguments import arguments, refusal
+from pdserve.config.environment import VARIABLES
 from pdserve.config.sections import KINDS, must_be, rules
 
 PAGE = Path(__file__).parent.parent / "docs/configuration.md"
@@ -25,12 +26,20 @@ _NOTES = {
     "VllmWorker": "Here also: `model` (`demo`, a folder, relative to the file or absolute, or a hub id) and\n"
     "any argument of vLLM's engine, without its dashes, checked against vLLM's own list.",
     "PrefillWorker": "Here also: what VllmWorker may have of vLLM's arguments, but for those that shape answers.",
-    "Graph": "`PDSERVE_NATS`, `PDSERVE_ETCD` and `PDSERVE_STATE_DIR` in the environment win over the file, and so do\n"
-    "OpenTelemetry's `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT`.",
     "Slo": "[What is promised](slo.md), and what that does.",
-    "Security": "`PDSERVE_CREDENTIALS` in the environment wins over the file. A file that lets other machines reach\n"
-    "what has no credentials, keys or TLS is refused unless `allow` names it; loopback needs none of them.",
+    "Security": "A file that lets other machines reach what has no credentials, keys or TLS is refused unless `allow`\n"
+    "names it; loopback needs none of them.",
 }
+_ENVIRONMENT = """
+## Environment
+
+What differs by host. These win over the file; `plan` says which of them are set.
+
+| variable | in place of |
+|---|---|"""
+_BESIDE = """
+So do OpenTelemetry's `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT`; `PDSERVE_API_KEYS` adds to
+the file's keys. What Kubernetes puts into `PDSERVE_FRONTEND_PORT` beside a Service `pdserve-frontend` is ignored."""
 
 
 def _keys(section: str, kind: type) -> Iterator[str]:
@@ -73,6 +82,9 @@ def _lines() -> Iterator[str]:
             yield from ("", f"As above: {', '.join(again)}.")
         shown += rows
         yield from ("", _NOTES[section]) if section in _NOTES else ()
+    yield _ENVIRONMENT
+    yield from (f"| `{variable}` | `{place}` |" for variable, place in VARIABLES.items())
+    yield _BESIDE
     yield from ("", "## vLLM arguments that are refused", "", "| argument | because it |", "|---|---|")
     refused: dict[str, list[str]] = {}
     for name in sorted(arguments()):

@@ -57,6 +57,7 @@ def main(folder: Path) -> int:
         return 1
     version = archives[0].name.split("-")[1]
     print(f"""Both are whole. Left to do by hand:
+  git add tests/wire && git commit                     the messages that the next version has to understand
   make test                                            on a fresh machine
   git tag v{version} && git push origin v{version}
   uv publish dist/*                                    needs a token of PyPI's

@@ -33,7 +33,9 @@ MESSAGES = {
 
 FIELDS = {
     "vllm.v1.metrics.stats.SchedulerStats": "num_running_reqs num_waiting_reqs num_skipped_waiting_reqs "
-    "kv_cache_usage kv_connector_stats prefix_cache_stats",
+    "kv_cache_usage kv_connector_stats prefix_cache_stats iteration_details",
+    "vllm.v1.metrics.stats.SchedulerIterationDetails": "num_ctx_tokens",
+    "vllm.config.SchedulerConfig": "long_prefill_token_threshold",
     "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids lora_name extra_keys group_idx",
     "vllm.distributed.kv_events.BlockRemoved": "block_hashes group_idx",
     "vllm.v1.engine.logprobs.LogprobsProcessor": "tokenizer logprobs prompt_logprobs cumulative_logprob num_logprobs "
@@ -122,6 +124,8 @@ SOURCES = {
         "finished_sending",
     ),
     f"{_NIXL}.pull_worker": ("blocks_expiry_time",),
+    # read anew in each step
+    "vllm.v1.core.sched.scheduler": ("            self.scheduler_config.long_prefill_token_threshold\n",),
     "vllm.renderers.base": ("self._tokenize_prompt_async = make_async(",),
     "vllm.sampling_params": ("    def bad_words_token_ids(self)",),
     "vllm.v1.engine.output_processor": ("self.request_states", "self.parent_requests"),

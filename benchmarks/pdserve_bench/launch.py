@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from pdserve.config.load import load
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.ports import free_port
 from pdserve.supervisor import state
-from pdserve.supervisor.exits import Guardian, end_group, exit_of, tied
+from pdserve.supervisor.exits import Guardian, end_group, exit_of
+from pdserve.tied import tied
+from pdserve_bench.clusters import Clusters
 from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write
 
@@ -156,6 +158,13 @@ class RunningGraph:
 
     graph: state.GraphRecord
     state_dir: Path
+    clusters: Clusters | None = field(default=None, kw_only=True)
+    """of its NATS and etcd, where it was started on such"""
+
+    @property
+    def urls(self) -> list[str]:
+        """Of its frontends: each listens on an address of its own, or all on one."""
+        return [self.graph.url]
 
     @property
     def alive(self) -> bool:
@@ -214,24 +223,26 @@ async def started(
     frontends: int = 1,
     security: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
+    servers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[StartedGraph]:
     """A graph that serves, stopped as by Ctrl-C on leaving. With `own_model` it gets a copy of its model, with
     `own_disk` a small file system for its state, as far as that can be done. With `thresholds`, prompts go by their
     length where the file has the policy `adaptive`, so that remote prefills are there to be broken. `frontends` are at
-    least so many; `security` is the file's section of that name, without which clients come by plain http. Raises
-    ConfigError, and Unavailable with the end of its output where it does not come up."""
+    least so many; `servers` are its `nats` and `etcd`, where they are not its own; `security` is the file's section of
+    that name, without which clients come by plain http. Raises ConfigError, and Unavailable with the end of its output
+    where it does not come up."""
     config = load(file, {})
     model = _copied(Path(config.model), folder) if own_model else None
     ports = free_port(config.host), free_port(config.host, 16 * workers)
     sections = derive(file, workers, *ports, dtype, model)
-    if thresholds and config.decode is not None and config.decode.policy == "adaptive":
-        take(sections["VllmWorker"], "policy")
-        sections["VllmWorker"]["max-local-prefill-length"] = SHORT
+    if thresholds:
+        with_thresholds(sections)
     _multiply(
         sections["Frontend"], max(frontends, workers, config.frontend.processes if config.frontend else 1)
     )
     if security:
         sections["Security"] = dict(security)
+    sections["Graph"] |= servers or {}
     serve = ServeRun(folder, write(sections, folder / "graph.yaml"), variables=variables)
     with small_disk(serve.state_dir) if own_disk else nullcontext(False) as disk:
         nothing = state.GraphRecord(0, "", "", "", "", "")
@@ -298,6 +309,14 @@ def derive(
             sections[name]["additional-config"] = SIM_SPEED
         elif worker.engine != "sim" and dtype:
             put(sections[name], "dtype", dtype)
+    return sections
+
+
+def with_thresholds(sections: Sections) -> Sections:
+    """Prompts go by their length where the file has the policy `adaptive`."""
+    if sections["VllmWorker"].get("policy") == "adaptive":
+        take(sections["VllmWorker"], "policy")
+        sections["VllmWorker"]["max-local-prefill-length"] = SHORT
     return sections
 
 

@@ -44,6 +44,10 @@ COMMANDS = {
                 "pdserve_bench.goodput.command:goodput",
                 "the highest rate at which 90 % of the requests keep an SLO",
             ),
+            "promise": (
+                "pdserve_bench.promise.command:promise",
+                "the graph that runs here with a promise (SLO) and without, in turn",
+            ),
             "hops": ("pdserve_bench.hops.command:hops", "what each part of the graph costs, alone"),
             "scale": (
                 "pdserve_bench.scale.command:scale",
@@ -64,6 +68,7 @@ _EPILOG = """\
 environment:
   PDSERVE_STATE_DIR                where embedded servers keep data and logs (default: ~/.pdserve)
   PDSERVE_NATS, PDSERVE_ETCD       servers to use, over what the file says
+  PDSERVE_HOST                     address of this host for the others, over what the file says
   PDSERVE_CREDENTIALS              folder of `pdserve credentials`, over what the file says
   PDSERVE_ENGINE                   environment of `pdserve install` (default: in ~/.local/share/pdserve)
 

@@ -1,46 +1,44 @@
 """`pdserve doctor`: why `serve` would refuse a file on this host, and which servers and peers it cannot reach."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from typing import NamedTuple
-from urllib.parse import urlsplit
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from uuid import uuid4
 
+import psutil
+
 from pdserve import queue
+from pdserve.cli.finding import Finding
+from pdserve.cli.hosts import check_hosts, decoded
 from pdserve.cli.options import DemoFile
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.demo import FILE
-from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable, RegistryUnavailable
+from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
-from pdserve.records import decode_instance
-from pdserve.registry import connect, keys
-from pdserve.registry.base import Registry
+from pdserve.records import Instance
+from pdserve.registry import connect, etcd_version, keys
 from pdserve.supervisor.checks import busy_ports, running_graph
 
+_CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
+"""versions of etcd that its makers have warned of"""
 _WITHIN = 5.0
 """seconds for an answer"""
 
 
 def doctor(file: DemoFile = FILE) -> int:
     """Check what the graph of FILE needs on this host: all for which `pdserve serve` would refuse it, the ports, and
-    whether NATS, etcd and the processes on other hosts can be reached where the file names servers. Each line is ok,
-    warn or fail, and says what to do. Exit code 1 where something failed.
+    whether NATS, etcd and the processes on other hosts can be reached where the file names servers. What is closed is
+    named by host and port; of each host's KV the bandwidth and latency are measured, and clocks are compared. Each line
+    is ok, warn or fail, and says what to do. Exit code 1 where something failed.
 
     examples:
       pdserve doctor -f configs/disagg.yaml
       pdserve doctor -f configs/hosts.yaml      on each host, before and after the first one serves
     """
     return asyncio.run(_report(make_plan(load(file), Machine.detect())))
-
-
-class Finding(NamedTuple):
-    grade: str
-    """ok, warn or fail"""
-    subject: str
-    text: str
 
 
 async def _report(plan: Plan) -> int:
@@ -53,17 +51,22 @@ async def _report(plan: Plan) -> int:
 
 
 async def checks(plan: Plan) -> AsyncIterator[Finding]:
-    for finding in (*check_graph(plan), *check_ports(plan)):
+    for finding in check_graph(plan):
         yield finding
-    try:
+    instances: list[Instance] = []
+    with suppress(ConfigError):  # of the credentials: a problem of the plan
         credentials = Credentials.load(plan.config.security.credentials)
-    except ConfigError:  # a problem of the plan
-        return
-    if plan.config.nats:
-        yield await check_nats(plan.config.nats, credentials)
-    if plan.config.etcd:
-        async for finding in check_etcd(plan.config, credentials):
-            yield finding
+        if plan.config.nats:
+            for finding in await check_nats(plan.config.nats, credentials):
+                yield finding
+        if plan.config.etcd:
+            findings, instances = await check_etcd(plan.config, credentials)
+            for finding in findings:
+                yield finding
+    for finding in check_ports(plan, instances):
+        yield finding
+    async for finding in check_hosts(plan, instances):
+        yield finding
 
 
 def check_graph(plan: Plan) -> Iterator[Finding]:
@@ -75,9 +78,15 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
     yield from (Finding("warn", "graph", note) for note in plan.notes)
 
 
-def check_ports(plan: Plan) -> Iterator[Finding]:
-    """And the state directory. The ports of a running graph of this file are its own."""
+def check_ports(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Finding]:
+    """And the state directory. The ports of a running graph of this file are its own, and so are those of the roles
+    that run alone on this host."""
     ours, problem = running_graph(plan.config)
+    for instance in instances:
+        if instance.host == plan.config.host:
+            with suppress(psutil.Error):
+                process = psutil.Process(instance.pid)
+                ours |= {process.pid, *(child.pid for child in process.children(recursive=True))}
     if problem:
         yield Finding("fail", "state", problem)
     try:
@@ -89,10 +98,18 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
         yield Finding("ok", "ports", "all are free" + ", or of the running graph" * bool(ours))
 
 
-async def check_nats(url: str, credentials: Credentials | None) -> Finding:
+async def check_nats(urls: str, credentials: Credentials | None) -> list[Finding]:
+    """A cluster serves while most of its servers do."""
+    servers = urls.split(",")
+    found = [await _check_nats(url, credentials, len(servers) > 1) for url in servers]
+    serves = 2 * sum(each.grade == "ok" for each in found) > len(found)
+    return [each._replace(grade="warn") if serves and each.grade == "fail" else each for each in found]
+
+
+async def _check_nats(url: str, credentials: Credentials | None, of_cluster: bool) -> Finding:
     try:
         async with asyncio.timeout(_WITHIN):
-            await queue.check(url, credentials)
+            await queue.check(url, credentials, of_cluster)
     except ConfigError as error:
         return Finding("fail", "NATS", error.problems[0])
     except (QueueUnavailable, TimeoutError) as error:
@@ -101,36 +118,29 @@ async def check_nats(url: str, credentials: Credentials | None) -> Finding:
     return Finding("ok", "NATS", f"{url} answers, JetStream is on")
 
 
-async def check_etcd(config: Config, credentials: Credentials | None) -> AsyncIterator[Finding]:
-    """Take a lease and write; then reach each process that is registered."""
+async def check_members(etcd: str, credentials: Credentials | None) -> AsyncIterator[Finding]:
+    """Of an etcd that answers: the members that do not, and versions that lose data."""
+    for address in etcd.split(","):
+        try:
+            version = await etcd_version(address, credentials)
+        except RegistryUnavailable as error:
+            yield Finding("warn", "etcd", f"{error}: start it; the other members serve meanwhile.")
+            continue
+        if version in _CORRUPTING:
+            text = f"{address} is etcd {version}, which may corrupt its data in a crash: use 3.5.3 or newer."
+            yield Finding("warn", "etcd", text)
+
+
+async def check_etcd(config: Config, credentials: Credentials | None) -> tuple[list[Finding], list[Instance]]:
+    """Take a lease and write; return also the processes that are registered."""
     assert config.etcd is not None
     try:
         async with connect(config.etcd, config.namespace, credentials) as registry:
             await registry.put(key := f"doctor/{uuid4().hex}", b"")
             await registry.delete(key)
-            yield Finding("ok", "etcd", f"{config.etcd} answers")
-            async for finding in check_peers(registry):
-                yield finding
+            instances = decoded((await registry.read(keys.INSTANCES)).values())
+            members = [finding async for finding in check_members(config.etcd, credentials)]
     except RegistryUnavailable as error:
-        yield Finding("fail", "etcd", f"{error}: start it, or correct Graph.etcd or Security.credentials.")
-
-
-async def check_peers(registry: Registry) -> AsyncIterator[Finding]:
-    """Connect to the stream and the pages of each process, as frontends and decode workers do."""
-    for value in (await registry.read(keys.INSTANCES)).values():
-        try:
-            instance = decode_instance(value)
-        except ProtocolError:  # of another version
-            continue
-        for url in filter(None, (instance.address, instance.metrics)):
-            host, port = urlsplit(url).hostname, urlsplit(url).port
-            try:
-                async with asyncio.timeout(_WITHIN):
-                    _, writer = await asyncio.open_connection(host, port)
-                writer.close()
-                yield Finding("ok", "peers", f"{instance.id} is reached at {host}:{port}")
-            except OSError as error:
-                advice = "let a firewall pass it, or correct Graph.host on that host."
-                yield Finding(
-                    "fail", "peers", f"{instance.id} at {host}:{port}: {error or 'no answer'}: {advice}"
-                )
+        advice = "start it, or correct Graph.etcd or Security.credentials."
+        return [Finding("fail", "etcd", f"{error}: {advice}")], []
+    return [Finding("ok", "etcd", f"{config.etcd} answers"), *members], instances

@@ -21,7 +21,7 @@ from pdserve.records import Instance, Role
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.supervisor import state
-from pdserve.supervisor.checks import busy_kv_port
+from pdserve.supervisor.checks import busy_slot_ports
 
 _NOTHING = Snapshot([], [], {}, {})
 
@@ -120,17 +120,17 @@ def _on(state_dir: Path) -> GraphAddress:
     return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials(), state_dir)
 
 
-def find_place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
+def find_place(role: Role, file: Path, index: int, node: int = 0) -> tuple[Config, Slot]:
     """Return the configuration, with the addresses of NATS and etcd, and the slot: both from the supervisor, or from
     the file with a plan for this process alone. Raises ConfigError."""
-    return from_environment(os.environ) or _planned(role, file, index)
+    return from_environment(os.environ) or _planned(role, file, index, node)
 
 
 @contextmanager
 def occupied(config: Config, slot: Slot) -> Iterator[None]:
     """Occupy the slot on this host, by an abstract Unix socket, which ends with its process: two processes of one slot
     have one name in logs, metrics and `status`, and workers one KV port. Raises ConfigError where another process has
-    the slot, or its KV port is taken."""
+    the slot, or a port of it is taken."""
     name = f"{config.namespace} {config.etcd} {config.host} {slot.name}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
         try:
@@ -139,16 +139,17 @@ def occupied(config: Config, slot: Slot) -> Iterator[None]:
             raise ConfigError(
                 [f"{slot.name} of this graph runs on this host already: stop it, or choose another --index."]
             ) from None
-        if problem := busy_kv_port(config, slot):
-            raise ConfigError([problem])
+        if problems := busy_slot_ports(config, slot):
+            raise ConfigError(problems)
         yield
 
 
-def _planned(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
+def _planned(role: Role, file: Path, index: int, node: int) -> tuple[Config, Slot]:
     config = load(file)
-    plan = make_plan(config, Machine.detect(), roles={role}, index=index)
+    plan = make_plan(config, Machine.detect(), roles={role}, index=index, node=node)
     if plan.problems or not plan.slots:
-        raise ConfigError([*plan.problems] or [f"{file} has no {role.value} number {index}."])
+        what = f"{role.value} number {index}" + f" with a host of node rank {node} (nnodes)" * bool(node)
+        raise ConfigError([*plan.problems] or [f"{file} has no {what}."])
     return _with_servers(plan.config), plan.slots[0]
 
 

@@ -7,6 +7,7 @@ import typer
 
 from pdserve.cli.options import DemoFile
 from pdserve.demo import FILE
+from pdserve.records import Role
 
 _UNKNOWN = 3
 """exit code"""
@@ -16,6 +17,9 @@ def plan(
     file: DemoFile = FILE,
     gpus: Annotated[
         str | None, typer.Option(metavar="NxKIND", help="plan for other GPUs: 4xA10, 2x24GiB, 0 for none")
+    ] = None,
+    role: Annotated[
+        Role | None, typer.Option(help="one process of this role alone, as on a host or in a pod of its own")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the plan as one JSON object")] = False,
 ) -> int:
@@ -30,13 +34,18 @@ def plan(
       pdserve plan --json | jq .workers
     """
     from pdserve.config.load import load
+    from pdserve.errors import ConfigError
     from pdserve.observe.tables import show
     from pdserve.plan.machine import Machine, what_if
     from pdserve.plan.plan import make_plan
     from pdserve.plan.render import plan_as_dict, render
 
     machine = Machine.detect()
-    found = make_plan(load(file), what_if(gpus, machine) if gpus else machine)
+    machine = what_if(gpus, machine) if gpus else machine
+    if role is None:
+        found = make_plan(load(file), machine)
+    elif not (found := make_plan(load(file), machine, roles={role}, index=0)).slots:
+        raise ConfigError([f"{file} has no {role.value}: name another --role."])
     if as_json:
         print(json.dumps(plan_as_dict(found), indent=2))
     else:

@@ -22,7 +22,9 @@ from pdserve import clock
 from pdserve.cli.find import GraphAddress, GraphView, find_graph, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.observe.graph_state import (
+    WAITS,
     GraphState,
+    backlog,
     decode_workers,
     graph_state,
     promise_kept,
@@ -150,6 +152,7 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
             times = count(node.restarts, "time")
             summary.add_row("restarts", Text(f"{node.name}: {times}, last end: {node.why}"))
     summary.add_row("queue", f"{state.queue_depth} prefill requests waiting")
+    summary.add_row("backlog", "; ".join(f"{role.value} {backlog(state, role):.1f} s" for role in WAITS))
     if promise := promise_kept(state.moments):
         summary.add_row("promise", promise)
     for line in settings_changed(state):

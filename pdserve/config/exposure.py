@@ -56,8 +56,10 @@ def openings(
 
 
 def _of_graph(graph: GraphSection) -> Iterator[Opening]:
-    for key, address, scheme in (("nats", graph.nats, "tls"), ("etcd", graph.etcd, "https")):
-        if address is None:
+    named = [("nats", "tls", each) for each in (graph.nats or "").split(",")]
+    named += [("etcd", "https", each) for each in (graph.etcd or "").split(",")]
+    for key, scheme, address in named:
+        if not address:
             continue
         if address.startswith(f"{scheme}://"):
             what = f"is {address}, which asks for TLS, but the graph has no credentials"

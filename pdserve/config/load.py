@@ -2,8 +2,8 @@
 
 The sections are those of a Dynamo 0.2 graph (Common, Frontend, Processor, VllmWorker, PrefillWorker), and pdserve's own
 Graph, Slo and Security. As in Dynamo, a key of Common applies only to the sections that list it in `common-configs` and
-do not set it themselves; a key that no section lists is an error. The environment overrides Graph and Security:
-PDSERVE_NATS, PDSERVE_ETCD, PDSERVE_STATE_DIR, PDSERVE_CREDENTIALS, and OpenTelemetry's own variables.
+do not set it themselves; a key that no section lists is an error. The environment wins over the file
+(`environment.py`), and so do OpenTelemetry's own variables.
 """
 
 import os
@@ -12,8 +12,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pdserve.config.addresses import collector_url, traces_url
 from pdserve.config.api_keys import configured
 from pdserve.config.arguments import ANSWERS, arguments, shapes_answers
+from pdserve.config.environment import with_environment
 from pdserve.config.exposure import Opening, openings
 from pdserve.config.host import resolve_model, with_home
 from pdserve.config.schema import (
@@ -29,10 +31,7 @@ from pdserve.config.schema import (
     SecuritySection,
     SloSection,
     WorkerConfig,
-    collector_url,
-    etcd_address,
-    nats_url,
-    traces_url,
+    share_of_gpu,
 )
 from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
@@ -64,7 +63,8 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     findings = Findings(path)
     tree = read_tree(path, findings)
     _check_names(tree, findings)
-    sections = SectionReader(tree, findings)
+    with_variables, from_environment = with_environment(tree, env)
+    sections = SectionReader(with_variables, findings)
     graph = sections.read("Graph", GraphSection)
     frontend = sections.read("Frontend", FrontendSection)
     processor = sections.read("Processor", ProcessorSection)
@@ -84,7 +84,8 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         if prefill.values.stand_in:
             _follow_decode(decode.args, prefill.args, findings)
     places = _with_places(graph.values, env, findings)
-    files = _with_files(security, env, findings)
+    _check_replicas(graph, findings)
+    files = _with_files(security, findings)
     frontend_config = _frontend(frontend, processor.values, findings)
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
@@ -92,7 +93,6 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         openings(places, frontend_config, files, configured(files, env)),
         {"Graph": graph.own, "Frontend": frontend.own},
         files,
-        env,
         findings,
     )
     findings.raise_if_any()
@@ -106,8 +106,15 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         prefill=prefill_config,
         security=files,
         slo=Promised(slo.ttft, slo.gap),
+        from_environment=from_environment,
         notes=tuple(findings.notes),
     )
+
+
+def _check_replicas(graph: SectionRead[GraphSection], findings: Findings) -> None:
+    if (replicas := graph.own.get("queue-replicas")) and graph.values.nats is None:
+        text = "needs Graph.nats: `serve` starts one server, which keeps one copy."
+        findings.problem(replicas, f"is {_said(replicas.value)}, which {text}")
 
 
 def _check_names(tree: Mapping[str, Entry], findings: Findings) -> None:
@@ -252,30 +259,50 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
     args = {name: entry for name, entry in section.args.items() if name != "model"}
     values = {name: entry.value for name, entry in args.items()}
     origins = {name: entry.section for name, entry in args.items()}
-    worker = kind(**vars(section.values), engine_args=values, origins=origins)
+    gpu = section.own.get("ServiceArgs.resources.gpu")
+    share = share_of_gpu(gpu.value if gpu else None)
+    worker = kind(**vars(section.values), engine_args=values, origins=origins, share=share)
+    _check_nodes(worker, args, findings)
     _check_gpus(worker, section.own, findings)
     return replace(worker, gpus=worker.ranks) if worker.gpus is None and worker.gpu_ids else worker
+
+
+def _check_nodes(worker: WorkerConfig, args: Arguments, findings: Findings) -> None:
+    if worker.nodes == 1:
+        return
+    if worker.ranks % worker.nodes or worker.ranks < worker.nodes:
+        text = f"is {worker.nodes}, but {worker.ranks} ranks (tensor-parallel-size) cannot be shared by as many hosts"
+        findings.problem(args["nnodes"], f"{text}: make them a multiple.")
+    backend = args.get("distributed-executor-backend")
+    if backend and backend.value != "mp":
+        findings.problem(
+            backend, f"is {backend.value}, but nnodes is of vLLM's own mode: remove one of the two."
+        )
 
 
 def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findings) -> None:
     """`gpu` and `gpu-ids` must be as many as the engine's ranks: vLLM puts each rank on its own GPU."""
     ids, gpu = own.get("ServiceArgs.resources.gpu-ids"), own.get("ServiceArgs.resources.gpu")
     needed = worker.count * worker.ranks
-    if ids and len(worker.gpu_ids) != needed:
+    if ids and worker.nodes > 1:
+        findings.problem(
+            ids, "names GPUs of one host, but nnodes makes several: set CUDA_VISIBLE_DEVICES on each."
+        )
+    elif ids and len(worker.gpu_ids) != needed:
         named = f"names {len(worker.gpu_ids)} GPUs, but {worker.count} x {worker.ranks} ranks need {needed}"
         findings.problem(ids, f"{named}: name {needed}.")
     if gpu and worker.gpus == 0 and worker.gpu_ids:
         findings.problem(gpu, "is 0, but gpu-ids names GPUs: keep one of the two.")
     if gpu and worker.engine == "vllm" and worker.gpus not in (None, 0, worker.ranks):
         text = (
-            f"is {worker.gpus}, but tensor-parallel-size x pipeline-parallel-size makes {worker.ranks}, one for "
+            f"is {gpu.value}, but tensor-parallel-size x pipeline-parallel-size makes {worker.ranks}, one for "
             f"each GPU: set tensor-parallel-size: {worker.gpus} or gpu: {worker.ranks}."
         )
         findings.problem(gpu, text)
 
 
 def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings) -> GraphSection:
-    """The Graph section with the environment's addresses and folder."""
+    """The Graph section with an absolute folder, and the environment's collector."""
 
     def named(variable: str, check: Callable[[str], str]) -> str | None:
         """The variable's checked value; an empty variable counts as not set."""
@@ -285,7 +312,6 @@ def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings
             findings.whole(str(error), of=f"Environment variable {variable}")
             return None
 
-    nats, etcd = named("PDSERVE_NATS", nats_url), named("PDSERVE_ETCD", etcd_address)
     traces = named("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector_url)
     traces = traces or named("OTEL_EXPORTER_OTLP_ENDPOINT", traces_url)
     protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -293,21 +319,16 @@ def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings
         traces, what = None, f"takes {protocol}, and traces are sent by http/protobuf"
         findings.notes.append(f"The collector that OTEL_EXPORTER_OTLP_ENDPOINT names {what}: none are.")
     disabled = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    state_dir = _state_dir(graph, env.get("PDSERVE_STATE_DIR"), findings)
     return replace(
         graph,
-        nats=nats or graph.nats,
-        etcd=etcd or graph.etcd,
-        state_dir=state_dir,
+        state_dir=_state_dir(graph, findings),
         otlp_endpoint=None if disabled else traces or graph.otlp_endpoint,
     )
 
 
-def _with_files(
-    security: SectionRead[SecuritySection], env: Mapping[str, str], findings: Findings
-) -> SecuritySection:
+def _with_files(security: SectionRead[SecuritySection], findings: Findings) -> SecuritySection:
     """The Security section with absolute paths."""
-    values, named = security.values, env.get("PDSERVE_CREDENTIALS")
+    values = security.values
     for one, other in (("tls-certificate", "tls-key"), ("tls-key", "tls-certificate")):
         if one in security.own and other not in security.own:
             findings.problem(security.own[one], f"needs {other} beside it.")
@@ -317,7 +338,7 @@ def _with_files(
 
     return replace(
         values,
-        credentials=Path.cwd() / named if named else beside(values.credentials),
+        credentials=beside(values.credentials),
         api_keys=beside(values.api_keys),
         tls_certificate=beside(values.tls_certificate),
         tls_key=beside(values.tls_key),
@@ -328,26 +349,17 @@ def _check_exposure(
     all_openings: Iterable[Opening],
     own: Mapping[str, Mapping[str, Entry]],
     security: SecuritySection,
-    env: Mapping[str, str],
     findings: Findings,
 ) -> None:
     for opening in all_openings:
         section, _, key = opening.key.partition(".")
-        variable = f"PDSERVE_{key.upper()}"
-        if opening.allowed(security):
-            continue
-        if key in ("nats", "etcd") and env.get(variable):
-            findings.whole(opening.problem, of=f"Environment variable {variable}")
-        else:
+        if not opening.allowed(security):
             findings.problem(own[section][key], opening.problem)
 
 
-def _state_dir(graph: GraphSection, named: str | None, findings: Findings) -> Path:
+def _state_dir(graph: GraphSection, findings: Findings) -> Path:
     try:
-        folder = with_home(Path(named) if named else graph.state_dir)
-    except ValueError as error:
-        findings.whole(
-            str(error), of="Environment variable PDSERVE_STATE_DIR" if named else "Graph.state-dir"
-        )
+        return findings.path.parent.joinpath(with_home(graph.state_dir)).resolve()
+    except ValueError as error:  # of the default
+        findings.whole(str(error), of="Graph.state-dir")
         return graph.state_dir
-    return (Path.cwd() if named else findings.path.parent).joinpath(folder).resolve()

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args
-from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from pdserve.config.addresses import each, etcd_address, nats_url, traces_url
 from pdserve.config.host import with_home
 from pdserve.settings import PrefillPolicy, RouterPolicy
 from pdserve.slo import DURATION, NO_PROMISE, Promised, seconds
@@ -27,62 +27,6 @@ ENGINES: tuple[str, ...] = get_args(EngineKind)
 
 def kebab(name: str) -> str:
     return name.replace("_", "-")
-
-
-def nats_url(url: str) -> str:
-    """The URL with a lower-case scheme. Raises ValueError with the end of a sentence that begins with the key, as all
-    checks here do."""
-    parts = _split(url := _lower_scheme(url))
-    if parts is not None and parts.scheme in ("ws", "wss"):
-        text = "NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
-        raise ValueError(f"is {url!r}, but {text}")
-    if parts is None or parts.scheme not in ("nats", "tls") or not parts.hostname or parts.path.strip("/"):
-        raise ValueError(f"is {url!r}, but must be a NATS URL, as in nats://10.0.0.5:4222.")
-    return url
-
-
-def etcd_address(address: str) -> str:
-    """host:port, without `http://`: the graph's credentials decide whether it is encrypted."""
-    address = _lower_scheme(address)
-    parts = _split(address if "://" in address else f"http://{address}")
-    if (
-        parts is None
-        or parts.scheme not in ("http", "https")
-        or parts.path.strip("/")
-        or not (parts.hostname and parts.port)
-    ):
-        text = "must be etcd's client address, as in 10.0.0.5:2379."
-        raise ValueError(f"is {address!r}, but {text}")
-    return address.removeprefix("http://").rstrip("/")
-
-
-def traces_url(url: str) -> str:
-    """The URL to send spans to, from a collector's URL."""
-    url = collector_url(url)
-    path = "/v1/traces"
-    return url if urlsplit(url).path.endswith(path) else url.rstrip("/") + path
-
-
-def collector_url(url: str) -> str:
-    parts = _split(url := _lower_scheme(url))
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        text = "must be a collector's URL for OTLP over HTTP, as in http://127.0.0.1:4318."
-        raise ValueError(f"is {url!r}, but {text}")
-    return url
-
-
-def _lower_scheme(url: str) -> str:
-    scheme, colon, rest = url.strip().rpartition("://")
-    return scheme.lower() + colon + rest
-
-
-def _split(url: str) -> SplitResult | None:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if it is not a port
-    except ValueError:
-        return None
-    return parts
 
 
 def _host(host: str) -> str:
@@ -107,10 +51,17 @@ def _text(value: object) -> object:
 
 
 def _gpu_count(value: object) -> object:
-    """May be a text, as in Dynamo's files. A key without a value is an error, unlike no key."""
+    """May be a text, as in Dynamo's files. A key without a value is an error, unlike no key. A share is of one GPU."""
     if value is None:
         raise PydanticCustomError("number", "not a number")
+    if share_of_gpu(value) < 1:
+        return 1
     return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def share_of_gpu(value: object) -> float:
+    """The share that a worker has of each of its GPUs: less than 1 where `gpu` is a fraction."""
+    return value if isinstance(value, float) and 0 < value < 1 else 1.0
 
 
 def _duration(value: object) -> object:
@@ -128,9 +79,17 @@ def _origin(origin: str) -> str:
 
 Text = Annotated[str, BeforeValidator(_text)]
 Host = Annotated[Text, AfterValidator(_host)]
-NatsUrl = Annotated[str, AfterValidator(nats_url)]
+NatsServers = Annotated[
+    str | None,
+    BeforeValidator(each(nats_url)),
+    Field(json_schema_extra={"is": "a URL as in nats://10.0.0.5:4222, or a list of URLs"}),
+]
 TracesUrl = Annotated[str, AfterValidator(traces_url)]
-EtcdAddress = Annotated[str, AfterValidator(etcd_address)]
+EtcdMembers = Annotated[
+    str | None,
+    BeforeValidator(each(etcd_address)),
+    Field(json_schema_extra={"is": "an address as in 10.0.0.5:2379, or a list of addresses"}),
+]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Zero = Annotated[int, Field(strict=True, ge=0, le=0)]
 ZeroOrMore = Annotated[int, Field(strict=True, ge=0)]
@@ -154,7 +113,11 @@ GpuNumbers = Annotated[
     tuple[ZeroOrMore, ...], Field(json_schema_extra={"is": "a list of GPU numbers, as in [0, 1]"})
 ]
 File = Annotated[Path, BeforeValidator(_text), AfterValidator(with_home)]
-GpuCount = Annotated[ZeroOrMore | None, BeforeValidator(_gpu_count)]
+GpuCount = Annotated[
+    ZeroOrMore | None,
+    BeforeValidator(_gpu_count),
+    Field(json_schema_extra={"is": "a whole number, 0 or more, or a share of one GPU such as 0.5"}),
+]
 
 
 class Section:
@@ -248,7 +211,8 @@ class WorkerSection(Section):
     count: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
     """workers; each has its own engine"""
     gpus: Annotated[GpuCount, Field(validation_alias="ServiceArgs.resources.gpu")] = None
-    """GPUs; per worker; 0: on the CPU; not set: one for each rank of the engine if the machine has GPUs, else 0"""
+    """GPUs; per worker; 0.5: half of one, so that two workers have it; 0: on the CPU; not set: one for each rank of the
+    engine if the machine has GPUs, else 0"""
     gpu_ids: Annotated[GpuNumbers, Field(validation_alias="ServiceArgs.resources.gpu-ids")] = ()
     """exactly these GPUs: one for each rank of the first worker, then of the second, and so on; workers may share a
     GPU; empty: the placement chooses"""
@@ -268,7 +232,7 @@ class DecodeSection(WorkerSection):
     max_local_prefill_length: ZeroOrMore = 512
     """tokens; a prompt with more tokens to compute goes to a prefill worker"""
     max_prefill_queue_size: ZeroOrMore = 10
-    """requests; with this many in the prefill queue, prompts are prefilled locally"""
+    """requests; with this many before it in the prefill queue, a prompt is prefilled locally"""
 
 
 @dataclass(frozen=True)
@@ -284,12 +248,23 @@ class WorkerConfig(WorkerSection):
     that the graph sets itself"""
     origins: Mapping[str, str] = field(default_factory=dict)
     """the origin of each of `engine_args`: `Common`, the section's name, or `pdserve (reason)`"""
+    share: float = 1.0
+    """of its GPU; the rest is for others"""
 
     @property
     def ranks(self) -> int:
         """Processes of an engine, each with a share of the model: tensor x pipeline x prefill-context parallel."""
         names = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
         return math.prod(int(str(self.engine_args.get(name, 1))) for name in names)
+
+    @property
+    def nodes(self) -> int:
+        """Hosts of an engine, each with as many of its ranks."""
+        return int(str(self.engine_args.get("nnodes", 1)))
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.nodes
 
 
 @dataclass(frozen=True)
@@ -306,15 +281,22 @@ class PrefillConfig(WorkerConfig, PrefillSection):
 class GraphSection(Section):
     namespace: Annotated[Text, AfterValidator(_namespace)] = "pdserve"
     """separates the graphs that share an etcd and NATS"""
-    nats: Annotated[NatsUrl | None, BeforeValidator(_text)] = None
-    """URL; not set: `serve` starts its own"""
-    etcd: Annotated[EtcdAddress | None, BeforeValidator(_text)] = None
-    """host:port; not set: `serve` starts its own"""
+    nats: NatsServers = None
+    """URL, or all URLs of one cluster: a list, or separated by commas; not set: `serve` starts its own"""
+    etcd: EtcdMembers = None
+    """host:port, or those of all members of one cluster; not set: `serve` starts its own"""
+    queue_replicas: Annotated[int | None, Field(strict=True, ge=1, le=5)] = None
+    """servers; how many of a NATS cluster keep the prefill queue; not set: 3 if `nats` names three or more"""
     host: Host = "127.0.0.1"
     """address at which other machines reach this machine's workers; all parts of their engines listen on its network
     device only (and on RDMA ports)"""
     kv_port: Port = 5600
     """first of the workers' NIXL side-channel ports, one for each worker: there other workers ask how to read its KV"""
+    stream_port: Port | None = None
+    """first of the ports at which workers take requests from frontends: a role that runs alone adds its `--index`, the
+    workers of `serve` follow each other. Not set: free ones"""
+    pages_port: Port | None = None
+    """the same for the pages of each process (`/metrics`, `/live`, `/ready`). Not set: free ones"""
     state_dir: File = Path("~/.pdserve")
     """folder for the data of embedded servers; a relative path counts from the file's folder"""
     request_timeout: Seconds = 600.0
@@ -371,8 +353,14 @@ class Config(GraphSection):
     """with absolute paths"""
     slo: Promised = NO_PROMISE
     """what is promised to the clients of the model"""
+    from_environment: tuple[str, ...] = ()
+    """the variables that won over the file, with their keys"""
     notes: tuple[str, ...] = ()
     """keys with another meaning here than in Dynamo, one sentence each, to be shown once at start"""
+
+    @property
+    def spans_hosts(self) -> bool:
+        return any(worker is not None and worker.nodes > 1 for worker in (self.decode, self.prefill))
 
     @property
     def scheme(self) -> str:

@@ -18,8 +18,9 @@ class Entry:
     """A key with its value."""
 
     path: str
-    """`Section.key`, as written"""
+    """`Section.key`, as written, or an environment variable"""
     line: int
+    """0: not of the file"""
     value: object = None
     """plain; keys inside are as written"""
     children: Mapping[str, "Entry"] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Findings:
 
     def problem(self, entry: Entry, text: str) -> None:
         """Add a problem; only the first one of a key is kept, since the others follow from it."""
-        place = f"{self.path}:{entry.line}: {entry.path}".removesuffix(" ")
+        place = f"{self.path}:{entry.line}: {entry.path}".removesuffix(" ") if entry.line else entry.path
         self._problems.setdefault((entry.line, entry.path), f"{place} {text}")
 
     def whole(self, text: str, of: str = "") -> None:

@@ -4,15 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve.decode.promises import MATTERS
 from pdserve.messages import PrefillLoad
+from pdserve.slo import MATTERS
 
-WAIT_WEIGHT = 3.0
-"""cost of a second that the prompt waits for others: a queue that is long now delays later prompts too, and this prompt
-makes it longer"""
-STALL_WEIGHT = 0.25
-"""cost of a second that a running stream loses, in chunks too short to be felt. Both weights were found by simulation
-and confirmed by measurement (docs/decisions/0025-adaptive.md)"""
+BEHIND = 2.0
+"""prompts that wait behind this one, for each that comes while it is computed: those make others wait in turn"""
 
 
 @dataclass(frozen=True)
@@ -22,24 +18,33 @@ class Estimates:
     wait_here: float
     """for prompts that this engine computes already"""
     compute_here: float
-    """which each running stream loses too, in chunks"""
     streams: int
     """running here"""
     wait_there: float
     compute_there: float
     handover: float
     """from the answer to the next token: transfer of the KV, and a step of this engine"""
+    stall: float
+    """which each running stream loses if the prompt is computed here"""
+    rate: float = 0.0
+    """prompts that come in a second"""
     breaks: tuple[float, float] | None = None
     """promises that are expected to break if the prompt is computed here, and there; None: nothing is promised"""
 
     @property
     def local(self) -> float:
-        """Weighted, to be compared with `remote`."""
-        return WAIT_WEIGHT * self.wait_here + (1 + STALL_WEIGHT * self.streams) * self.compute_here
+        """To be compared with `remote`: what all requests lose together. A second of this prompt, of a stream, and of a
+        prompt behind this one count the same."""
+        wait = self._weight(self.compute_here) * self.wait_here
+        return wait + self.compute_here + self.streams * self.stall
 
     @property
     def remote(self) -> float:
-        return WAIT_WEIGHT * self.wait_there + self.compute_there + self.handover
+        return self._weight(self.compute_there) * self.wait_there + self.compute_there + self.handover
+
+    def _weight(self, compute: float) -> float:
+        """Of a second that this prompt waits: where it waits, those that come wait longer."""
+        return 1 + BEHIND * self.rate * compute
 
     @property
     def idle(self) -> bool:
@@ -62,10 +67,10 @@ class Estimates:
         breaks = "breaks {:.2f} promises here, {:.2f} there; ".format(*self.breaks) if self.breaks else ""
         return (
             f"{breaks}"
-            f"local costs {_ms(self.local)} ms (wait {WAIT_WEIGHT:g} x {_ms(self.wait_here)}, compute "
-            f"{_ms(self.compute_here)}, stall {STALL_WEIGHT:g} x {self.streams} streams x {_ms(self.compute_here)}), "
-            f"remote {_ms(self.remote)} ms (wait {WAIT_WEIGHT:g} x {_ms(self.wait_there)}, compute "
-            f"{_ms(self.compute_there)}, handover {_ms(self.handover)})"
+            f"local costs {_ms(self.local)} ms (wait {self._weight(self.compute_here):.1f} x {_ms(self.wait_here)}, "
+            f"compute {_ms(self.compute_here)}, stall {self.streams} streams x {_ms(self.stall)}), "
+            f"remote {_ms(self.remote)} ms (wait {self._weight(self.compute_there):.1f} x {_ms(self.wait_there)}, "
+            f"compute {_ms(self.compute_there)}, handover {_ms(self.handover)})"
         )
 
 
@@ -101,10 +106,13 @@ def estimate(
     queued: float,
     there: Sequence[tuple[float, float]],
     handover: float,
+    beside: float | None = None,
+    rate: float = 0.0,
 ) -> Estimates:
     """`compute`: tokens of the prompt that are not in the prefix cache here; `here`: seconds for a token here; `there`:
     of each prefill worker (at least one), the tokens that it has and its seconds for a token; `queued`: tokens before
-    this prompt that no prefill worker has pulled."""
+    this prompt that no prefill worker has pulled; `beside`: seconds for a token by which a step with streams is longer,
+    if they were measured; `rate`: prompts that come in a second."""
     speed = sum(1 / seconds for _, seconds in there)
     ahead = queued + sum(tokens for tokens, _ in there)
     return Estimates(
@@ -114,4 +122,6 @@ def estimate(
         wait_there=ahead / speed,
         compute_there=prompt * len(there) / speed,
         handover=handover,
+        stall=compute * (beside or here),
+        rate=rate,
     )

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Self
 
 import msgspec
 
 from pdserve.decode.estimate import Estimates, SeenLoad, estimate
 from pdserve.decode.order import rank
 from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.promises import Stakes
+from pdserve.decode.promises import Stakes, chunk_of, longest_first, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, revised
@@ -22,32 +23,60 @@ from pdserve.recent import RecentKeys
 
 FIRST_TOKEN_SECONDS = 1 / 5000
 """seconds for a token of a prompt, until an engine was measured"""
+SHORTEST_TOKEN = 1e-6
+"""seconds for a token of a prompt beside streams that are believed"""
 SHORTEST_SPACING = 0.001
 """seconds between two prompts that count"""
 FIRST_HANDOVER = 0.02
 """seconds, until a handover was measured"""
 
 
-def _behind(
-    waiting: Iterable[DecodeRequest],
-    tokens: Callable[[DecodeRequest], int],
-    seconds: float,
-    new: float,
-    now: float,
-) -> list[tuple[DecodeRequest, int]]:
-    """Return which of the prompts that wait have their turn after a new one of this rank (`order.py`), as far as they
-    are of its client, and their tokens; `seconds`: for a token."""
-    ranks = {each: rank(each.due, tokens(each) * seconds, now) for each in waiting}
-    behind = sorted((each for each in ranks if ranks[each] > new), key=ranks.__getitem__)
-    return [(each, tokens(each)) for each in behind]
+@dataclass(frozen=True)
+class _Behind:
+    """The prompts that have their turn after a new one (`order.py`), as far as they are of its client."""
+
+    prompts: list[tuple[float, int]]
+    """when the first token is due, and the tokens, in the order of their turns"""
+    token_seconds: float
+
+    @classmethod
+    def of(
+        cls, waiting: Iterable[tuple[float, int]], due: float, tokens: int, token_seconds: float, now: float
+    ) -> Self:
+        """The new prompt has so many tokens and is promised for `due`: without a promise nothing waits behind it."""
+        new = rank(due, tokens * token_seconds, now)
+        if new == math.inf:
+            return cls([], token_seconds)
+        ranked = [(rank(each[0], each[1] * token_seconds, now), each) for each in waiting]
+        behind = sorted((pair for pair in ranked if pair[0] > new), key=lambda pair: pair[0])
+        return cls([each for _, each in behind], token_seconds)
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.prompts)
+
+    def expected(self, wait: float, now: float) -> list[tuple[float, float]]:
+        """Return, for each, when its first token is expected and when it is due, in seconds from now."""
+        sums = accumulate(tokens for _, tokens in self.prompts)
+        return [
+            (wait + tokens * self.token_seconds, due - now)
+            for tokens, (due, _) in zip(sums, self.prompts, strict=True)
+        ]
 
 
-def _expected(
-    behind: list[tuple[DecodeRequest, int]], wait: float, seconds: float, now: float
-) -> list[tuple[float, float]]:
-    """Return, for each, when its first token is expected and when it is due, in seconds from now."""
-    sums = accumulate(tokens for _, tokens in behind)
-    return [(wait + tokens * seconds, each.due - now) for tokens, (each, _) in zip(sums, behind, strict=True)]
+@dataclass(frozen=True)
+class Outlook:
+    """In seconds."""
+
+    backlog: float
+    """of one worker, to compute the prompts of the requests here that no engine has yet"""
+    wait: float
+    """until a prompt that comes now is begun, on the way where that is sooner"""
+    token: float
+    """for each of its tokens, there"""
+    gap: float
+    """from one token of a stream to the next without prompts, or from its KV to the next one, whichever is longer. It
+    fades while none is measured: the worker may be faster by now, which only requests show"""
 
 
 @dataclass(eq=False)
@@ -56,19 +85,23 @@ class Estimator:
     queue: PrefillQueue
     workers: PrefillWorkers
     clock: Callable[[], float] = time.monotonic
-    chunk: int = 0
-    """tokens of a prompt in a step; 0: all of it"""
+    usual: int = 0
+    """tokens of prompts in a step where nothing is promised; 0: all of them"""
+    block: Callable[[], int] = lambda: 1
+    """tokens in a KV block"""
     beside: Callable[[], int] = lambda: 0
     """role `both`: tokens of the prompts from the queue in this engine"""
     _here: PrefillSpeed = field(default_factory=PrefillSpeed)
     _plain: LearnedMean = field(default_factory=LearnedMean)
     """seconds of a step with streams alone"""
-    _chunk: LearnedMean = field(default_factory=LearnedMean)
-    """seconds that a step is longer with a chunk of a prompt in it"""
-    _step: tuple[float, LearnedMean | None] = (0.0, None)
-    """when the last step ended, and what the next one measures"""
+    _token: LearnedMean = field(default_factory=LearnedMean)
+    """seconds that a step is longer for each token of a prompt in it"""
+    _chunks: tuple[int, float] = (0, 0.0)
+    """tokens of prompts, and how much longer the steps with them were, since `_token` was learned last"""
+    _ended: float = 0.0
+    """when the last step ended; 0: no stream waits for the next one"""
     _came: float = 0.0
-    """when the last prompt with a promise came"""
+    """when the last prompt came"""
     _spacing: float = 1.0
     """mean seconds between two of them"""
     _handover: LearnedMean = field(default_factory=lambda: LearnedMean(FIRST_HANDOVER))
@@ -76,64 +109,47 @@ class Estimator:
     """by prefill worker: seconds for a token of the last prompt that it answered, and when; an upper bound, since that
     prompt may have waited for others in the engine"""
 
-    def of(self, compute: int, prompt: int, due: float = math.inf, gap: float = math.inf) -> Estimates | None:
-        """Costs of a prompt that comes now, whose first token is promised for `due`, and gaps of `gap` at most; None
-        without a prefill worker. To be called once for each prompt: it also measures how often they come."""
+    def of(self, asked: DecodeRequest, compute: int, prompt: int) -> Estimates | None:
+        """Costs of the prompt of a request that comes now, and is among those that are here already; None without a
+        prefill worker. To be called once for each prompt: it also measures how often they come."""
+        due, gap = asked.due, asked.gap
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
         if not workers:
             return None
-        requests = self.requests.clients()
+        requests = [request for request in self.requests.clients() if request is not asked]
+        spacing = self._arrived(now)
         seen = {name: self._seen(name, now) for name in workers}
         held = Counter[str]()
         for request in requests:
             held[request.prefiller] += request.awaits_tokens
         here, there = self._token_seconds(seen, now)
+        computed = ((each.due, each.computes) for each in requests if each.computes and not each.since)
+        behind_here = _Behind.of(computed, due, compute, here, now)
+        held_back = ((each.due, each.awaits_tokens) for each in requests if not each.published)
         spread = 1 / sum(1 / seconds for seconds in there)
-        behind_here = _behind(
-            [each for each in requests if each.computes and not each.since],
-            lambda each: each.computes,
-            here,
-            rank(due, compute * here, now),
-            now,
-        )
-        behind_there = _behind(
-            [each for each in requests if each.awaits_tokens and not each.published],
-            lambda each: each.awaits_tokens,
-            spread,
-            rank(due, prompt * spread, now),
-            now,
-        )
+        behind_there = _Behind.of((each for each in held_back if each[1]), due, prompt, spread, now)
         estimates = estimate(
             compute,
             prompt,
             streams=sum(request.proven for request in requests),
-            ahead_here=self.beside()
-            + sum(request.computes for request in requests)
-            - sum(tokens for _, tokens in behind_here),
+            ahead_here=self.beside() + sum(request.computes for request in requests) - behind_here.tokens,
             here=here,
-            queued=self._queued(requests, prompt) - sum(tokens for _, tokens in behind_there),
+            queued=self._queued(requests, prompt) - behind_there.tokens,
             there=[
                 seen[name].left(held[name], seconds) for name, seconds in zip(workers, there, strict=True)
             ],
             handover=revised(self._handover.value, now - self._handover.at, FIRST_HANDOVER) or FIRST_HANDOVER,
+            beside=self._token.value,
+            rate=1 / spacing,
         )
         if due == gap == math.inf:
             return estimates
-        spacing = self._arrived(now)
-        plain = self._plain.value or 0.0
-        stakes = Stakes(
-            due - now,
-            gap,
-            plain,
-            plain + (self._chunk.value or (self.chunk or compute) * here),
-            chunks=estimates.wait_here > estimates.wait_there + estimates.compute_there,
-            handover=estimates.handover,
-            gaps=[each.gap for each in requests if not each.torn and (each.proven or each.computes)],
-            coming=[each.gap for each in requests if not (each.torn or each.proven or each.computes)],
-            newcomers=max(0.0, estimates.compute_here - estimates.wait_there - estimates.compute_there)
-            / spacing,
-            here=_expected(behind_here, estimates.wait_here, here, now),
-            there=_expected(behind_there, estimates.wait_there, spread, now),
+        steps = self._steps(requests, compute, gap, here)
+        stakes = self._stakes(estimates, requests, due - now, gap, steps, spacing)
+        stakes = replace(
+            stakes,
+            here=behind_here.expected(estimates.wait_here, now),
+            there=behind_there.expected(estimates.wait_there, now),
         )
         breaks = (
             stakes.broken_here(estimates.wait_here, estimates.compute_here),
@@ -141,25 +157,80 @@ class Estimator:
         )
         return replace(estimates, breaks=breaks)
 
+    def _stakes(
+        self,
+        estimates: Estimates,
+        requests: Collection[DecodeRequest],
+        left: float,
+        gap: float,
+        steps: tuple[float, float, float],
+        spacing: float,
+    ) -> Stakes:
+        """What may break of the requests that run or whose KV comes. `spacing`: seconds between two prompts."""
+        there = estimates.wait_there + estimates.compute_there
+        whole = [each for each in requests if not each.torn]
+        return Stakes(
+            left,
+            gap,
+            *steps,
+            chunks=estimates.wait_here > there,
+            handover=estimates.handover,
+            gaps=[each.gap for each in whole if each.proven or each.computes],
+            coming=[each.gap for each in whole if not (each.proven or each.computes)],
+            newcomers=max(0.0, estimates.compute_here - there) / spacing,
+        )
+
+    def _steps(
+        self, requests: Collection[DecodeRequest], compute: int, gap: float, here: float
+    ) -> tuple[float, float, float]:
+        """Return the seconds of a step without a chunk of this prompt, with one, and with one while KV comes."""
+        plain, token = self._plain.value or 0.0, self._token.value or here
+        chunk, beside = self._chunk(requests), self._chunk(requests, [gap])
+        return (
+            plain,
+            plain + min(chunk or compute, compute) * token,
+            plain + min(beside or compute, compute) * token,
+        )
+
     def _arrived(self, now: float) -> float:
-        """A prompt with a promise comes; return the mean time between two."""
+        """A prompt comes; return the mean time between two."""
         if self._came:
             self._spacing += WEIGHT * (now - self._came - self._spacing)
         self._came = now
         return max(self._spacing, SHORTEST_SPACING)
 
-    def stepped(self, now: float) -> None:
-        """The engine ended a step: learn how long streams wait for one, with a chunk of a prompt and without."""
-        began, kind = self._step
-        if kind is self._plain:
-            kind.learn(now - began, now)
-        elif kind is not None:
-            kind.learn(max(0.0, now - began - (self._plain.value or 0.0)), now)
-        streams = computes = False
-        for request in self.requests:
-            streams |= request.proven
-            computes |= request.computes > 0 and request.since > 0
-        self._step = now, (self._chunk if computes else self._plain) if streams else None
+    @property
+    def chunk(self) -> int:
+        """Tokens of prompts in a step, for what is here now."""
+        return self._chunk(self.requests.clients())
+
+    def _chunk(self, requests: Iterable[DecodeRequest], newcomers: Iterable[float] = ()) -> int:
+        """`newcomers`: gaps promised to requests whose KV will come, beside those that are here."""
+        plain, handover = self._plain.value or 0.0, self._handover.value or FIRST_HANDOVER
+        steps = [longest_first(gap, handover) for gap in newcomers]
+        for request in requests:
+            if request.torn or request.gap == math.inf:
+                continue
+            if request.proven:
+                steps.append(longest_step(request.gap, plain))
+            elif not request.computes:
+                steps.append(longest_first(request.gap, handover))
+        return chunk_of(
+            min(steps, default=math.inf), plain, self._token.value or 0.0, self.usual, self.block()
+        )
+
+    def stepped(self, ended: float, prompt_tokens: int) -> None:
+        """A step of the engine ended, whose outputs are noted: learn how long streams wait for one, without prompts
+        and for each token of a prompt."""
+        if self._ended and not prompt_tokens:
+            self._plain.learn(ended - self._ended, ended)
+        elif self._ended and self._plain.value and prompt_tokens >= self.block():
+            tokens, seconds = self._chunks
+            self._chunks = tokens + prompt_tokens, seconds + ended - self._ended - self._plain.value
+            if self._chunks[0] >= SHORTEST:
+                self._token.learn(max(SHORTEST_TOKEN, self._chunks[1] / self._chunks[0]), ended)
+                self._chunks = 0, 0.0
+        self._ended = ended if any(request.proven for request in self.requests) else 0.0
 
     def _seen(self, worker: str, now: float) -> SeenLoad:
         load, at = self.queue.loads.get(worker, (PrefillLoad(), 0.0))
@@ -189,6 +260,25 @@ class Estimator:
         ]
         others = max(0, self.queue.depth - len(own))
         return sum(own) + others * (sum(own) / len(own) if own else prompt)
+
+    def outlook(self) -> Outlook:
+        """What a prompt that comes now would find, and what waits."""
+        now, workers = self.clock(), [worker.id for worker in self.workers.available()]
+        requests, seen = self.requests.clients(), {name: self._seen(name, now) for name in workers}
+        here, there = self._token_seconds(seen, now)
+        held = Counter[str]()
+        for request in requests:
+            held[request.prefiller] += request.awaits_tokens
+        left = [seen[name].left(held[name], seconds) for name, seconds in zip(workers, there, strict=True)]
+        ahead_here = self.beside() + sum(request.computes for request in requests)
+        ahead_there = self._queued(requests, SHORTEST) + sum(tokens for tokens, _ in left)
+        spread = 1 / sum(1 / seconds for _, seconds in left) if left else math.inf
+        ways = [(ahead_here * here, here)]
+        if left:
+            ways.append((ahead_there * spread, spread * len(left)))
+        waits_here = sum(request.computes for request in requests if not request.since)
+        gap = max(revised(mean.value, now - mean.at, 0.0) or 0.0 for mean in (self._plain, self._handover))
+        return Outlook(waits_here * here + held[""] * ways[-1][1], *min(ways), gap)
 
     @property
     def token_seconds_here(self) -> float:

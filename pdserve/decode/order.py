@@ -82,6 +82,11 @@ class FairOrder(Generic[T]):
         else:
             self._leave(client)
 
+    def after(self, client: str) -> int:
+        """How many of other clients have their turn after a new one of this client, where none has a promise."""
+        own = len(self._queues.get(client, ())) + 1
+        return sum(max(0, len(queue) - own) for name, queue in self._queues.items() if name != client)
+
     def _leave(self, client: str) -> None:
         for each in (self._queues, self._turns, self._passed):
             each.pop(client, None)

@@ -2,7 +2,8 @@
 
 It publishes as much as keeps the prefill workers busy, and holds the other prompts, in turn round the clients. So a
 prompt waits in the queue behind about one other for each prefill worker, and not behind all that another client sent
-before. Held prompts count in the queue's depth, at all workers."""
+before. Held prompts count in the queue's depth, at all workers;
+in that which decides about a prompt, only those before it."""
 
 import asyncio
 import time
@@ -67,6 +68,10 @@ class PrefillTurns:
         needs = len(request.submit.prompt) * self._token_seconds()
         self._held.add(request.submit.client, request, request.due, needs)
         self.look()
+
+    def ahead(self, client: str) -> int:
+        """How many of the queue's prompts have their turn before a new one of this client, as far as is known here."""
+        return self._queue.depth - self._held.after(client)
 
     def over(self, request: DecodeRequest) -> None:
         """The request waits no longer."""

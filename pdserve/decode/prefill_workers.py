@@ -175,7 +175,7 @@ class PrefillWorkers:
         """Prefill here what was queued, and not pulled yet, when the server lost its queue."""
         for request in self.requests:
             if (
-                request.kv_age
+                request.published
                 and request.awaits
                 and not request.prefiller
                 and request.losses != self.queue.losses

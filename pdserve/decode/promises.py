@@ -3,31 +3,30 @@
 Of the prompt's own request, of those that run or wait here, and of those that wait for prefill workers: each counts
 with the probability that this prompt makes it break a promise that it has kept so far."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-UNSURE = 0.4
-"""of the time to a first token: part by which it may be shorter or longer than expected; others come meanwhile"""
-UNEVEN = 0.3
-"""of a step with a chunk of a prompt in it: part by which the longest of several is longer than the mean"""
-MATTERS = 0.05
-"""a smaller difference in expected broken promises decides nothing"""
+from pdserve.slo import UNEVEN, late, torn
 
 
-def late(seconds: float, left: float) -> float:
-    """The probability that a first token, expected in so many seconds, comes later than `left` seconds from now."""
-    if left <= 0:
-        return 1.0
-    return _ramp(seconds / left, 1 - UNSURE, 1 + UNSURE)
+def longest_step(gap: float, plain: float) -> float:
+    """Seconds that a step with a chunk may take as a mean, so that this gap is kept; infinite if it breaks in any case:
+    `plain` is a step without one."""
+    return (1 - UNEVEN) * gap if plain < gap else math.inf
 
 
-def torn(seconds: float, gap: float) -> float:
-    """The probability that a gap, of so many seconds as a mean, is longer than the promised one."""
-    return _ramp(seconds / gap, 1 - UNEVEN, 1.0)
+def longest_first(gap: float, handover: float) -> float:
+    """As `longest_step`, for a request whose KV comes: it waits for half of a step, and for the handover."""
+    return max(0.0, 2 * ((1 - UNEVEN) * gap - handover)) if handover < gap else math.inf
 
 
-def _ramp(value: float, none: float, sure: float) -> float:
-    return min(1.0, max(0.0, (value - none) / (sure - none)))
+def chunk_of(step: float, plain: float, token_seconds: float, usual: int, block: int) -> int:
+    """Return the tokens of prompts with which a step takes as long; infinite: nothing has to be kept. `usual` 0:
+    prompts are computed whole."""
+    if not usual or step == math.inf or not plain or not token_seconds:
+        return usual
+    return max(block, int((step - plain) / token_seconds))
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class Stakes:
     """of a step without chunks of prompts, as a mean"""
     step: float
     """of a step with a chunk in it, as a mean"""
+    beside: float
+    """of one while KV comes, for which it may be shorter"""
     chunks: bool
     """whether other prompts are still computed here when the KV comes from a prefill worker"""
     handover: float
@@ -70,7 +71,7 @@ class Stakes:
     @property
     def _second(self) -> float:
         """As `handover`, behind what is left of a step with a chunk."""
-        return self.handover + self.step / 2
+        return self.handover + self.beside / 2
 
     def _held_up(self, gap: float) -> float:
         """The probability that chunks make a request with this promise break it, whose KV comes."""

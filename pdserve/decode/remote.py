@@ -104,7 +104,7 @@ class RemotePrefill:
                 request.engines_died += died
                 raise NoHandle(reason, text)
             case str(reason):
-                if request.kv_age is not None and reason not in (DOWN, FULL):
+                if request.published and reason not in (DOWN, FULL):
                     await self._withdraw(request.id)
                 if reason == TIMEOUT and not request.prefiller:
                     self.workers.left_untaken(request)

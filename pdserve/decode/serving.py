@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.decode.chunk import ChunkLimit
 from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import INTERNAL, Frontends
 from pdserve.decode.links import KvLinks
@@ -47,6 +48,7 @@ class RequestRunner:
     quarantine: Quarantine
     estimator: Estimator
     turns: PromptTurns
+    chunk: ChunkLimit
     start: Callable[[Coroutine[Any, Any, None]], object]
     """start a task that ends with the worker and whose failure ends the worker"""
     stands_in: bool = False
@@ -59,8 +61,7 @@ class RequestRunner:
     # from a frontend to the engine
 
     async def submit(self, frontend: str, submit: Submit) -> None:
-        request = self.requests.add(frontend, submit)
-        if request is None:
+        if (request := self.requests.add(frontend, submit)) is None:
             await self.frontends.send(frontend, Failed(submit.request_id, "this request id was used before"))
         else:
             self.start(self._run(request))
@@ -135,12 +136,12 @@ class RequestRunner:
 
     def _decide(self, request: DecodeRequest) -> Decision:
         submit, settings = request.submit, self.settings.current
-        prompt, depth = len(submit.prompt), self.queue.depth
+        prompt, depth = len(submit.prompt), self.remote.turns.ahead(submit.client)
         prefix_hit = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
         hit = request.hit = prefix_hit or 0
         workers = len(self.workers.available())
         adaptive = settings.remote_prefill and settings.policy == "adaptive"
-        estimates = self.estimator.of(prompt - hit, prompt, request.due, request.gap) if adaptive else None
+        estimates = self.estimator.of(request, prompt - hit, prompt) if adaptive else None
         decision = decide(
             prompt,
             hit,
@@ -159,28 +160,16 @@ class RequestRunner:
             decision = Decision("local", OWN)
         remote = decision.mode == "remote"  # the next requests' estimates count this one from here on
         request.awaits_tokens, request.computes = (prompt, 0) if remote else (0, prompt - hit)
-        log.info(
-            "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s",
-            request.id,
-            decision.mode,
-            decision.reason,
-            prompt,
-            hit,
-            depth,
-            workers,
-            estimates or thresholds(settings),
-        )
+        text = "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s"
+        numbers = prompt, hit, depth, workers, estimates or thresholds(settings)
+        log.info(text, request.id, decision.mode, decision.reason, *numbers)
         return decision
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
         """Generate without remote KV, when it is the prompt's turn to be computed."""
         since = time.monotonic()
-        turn = self.turns.turn(
-            request.computes,
-            request.submit.client,
-            request.due,
-            request.computes * self.estimator.token_seconds_here,
-        )
+        needs = request.computes * self.estimator.token_seconds_here
+        turn = self.turns.turn(request.computes, request.submit.client, request.due, needs)
         async with turn as waited:
             if waited:
                 request.hops.add("turn", since, time.monotonic())
@@ -221,19 +210,18 @@ class RequestRunner:
             self.links.unreachable(step.unreachable)
             self.workers.avoid(step.unreachable)
             self._note_unread(step.unread)
-            self.estimator.stepped(time.monotonic())
         for frontend, outputs in (await self._by_frontend(step.outputs)).items():
             with Apart("outputs") as one:
                 await self.frontends.send_outputs(frontend, outputs)
             if one.error is not None:
                 await self.frontends.lose(frontend, outputs)
+        await self.chunk.stepped(step)
 
     async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
         by_frontend: defaultdict[str, list[Output]] = defaultdict(list)
         now = time.monotonic()
         for output in outputs:
-            request = self.requests.get(output.request_id)
-            if request is None:
+            if (request := self.requests.get(output.request_id)) is None:
                 continue  # cancelled, or a prefill of role `both`
             with Apart("outputs") as one:
                 if await self._note(request, output, now):

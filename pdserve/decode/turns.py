@@ -3,23 +3,37 @@
 In each step the engine computes a chunk of every prompt that it has, and running streams wait for all of these chunks.
 So the engine gets only as many prompts as make one chunk together: a long prompt alone, or several short ones. The
 others wait here (`order.py`), so that a request whose KV comes from a prefill worker is never behind them in the
-engine."""
+engine. A very short one does not wait for the chunks of another client's long one."""
 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from pdserve.decode.order import FairOrder
 
+SHORT = 8
+"""a prompt of at most a chunk divided by this is short"""
+PASSING = 4
+"""short prompts that may be in the engine beside a chunk of others, one for each client that has no other there"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompt:
+    tokens: int
+    client: str
+    begins: asyncio.Event = field(default_factory=asyncio.Event)
+
 
 class PromptTurns:
-    def __init__(self, chunk: int) -> None:
+    def __init__(self, chunk: Callable[[], int]) -> None:
         """`chunk`: tokens; 0: no limit."""
         self._chunk = chunk
-        self._held = 0
-        self._waiting: FairOrder[tuple[int, asyncio.Event]] = FairOrder()
+        self._inside: set[_Prompt] = set()
+        self._passing: set[_Prompt] = set()
+        self._waiting: FairOrder[_Prompt] = FairOrder()
 
     @asynccontextmanager
     async def turn(
@@ -27,27 +41,34 @@ class PromptTurns:
     ) -> AsyncIterator[bool]:
         """Hold a turn for a prompt with so many tokens to compute, whose first token is promised for `due` and comes
         `needs` seconds after its turn. Yields whether it had to wait."""
-        prompt = min(tokens, self._chunk), asyncio.Event()
-        tokens, event = prompt
+        prompt = _Prompt(min(tokens, self._chunk()), client)
         self._waiting.add(client, prompt, due, needs)
         self._start_next()
-        waits = not event.is_set()
+        if not prompt.begins.is_set() and self._may_pass(prompt):
+            self._waiting.remove(client, prompt)
+            self._passing.add(prompt)
+            prompt.begins.set()
+        waits = not prompt.begins.is_set()
         try:
-            await event.wait()
+            await prompt.begins.wait()
             yield waits
         finally:
-            if event.is_set():
-                self._held -= tokens
-            else:
-                self._waiting.remove(client, prompt)
+            self._waiting.remove(client, prompt)
+            self._inside.discard(prompt)
+            self._passing.discard(prompt)
             self._start_next()
 
+    def _may_pass(self, prompt: _Prompt) -> bool:
+        here = {each.client for each in self._inside | self._passing}
+        short = prompt.tokens <= self._chunk() // SHORT
+        return short and len(self._passing) < PASSING and prompt.client not in here
+
     def _start_next(self) -> None:
-        now = time.monotonic()
+        now, chunk = time.monotonic(), self._chunk()
         while prompt := self._waiting.first(now):
-            tokens, event = prompt
-            if self._held and self._held + tokens > self._chunk:
+            held = sum(each.tokens for each in self._inside)
+            if held and held + prompt.tokens > chunk:
                 return
             self._waiting.pop(now)
-            self._held += tokens
-            event.set()
+            self._inside.add(prompt)
+            prompt.begins.set()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from pdserve.decode.answers import AnswerReader
+from pdserve.decode.chunk import ChunkLimit
 from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import INTERNAL, Frontends
 from pdserve.decode.links import KvLinks
@@ -22,7 +23,7 @@ from pdserve.decode.warm_up import WarmUp
 from pdserve.engine.base import Engine, Step
 from pdserve.errors import EngineDead
 from pdserve.messages import Cancel, Failed, GetArchive, Hello, Load, Refused, Submit, ToDecode
-from pdserve.observe.metrics import QUEUE_DEPTH
+from pdserve.observe.metrics import BACKLOG, QUEUE_DEPTH
 from pdserve.process.presence import model_card
 from pdserve.process.worker import EngineWorker
 from pdserve.records import ModelCard, Role
@@ -33,6 +34,9 @@ from pdserve.tasks import Apart, Work
 from pdserve.watch import LinkState
 
 log = logging.getLogger(__name__)
+
+GAP_STEP = 0.005
+"""seconds to which the gap is reported: an idle worker, whose gap fades, soon has nothing to report"""
 
 
 class DecodeWorker(EngineWorker):
@@ -57,7 +61,9 @@ class DecodeWorker(EngineWorker):
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
         quarantine = Quarantine()
         self._frontends = Frontends(engine, self._stream, self._workers, self.requests, quarantine)
-        chunk = int(str(config.decode.engine_args.get("long-prefill-token-threshold", 0)))
+        usual = int(str(config.decode.engine_args.get("long-prefill-token-threshold", 0)))
+        estimator = Estimator(self.requests, queue, self._workers, usual=usual)
+        estimator.block = lambda: engine.facts.block_size  # known when it has started
         self._runner = RequestRunner(
             engine,
             self._frontends,
@@ -68,8 +74,9 @@ class DecodeWorker(EngineWorker):
             self.requests,
             self.settings,
             quarantine,
-            Estimator(self.requests, queue, self._workers, chunk=chunk),
-            PromptTurns(chunk),
+            estimator,
+            PromptTurns(lambda: estimator.chunk),
+            ChunkLimit(engine, estimator),
             start=lambda work: self.tasks.create_task(work),
         )
 
@@ -120,15 +127,20 @@ class DecodeWorker(EngineWorker):
     def load(self) -> Load:
         usage, depth = self._engine.usage, self._queue.depth
         QUEUE_DEPTH.labels(self._config.served_model_name).set(depth)
-        waiting = usage.waiting + self.requests.waiting
+        outlook = self._runner.estimator.outlook()
+        BACKLOG.labels(self._config.served_model_name, Role.PREFILL).set(outlook.backlog)
         return Load(
             usage.running,
-            waiting,
+            usage.waiting + self.requests.waiting,
             round(usage.kv_usage, 6),
             self.requests.tokens,
             depth,
             queue_limit(self.settings.current),
             self.requests.remote,
+            backlog=round(outlook.backlog, 3),
+            prompt_wait=round(outlook.wait, 3),
+            token_seconds=float(f"{outlook.token:.2g}"),
+            gap_seconds=round(outlook.gap / GAP_STEP) * GAP_STEP,
         )
 
     def links(self) -> list[LinkState]:

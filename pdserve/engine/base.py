@@ -29,6 +29,8 @@ class EngineFacts:
     supported_tasks: list[str]
     fingerprint: str = ""
     """of the loaded model (`engine/fingerprint.py`); the engine cannot use KV of another fingerprint"""
+    side_channel: str = ""
+    """host:port at which other engines ask how to read its KV; empty: there is none"""
 
     @property
     def kv_tokens(self) -> int:
@@ -108,6 +110,10 @@ class Step:
     complete: list[KvHandle] = field(default_factory=list)
     """running prefills: what can be read of them already, in whole blocks from the start of the prompt. The blocks are
     kept as long as the prefill runs; only the handle of its finishing output proves that it ran to the end"""
+    ended: float = 0.0
+    """monotonic time at which the engine had the outputs"""
+    prompt_tokens: int = 0
+    """computed in this step; of a prompt whose KV was read, its end alone"""
 
 
 class Engine(Lifetime):
@@ -172,6 +178,11 @@ class Engine(Lifetime):
         unknown handle is ignored."""
 
     @abstractmethod
+    async def limit_chunk(self, tokens: int) -> None:
+        """From the next step on, compute at most so many tokens of prompts in a step with other requests, of several
+        prompts together, but not less than a KV block of each. As many as the configuration says: of each prompt."""
+
+    @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:
         """Stop these requests and free their blocks. Ids of unknown or finished requests are ignored."""
 
@@ -216,3 +227,12 @@ class Engine(Lifetime):
     def cpu_seconds(self) -> float:
         """CPU time that the engine's processes have used so far. It separates a long step, in which they do not answer
         either, from a hang."""
+
+
+class Ranks(Lifetime):
+    """A host's part of an engine that spans hosts and has its core on another host. Entering returns when the whole
+    engine has loaded the model; raises ConfigError, and EngineDead if it does not start."""
+
+    @abstractmethod
+    async def watch(self) -> None:
+        """Raises EngineDead when a process of this part is gone; never returns."""

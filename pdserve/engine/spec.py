@@ -1,15 +1,29 @@
 """What an engine is started with, and which implementation is used."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdserve.credentials import Credentials
-from pdserve.engine.base import Engine
+from pdserve.engine.base import Engine, Ranks
 from pdserve.imports import import_large
 from pdserve.records import Role
 
 ENGINES = {"vllm": "pdserve.engine.vllm.engine:VllmEngine", "sim": "pdserve.engine.sim.engine:SimEngine"}
 """by the `engine` key of a worker's section; import strings, so that only the chosen module is loaded"""
+RANKS = {"vllm": "pdserve.engine.vllm.ranks:VllmRanks", "sim": "pdserve.engine.sim.ranks:SimRanks"}
+
+
+@dataclass(frozen=True)
+class EngineNode:
+    """A host's place in an engine that spans hosts (vLLM's `nnodes`)."""
+
+    rank: int
+    """0: the leader, which has the engine core; the others have only ranks of the model"""
+    host: str
+    """the leader's"""
+    port: int
+    """the leader's, for torch's store"""
 
 
 @dataclass(frozen=True)
@@ -31,9 +45,22 @@ class EngineSpec:
     """that prove to other engines that this engine is of the graph"""
     kv_port: int = 0
     """port of the KV side channel, one for all ranks of the engine; 0: a free one"""
+    node: EngineNode | None = None
+    """None: the engine is on this host alone"""
 
 
 def make_engine(kind: str, spec: EngineSpec) -> Engine:
-    module, name = ENGINES[kind].split(":")
-    engine: Engine = getattr(import_large(module), name)(spec)
+    engine: Engine = _imported(ENGINES[kind])(spec)
     return engine
+
+
+def import_ranks(kind: str) -> Callable[[EngineSpec], Ranks]:
+    """What makes this host's part of an engine whose core is on another host. It takes seconds: call it before others
+    watch this process."""
+    ranks: Callable[[EngineSpec], Ranks] = _imported(RANKS[kind])
+    return ranks
+
+
+def _imported(implementation: str) -> Any:
+    module, _, name = implementation.partition(":")
+    return getattr(import_large(module), name)

@@ -73,6 +73,8 @@ class Frontend(Service):
             registry.connect(config.etcd, config.namespace, credentials, patient=True)
         )
         self.connections.add("etcd", config.etcd, lambda: connection.connected)
+        self._presence = Presence(connection, self._instance(), None)
+        await self._presence.until_understood()
         view = await stack.enter_async_context(RegistryView(connection))
         self._keys.keys.ledger.frontends = lambda: len(view.instances(Role.FRONTEND))
         context = self._model_context(frontend, credentials)
@@ -84,7 +86,6 @@ class Frontend(Service):
             with suppress(TimeoutError):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
         self._models, self._view = models, view
-        self._presence = Presence(connection, self._instance(), None)
         keys, model = self._keys.keys, config.served_model_name
         self._ribs = ribs = Ribs.load(
             RibContext(self.id, model, models, keys, view, client, self.watched, self.tracer)

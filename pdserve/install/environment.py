@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pdserve.errors import Unavailable
+from pdserve.tied import tied
 
 LOCKS = Path(__file__).parent
 PLATFORMS = {
@@ -27,6 +28,8 @@ PLATFORMS = {
 ENGINE_VARIABLE = "PDSERVE_ENGINE"
 """environment variable with the folder of the engine's environment"""
 _DONE = ".pdserve-installed"
+_NO_SOLUTION = 1
+"""uv's exit code where the sources do not have it; another one where they do not answer, which the install then says"""
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -68,6 +71,13 @@ def engine_folder(platform: str) -> Path:
         return Path(given).expanduser().absolute()
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"
     return data_folder() / f"engine-{platform}-{python}-{engine_step(platform).digest[:12]}"
+
+
+def other_engines() -> list[Path]:
+    """The environments in the data folder that other versions of pdserve have made, whole or not."""
+    ours = {engine_step(platform).digest[:12] for platform in PLATFORMS}
+    found = sorted(data_folder().glob("engine-*"))
+    return [folder for folder in found if folder.name.rpartition("-")[2] not in ours]
 
 
 def find_engine() -> Path | None:
@@ -172,7 +182,7 @@ def _sources(folder: Path, uv: Sequence[str], platform: str) -> list[str]:
         # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.
         return [source for source in sources if not source.startswith("--find-links=")]
     torch = [*uv, *sources, "--dry-run", f"torch=={_locked_version('torch')}"]
-    if subprocess.run(torch, capture_output=True, check=False).returncode:
+    if subprocess.run(torch, capture_output=True, check=False).returncode == _NO_SOLUTION:
         say(f"torch's CPU build is in no configured source: adding {_TORCH_INDEX}")
         sources.append(f"--extra-index-url={_TORCH_INDEX}")
     return sources
@@ -204,7 +214,7 @@ def _output(*command: str | Path) -> str:
 def _run(command: Sequence[str], advice: str = "run it again, and it goes on where it stopped") -> None:
     """With uv's progress on a terminal; elsewhere without its line for each package."""
     pipe = None if sys.stderr.isatty() else subprocess.PIPE
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as process:
+    with subprocess.Popen(tied(command), stdout=subprocess.DEVNULL, stderr=pipe, text=True) as process:
         for line in process.stderr or ():
             if not re.match(r" [+~-] ", line):
                 sys.stderr.write(line)

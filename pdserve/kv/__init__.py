@@ -23,6 +23,8 @@ PREEMPTED = "pdserve_preempted"
 AHEAD = "pdserve_ahead"
 """in the transfer parameters of a request that is not to be run but to read KV ahead: number of leading blocks that the
 prefix cache has, and that are not read; -1: free what was read ahead"""
+CHUNK = "pdserve_chunk"
+"""in the transfer parameters of a request that is not to be run: how many tokens of prompts a step computes"""
 
 CREDENTIALS = "pdserve_credentials"
 """in the connector's extra configuration: folder of the graph's credentials on this host, or None"""

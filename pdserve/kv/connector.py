@@ -32,7 +32,7 @@ import time
 from threading import Event
 from typing import Any
 
-from pdserve.kv import AFTER, COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
+from pdserve.kv import AFTER, CHUNK, COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.kv.nixl import affinity_kept, provide_nixl, quiet_agents
 
@@ -53,6 +53,7 @@ from vllm.logger import init_logger  # noqa: E402
 from vllm.utils.network_utils import make_zmq_path  # noqa: E402
 
 from pdserve.kv.ahead_scheduler import AheadReport, AheadScheduler  # noqa: E402
+from pdserve.kv.chunk import StepChunk  # noqa: E402
 from pdserve.kv.watch import HangWatch, ReadTimes, RemoteClock, StallWatch  # noqa: E402
 
 logger = init_logger(__name__)
@@ -90,7 +91,38 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 class ConnectorScheduler(AheadScheduler):
-    """With our listener for handshakes, and for requests that have tokens after the prompt that was prefilled."""
+    """With our listener for handshakes, for requests that have tokens after the prompt that was prefilled, and with
+    chunks of prompts that leave room for what runs beside them."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._chunk = StepChunk(vllm_config.scheduler_config, self.block_size)
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._chunk.spare()
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._chunk.admitted(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self._chunk.scheduled(scheduler_output.num_scheduled_tokens)
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if connector_output.finished_recving:
+            self._chunk.spare()
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._chunk.ended(request.request_id)
+        if (tokens := (request.kv_transfer_params or {}).get(CHUNK)) is not None:
+            self._chunk.limit(tokens)
+            return False, None
+        kept: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return kept
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM counts the tokens after the prompt, too, for which the prefill engine has no KV."""
@@ -160,7 +192,11 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             self._no_handshake_before[engine] = time.monotonic() + HANDSHAKE_PAUSE
             self.xfer_stats.data[UNREACHABLE].append(engine)
             return
-        engine = context.get("dst_engine_id") or self._source_of(req_id)
+        self._forget_agents(context.get("dst_engine_id") or self._source_of(req_id))
+
+    def _forget_agents(self, engine: str | None) -> None:
+        """Have a new handshake with this engine. Once for all reads that fail together: vLLM doubles the pause before
+        the handshake each time."""
         if engine in self._remote_agents and engine not in self._invalid_remote_engines:
             self._mark_remote_engine_invalid(engine, time.perf_counter())
 
@@ -221,4 +257,4 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self.ahead.bad.add(request)
         self.xfer_stats.data[STALLED].append(request)
         self.xfer_stats.record_failed_transfer()
-        self._mark_remote_engine_invalid(engine, time.perf_counter())
+        self._forget_agents(engine)

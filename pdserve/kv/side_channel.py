@@ -129,12 +129,12 @@ def dialer(key: CurveKey | None) -> Dial:
     return dial
 
 
-def ask(path: str, within: float, key: CurveKey | None = None) -> None:
-    """Ask as a decode engine would, and block. Raises TimeoutError without an answer."""
+def ask(path: str, within: float, key: CurveKey | None = None) -> bytes:
+    """Ask as a decode engine would, and block; return vLLM's handshake. Raises TimeoutError without an answer."""
     with dialer(key)(zmq.REQ, path) as socket:
         socket.setsockopt(zmq.RCVTIMEO, int(within * 1000))
         socket.send(msgspec.msgpack.encode((GET_META, 0, 0)))
         try:
-            socket.recv_multipart()
+            return socket.recv_multipart()[0]
         except zmq.Again:
             raise TimeoutError(f"the KV side channel at {path} does not answer within {within:g} s") from None

@@ -27,6 +27,8 @@ from pdserve.watch import (
     Watched,
 )
 
+WAITS = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.FRONTEND}
+"""where what waits for a role is: prompts at decode workers, requests at frontends"""
 _ORDER = {"frontend": 0, "decode": 1, "both": 2, "prefill": 3}
 
 
@@ -114,6 +116,12 @@ def decode_workers(state: GraphState) -> dict[str, int]:
     workers = Counter(each.instance.model for each in state.instances if each.instance.role.does(Role.DECODE))
     models = {*state.cards, *(each.instance.model for each in state.instances)} - {""}
     return {name: workers[name] for name in sorted(models)}
+
+
+def backlog(state: GraphState, role: Role) -> float:
+    """Seconds that one worker of this role would take for what waits, as `WAITS` of its processes report it. Pure."""
+    reported = (each.load for each in state.instances if each.instance.role.does(WAITS[role]))
+    return sum(load.backlog for load in reported if load is not None)
 
 
 def settings_changed(state: GraphState) -> list[str]:

@@ -13,6 +13,14 @@ from pdserve.watch import BUCKETS
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # gauges that Prometheus does not use
 
+# frontend, decode
+BACKLOG = Gauge(
+    "pdserve_backlog_seconds",
+    "seconds that one worker would take for what waits (docs/metrics.md); `role`: `decode` (requests, in frontends), "
+    "`prefill` (prompts that no engine has, of decode workers)",
+    ["model", "role"],
+)
+
 # frontend
 REQUESTS = Counter(
     "pdserve_requests_total",
@@ -127,10 +135,15 @@ QUEUE_DEPTH = Gauge(
 )
 ENGINE_REQUESTS = Gauge(
     "pdserve_engine_requests",
-    "requests in the engine; `state`: `running` (in its batch), `waiting` (for room or KV)",
-    ["model", "state"],
+    "requests in the engine; `state`: `running` (in its batch), `waiting` (for room or KV); `role`: `decode`, "
+    "`prefill`, `both`",
+    ["model", "role", "state"],
 )
-KV_USAGE = Gauge("pdserve_kv_usage_ratio", "share of the engine's KV blocks in use", ["model"])
+KV_USAGE = Gauge(
+    "pdserve_kv_usage_ratio",
+    "share of the engine's KV blocks in use; `role`: `decode`, `prefill`, `both`",
+    ["model", "role"],
+)
 
 # all
 TASK_FAILURES = Counter(

@@ -28,6 +28,8 @@ from pdserve.records import Instance
 from pdserve.watch import MAX_REPORTED, Receipt, Watched, newest
 
 METRICS, WATCH, RECEIPTS = "/metrics", "/watch", "/receipts"
+LIVE, READY = "/live", "/ready"
+"""200, or 503 with what is wrong: whether the process works, and whether it may get requests"""
 ANSWER_WITHIN = 1.0
 """seconds that a process's event loop has to answer"""
 READ_WITHIN = 2.0
@@ -49,47 +51,44 @@ class ProcessPages:
     def __init__(self, url: str) -> None:
         self.metrics = url + METRICS
         """URL of the metrics; the other pages have the same host and port"""
+        self.fault: Callable[[], str] = str
+        self.unready: Callable[[], str] = lambda: "it starts"
         self.watched: Callable[[], Watched] = Watched
         self.receipts: Callable[[int, str | None, str], list[Receipt]] = lambda limit, key, request_id: []
-        """`Service.watched` and `Service.receipts`, which are called in the event loop"""
+        """those of the `Service`, which are called in the event loop"""
 
 
 @contextmanager
-def serve_pages(host: str) -> Iterator[ProcessPages]:
-    """Serve this process's pages on a free port, from a thread. Call it in the process's event loop, whose tasks the
-    metrics count."""
+def serve_pages(host: str, port: int = 0) -> Iterator[ProcessPages]:
+    """Serve this process's pages from a thread, on a free port if none is given. Call it in the process's event loop,
+    whose tasks the metrics count."""
     loop = asyncio.get_running_loop()
     TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
-    server = _PagesServer(host)
+    server = _PagesServer(host, port)
     # an engine core is a fork: it must not listen for this process, which it may outlive
     os.register_at_fork(after_in_child=server.socket.close)
     at = f"[{host}]" if ":" in host else host
     pages, metrics = ProcessPages(f"http://{at}:{server.server_port}"), make_wsgi_app()
     asking = threading.Lock()  # one question at a time, so that the event loop works between two
 
-    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+    def respond(environ: dict[str, Any], start_response: Any) -> Any:
         path: str = environ["PATH_INFO"]
         if is_loopback(host) and not names_this_machine(environ.get("HTTP_HOST", "localhost")):
             start_response("403 Forbidden", [])
             return []
-        if path == WATCH:
-            question: Callable[[], Struct | list[Receipt]] = pages.watched
-        elif path == RECEIPTS:
-            asked = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
-            limit, key, request_id = (asked.get(name, [None])[0] for name in ("limit", "key", "id"))
-            most = int(limit) if limit and limit.isdecimal() and len(limit) < 4 else MAX_REPORTED
-            question = partial(pages.receipts, min(most, MAX_REPORTED), key, request_id or "")
-        else:
+        if path not in (WATCH, RECEIPTS, LIVE, READY):
             return metrics(environ, start_response)
         try:
             with asking:
-                body, status = msgspec.json.encode(_in_loop(loop, question)), "200 OK"
+                answer = _in_loop(loop, _question(pages, path, environ.get("QUERY_STRING", "")))
         except Exception:  # the process starts, ends or hangs
-            body, status = b"{}", "503 Service Unavailable"
+            answer = _Status("it does not answer")
+        well = not isinstance(answer, _Status) or answer.status == "ok"
+        status = "200 OK" if well else "503 Service Unavailable"
         start_response(status, [("Content-Type", "application/json")])
-        return [body]
+        return [msgspec.json.encode(answer)]
 
-    server.set_app(answer)
+    server.set_app(respond)
     thread = threading.Thread(target=server.serve_forever, name="pages", daemon=True)
     thread.start()
     try:
@@ -98,6 +97,23 @@ def serve_pages(host: str) -> Iterator[ProcessPages]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Status(Struct):
+    status: str
+
+
+def _question(pages: ProcessPages, path: str, query: str) -> Callable[[], Struct | list[Receipt]]:
+    """What the event loop is asked for this page."""
+    if path == WATCH:
+        return pages.watched
+    if path != RECEIPTS:
+        wrong = pages.fault if path == LIVE else pages.unready
+        return lambda: _Status(wrong() or "ok")
+    asked = parse_qs(query, keep_blank_values=True)
+    limit, key, request_id = (asked.get(name, [None])[0] for name in ("limit", "key", "id"))
+    most = int(limit) if limit and limit.isdecimal() and len(limit) < 4 else MAX_REPORTED
+    return partial(pages.receipts, min(most, MAX_REPORTED), key, request_id or "")
 
 
 class _PagesHandler(WSGIRequestHandler):
@@ -113,11 +129,11 @@ class _PagesServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, port: int) -> None:
         resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         self.address_family, address = resolved[0][0], str(resolved[0][4][0])
         self._open: dict[Any, None] = {}
-        super().__init__((address, 0), _PagesHandler)
+        super().__init__((address, port), _PagesHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         for oldest in list(self._open)[: max(0, len(self._open) + 1 - MAX_OPEN)]:

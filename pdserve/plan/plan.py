@@ -10,7 +10,7 @@ from pdserve.config.schema import Config, DecodeConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan import checks
 from pdserve.plan.machine import Machine
-from pdserve.plan.memory import Memory, cpu_kv_bytes, size
+from pdserve.plan.memory import GPU_UTILIZATION, Memory, cpu_kv_bytes, size
 from pdserve.plan.model_folder import ModelFacts, read_model
 from pdserve.plan.slots import (
     PlannedWorker,
@@ -20,6 +20,8 @@ from pdserve.plan.slots import (
     frontend_slots,
     gpus_needed,
     place_workers,
+    section_of,
+    start_commands,
 )
 from pdserve.records import Role
 
@@ -61,12 +63,13 @@ def make_plan(
     roles: Collection[Role] | None = None,
     index: int | None = None,
     env: Mapping[str, str] = os.environ,
+    node: int | None = None,
 ) -> Plan:
-    """Never fails: what is wrong is in `problems`. `roles` and `index` select a part of the graph, as for one role on
-    another host: its ports are those of the whole graph, its GPUs the first of this machine."""
+    """Never fails: what is wrong is in `problems`. `roles`, `index` and `node` select a part of the graph, as for one
+    role on another host: its ports are those of the whole graph, its GPUs the first of this machine."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems)
-    config, selection = _with_defaults(config, machine, model), Selection(roles, index)
+    config, selection = _with_defaults(config, machine, model), Selection(roles, index, node)
     placed, unplaced = place_workers(config, machine, selection, env)
     workers = tuple(replace(worker, memory=_memory(worker, model, machine, env)) for worker in placed)
     frontends = frontend_slots(config, selection)
@@ -79,18 +82,24 @@ def make_plan(
 
 def worker_memory(config: Config, slot: Slot) -> Memory | None:
     """The planned memory of a worker that has its slot already; None if sizes are unknown."""
-    section = config.decode if slot.role.does(Role.DECODE) else config.prefill
-    assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     machine = Machine.detect({})  # all GPUs: a slot's numbers are NVML's, CUDA_VISIBLE_DEVICES hides some
-    worker = PlannedWorker(slot, section, len(slot.gpus))
+    worker = PlannedWorker(slot, section_of(config, slot), len(slot.gpus))
     return _memory(worker, _model(config, []), machine, os.environ)
 
 
 def _with_defaults(config: Config, machine: Machine, model: ModelFacts | None) -> Config:
     """Add pdserve's defaults for this machine; the file's arguments win."""
-    decode = config.decode and _in_chunks(_eager_on_cpu(config.decode, machine), model)
-    prefill = config.prefill and _eager_on_cpu(config.prefill, machine)
+    decode = config.decode and _in_chunks(_eager_on_cpu(_shared(config.decode), machine), model)
+    prefill = config.prefill and _eager_on_cpu(_shared(config.prefill), machine)
     return replace(config, decode=decode, prefill=prefill)
+
+
+def _shared(worker: W) -> W:
+    """Give an engine that has a share of a GPU that share of what vLLM would take."""
+    if worker.share == 1:
+        return worker
+    memory = round(GPU_UTILIZATION * worker.share, 3)
+    return _with_argument(worker, "gpu-memory-utilization", memory, "pdserve (share of a GPU)")
 
 
 def _eager_on_cpu(worker: W, machine: Machine) -> W:
@@ -174,6 +183,8 @@ def _notes(
     version = installed_vllm().version
     if version and version != VLLM_VERSION and any(worker.config.engine == "vllm" for worker in workers):
         yield f"vLLM {version} is installed: pdserve is made for {VLLM_VERSION}, since it uses vLLM's internals."
+    if whole and config.spans_hosts:
+        yield f"Workers of this graph span hosts (nnodes): {start_commands(config)}"
     used = {index for worker in workers for index in worker.slot.gpus}
     idle = [str(gpu.index) for gpu in machine.gpus if gpu.index not in used]
     if whole and idle and any(worker.config.engine == "vllm" for worker in workers):

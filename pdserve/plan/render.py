@@ -47,6 +47,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "nats": config.nats,
         "etcd": config.etcd,
         "state_dir": str(config.state_dir),
+        "from_environment": list(config.from_environment),
         "machine": dataclasses.asdict(plan.machine),
         "frontends": [slot.name for slot in plan.frontends],
         "workers": [_worker_as_dict(worker, plan) for worker in plan.workers],
@@ -58,9 +59,12 @@ def _worker_as_dict(worker: PlannedWorker, plan: Plan) -> dict[str, Any]:
     return {
         "name": slot.name,
         "engine": worker.config.engine,
+        "node": slot.node,
         "gpus_needed": worker.gpus,
         "gpus": list(slot.gpus),
         "kv_port": slot.kv_port,
+        "stream_port": slot.stream_port,
+        "pages_port": slot.pages_port,
         "env": dict(slot.env),
         "arguments": {
             name: {"value": value, "from": origin} for name, value, origin in _origins(worker, plan)
@@ -90,6 +94,11 @@ def _heading(plan: Plan) -> Text:
         f"GPUs     {cards or 'none'}{imagined}",
         f"servers  NATS {config.nats or 'started by serve'}, etcd {config.etcd or 'started by serve'}",
     ]
+    fixed = {"streams": config.stream_port, "pages": config.pages_port}
+    if ports := [f"{name} from {first}" for name, first in fixed.items() if first]:
+        lines.append(f"ports    {', '.join(ports)}")
+    if config.from_environment:
+        lines.append(f"set by   {', '.join(config.from_environment)}")
     if config.slo:
         lines.append(f"promise  {config.slo}")
     text = Text("\n".join(lines) + "\n")
@@ -122,6 +131,12 @@ def _processes(plan: Plan) -> Table:
 
 
 def _runs_on(worker: PlannedWorker) -> str:
+    if worker.config.nodes > 1:
+        return f"host {worker.slot.node + 1}: {_hardware(worker)}"
+    return _hardware(worker)
+
+
+def _hardware(worker: PlannedWorker) -> str:
     if worker.slot.gpus:
         return f"GPU {','.join(map(str, worker.slot.gpus))}"
     if worker.gpus:
@@ -129,7 +144,7 @@ def _runs_on(worker: PlannedWorker) -> str:
     threads = worker.slot.env.get("OMP_NUM_THREADS")
     if not threads:
         return "CPU"
-    ranks = f"{worker.config.ranks} x " if worker.config.ranks > 1 else ""
+    ranks = f"{worker.config.ranks_per_node} x " if worker.config.ranks_per_node > 1 else ""
     return f"CPU, {ranks}{threads} thread{'s' * (threads != '1')}"
 
 

@@ -1,13 +1,18 @@
 """The processes of this machine with their GPUs, ports and environment: pure."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
+from itertools import islice
 
+from pdserve.command import command
 from pdserve.config.schema import Config, WorkerConfig
 from pdserve.plan.machine import Gpu, Machine
 from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE, Memory
 from pdserve.records import Role
+
+ROUNDING = 1e-6
+"""of sums of shares"""
 
 
 @dataclass(frozen=True)
@@ -21,10 +26,27 @@ class Slot:
     """of the NIXL side channel; workers only"""
     env: Mapping[str, str] = field(default_factory=dict)
     """environment variables to start the process with (CUDA_VISIBLE_DEVICES, KV cache space, threads, …)"""
+    stream_port: int = 0
+    """of a worker's stream; 0: a free one"""
+    pages_port: int = 0
+    """of the process's pages; 0: a free one"""
+    node: int = 0
+    """node rank in a worker that spans hosts"""
+
+    @property
+    def worker(self) -> str:
+        """The worker's name, the same on all of its hosts."""
+        return f"{self.role.value}-{self.index}"
 
     @property
     def name(self) -> str:
-        return f"{self.role.value}-{self.index}"
+        return f"{self.worker}-node-{self.node}" if self.node else self.worker
+
+
+def section_of(config: Config, slot: Slot) -> WorkerConfig:
+    section = config.decode if slot.role.does(Role.DECODE) else config.prefill
+    assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
+    return section
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,7 @@ class PlannedWorker:
     slot: Slot
     config: WorkerConfig
     gpus: int
-    """GPUs that it needs; its slot has none if they were not found"""
+    """GPUs that it needs on this host; its slot has none if they were not found"""
     memory: Memory | None = None
     """None for a simulated engine, and if sizes are unknown (see the plan's notes)"""
 
@@ -45,13 +67,20 @@ def card_of(worker: PlannedWorker, machine: Machine) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """The processes of the graph to plan: all, those of some roles, or one of a role."""
+    """The processes of the graph to plan: all, those of some roles, or one of a role, on one of its hosts."""
 
     roles: Collection[Role] | None = None
     index: int | None = None
+    node: int | None = None
+    """rank of the host, of workers that span hosts; None: all of them"""
 
     def has(self, role: Role, number: int) -> bool:
         return (self.roles is None or role in self.roles) and self.index in (None, number)
+
+    def port(self, first: int | None, number: int, position: int) -> int:
+        """A fixed port: one after the other for all processes of a machine, and by its number for one that runs alone,
+        so that it is the same whatever else the file has. 0 where none is fixed."""
+        return first + (position if self.roles is None else number) if first else 0
 
     def leaves_gpus_to(self, role: Role, number: int) -> bool:
         """Whether this worker gets GPUs: selected ones, and those before them, which may be started by hand here."""
@@ -62,32 +91,82 @@ def place_workers(
     config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
 ) -> tuple[list[PlannedWorker], list[str]]:
     """The workers, prefill workers last, and the problems of placing them. Ports are those of the whole graph, so that
-    roles that are started one by one do not collide."""
-    workers = [
-        (port, role, number, worker)
-        for port, (role, number, worker) in enumerate(_all_workers(config), start=config.kv_port)
-        if selection.leaves_gpus_to(role, number)
-    ]
+    roles that are started one by one do not collide. Where a worker spans hosts, each role, and each host of a role, is
+    placed by itself, on a machine like this one."""
+    hosts: dict[tuple[Role, int] | None, list[tuple[int, Role, int, WorkerConfig]]] = {}
+    spans = config.spans_hosts
+    for position, (role, number, worker) in enumerate(_all_workers(config)):
+        if selection.leaves_gpus_to(role, number):
+            for node in range(worker.nodes):
+                hosts.setdefault((role, node) if spans else None, []).append((position, role, number, worker))
+    placed, problems = list[PlannedWorker](), list[str]()
+    for host, workers in hosts.items():
+        node = host[1] if host else 0
+        if selection.node in (None, node):
+            found, unplaced = _place_on_host(config, machine, selection, env, node, workers)
+            placed += found
+            problems += [problem for problem in unplaced if problem not in problems]
+    return placed, problems
+
+
+def hosts_of(workers: Sequence[PlannedWorker]) -> list[list[PlannedWorker]]:
+    """The workers by the machine for which they were placed."""
+    if not any(worker.config.nodes > 1 for worker in workers):
+        return [list(workers)]
+    hosts: dict[tuple[Role, int], list[PlannedWorker]] = {}
+    for worker in workers:
+        hosts.setdefault((worker.slot.role, worker.slot.node), []).append(worker)
+    return list(hosts.values())
+
+
+def _place_on_host(
+    config: Config,
+    machine: Machine,
+    selection: Selection,
+    env: Mapping[str, str],
+    node: int,
+    workers: Sequence[tuple[int, Role, int, WorkerConfig]],
+) -> tuple[list[PlannedWorker], list[str]]:
     requests = [_gpu_request(role, number, worker, machine) for _, role, number, worker in workers]
     gpus_of, problems = place(requests, [gpu.index for gpu in machine.gpus])
-    ranks = sum(worker.ranks for *_, worker in workers)
+    ranks = sum(worker.ranks_per_node for *_, worker in workers)
     placed = []
-    for (port, role, number, worker), request in zip(workers, requests, strict=True):
-        gpus = gpus_of[request.worker]
+    for (position, role, number, worker), request in zip(workers, requests, strict=True):
+        gpus, port = gpus_of[request.worker], config.kv_port + position
         slot_env: dict[str, str] = {}
         if worker.engine == "vllm":
             slot_env = _address_env(config.host, port) | _network_env(config.host, worker, machine, env)
             slot_env |= _device_env(worker, machine, gpus, ranks, env)
         if selection.has(role, number):
-            placed.append(PlannedWorker(Slot(role, number, gpus, port, slot_env), worker, request.gpus))
+            stream = selection.port(config.stream_port, number, position)
+            pages = selection.port(config.pages_port, number, position)
+            slot = Slot(role, number, gpus, port, slot_env, stream, pages)
+            if node:  # only the leader listens for other workers
+                slot = replace(slot, kv_port=0, stream_port=0, node=node)
+            placed.append(PlannedWorker(slot, worker, request.gpus))
     return placed, problems
 
 
 def frontend_slots(config: Config, selection: Selection) -> tuple[Slot, ...]:
-    count = config.frontend.processes if config.frontend else 0
+    count = config.frontend.processes if config.frontend and not selection.node else 0
+    workers = sum(1 for _ in _all_workers(config))
     return tuple(
-        Slot(Role.FRONTEND, number) for number in range(count) if selection.has(Role.FRONTEND, number)
+        Slot(Role.FRONTEND, number, pages_port=selection.port(config.pages_port, number, workers + number))
+        for number in range(count)
+        if selection.has(Role.FRONTEND, number)
     )
+
+
+def start_commands(config: Config) -> str:
+    """What to start where of a graph with workers that span hosts, as the end of a sentence."""
+    slots = list(frontend_slots(config, Selection()))
+    for role, number, worker in _all_workers(config):
+        slots += [Slot(role, number, node=node) for node in range(worker.nodes)]
+    lines = []
+    for slot in slots:
+        numbers = f" --index {slot.index}" * bool(slot.index) + f" --node-rank {slot.node}" * bool(slot.node)
+        lines.append(f"`{command(f'{slot.role.value} -f {config.path}{numbers}')}`")
+    return f"start, in any order and each host of a worker on its own: {', '.join(lines)}."
 
 
 def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
@@ -99,12 +178,12 @@ def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
 
 
 def gpus_needed(worker: WorkerConfig, machine: Machine) -> int:
-    """GPUs per worker: those of the file, else one for each rank if this machine has GPUs to use."""
+    """GPUs per worker on a host: those of the file, else one for each rank if this machine has GPUs to use."""
     if worker.engine == "sim":
         return 0
     if worker.gpus is not None:
-        return worker.gpus
-    return worker.ranks if machine.gpus and machine.build != "cpu" else 0
+        return worker.gpus // worker.nodes
+    return worker.ranks_per_node if machine.gpus and machine.build != "cpu" else 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +192,8 @@ class GpuRequest:
     gpus: int
     pinned: tuple[int, ...] = ()
     """exactly these; other pinned workers may share them"""
+    share: float = 1.0
+    """of a GPU that others may have the rest of"""
 
 
 def place(
@@ -120,14 +201,9 @@ def place(
 ) -> tuple[Mapping[str, tuple[int, ...]], list[str]]:
     """GPUs by worker (none on the CPU, and if there are too few), and problems. Pinned workers get their GPUs. Of the
     rest, each worker in order gets a group of neighbours (which share the fastest links), or any GPUs if there is no
-    such group."""
+    such group, and one that wants a share of a GPU the first that has room for it."""
     pinned = {index for request in requests for index in request.pinned}
-    free = [index for index in sorted(gpus) if index not in pinned]
-    groups: dict[str, tuple[int, ...]] = {}
-    for request in requests:
-        group = request.pinned or _group(free, request.gpus)
-        groups[request.worker] = group
-        free = [index for index in free if index not in group]
+    groups = _groups(requests, [index for index in sorted(gpus) if index not in pinned])
     problems = []
     if absent := sorted(pinned - set(gpus)):
         have = _listed(gpus) or "none"
@@ -135,15 +211,31 @@ def place(
             f"gpu-ids asks for GPU {_listed(absent)}, but there are {have}: correct gpu-ids or CUDA_VISIBLE_DEVICES."
         )
     if any(len(groups[request.worker]) != request.gpus for request in requests):
-        needed = sum(request.gpus for request in requests if not request.pinned) + len(pinned)
+        others = [request for request in requests if not request.pinned]
+        enough = _groups(others, range(sum(request.gpus for request in others)))
+        needed = len({index for group in enough.values() for index in group}) + len(pinned)
         problems.append(_too_few(requests, needed, len(gpus)))
     return groups, problems
+
+
+def _groups(requests: Iterable[GpuRequest], free: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    groups: dict[str, tuple[int, ...]] = {}
+    left: dict[int, float] = {}
+    """GPU -> its share that is still free, of those that are shared"""
+    for request in requests:
+        room = (index for index in left if left[index] - request.share > -ROUNDING)
+        shared = tuple(islice(room, 1)) if request.share < 1 else ()
+        group = groups[request.worker] = request.pinned or shared or _group(free, request.gpus)
+        if request.share < 1 and not request.pinned:
+            left |= {index: left.get(index, 1.0) - request.share for index in group}
+        free = [index for index in free if index not in group]
+    return groups
 
 
 def _gpu_request(role: Role, number: int, worker: WorkerConfig, machine: Machine) -> GpuRequest:
     needed = gpus_needed(worker, machine)
     pinned = worker.gpu_ids[number * needed : (number + 1) * needed]
-    return GpuRequest(f"{role.value}-{number}", needed, pinned)
+    return GpuRequest(f"{role.value}-{number}", needed, pinned, worker.share)
 
 
 def _group(free: Sequence[int], count: int) -> tuple[int, ...]:
@@ -161,7 +253,9 @@ def _listed(gpus: Sequence[int]) -> str:
 
 
 def _too_few(requests: Sequence[GpuRequest], needed: int, present: int) -> str:
-    workers = ", ".join(f"{request.gpus} for {request.worker}" for request in requests if request.gpus)
+    workers = ", ".join(
+        f"{request.gpus * request.share:g} for {request.worker}" for request in requests if request.gpus
+    )
     return (
         f"The graph needs {needed} GPU{'s' * (needed != 1)} ({workers}), found {present}: run it where there are "
         f"{needed}, lower tensor-parallel-size or ServiceArgs.workers, or set resources.gpu: 0 to run on the CPU."

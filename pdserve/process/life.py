@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from importlib import import_module
 
 import psutil
@@ -21,11 +22,13 @@ from pdserve.graph import service_of
 from pdserve.observe.pages import serve_pages
 from pdserve.observe.tracing import Tracer
 from pdserve.plan.slots import Slot
-from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
-from pdserve.tasks import Work, forever, process_owner
+from pdserve.process.signals import DRAINS, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED
+from pdserve.tasks import Owner, Work, forever, process_owner
 from pdserve.watch import Connections, Receipt, Watched
 
 log = logging.getLogger(__name__)
+Beat = Callable[[bytes], None]
+"""takes a sign of life"""
 
 AT_ONCE = 1.5
 """seconds for a role that ends without a drain to close what can be closed"""
@@ -34,6 +37,8 @@ SAME_SIGNAL = 0.2
 just before it, as SUPERVISOR_DIED does before the guardian's SIGTERM (measured: 5 % of such pairs)"""
 LAST_RESORT = 15.0
 """seconds beyond all drains after which a role whose supervisor died stops by itself: the guardian must be gone too"""
+BEAT = 1.0
+"""seconds between two signs of life"""
 END_WITHIN = 1.0
 """seconds from the end of a role's work to the end of its process"""
 
@@ -46,6 +51,8 @@ class Service(ABC):
         self.ready = asyncio.Event()
         """set from just before the announcement, when requests may come, until `stop`"""
         self.draining = False
+        self.fault = ""
+        """why the process does not work, though it answers: its engine hangs or is dead"""
         self.tasks: asyncio.TaskGroup
         """for work beside that of `permanent`; exists from `permanent` to the end of `drain`"""
         self.tracer = Tracer()
@@ -54,9 +61,16 @@ class Service(ABC):
         self._slot = slot
         self._metrics_url = metrics_url
         self._stop = asyncio.Event()
+        self._announced = False
 
     def stop(self) -> None:
         self._stop.set()
+
+    def unready(self) -> str:
+        """Why this process should get no requests; empty: it should."""
+        if self.draining:
+            return "it drains"
+        return self.fault or ("" if self._announced else "it starts")
 
     async def run(self) -> None:
         """Return after `stop` and the drain. Raises EngineDead as itself, after `engine_died`, and what else the parts
@@ -80,15 +94,22 @@ class Service(ABC):
             self.tasks.create_task(forever(work, name))
             for name, work in {"outages": self.connections.follow, **self.permanent()}.items()
         ]
+        for task in permanent:
+            task.add_done_callback(self._note_death)
         await self.warm_up()
         self.ready.set()
         await self.announce()
+        self._announced = True
         await self._stop.wait()
         self.draining = True
         self.ready.clear()
         await self.drain()
         for task in permanent:
             task.cancel()
+
+    def _note_death(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (death := task.exception()):
+            self.fault = str(death)
 
     @abstractmethod
     async def start(self, stack: AsyncExitStack) -> None:
@@ -128,10 +149,10 @@ class Service(ABC):
 # the process
 
 
-def run(config: Config, slot: Slot) -> int:
+def run(config: Config, slot: Slot, beat: Beat | None = None) -> int:
     """Run this slot of the graph; return the exit code."""
     os.environ.update(slot.env)  # before vLLM is imported
-    return uvloop.run(_live_to_the_end(config, slot))
+    return uvloop.run(_live_to_the_end(config, slot, beat))
 
 
 def exit_code(name: str, error: Exception) -> int:
@@ -151,14 +172,26 @@ def exit_code(name: str, error: Exception) -> int:
     return 1
 
 
-async def live(config: Config, slot: Slot) -> None:
+async def live(config: Config, slot: Slot, beat: Beat | None = None) -> None:
     """Run one role in this event loop. Return after SIGTERM and the drain; raises what `Service.run` raises."""
-    module, _, name = service_of(slot.role, config).partition(":")
+    module, _, name = service_of(slot, config).partition(":")
     connect: Callable[[Config, Slot, str], Service] = getattr(import_module(module), name).connect
-    with serve_pages(config.host) as pages:
+    with serve_pages(config.host, slot.pages_port) as pages:
         service = connect(config, slot, pages.metrics)
         pages.watched, pages.receipts = service.watched, service.receipts
-        await live_until_signalled(service, config.drain_timeout)
+        pages.fault, pages.unready = lambda: service.fault, service.unready
+        async with Owner() as tasks:
+            if beat:
+                tasks.forever(partial(show_life, service, beat), "signs of life")
+            await live_until_signalled(service, config.drain_timeout)
+
+
+async def show_life(service: Service, beat: Beat) -> None:
+    """Call `beat` as long as the event loop works and the engine does not hang."""
+    while True:
+        if not service.fault:
+            beat(DRAINS if service.draining else STARTS if service.unready() else SERVES)
+        await asyncio.sleep(BEAT)
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:
@@ -203,12 +236,12 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
             loop.remove_signal_handler(number)
 
 
-async def _live_to_the_end(config: Config, slot: Slot) -> int:
+async def _live_to_the_end(config: Config, slot: Slot, beat: Beat | None) -> int:
     """Run `live`, and make sure that the process ends soon after it: Python would wait for a thread that still imports
     or starts vLLM. Late signals do not change the exit code."""
     failure: Exception | None = None
     try:
-        await live(config, slot)
+        await live(config, slot, beat)
     except Exception as error:
         failure = error
     for number in STOPPERS:

@@ -5,19 +5,28 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from pdserve import clock
+from pdserve import __version__, clock
 from pdserve.config.schema import Config
 from pdserve.engine.base import EngineFacts
 from pdserve.errors import RegistryUnavailable
 from pdserve.graph import BOOT_VARIABLE
 from pdserve.plan.slots import Slot
-from pdserve.records import Instance, ModelCard, Role, encode_record
+from pdserve.records import (
+    REFUSED,
+    WIRE,
+    Instance,
+    ModelCard,
+    Role,
+    SlotState,
+    encode_record,
+    understood,
+)
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
@@ -57,6 +66,7 @@ def worker_instance(
         model=config.served_model_name,
         address=address,
         metrics=metrics,
+        kv=facts.side_channel,
         host=config.host,
         pid=os.getpid(),
         gpus=list(slot.gpus),
@@ -117,6 +127,19 @@ def generation(card: ModelCard, others: list[ModelCard]) -> int:
     return 1 + max((other.generation for other in others), default=0)
 
 
+def refusal(registered: Sequence[Instance]) -> str:
+    """Why a process of this build may not join these; empty: it may. Pure."""
+    far = [instance for instance in registered if not understood(instance.wire)]
+    if not far:
+        return ""
+    other, more = far[0], f" and {len(far) - 1} more" if len(far) > 1 else ""
+    return (
+        f"pdserve {__version__} (wire {WIRE}) cannot work beside {other.id}{more} of pdserve "
+        f"{other.version or '0.1.0'} (wire {other.wire}): only builds whose wires differ by 1 at most understand each "
+        "other. It joins when these have ended; an upgrade without a stop goes by the releases between them"
+    )
+
+
 class Presence:
     """Keeps the records of a process in the registry. They are under its lease, so that leaving the registry removes
     them."""
@@ -129,7 +152,7 @@ class Presence:
         queue_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         """`queue_lost`: as in the instance."""
-        self.instance = instance
+        self.instance = msgspec.structs.replace(instance, version=__version__, wire=WIRE)
         self._queue_lost = queue_lost
         self._newcomer = False
         self.announced = asyncio.Event()
@@ -137,6 +160,21 @@ class Presence:
         self._writing = asyncio.Lock()
         self._registry = registry
         self._card = card
+
+    async def until_understood(self) -> None:
+        """Wait until no process is registered that is more than a generation of messages away. Meanwhile
+        `pdserve status` lists this one as refused."""
+        slot = SlotState(self.instance.id, self.instance.role, self.instance.host, REFUSED)
+        async with RegistryView(self._registry, keys.INSTANCES) as there:
+            async for _ in there.changes():
+                if not (why := refusal(there.instances())):
+                    break
+                if why != slot.cause:
+                    log.error("not registered: %s", why)
+                    slot = msgspec.structs.replace(slot, cause=why)
+                    await self._registry.put(keys.slot(slot), encode_record(slot))
+        if slot.cause:
+            await self._registry.delete(keys.slot(slot))
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
         """Register the worker as a newcomer, which only workers of the other role see, and wait until it is warm with

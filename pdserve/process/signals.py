@@ -1,5 +1,5 @@
-"""The signals that end a process of the graph, and what they do while it starts. This module imports next to nothing:
-all other imports of a role come after `end_while_starting`."""
+"""The signals that end a process of the graph, what they do while it starts, and its signs of life. This module
+imports next to nothing: all other imports of a role come after `end_while_starting`."""
 
 import logging
 import os
@@ -12,6 +12,8 @@ STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SUPERVISOR_DIED = signal.SIGUSR1
 """from the kernel, when the supervisor ends. It ends a role that is still starting, which has no handler yet; a role
 that serves drains when the supervisor's guardian signals it"""
+STARTS, SERVES, DRAINS = b"starts", b"serves", b"drains"
+"""signs of life of a process that works: what it does"""
 
 
 def end_while_starting() -> None:

@@ -10,20 +10,23 @@ from pdserve import queue, registry
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine, Step
-from pdserve.engine.spec import EngineSpec, make_engine
+from pdserve.engine.spec import EngineNode, EngineSpec, make_engine
 from pdserve.errors import EngineDead
 from pdserve.messages import Load
 from pdserve.observe.metrics import ENGINE_REQUESTS, KV_USAGE
-from pdserve.plan.slots import Slot
+from pdserve.plan.slots import Slot, section_of
+from pdserve.ports import free_port
 from pdserve.process.engine_checks import log_memory, self_test, watch_engine
+from pdserve.process.gpu_turns import gpu_turns
 from pdserve.process.life import Service
+from pdserve.process.nodes import Leader, meeting_place, node_leader, start_while_there
 from pdserve.process.presence import Presence, new_instance_id, worker_instance
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import ModelCard, Role
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamServer
-from pdserve.tasks import Work
+from pdserve.tasks import Lifetime, Work
 from pdserve.watch import LinkState, Watched
 
 
@@ -45,14 +48,16 @@ class EngineWorker(Service):
         queue: PrefillQueue,
         stream: TcpStreamServer | None = None,
         metrics_url: str = "",
+        leader: Leader | None = None,
     ) -> None:
-        """`stream` is for workers that decode: the frontends' connections."""
+        """`stream` is for workers that decode: the frontends' connections; `leader` for those that span hosts."""
         super().__init__(config, slot, instance_id, metrics_url)
         self.view = RegistryView(registry, *self.follows)
         self._engine = engine
         self._registry = registry
         self._queue = queue
         self._stream = stream
+        self._leader = leader
         self.connections.add("NATS", config.nats or "", lambda: queue.connected)
         self.connections.add("etcd", config.etcd or "", lambda: registry.connected)
         self._assemble(engine)
@@ -63,17 +68,28 @@ class EngineWorker(Service):
         assert config.nats is not None
         credentials = Credentials.load(config.security.credentials)
         instance_id, decodes = new_instance_id(slot), cls.work.does(Role.DECODE)
+        section, node, leader = section_of(config, slot), None, None
+        connected = registry.connect(config.etcd, config.namespace, credentials, patient=True)
+        if section.nodes > 1:
+            node = EngineNode(0, config.host, free_port(config.host))
+            leader = Leader(connected, meeting_place(slot), node_leader(config, section, node, instance_id))
         return cls(
             config,
             slot,
             instance_id,
-            _make_engine(config, slot, instance_id, credentials),
-            registry.connect(config.etcd, config.namespace, credentials, patient=True),
+            make_engine(section.engine, engine_spec(config, slot, instance_id, credentials, node)),
+            connected,
             queue.connect(
-                config.nats, config.namespace, config.served_model_name, credentials, cls.without_nats
+                config.nats,
+                config.namespace,
+                config.served_model_name,
+                credentials,
+                cls.without_nats,
+                config.queue_replicas,
             ),
-            TcpStreamServer(config.host, credentials) if decodes else None,
+            TcpStreamServer(config.host, credentials, port=slot.stream_port) if decodes else None,
             metrics_url,
+            leader,
         )
 
     @abstractmethod
@@ -82,13 +98,21 @@ class EngineWorker(Service):
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Enter engine and seams in the order in which they need each other."""
-        await stack.enter_async_context(self._engine)
+        seams: list[Lifetime] = [self._queue, self._registry, self.view]
+        if self._leader is None:
+            async with gpu_turns(self._slot.gpus, self._config.state_dir):
+                await stack.enter_async_context(self._engine)
+        else:
+            seams.remove(self._registry)
+            await stack.enter_async_context(self._registry)
+            await stack.enter_async_context(self._leader)
+            await start_while_there(stack.enter_async_context(self._engine), self._leader)
         facts = self._engine.facts
         self._show_usage()
         self._queue.bind(facts.fingerprint)
         if self._stream is not None:
             await stack.enter_async_context(self._stream)
-        for seam in (self._queue, self._registry, self.view):
+        for seam in seams:
             await stack.enter_async_context(seam)
         log_memory(self._config, self._slot, facts)
         await self_test(self._engine, self.work)
@@ -101,12 +125,15 @@ class EngineWorker(Service):
             # each change goes to every process that follows this role: of use only to decode workers
             lambda: self._slot.role.does(Role.PREFILL) and not self._queue.connected,
         )
+        if self._leader is not None:  # the lease outlives the engine
+            stack.push_async_callback(self._presence.leave)
+        await self._presence.until_understood()
 
     def _show_usage(self) -> None:
-        engine, model = self._engine, self._config.served_model_name
-        ENGINE_REQUESTS.labels(model, "running").set_function(lambda: engine.usage.running)
-        ENGINE_REQUESTS.labels(model, "waiting").set_function(lambda: engine.usage.waiting)
-        KV_USAGE.labels(model).set_function(lambda: engine.usage.kv_usage)
+        engine, of = self._engine, (self._config.served_model_name, self._slot.role)
+        ENGINE_REQUESTS.labels(*of, "running").set_function(lambda: engine.usage.running)
+        ENGINE_REQUESTS.labels(*of, "waiting").set_function(lambda: engine.usage.waiting)
+        KV_USAGE.labels(*of).set_function(lambda: engine.usage.kv_usage)
 
     async def card(self) -> ModelCard | None:
         """The model card for frontends; None for a worker that they do not connect to."""
@@ -142,27 +169,33 @@ class EngineWorker(Service):
                 raise EngineDead(f"a step of it cannot be read: {error or type(error).__name__}") from error
             await self._read_step(step)
 
+    async def _watch_followers(self) -> None:
+        assert self._leader is not None
+        await self._leader.watch(self.stop)
+
     def permanent(self) -> Mapping[str, Work]:
+        followers = {"followers": self._watch_followers} if self._leader else {}
         return {
+            **followers,
             "engine steps": self._read_engine,
             "engine watch": partial(watch_engine, self._engine),
             "instance record": self._presence.keep_current,
         }
 
 
-def _make_engine(config: Config, slot: Slot, instance_id: str, credentials: Credentials | None) -> Engine:
-    section = config.decode if slot.role.does(Role.DECODE) else config.prefill
-    assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
-    spec = EngineSpec(
+def engine_spec(
+    config: Config, slot: Slot, instance_id: str, credentials: Credentials | None, node: EngineNode | None
+) -> EngineSpec:
+    return EngineSpec(
         role=slot.role,
         instance=instance_id,
         model=config.model,
         served_model_name=config.served_model_name,
-        engine_args=section.engine_args,
+        engine_args=section_of(config, slot).engine_args,
         disaggregated=slot.role.does(Role.PREFILL)
         or (config.decode is not None and config.decode.remote_prefill),
         host=config.host,
         credentials=credentials,
         kv_port=slot.kv_port,
+        node=node,
     )
-    return make_engine(section.engine, spec)

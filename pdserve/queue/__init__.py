@@ -10,22 +10,29 @@ from pdserve.queue.base import PrefillQueue
 
 
 def connect(
-    nats: str, namespace: str, model: str, credentials: Credentials | None = None, meanwhile: str = ""
+    nats: str,
+    namespace: str,
+    model: str,
+    credentials: Credentials | None = None,
+    meanwhile: str = "",
+    replicas: int | None = None,
 ) -> PrefillQueue:
-    """Return the queue of one model, to enter. `nats` is a URL, or several of them separated by commas. With
+    """Return the queue of one model, to enter. `nats` is a URL, or several of a cluster separated by commas. With
     credentials all connections use TLS, and servers without it or of another graph are refused. `meanwhile` says in the
-    log what an outage means for this process."""
+    log what an outage means for this process. `replicas` is `Graph.queue-replicas`."""
     from pdserve.queue.jetstream.queue import JetStreamQueue
 
-    return JetStreamQueue(nats, namespace, model, credentials=credentials, meanwhile=meanwhile)
+    return JetStreamQueue(
+        nats, namespace, model, credentials=credentials, meanwhile=meanwhile, replicas=replicas
+    )
 
 
-async def check(nats: str, credentials: Credentials | None = None) -> None:
+async def check(nats: str, credentials: Credentials | None = None, of_cluster: bool = False) -> None:
     """Connect as the graph's processes do; leave nothing behind. Raises QueueUnavailable where nothing answers, and
-    ConfigError for a server that cannot serve this graph: no JetStream, or other credentials."""
+    ConfigError for a server that cannot serve this graph: no JetStream, other credentials, or not `of_cluster`."""
     from pdserve.queue.jetstream.stream import check_once
 
-    await check_once(nats, credentials.client if credentials else None)
+    await check_once(nats, credentials.client if credentials else None, of_cluster)
 
 
 async def server_info(nats: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The registry on etcd.
 
 An EtcdSession is one connection with one lease (`etcd_session.py`). When anything about it fails, or the server is
-silent, the session is over and a new one is made, with the same lease if that still lives. The new session then writes
+silent, the session is over and a new one is made, at the next member where there are several (one that has lost the
+others answers nothing, either), with the same lease if that still lives. The new session then writes
 each key that is not there under its lease. There is no other way to recover, hence none to get wrong. A key that is
 there is not written again, since each write goes to all that watch: after a short stall of the host, a thousand
 processes would write to a thousand, and keep the host slow.
@@ -11,6 +12,7 @@ Each own key is watched as long as this process has it: one that another client 
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -47,7 +49,9 @@ class EtcdRegistry(Registry):
     ) -> None:
         self.patient = patient
         self._tls = channel_credentials(credentials) if credentials else None
-        self._endpoints = cycle(_endpoints(etcd))
+        endpoints = _endpoints(etcd)
+        self._endpoints = cycle(random.sample(endpoints, len(endpoints)))
+        """members of a cluster in turn; another order in each process, so that each member has some"""
         self._address = etcd
         self._root = f"/{namespace}/"
         self._ttl = ttl
@@ -215,6 +219,17 @@ class EtcdRegistry(Registry):
                     yield changes
             except SessionLost as error:
                 log.debug("watch of %s: %s; reading it anew", " ".join(prefixes) or "all", error)
+
+
+async def version(address: str, credentials: Credentials | None) -> str:
+    (endpoint,) = _endpoints(address)
+    session = EtcdSession(endpoint, 0, channel_credentials(credentials) if credentials else None)
+    try:
+        return await session.version()
+    except SessionLost as error:
+        raise RegistryUnavailable(f"etcd at {error}") from None
+    finally:
+        await session.close()
 
 
 def _endpoints(etcd: str) -> list[tuple[str, int]]:

@@ -43,6 +43,7 @@ class TlsClient(aetcd.Client):  # type: ignore[misc]
         options = _CHANNEL | {"grpc.ssl_target_name_override": NAME}
         self.channel = rpc.secure_channel(f"{host}:{port}", tls, options=list(options.items()))
         self.kvstub, self.leasestub = rpc.KVStub(self.channel), rpc.LeaseStub(self.channel)
+        self.maintenancestub = rpc.MaintenanceStub(self.channel)
 
     async def connect(self) -> None:
         """aetcd calls this before each operation. The client is connected until it is closed."""
@@ -67,6 +68,11 @@ class EtcdSession:
             if tls is not None
             else aetcd.Client(*endpoint, timeout=CALL_TIMEOUT, options=_CHANNEL)
         )
+
+    async def version(self) -> str:
+        await self._call(self._client.connect())
+        status = self._client.maintenancestub.Status(rpc.StatusRequest(), timeout=CALL_TIMEOUT)
+        return str((await self._call(status)).version)
 
     async def open(self, lease: int) -> None:
         """Keep this lease if it still lives (0: there is none), else take a new one."""

@@ -8,6 +8,8 @@ SETTINGS = "settings/"
 NEWCOMERS = "newcomers/"
 """workers that cannot serve yet; only the workers that warm up with them read these"""
 SLOTS = "slots/"
+LEADERS, FOLLOWERS = "leaders/", "followers/"
+"""the hosts of workers that span hosts, by the place where these meet; only they read these"""
 FILE = "file"
 """path of the file that the settings were set on, where `serve` runs its own etcd"""
 
@@ -23,6 +25,22 @@ def instance(process: Instance) -> str:
 
 def newcomer(worker: Instance) -> str:
     return f"{NEWCOMERS}{worker.role.value}/{worker.id}"
+
+
+def leaders(place: str) -> str:
+    return f"{LEADERS}{place}/"
+
+
+def leader(place: str, instance_id: str) -> str:
+    return f"{leaders(place)}{instance_id}"
+
+
+def followers(place: str) -> str:
+    return f"{FOLLOWERS}{place}/"
+
+
+def follower(place: str, instance_id: str) -> str:
+    return f"{followers(place)}{instance_id}"
 
 
 def card(model: str, instance_id: str) -> str:

@@ -11,10 +11,14 @@ from pdserve.errors import ProtocolError, RegistryUnavailable
 from pdserve.records import (
     Instance,
     ModelCard,
+    NodeFollower,
+    NodeLeader,
     Role,
     SlotState,
     decode_card,
+    decode_follower,
     decode_instance,
+    decode_leader,
     decode_slot_state,
 )
 from pdserve.registry import keys
@@ -59,12 +63,16 @@ class RegistryView(Lifetime):
         self._newcomers = _Records(keys.NEWCOMERS, decode_instance)
         self._settings = _Records(keys.SETTINGS, bytes.decode)
         self._slots = _Records(keys.SLOTS, decode_slot_state)
+        self._leaders = _Records(keys.LEADERS, decode_leader)
+        self._followers = _Records(keys.FOLLOWERS, decode_follower)
         self._all: tuple[_Records[Any], ...] = (
             self._instances,
             self._cards,
             self._newcomers,
             self._settings,
             self._slots,
+            self._leaders,
+            self._followers,
         )
         self._gone: dict[str, tuple[Instance, float]] = {}
         """workers whose lease ended while they were not draining, and when (monotonic)"""
@@ -114,6 +122,12 @@ class RegistryView(Lifetime):
     def slots(self) -> list[SlotState]:
         """Return the processes that supervisors keep alive; none if roles were started by hand."""
         return [state for _, state in sorted(self._slots.items())]
+
+    def leaders(self) -> list[NodeLeader]:
+        return [leader for _, leader in sorted(self._leaders.items())]
+
+    def followers(self) -> list[NodeFollower]:
+        return [follower for _, follower in sorted(self._followers.items())]
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.instances(), self.slots(), self.cards(), self.settings())

@@ -12,8 +12,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, get_args
 from urllib.parse import urlsplit
+
+import msgspec
 
 from pdserve.credentials import Credentials
 from pdserve.errors import PeerGone, ProtocolError
@@ -24,6 +26,7 @@ from pdserve.messages import (
     decode_to_frontend,
     encode,
     encode_to_decode,
+    reader,
 )
 from pdserve.recent import RecentKeys
 from pdserve.stream.framing import MAX_MESSAGE, FramedConnection, beats, bounded
@@ -52,6 +55,7 @@ MAX_UNREAD = 10_000, 64 << 20
 _BATCH = 64
 """messages that are read in a row before other tasks run"""
 _ADDRESSES = 1000
+_KINDS = frozenset(kind.__name__ for kind in get_args(ToFrontend))
 
 
 class UnreadMessages(Generic[T]):
@@ -116,16 +120,22 @@ class UnreadMessages(Generic[T]):
 
 
 class TcpStreamServer(Lifetime):
-    """The decode worker's end, on a free port of `host`, an address of this machine that frontends can reach. With
+    """The decode worker's end, at `host`, an address of this machine that frontends can reach. With
     credentials it accepts only frontends of the same graph, over TLS."""
 
     address: str
     """the address that frontends connect to; set on entering"""
 
     def __init__(
-        self, host: str, credentials: Credentials | None = None, silence: float = FRONTEND_SILENCE
+        self,
+        host: str,
+        credentials: Credentials | None = None,
+        silence: float = FRONTEND_SILENCE,
+        port: int = 0,
     ) -> None:
+        """`port` 0: a free one."""
         self._host = host
+        self._port = port
         self._credentials = credentials
         self._silence = silence
         self._ungreeted: dict[FramedConnection, None] = {}
@@ -143,7 +153,7 @@ class TcpStreamServer(Lifetime):
         def connection() -> FramedConnection:
             return FramedConnection(self, MAX_GREETING, Tls(context, server=True) if context else None)
 
-        server = await loop.create_server(connection, str(addresses[0][4][0]), 0)
+        server = await loop.create_server(connection, str(addresses[0][4][0]), self._port)
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.address = f"{_scheme(self._credentials)}://{host}:{server.sockets[0].getsockname()[1]}"
         self._leaving = False
@@ -318,6 +328,11 @@ class TcpStreamClient(Lifetime):
         try:
             message = decode_to_frontend(body)
         except ProtocolError as error:
+            if kind := newer_kind(body):
+                if not connection.unreadable:
+                    log.info("the worker at %s sends %s, which is skipped: it is newer", self._address, kind)
+                connection.unreadable += 1
+                return
             # it may have held tokens: the requests of this connection must go on at another worker
             connection.cut(f"carried a message that cannot be read: {error}")
             return
@@ -337,6 +352,22 @@ class TcpStreamClient(Lifetime):
             return
         connection.max_frame = MAX_MESSAGE
         self._greeted.set()
+
+
+class AnyMessage(msgspec.Struct, frozen=True):
+    type: str
+
+
+_decode_any = reader(msgspec.msgpack.Decoder(AnyMessage).decode)
+
+
+def newer_kind(message: memoryview) -> str:
+    """The kind of a worker's message that this build does not know; empty: it knows it, or this is no message."""
+    try:
+        kind = _decode_any(message).type
+    except ProtocolError:
+        return ""
+    return "" if kind in _KINDS else kind
 
 
 def _scheme(credentials: Credentials | None) -> str:

@@ -43,17 +43,20 @@ def busy_ports(config: Config, slots: Iterable[Slot], ours: Collection[int] = ()
             "another port in Frontend."
         )
     for slot in slots:
-        if problem := busy_kv_port(config, slot, ours):
-            problems.append(problem)
+        problems += busy_slot_ports(config, slot, ours)
     return problems
 
 
-def busy_kv_port(config: Config, slot: Slot, ours: Collection[int] = ()) -> str | None:
-    """A sentence where the port of the slot's side channel is taken, most likely by an orphan: the engine would hang at
-    start for ever."""
-    if slot.kv_port and (holder := port_holder(config.host, slot.kv_port, ours)):
-        return (
-            f"Port {slot.kv_port} on {config.host}, where {slot.name} hands out its KV, is held by {holder}: "
-            "stop that, or set another kv-port in Graph."
-        )
-    return None
+def busy_slot_ports(config: Config, slot: Slot, ours: Collection[int] = ()) -> list[str]:
+    """A sentence for each fixed port of the slot that is taken, most likely by an orphan: without the port of its side
+    channel an engine would hang at start for ever."""
+    ports = (
+        (slot.kv_port, f"where {slot.name} hands out its KV", "kv-port"),
+        (slot.stream_port, f"where {slot.name} takes requests", "stream-port"),
+        (slot.pages_port, f"for the pages of {slot.name}", "pages-port"),
+    )
+    return [
+        f"Port {port} on {config.host}, {use}, is held by {holder}: stop that, or set another {key} in Graph."
+        for port, use, key in ports
+        if port and (holder := port_holder(config.host, port, ours))
+    ]

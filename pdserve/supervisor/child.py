@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
-from pdserve.supervisor.exits import Guardian, end_group, exit_of, tied
+from pdserve.supervisor.exits import Guardian, end_group, exit_of
 from pdserve.supervisor.guardian import RUN_VARIABLE, members, shared_memory
+from pdserve.tied import tied
 
 log = logging.getLogger(__name__)
 

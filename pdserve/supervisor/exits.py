@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Self
 
 from pdserve.supervisor import guardian
@@ -18,19 +18,6 @@ from pdserve.supervisor.guardian import TRACKER_PATIENCE, is_tracker, members, r
 log = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
-_TIED = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, int(sys.argv[2]), 0, 0, 0)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)  # the parent has died already
-os.execvp(sys.argv[3], sys.argv[3:])
-"""
-
-
-def tied(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
-    """A command that gets this signal when the process that runs it dies: the thread that starts it must be the main
-    thread. Not by Popen's `preexec_fn`: beside threads of gRPC, code between fork and exec crashes now and then."""
-    return [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), str(int(number)), *command]
 
 
 def adopt_orphans() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -16,13 +15,14 @@ from pdserve.credentials import Credentials, expiring
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.graph import process_spec, to_environment
 from pdserve.plan.plan import Plan
-from pdserve.plan.slots import Slot
+from pdserve.plan.slots import Slot, start_commands
 from pdserve.process.signals import STOPPERS
 from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
+from pdserve.supervisor.alone import allow_many_files
 from pdserve.supervisor.checks import busy_ports
 from pdserve.supervisor.embedded import embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
@@ -45,6 +45,9 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     config = plan.config
     if plan.problems:
         raise ConfigError([*plan.problems])
+    if config.spans_hosts:
+        advice = start_commands(config)
+        raise ConfigError([f"{config.path}: workers span hosts (nnodes), and serve runs on one: {advice}"])
     with (
         own_foreground(),
         ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
@@ -52,7 +55,7 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     ):
         if busy := busy_ports(config, plan.slots):
             raise ConfigError(busy)
-        _allow_many_files()
+        allow_many_files()
         adopt_orphans()
         for note in filter(None, (*plan.notes, plan.unknown)):
             log.info("%s", note)
@@ -172,9 +175,3 @@ def _on_stop_signals(act: Callable[[], object]) -> None:
     """Replace the handlers of `STOPPERS`, until the event loop is closed."""
     for number in STOPPERS:
         asyncio.get_running_loop().add_signal_handler(number, act)
-
-
-def _allow_many_files() -> None:
-    """Raise the limit of open files to the hard limit, since each stream is a socket; roles inherit it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

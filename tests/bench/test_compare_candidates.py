@@ -159,6 +159,21 @@ def test_no_worker_of_a_split_is_without_hardware() -> None:
     assert splits(here, 2) == []
 
 
+def test_workers_that_share_a_card_are_compared_with_an_engine_that_has_all_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "halves.yaml"
+    file.write_text(
+        "Common: {model: demo}\nFrontend: {port: 8000}\n"
+        "VllmWorker: {remote-prefill: true, ServiceArgs: {resources: {gpu: 0.5}}, common-configs: [model]}\n"
+        "PrefillWorker: {ServiceArgs: {resources: {gpu: 0.5}}, common-configs: [model]}\n"
+    )
+    one = replace(GPUS, gpus=GPUS.gpus[:1])
+    assert hardware(load(file, {}), one).units == 1
+    engines = [candidate.launch.system for candidate in maker(file, one, SMALL).engines(())]
+    shares = [engine.arguments for engine in engines if isinstance(engine, PlainVllm)]
+    assert shares
+    assert all("--gpu-memory-utilization=0.92" in each for each in shares)
+
+
 @pytest.mark.parametrize(
     ("prompts", "shared", "expected"),
     [

@@ -20,7 +20,7 @@ async def test_a_small_graph(tmp_path: Path) -> None:
         assert await graph.live() == 2
         turn.idle = await _window(graph, 0.3)
         async with graph.streams():
-            turn.busy = await _window(graph, 0.3)
+            turn.busy = await _window(graph, 1.0)
         turn.memory = graph.memory()
     assert turn.busy["etcd puts"] == 0, "load goes another way"
     assert turn.busy["nats messages"] >= 0

@@ -13,6 +13,7 @@ from pdserve.both.stand_in import StandIn
 from pdserve.config.schema import PrefillConfig
 from pdserve.errors import EngineDead
 from pdserve.graph import GRAPH, service_of
+from pdserve.plan.slots import Slot
 from pdserve.records import Role, decode_instance, encode_record
 from pdserve.registry import keys
 from pdserve.stream.archives import archive_name, fetch
@@ -107,7 +108,9 @@ async def test_a_frontend_that_starts_while_no_decode_worker_is_there_gets_the_a
 
 @pytest.mark.parametrize("stand_in", [True, False])
 def test_the_file_chooses(stand_in: bool) -> None:
-    chosen = service_of(Role.PREFILL, dataclasses.replace(config(), prefill=PrefillConfig(stand_in=stand_in)))
+    chosen = service_of(
+        Slot(Role.PREFILL, 0), dataclasses.replace(config(), prefill=PrefillConfig(stand_in=stand_in))
+    )
     assert (chosen == GRAPH[Role.PREFILL].service) is not stand_in
 
 

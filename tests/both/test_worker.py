@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.decode.policy import FLOOR
+from pdserve.decode.requests import DecodeRequest
 from pdserve.errors import EngineDead
+from pdserve.messages import Submit
 from pdserve.prefill import pull
 from tests.conditions import until
 from tests.decode.graph import LONG, SHORT, BothWorkers, counted, failing
+from tests.engine.sims import body
 
 
 @pytest.fixture
@@ -96,7 +99,8 @@ async def test_prompts_from_the_queue_count_where_the_cheaper_way_is_chosen(pair
     pair.b.engine.faults.going.clear()
     await pair.a.frontend.submit(LONG)
     await until(lambda: len(pair.b.worker._prompts._running) == 1)
-    estimates = pair.b.worker._runner.estimator.of(100, 100)
+    asked = DecodeRequest("frontend", Submit("asked", LONG, 30.0, body(4)))
+    estimates = pair.b.worker._runner.estimator.of(asked, 100, 100)
     assert estimates is not None
     assert estimates.wait_here > 0
     assert not estimates.idle

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pdserve_bench.hosts.network import network
 
+from pdserve.errors import Unavailable
 from tests.chaos.command import Run
 
 
@@ -22,3 +24,14 @@ def chaos(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.process.terminate()
     for run in runs:
         run.process.wait()
+
+
+@pytest.fixture
+def may_have_hosts(tmp_path: Path) -> bool:
+    """Whether processes may have hosts of their own here."""
+    try:
+        with network(tmp_path) as net:
+            net.host("first").vanish()
+    except Unavailable:
+        return False
+    return True

@@ -21,6 +21,17 @@ a frontend is away, and the faults. 200 unread streams take all of a small machi
 nearly through"""
 
 
+BETWEEN_HOSTS = (
+    "servers-link-cut-10s",
+    "decode-link-cut-10s",
+    "loss-1%",
+    "delay-50ms",
+    "clock",
+    "decode-host-restart",
+)
+"""the short form of `pdserve chaos --hosts`; what vanishes or is cut for longer is tried by that command"""
+
+
 def _file(folder: Path, write_timeout: int) -> Path:
     sections = simulated(
         decode={"max-prefill-queue-size": 4},
@@ -31,10 +42,14 @@ def _file(folder: Path, write_timeout: int) -> Path:
     return write(sections, folder / f"sim-{write_timeout}.yaml")
 
 
-def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run]) -> None:
+def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run], may_have_hosts: bool) -> None:
+    """Nor does one between hosts, where this machine can have them (tests/bench/test_hosts.py says why not)."""
+    options = ("--hosts", "--only", ",".join(BETWEEN_HOSTS), "--seconds", "3", "--hold", "5")
+    between = [chaos(_file(tmp_path, 10), *options)] if may_have_hosts else []
     runs = [
         chaos(_file(tmp_path, write_timeout), "--only", share, "--seconds", "3", "--hold", "11")
         for write_timeout, share in SHARES
     ]
     rows = [row for run in runs for row in run.good()]
     assert sorted(row["fault"] for row in rows) == sorted(fault.name for fault in FAULTS)
+    assert [[row["fault"] for row in run.good()] for run in between] in ([], [list(BETWEEN_HOSTS)])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pdserve_bench.chaos.catalog import FAULTS, choose
+from pdserve_bench.chaos.catalog import FAULTS, HOST_FAULTS, choose
 from pdserve_bench.chaos.faults import Harm, Target, Victim, find, injected
 
 from pdserve.errors import ConfigError
@@ -47,6 +47,19 @@ def test_every_target_by_every_kind() -> None:
 )
 def test_choose(only: str, names: list[str]) -> None:
     assert [fault.name for fault in choose(only)] == names
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ("servers,10s", ["servers-link-cut-10s", "servers-link-cut-60s", "servers-host-vanish"]),
+        ("limit", ["loss-1%", "delay-50ms", "rate-1gbit"]),
+        ("restart", ["decode-host-restart", "prefill-host-restart"]),
+    ],
+)
+def test_choose_between_hosts(only: str, names: list[str]) -> None:
+    """The servers come back where every process looks for them: they have no other address."""
+    assert {fault.name for fault in choose(only, faults=HOST_FAULTS)} >= set(names)
 
 
 def test_another_owners_data_is_lost_only_on_demand() -> None:

@@ -17,8 +17,18 @@ NEEDED = 13 << 30
 
 
 @pytest.mark.skipif(psutil.virtual_memory().total < NEEDED, reason="needs 13 GB of memory")
-def test_killed_hung_and_cut_engines_drop_nothing(chaos: Callable[..., Run]) -> None:
-    faults = ["prefill-cut", "prefill-hang", "prefill-kill", "decode-kill", "all-decode-kill"]
+def test_killed_and_hung_engines_drop_nothing(chaos: Callable[..., Run]) -> None:
+    faults = ["prefill-hang", "prefill-kill", "decode-kill", "all-decode-kill"]
     options = ("--dtype", "float32", "--only", ",".join(faults), "--seconds", "3")
     rows = chaos(ROOT / "configs/local.yaml", *options).good()
+    assert [row["fault"] for row in rows] == faults
+
+
+def test_engines_on_hosts_drop_nothing(chaos: Callable[..., Run], may_have_hosts: bool) -> None:
+    """KV between two hosts, whose link is cut, and then long: the rest of `--hosts` is tried with simulated engines."""
+    if not may_have_hosts:
+        pytest.skip("no hosts of namespaces here: tests/bench/test_hosts.py says why")
+    faults = ["prefill-link-cut-10s", "delay-50ms"]
+    options = ("--hosts", "--workers", "1", "--dtype", "float32", "--only", ",".join(faults))
+    rows = chaos(ROOT / "configs/local.yaml", *options, "--seconds", "3", "--hold", "4").good()
     assert [row["fault"] for row in rows] == faults

@@ -47,6 +47,7 @@ def test_loopback(host: str, expected: bool) -> None:
         (f"{NATS}, host: 127.0.0.2", []),
         ("nats: 'tls://127.0.0.1:4222', credentials: true", []),
         (f"{NATS}, host: 10.0.0.7", [f"host is 10.0.0.7, where {STREAMS}, but the graph has no "]),
+        ("nats: 'nats://127.0.0.1:1,nats://n:4222'", [f"nats is n, {OPEN}: "]),
         ("nats: 'nats://n:4222', etcd: '[::2]:2379'", [f"nats is n, {OPEN}: ", f"etcd is ::2, {OPEN}: "]),
     ],
 )

@@ -238,12 +238,68 @@ def test_the_environment_wins(tmp_path: Path) -> None:
             assert problem.startswith(
                 f"Environment variable {name} is h, which is reached over the network, but"
             )
+    assert config.from_environment == (
+        "PDSERVE_NATS (Graph.nats)",
+        "PDSERVE_ETCD (Graph.etcd)",
+        "PDSERVE_STATE_DIR (Graph.state-dir)",
+    )
     config = read(tmp_path, GOOD, {"PDSERVE_NATS": "", "PDSERVE_ETCD": ""})
     assert (config.nats, config.etcd) == (None, None)
     found = problems(tmp_path, GOOD, {"PDSERVE_NATS": "10.0.0.5"})
     assert found == [
         "Environment variable PDSERVE_NATS is '10.0.0.5', but must be a NATS URL, as in nats://10.0.0.5:4222."
     ]
+
+
+def test_each_key_that_differs_by_host_has_a_variable(tmp_path: Path) -> None:
+    env = {
+        "PDSERVE_HOST": "10.0.0.8",
+        "PDSERVE_KV_PORT": "7100",
+        "PDSERVE_STREAM_PORT": "7200",
+        "PDSERVE_PAGES_PORT": "7300",
+        "PDSERVE_FRONTEND_HOST": "127.0.0.2",
+        "PDSERVE_FRONTEND_PORT": "8443",
+        "PDSERVE_CREDENTIALS": "~/secrets",
+    }
+    config = read(tmp_path, frontend("port: 9") + GRAPH, env)
+    assert (config.host, config.kv_port) == ("10.0.0.8", 7100)
+    assert (config.stream_port, config.pages_port) == (7200, 7300)
+    assert config.frontend is not None
+    assert (config.frontend.host, config.frontend.port) == ("127.0.0.2", 8443)
+    assert config.security.credentials == Path.home() / "secrets"
+    assert read(tmp_path, frontend("port: 9"), dict.fromkeys(env, "")).frontend.port == 9  # type: ignore[union-attr]
+
+
+def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
+    env = {"PDSERVE_FRONTEND_PORT": "80x", "PDSERVE_PAGES_PORT": "70000", "PDSERVE_HOST": "http://a"}
+    found = problems(tmp_path, frontend("port: 9"), env)
+    assert [problem.partition(", but must be ")[0] for problem in found] == [
+        "Environment variable PDSERVE_HOST is 'http://a'",
+        "Environment variable PDSERVE_PAGES_PORT is 70000",
+        "Environment variable PDSERVE_FRONTEND_PORT is '80x'",
+    ]
+
+
+def test_the_variables_of_a_kubernetes_service_are_none_of_ours(tmp_path: Path) -> None:
+    env = {"PDSERVE_FRONTEND_PORT": "tcp://10.96.0.7:8000"}
+    config = read(tmp_path, frontend("port: 9"), env)
+    assert config.frontend is not None
+    assert (config.frontend.port, config.from_environment) == (9, ())
+
+
+def test_lists_of_servers(tmp_path: Path) -> None:
+    nats, etcd = ["nats://127.0.0.1:1", "nats://127.0.0.1:2"], ["127.0.0.1:3", "http://127.0.0.1:4"]
+    for graph in (f"nats: {nats}, etcd: {etcd}", f"nats: '{', '.join(nats)}', etcd: '{','.join(etcd)}'"):
+        config = read(tmp_path, f"{GOOD}Graph: {{{graph}}}\n")
+        assert (config.nats, config.etcd) == (",".join(nats), "127.0.0.1:3,127.0.0.1:4")
+    config = read(
+        tmp_path, GOOD, {"PDSERVE_NATS": ", ".join(nats), "PDSERVE_ETCD": "127.0.0.1:3,127.0.0.1:4"}
+    )
+    assert (config.nats, config.etcd) == (",".join(nats), "127.0.0.1:3,127.0.0.1:4")
+    (found,) = problems(tmp_path, GOOD, {"PDSERVE_ETCD": "127.0.0.1:3,b"})
+    assert found == (
+        "Environment variable PDSERVE_ETCD is 'b', but must be etcd's client address, as in 10.0.0.5:2379."
+    )
 
 
 SECURITY = """\
@@ -408,9 +464,27 @@ BAD = {
         "FILE:1: Common.remote-prefill is true, but there is no PrefillWorker section: add one, set role: both, or "
         "set it to false."
     ),
-    GOOD + "Graph: {nats: }\n": "FILE:11: Graph.nats is empty, but must be a text.",
+    GOOD + "Graph: {nats: }\n": (
+        "FILE:11: Graph.nats is empty, but must be a URL as in nats://10.0.0.5:4222, or a list of URLs."
+    ),
+    GOOD + "Graph: {nats: ['nats://127.0.0.1:1', 5]}\n": (
+        "FILE:11: Graph.nats is ['nats://127.0.0.1:1', 5], but must be a URL as in nats://10.0.0.5:4222, or a list of "
+        "URLs."
+    ),
+    GOOD + "Graph: {nats: 'nats://127.0.0.1:1, http://x:1'}\n": (
+        "FILE:11: Graph.nats is 'http://x:1', but must be a NATS URL, as in nats://10.0.0.5:4222."
+    ),
+    GOOD + "Graph: {etcd: ['127.0.0.1:1', '127.0.0.1:2', 'http://127.0.0.1:1']}\n": (
+        "FILE:11: Graph.etcd names '127.0.0.1:1' twice: name each server once."
+    ),
+    GOOD + "Graph: {queue-replicas: 3}\n": (
+        "FILE:11: Graph.queue-replicas is 3, which needs Graph.nats: `serve` starts one server, which keeps one copy."
+    ),
+    GOOD + "Graph: {nats: 'nats://127.0.0.1:1', queue-replicas: 6}\n": (
+        "FILE:11: Graph.queue-replicas is 6, but must be a whole number, 1 to 5."
+    ),
     worker("ServiceArgs: {resources: {gpu: }}"): (
-        "FILE:8: VllmWorker.ServiceArgs.resources.gpu is empty, but must be a whole number, 0 or more."
+        "FILE:8: VllmWorker.ServiceArgs.resources.gpu is empty, but must be a whole number, 0 or more, or a share"
     ),
     frontend("ServiceArgs: {resources: {gpu: 1}}"): (
         "FILE:5: Frontend.ServiceArgs.resources.gpu is 1, but must be 0."
@@ -513,6 +587,18 @@ BAD = {
     "VllmWorker: {model: demo, tensor-parallel-size: 2, ServiceArgs: {resources: {gpu-ids: [0]}}}\n": (
         "FILE:1: VllmWorker.ServiceArgs.resources.gpu-ids names 1 GPUs, but 1 x 2 ranks need 2: name 2."
     ),
+    "VllmWorker: {model: demo, tensor-parallel-size: 3, nnodes: 2}\n": (
+        "FILE:1: VllmWorker.nnodes is 2, but 3 ranks (tensor-parallel-size) cannot be shared by as many hosts: make "
+        "them a multiple."
+    ),
+    "VllmWorker: {model: demo, tensor-parallel-size: 2, nnodes: 2, distributed-executor-backend: ray}\n": (
+        "FILE:1: VllmWorker.distributed-executor-backend is ray, but nnodes is of vLLM's own mode: remove "
+        "one of the two."
+    ),
+    "VllmWorker: {model: demo, tensor-parallel-size: 2, nnodes: 2, ServiceArgs: {resources: {gpu-ids: [0, 1]}}}\n": (
+        "FILE:1: VllmWorker.ServiceArgs.resources.gpu-ids names GPUs of one host, but nnodes makes several: set "
+        "CUDA_VISIBLE_DEVICES on each."
+    ),
     GOOD + "Graph: {nats: 'wss://x:1'}\n": (
         "FILE:11: Graph.nats is 'wss://x:1', but NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
     ),
@@ -587,7 +673,8 @@ OWNED = {
     "ssl-keyfile: x": "is about vLLM's own HTTP server",
     "api-key: [x]": "is about vLLM's own HTTP server",
     "device-ids: '0'": "is decided by the placement",
-    "nnodes: 2": "distributed-executor-backend: ray",
+    "node-rank: 1": "differs by host: start `pdserve decode`",
+    "master-addr: 10.0.0.5": "is found through etcd",
 }
 
 

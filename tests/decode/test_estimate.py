@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.decode.estimate import Estimates, SeenLoad, estimate
+from pdserve.decode.estimate import BEHIND, Estimates, SeenLoad, estimate
 from pdserve.messages import PrefillLoad
 
 FAST, SLOW = 1 / 20_000, 1 / 2_000
@@ -17,10 +17,19 @@ def found(
     streams: int = 0,
     ahead: int = 0,
     queued: float = 0,
+    rate: float = 0.0,
     there: Sequence[tuple[float, float]],
 ) -> Estimates:
     return estimate(
-        compute, 1000, streams=streams, ahead_here=ahead, here=FAST, queued=queued, there=there, handover=0.02
+        compute,
+        1000,
+        streams=streams,
+        ahead_here=ahead,
+        here=FAST,
+        queued=queued,
+        there=there,
+        handover=0.02,
+        rate=rate,
     )
 
 
@@ -72,7 +81,15 @@ def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
 
 
 def test_costs_explain_themselves() -> None:
-    assert str(found(streams=2, queued=500, there=[(0, FAST)])) == (
-        "local costs 75 ms (wait 3 x 0, compute 50, stall 0.25 x 2 streams x 50), "
-        "remote 145 ms (wait 3 x 25, compute 50, handover 20)"
+    assert str(found(streams=2, queued=500, rate=10.0, there=[(0, FAST)])) == (
+        "local costs 150 ms (wait 2.0 x 0, compute 50, stall 2 streams x 50), "
+        "remote 120 ms (wait 2.0 x 25, compute 50, handover 20)"
     )
+
+
+def test_a_second_of_any_request_costs_the_same() -> None:
+    alone, beside = found(there=[(0, FAST)]), found(streams=3, there=[(0, FAST)])
+    assert beside.local - alone.local == pytest.approx(3 * alone.compute_here)
+    seldom, often = (found(queued=1000, rate=rate, there=[(0, FAST)]) for rate in (0.0, 20.0))
+    assert seldom.remote == pytest.approx(0.05 + 0.05 + 0.02)
+    assert often.remote - seldom.remote == pytest.approx(BEHIND * 20.0 * 0.05 * 0.05), "those that come"

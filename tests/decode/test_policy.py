@@ -60,7 +60,7 @@ ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
 
 def costs(wait_here: float, streams: int, wait_there: float, handover: float = 0.02) -> Estimates:
     """Of a prompt that takes 50 ms wherever it is computed."""
-    return Estimates(wait_here, 0.05, streams, wait_there, 0.05, handover)
+    return Estimates(wait_here, 0.05, streams, wait_there, 0.05, handover, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def costs(wait_here: float, streams: int, wait_there: float, handover: float = 0
         (costs(0.0, 0, 0.5), "local", "idle"),
         (costs(0.05, 0, 0.0), "remote", "remote-cheaper"),
         (costs(0.05, 0, 0.05), "local", "local-cheaper"),
-        (costs(0.0, 1, 0.0), "local", "local-cheaper"),
-        (costs(0.0, 2, 0.0), "remote", "remote-cheaper"),
-        (costs(0.0, 8, 0.02), "remote", "remote-cheaper"),
-        (costs(0.0, 8, 0.05), "local", "local-cheaper"),
-        (costs(0.0, 32, 0.05), "remote", "remote-cheaper"),
-        (costs(0.0, 32, 0.15), "local", "local-cheaper"),
+        (costs(0.0, 1, 0.04), "local", "local-cheaper"),
+        (costs(0.0, 1, 0.02), "remote", "remote-cheaper"),
+        (costs(0.0, 8, 0.3), "remote", "remote-cheaper"),
+        (costs(0.0, 8, 0.4), "local", "local-cheaper"),
+        (costs(0.0, 32, 1.5), "remote", "remote-cheaper"),
+        (costs(0.0, 32, 1.6), "local", "local-cheaper"),
         (costs(0.05, 32, 0.15), "remote", "remote-cheaper"),
         (costs(0.0, 8, 0.0, handover=1.0), "local", "local-cheaper"),
     ],

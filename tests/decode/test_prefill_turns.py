@@ -38,13 +38,29 @@ async def test_a_prompt_waits_for_about_one_of_another_client(
     assert [await take(graph, acted) for _ in range(4)] == [*greedy[:2], honest, greedy[2]]
 
 
+async def test_the_queue_is_full_for_the_client_that_fills_it(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    await flood(graph, frontend)
+    assert (await frontend.end_of(await frontend.submit(LONG[9:], client="greedy"))).way == (
+        "local",
+        "queue-full",
+    )
+    honest = await frontend.submit(LONG[50:], client="honest")
+    await until(lambda: graph.depth == 5)
+    assert frontend.answered[honest].placed is None
+
+
 async def test_what_is_held_counts_as_queued_and_is_in_the_receipt(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     names = await flood(graph, frontend)
     assert graph.decode.load().queue_depth == 4
     assert shared_queue(graph.broker).stored == 1
-    assert (await frontend.ask(LONG[9:])).way == ("local", "queue-full")
+    assert (await frontend.end_of(await frontend.submit(LONG[9:], client="greedy"))).way == (
+        "local",
+        "queue-full",
+    )
     for _ in names[1:]:
         await take(graph, acted)
     [delivery] = await acted.pull()

@@ -8,16 +8,15 @@ import pytest
 
 from pdserve.config.schema import DecodeSection
 from pdserve.decode.estimate import Estimates
-from pdserve.decode.promises import MATTERS, Stakes, late, torn
+from pdserve.decode.promises import Stakes
 from pdserve.messages import Promise
+from pdserve.slo import MATTERS, late, torn
 from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, WorkerGraph
-from tests.decode.virtual import ADAPTIVE, NO_PROMISE, Promised, VirtualGraph
+from tests.decode.virtual import ADAPTIVE, ALL_LOCAL, ALL_REMOTE, NO_PROMISE, Promised, VirtualGraph
 
 INF = math.inf
-ALL_LOCAL = DecodeSection(remote_prefill=False)
-ALL_REMOTE = DecodeSection(remote_prefill=True, conditional_disagg=False)
-NOTHING = Stakes(left=INF, gap=INF, plain=0.01, step=0.05, chunks=False, handover=0.02)
+NOTHING = Stakes(left=INF, gap=INF, plain=0.01, step=0.05, beside=0.05, chunks=False, handover=0.02)
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(1.0, 0.0), (1.0, -1.0), (1.0, 0.5)])
@@ -63,7 +62,7 @@ def test_costs_decide_where_promises_do_not(
     breaks: tuple[float, float] | None, streams: int, better: str
 ) -> None:
     """An idle engine computes itself, then."""
-    assert Estimates(0.0, 1.0, streams, 0.0, 0.5, 0.1, breaks).better == better
+    assert Estimates(0.0, 1.0, streams, 0.0, 0.5, 0.1, 1.0, breaks=breaks).better == better
 
 
 def kept(

@@ -9,7 +9,7 @@ class Prompts:
     """Tasks that are in the engine from their turn until `leave`."""
 
     def __init__(self, chunk: int) -> None:
-        self.turns = PromptTurns(chunk)
+        self.turns = PromptTurns(lambda: chunk)
         self.inside: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -35,12 +35,28 @@ async def test_a_long_prompt_is_alone() -> None:
     prompts = Prompts(100)
     await prompts.come("long", 5000)
     await prompts.come("longer", 9000)
-    await prompts.come("short", 10)
+    await prompts.come("shorter", 20)
     assert prompts.inside == ["long"]
     await prompts.leave("long")
     assert prompts.inside == ["longer"]
     await prompts.leave("longer")
-    assert prompts.inside == ["short"]
+    assert prompts.inside == ["shorter"]
+
+
+async def test_very_short_prompts_pass_a_long_one_of_another_client() -> None:
+    """One of each client that has none in the engine, and four at a time."""
+    prompts = Prompts(100)
+    await prompts.come("greedy 1", 5000)
+    await prompts.come("greedy 2", 10)
+    for client in "abcde":
+        await prompts.come(f"{client} 1", 10)
+    await prompts.come("a 2", 10)
+    assert prompts.inside == ["greedy 1", "a 1", "b 1", "c 1", "d 1"]
+    await prompts.leave("a 1")
+    await prompts.come("a 3", 10)
+    assert prompts.inside == ["greedy 1", "b 1", "c 1", "d 1", "a 3"]
+    await prompts.leave("greedy 1")
+    assert prompts.inside == ["b 1", "c 1", "d 1", "a 3", "greedy 2", "e 1", "a 2"]
 
 
 async def test_short_prompts_make_a_chunk_together() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from pdserve.decode import prefill_workers
+from pdserve.decode.estimator import FIRST_TOKEN_SECONDS
 from pdserve.engine.base import Output
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
@@ -419,10 +420,13 @@ async def test_cancel_while_the_request_is_queued(
     await acted.queue.pull(1, 0.0)
     request_id = await frontend.submit(LONG)
     await until(lambda: graph.depth == 1)
+    assert graph.decode.load().backlog == pytest.approx(len(LONG) * FIRST_TOKEN_SECONDS, abs=0.0005)
+    assert counted("pdserve_backlog_seconds", role="prefill") > 0
     await frontend.cancel(request_id)
     await until(lambda: not len(graph.decode.requests))
     assert await acted.queue.pull(1, 0.05) == []
     assert frontend.answered[request_id].placed is None
+    assert graph.decode.load().backlog == counted("pdserve_backlog_seconds", role="prefill") == 0
 
 
 async def test_cancel_in_the_same_breath_sends_nothing_out(
@@ -615,7 +619,7 @@ async def test_the_load_is_sent_to_frontends_that_follow_it(
     await frontend.client.send(hello)
     await others[0].client.send(msgspec.structs.replace(hello, vllm_version="0.1"))
     await others[1].client.send(older)
-    await until(lambda: frontend.loads == [Load(queue_limit=4)])
+    await until(lambda: frontend.loads == [Load(queue_limit=4, token_seconds=FIRST_TOKEN_SECONDS)])
     request = await frontend.submit(SHORT, 5000)
     await until(lambda: frontend.loads[-1].running == 1)
     tokens = frontend.loads[-1].tokens
@@ -626,7 +630,8 @@ async def test_the_load_is_sent_to_frontends_that_follow_it(
     await until(lambda: bool(other.loads))
     assert other.loads[0].running == 1
     await frontend.cancel(request)
-    await until(lambda: frontend.loads[-1] == Load(queue_limit=4) == other.loads[-1])
+    await until(lambda: not (frontend.loads[-1].tokens or other.loads[-1].tokens))
+    assert frontend.loads[-1].running == other.loads[-1].running == 0
     assert [each.loads for each in others] == [[], []]
 
 

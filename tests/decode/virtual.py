@@ -26,10 +26,13 @@ from pdserve.process.learned import PrefillSpeed
 SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00015)
 """about that of the demo model on one core"""
 TRANSFER, PUBLISH = 0.012, 0.002
+BLOCK = 32
 PULL_BELOW = 4096
 """tokens from which on a prefill worker pulls no more"""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
+ALL_LOCAL = DecodeSection(remote_prefill=False)
+ALL_REMOTE = DecodeSection(remote_prefill=True, conditional_disagg=False)
 ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
 
 
@@ -108,7 +111,9 @@ class VirtualEngine:
     is alone."""
 
     def __init__(self, graph: "VirtualGraph", chunk: int = 2048) -> None:
-        self.graph, self.chunk, self.slow = graph, chunk, 1.0
+        self.graph, self.usual, self.slow = graph, chunk, 1.0
+        self.prompt_tokens = 0
+        """in the last step"""
         self.requests: list[VirtualRequest] = []
         self._busy = False
 
@@ -120,11 +125,14 @@ class VirtualEngine:
         if self._busy or not self.requests:
             return
         left, share = 2048, []
-        chunk = self.chunk if len(self.requests) > 1 else left
+        chunk = max(BLOCK, self.chunk) if len(self.requests) > 1 else left
+        if any(each.computed == each.prompt - 1 for each in self.requests):  # whose KV has come
+            chunk = BLOCK
         for request in sorted(self.requests, key=lambda each: each.computed < each.prompt):
             if count := min(left, chunk, max(1, request.prompt - request.computed)):
                 share.append((request, count))
                 left -= count
+        self.prompt_tokens = sum(count for each, count in share if each.computed < each.prompt - 1)
         chunks = [(each.computed, count) for each, count in share if each.computed < each.prompt]
         seconds = SPEED.step_time(len(share) - len(chunks), 0, chunks) * self.graph.noise() * self.slow
         self._busy = True
@@ -138,6 +146,10 @@ class VirtualEngine:
         self._busy = False
         self.ended()
         self.go_on()
+
+    @property
+    def chunk(self) -> int:
+        return self.usual
 
     def ended(self) -> None:
         """A step has ended."""
@@ -154,8 +166,13 @@ class VirtualDecode(VirtualEngine):
         available = [SimpleNamespace(id=worker.id) for worker in graph.prefill]
         workers = SimpleNamespace(available=lambda: available)
         clock = lambda: graph.now  # noqa: E731
-        self.estimator = Estimator(self, graph, workers, clock, chunk)  # type: ignore[arg-type]
+        self.estimator = Estimator(self, graph, workers, clock, chunk, lambda: BLOCK)  # type: ignore[arg-type]
         self.turns = PrefillTurns(graph, workers, clock)  # type: ignore[arg-type]
+
+    @property
+    def chunk(self) -> int:
+        prompts = sum(each.computes > 0 for each in self.requests)
+        return self.estimator.chunk // max(1, prompts)
 
     def clients(self) -> list[VirtualRequest]:
         return self.live
@@ -164,10 +181,10 @@ class VirtualDecode(VirtualEngine):
         return iter(self.live)
 
     def submit(self, request: VirtualRequest) -> None:
-        estimates = self.estimator.of(request.prompt, request.prompt, request.due, request.gap)
+        self.live.append(request)
+        estimates = self.estimator.of(request, request.prompt, request.prompt)  # type: ignore[arg-type]
         args = request.prompt, 0, self.graph.depth, len(self.graph.prefill), True, self.graph.settings
         request.decision = decide(*args, estimates=estimates)
-        self.live.append(request)
         if request.decision.mode == "local":
             request.computes = request.prompt
             needs = request.prompt * self.estimator.token_seconds_here
@@ -182,8 +199,9 @@ class VirtualDecode(VirtualEngine):
 
     def _start(self) -> None:
         while first := self.waiting.first(self.graph.now):
-            held = sum(min(self.chunk, each.computes) for each in self.requests)
-            if held and held + first.computes > self.chunk:
+            chunk = self.estimator.chunk
+            held = sum(min(chunk, each.computes) for each in self.requests)
+            if held and held + first.computes > chunk:
                 return
             request = self.waiting.pop(self.graph.now)
             request.since = self.graph.now
@@ -196,7 +214,7 @@ class VirtualDecode(VirtualEngine):
         self.graph.after(TRANSFER, lambda: self.add(request))
 
     def ended(self) -> None:
-        self.estimator.stepped(self.graph.now)
+        self.estimator.stepped(self.graph.now, self.prompt_tokens)
 
     def token(self, request: VirtualRequest) -> None:
         request.torn |= bool(request.times) and self.graph.now - request.times[-1] > request.gap

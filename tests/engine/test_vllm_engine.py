@@ -5,6 +5,7 @@ UCX is held to TCP: within one host it would otherwise read the other process's 
 even while that process is stopped."""
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from pdserve.credentials import create
-from pdserve.engine.base import Output, Transfers
+from pdserve.engine.base import Output, Step, Transfers
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm.api import (
     EngineCoreOutputs,
@@ -92,6 +93,7 @@ class Driven:
     """why the KV of these requests could not be read"""
     unreachable: list[str] = field(default_factory=list)
     complete: list[KvHandle] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     killed: bool = False
 
     async def read(self) -> None:
@@ -104,6 +106,7 @@ class Driven:
             self.reasons |= step.unread
             self.unreachable += step.unreachable
             self.complete += step.complete
+            self.steps.append(step)
             if step.outputs:
                 self.packed.append(self.engine.pack(step.outputs))
             for output in step.outputs:
@@ -324,6 +327,42 @@ async def test_a_request_tells_when_the_engine_had_room(pair: Engines) -> None:
     assert entered < seen < begun
     for name in places:
         await pair.decode.end(name)
+
+
+async def test_a_step_has_as_many_tokens_of_prompts_as_the_limit_says(pair: Engines) -> None:
+    driven = pair.decode
+    await driven.engine.generate("running", prompt_of(20), body(2000), None)
+    await until(lambda: "running" in driven.outputs)
+    beside = {}
+    for tokens in (64, 384):
+        await driven.engine.limit_chunk(tokens)
+        since = len(driven.steps)
+        beside[tokens] = await driven.generate(f"within-{tokens}", prompt_of(1000, seed=tokens))
+        steps = [step for step in driven.steps[since:] if step.prompt_tokens]
+        assert max(step.prompt_tokens for step in steps) == tokens
+        assert sum(step.prompt_tokens for step in steps) == 1000
+        assert all(a.ended < b.ended for a, b in itertools.pairwise(steps))
+    await driven.engine.limit_chunk(0)
+    await driven.engine.cancel(["running"])
+    await pair.all_free()
+    for tokens, found in beside.items():
+        assert await driven.generate(f"alone-{tokens}", prompt_of(1000, seed=tokens)) == found
+
+
+async def test_a_request_whose_kv_has_come_is_not_behind_a_chunk(pair: Engines) -> None:
+    driven, length = pair.decode, 700
+    kv = await pair.prefill.prefill("p-comes", prompt_of(length))
+    await driven.engine.limit_chunk(256)
+    await driven.engine.generate("long", prompt_of(4000, seed=8), body(1), None)
+    await driven.engine.generate("runs", prompt_of(20), body(400), None)
+    await until(lambda: "runs" in driven.outputs)
+    await driven.engine.generate("comes", prompt_of(length), body(4), kv)
+    await driven.end("comes")
+    step = next(step for step in driven.steps if any(each.request_id == "comes" for each in step.outputs))
+    assert step.prompt_tokens <= BLOCK + 1
+    assert not driven.outputs["comes"][0].recomputed
+    await driven.engine.limit_chunk(0)
+    await driven.engine.cancel(["runs", "long"])
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 500, 3000])

@@ -2,16 +2,22 @@
 
 import os
 import subprocess
+import sys
 import threading
+import time
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.cli.install import code_folder
+from pdserve.cli.install import install as cli_install
 from pdserve.config.host import VLLM_VERSION
 from pdserve.errors import ConfigError, Unavailable
+from pdserve.install import environment
 from pdserve.install.environment import LOCKS, InstallStep, install, is_done, python_of
 
 ROOT = Path(__file__).parents[2]
@@ -125,3 +131,67 @@ def test_code_goes_into_the_data_folder_once_or_the_folder_is_named(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=rf"cannot use {tmp_path}/file/.*Not a directory.*XDG_DATA_HOME"):
         code_folder()
+
+
+def test_an_install_that_is_killed_leaves_nothing_behind() -> None:
+    script = "from pdserve.install import environment as e; e._run(['sleep', '1000'])"
+    installing = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        until_true(lambda: commands_below(installing.pid) == [["sleep", "1000"]])
+        (child,) = psutil.Process(installing.pid).children()
+    finally:
+        installing.kill()
+        installing.wait()
+    assert psutil.wait_procs([child], 20)[1] == []
+
+
+def commands_below(pid: int) -> list[list[str]]:
+    return [child.cmdline() for child in psutil.Process(pid).children()]
+
+
+def until_true(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_engines_of_other_versions_are_named_and_removed_on_request_where_nothing_runs_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.delenv(environment.ENGINE_VARIABLE, raising=False)
+    monkeypatch.setattr("pdserve.cli.install.installed", environment.engine_folder)
+    ours, old, used = (
+        environment.engine_folder("cpu"),
+        environment.data_folder() / "engine-cpu-py3.11-000000000000",
+        environment.data_folder() / "engine-gpu-py3.12-111111111111",
+    )
+    for folder in (ours, old, used):
+        (folder / "bin").mkdir(parents=True)
+    (used / "bin/python").symlink_to(sys.executable)
+    with subprocess.Popen([used / "bin/python", "-c", "input()"], stdin=subprocess.PIPE) as running:
+        cli_install(gpu=False)
+        assert f"{old} is of another version of pdserve: `" in capsys.readouterr().out
+        cli_install(gpu=False, remove_old=True)
+        shown = capsys.readouterr().out
+        running.communicate()
+    assert f"{old} is removed" in shown
+    assert f"{used} is of another version of pdserve, which runs" in shown
+    assert sorted(environment.data_folder().iterdir()) == sorted([ours, used])
+
+
+def test_only_what_the_sources_lack_is_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no source answers, the install itself says so."""
+    folder = tmp_path / "env"
+    venv.create(folder)
+    uv = [environment._uv(folder), "pip", "install", "--python", str(python_of(folder)), "--no-deps"]
+    monkeypatch.setattr(environment, "pip_settings", lambda _: ["--index-url=http://127.0.0.1:1/simple"])
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    assert not any("download.pytorch.org" in source for source in environment._sources(folder, uv, "cpu"))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(environment, "pip_settings", lambda _: ["--no-index", f"--find-links={tmp_path}"])
+    assert any("download.pytorch.org" in source for source in environment._sources(folder, uv, "cpu"))
+    assert "is in no configured source" in capsys.readouterr().err

@@ -1,12 +1,14 @@
 """Which worker gets which GPUs."""
 
+import math
+
 import pytest
 
 from pdserve.plan.slots import GpuRequest, place
 
 
-def request(name: str, gpus: int, *pinned: int) -> GpuRequest:
-    return GpuRequest(name, gpus, pinned)
+def request(name: str, gpus: float, *pinned: int) -> GpuRequest:
+    return GpuRequest(name, math.ceil(gpus), pinned, gpus if 0 < gpus < 1 else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -21,11 +23,14 @@ def request(name: str, gpus: int, *pinned: int) -> GpuRequest:
         pytest.param([("d", 2)], [0, 2, 4], [(0, 2)], id="any where there are no neighbours"),
         pytest.param([("d", 2), ("p", 1, 0)], [0, 1, 2], [(1, 2), (0,)], id="around the pinned"),
         pytest.param([("d", 1, 0), ("p", 1, 0)], [0], [(0,), (0,)], id="one card for two"),
+        pytest.param([("d", 0.5), ("p", 0.5)], [0], [(0,), (0,)], id="halves"),
+        pytest.param([("d", 0.3), ("e", 0.3), ("p", 0.4)], [2], [(2,)] * 3, id="thirds"),
+        pytest.param([("d", 0.6), ("e", 1), ("p", 0.5)], range(3), [(0,), (1,), (2,)], id="no room"),
         pytest.param([("d", 2, 3, 1)], range(4), [(3, 1)], id="the order of the pinned is theirs"),
     ],
 )
 def test_placements(
-    requests: list[tuple[str, int]], gpus: list[int], expected: list[tuple[int, ...]]
+    requests: list[tuple[str, float]], gpus: list[int], expected: list[tuple[int, ...]]
 ) -> None:
     found, problems = place([request(*wanted) for wanted in requests], gpus)
     assert problems == []
@@ -37,12 +42,18 @@ def test_placements(
     [
         ([("d", 2), ("p", 2)], [], "The graph needs 4 GPUs (2 for d, 2 for p), found 0: "),
         ([("d", 2), ("p", 2)], [0, 1, 2], "The graph needs 4 GPUs (2 for d, 2 for p), found 3: "),
+        ([("d", 0.5), ("p", 0.6)], [0], "The graph needs 2 GPUs (0.5 for d, 0.6 for p), found 1: "),
+        (
+            [("d", 0.6), ("e", 0.6), ("p", 0.6)],
+            [0, 1],
+            "The graph needs 3 GPUs (0.6 for d, 0.6 for e, 0.6 for p)",
+        ),
         ([("d", 1)], [], "The graph needs 1 GPU (1 for d), found 0: "),
         ([("d", 1, 5)], [0, 1], "gpu-ids asks for GPU 5, but there are 0, 1: "),
         ([("d", 1, 0), ("p", 1)], [0], "The graph needs 2 GPUs (1 for d, 1 for p), found 1: "),
     ],
 )
-def test_placement_problems(requests: list[tuple[str, int]], gpus: list[int], problem: str) -> None:
+def test_placement_problems(requests: list[tuple[str, float]], gpus: list[int], problem: str) -> None:
     found, (told,) = place([request(*wanted) for wanted in requests], gpus)
     assert told.startswith(problem)
     assert set(found) == {name for name, *_ in requests}

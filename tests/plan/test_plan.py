@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 
 from pdserve.config.load import load
+from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, Machine, what_if
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.plan.render import plan_as_dict, render
 from pdserve.records import Role
+from pdserve.supervisor.serve import serve
 from tests.config.test_load import DYNAMO
 from tests.plan.models import MIXTRAL, MIXTRAL_BYTES, machine, qwen_14b
 
@@ -75,6 +77,87 @@ def test_the_split_on_four_a10s(tmp_path: Path) -> None:
     # The prefill worker's steps of 32,768 tokens cost it KV space.
     assert decode.tokens > prefill.tokens > 10_240
     assert 5 < decode.max_concurrency < 7
+
+
+SPANS = ("tensor-parallel-size: 2", "tensor-parallel-size: 4\n  nnodes: 2")
+
+
+def spanning(tmp_path: Path, on: Machine, node: int | None = None, *more: tuple[str, str]) -> Plan:
+    """The split, with a decode worker of four GPUs on two hosts."""
+    text = dynamo(tmp_path, *more)
+    decode, prefill = text.split("PrefillWorker:")
+    decode = decode.replace(*SPANS).replace("gpu: 2", "gpu: 4")
+    assert "nnodes" in decode
+    path = tmp_path / "graph.yaml"
+    path.write_text(f"{decode}PrefillWorker:{prefill}")
+    return make_plan(load(path, {}), on, None if node is None else {Role.DECODE}, None, {}, node)
+
+
+def test_a_worker_that_spans_hosts_is_placed_on_each(tmp_path: Path) -> None:
+    found = spanning(tmp_path, what_if("2xA10", machine()))
+    assert found.problems == ()
+    assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [
+        ("decode-0", (0, 1), 5600),
+        ("decode-0-node-1", (0, 1), 0),
+        ("prefill-0", (0, 1), 5601),
+        ("frontend-0", (), 0),
+    ]
+    first, second, _ = found.workers
+    assert first.memory == second.memory
+    assert first.memory is not None
+    assert first.memory.weights < 8 * GIB, "a quarter of the model on each GPU, and an embedding"
+    (note,) = [note for note in found.notes if "span hosts" in note]
+    commands = re.findall(r"(\w+ -f \S+graph.yaml[^`]*)`", note)
+    assert [command.replace(f"-f {tmp_path}/graph.yaml", "").split() for command in commands] == [
+        ["frontend"],
+        ["decode"],
+        ["decode", "--node-rank", "1"],
+        ["prefill"],
+    ]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(found))
+    assert isinstance(console.file, io.StringIO)
+    assert "host 2: GPU 0,1" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("node", "name"), [(0, "decode-0"), (1, "decode-0-node-1")])
+def test_one_host_of_a_worker_that_spans_hosts(tmp_path: Path, node: int, name: str) -> None:
+    found = spanning(tmp_path, what_if("2xA10", machine()), node)
+    assert [slot.name for slot in found.slots] == [name]
+    assert found.slots[0].env["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert spanning(tmp_path, what_if("2xA10", machine()), 2).slots == ()
+
+
+def test_serve_does_not_start_what_spans_hosts(tmp_path: Path) -> None:
+    found = spanning(tmp_path, what_if("2xA10", machine()))
+    with pytest.raises(ConfigError, match=r"serve runs on one: start, .*decode -f \S+ --node-rank 1`"):
+        serve(found)
+
+
+def test_hosts_of_a_worker_lack_gpus_each(tmp_path: Path) -> None:
+    (problem,) = spanning(tmp_path, what_if("1xA10", machine())).problems[:1]
+    assert problem.startswith("The graph needs 2 GPUs (2 for decode-0), found 1: ")
+
+
+def test_on_the_cpu_each_host_has_one_rank(tmp_path: Path) -> None:
+    spans = "VllmWorker: {model: demo, block-size: 32, tensor-parallel-size: 2, nnodes: 2}"
+    found = plan(tmp_path, spans, machine())
+    assert not [problem for problem in found.problems if "nnodes" in problem]
+    assert [worker.slot.env["OMP_NUM_THREADS"] for worker in found.workers] == ["7", "7"]
+    problems = plan(tmp_path, spans.replace("size: 2,", "size: 4,"), machine()).problems
+    assert any("on the CPU vLLM spans hosts with one on each only" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("section", ["VllmWorker", "PrefillWorker"])
+def test_pipeline_stages_are_refused_where_kv_moves(tmp_path: Path, section: str) -> None:
+    stages = LOCAL.replace(f"{section}:", f"{section}:\n  pipeline-parallel-size: 2")
+    problems = plan(tmp_path, stages, machine(cores=8)).problems
+    role = "decode" if section == "VllmWorker" else "prefill"
+    assert [
+        problem for problem in problems if problem.startswith(f"pipeline-parallel-size of {role} splits the ")
+    ]
+    alone = "VllmWorker: {model: demo, block-size: 32, pipeline-parallel-size: 2}"
+    assert not [problem for problem in plan(tmp_path, alone, machine()).problems if "pipeline" in problem]
 
 
 def test_the_reference_on_this_kind_of_machine(tmp_path: Path) -> None:
@@ -174,6 +257,21 @@ def test_workers_listen_on_the_hosts_device_alone(
         assert slot.env.get("NCCL_SOCKET_IFNAME") == (gloo and f"={gloo}")
 
 
+def test_fixed_ports_are_a_roles_own_where_it_runs_alone(tmp_path: Path) -> None:
+    """So that a probe or a firewall of one host need not know the rest of the graph."""
+    ports = "Graph: {pages-port: 9100, stream-port: 9200}\n" + LOCAL
+    together = plan(tmp_path, ports, machine())
+    assert [slot.pages_port for slot in together.slots] == [9100, 9101, 9102, 9103, 9104]
+    assert [worker.slot.stream_port for worker in together.workers] == [9200, 9201, 9202]
+    prefill = plan(tmp_path, ports, machine(), {Role.PREFILL}).slots
+    assert [(slot.pages_port, slot.stream_port) for slot in prefill] == [(9100, 9200), (9101, 9201)]
+    assert [slot.pages_port for slot in plan(tmp_path, ports, machine(), {Role.FRONTEND}).slots] == [
+        9100,
+        9101,
+    ]
+    assert {slot.pages_port for slot in plan(tmp_path, LOCAL, machine()).slots} == {0}
+
+
 def test_the_users_devices_win(tmp_path: Path) -> None:
     slot = plan(tmp_path, LOCAL, WIRED, env={"UCX_NET_DEVICES": "eth0", "UCX_TLS": "tcp"}).slots[0]
     assert slot.env["UCX_NET_DEVICES"] == "eth0"
@@ -255,6 +353,45 @@ def test_two_workers_share_a_gpu(tmp_path: Path) -> None:
     assert [slot.gpus for slot in found.slots[:2]] == [(0,), (0,)]
 
 
+def halves(share: str, keys: str = "") -> str:
+    return local(
+        (
+            "remote-prefill: true",
+            f"remote-prefill: true\n{keys}  ServiceArgs: {{resources: {{gpu: {share}}}}}",
+        ),
+        ("{workers: 2}\n  common", f"{{resources: {{gpu: {share}}}}}\n{keys}  common"),
+    )
+
+
+def test_a_share_of_a_gpu_is_a_share_of_its_memory(tmp_path: Path) -> None:
+    found = plan(tmp_path, halves("0.5"), machine(("H100", 80)))
+    assert found.problems == ()
+    assert [slot.gpus for slot in found.slots[:2]] == [(0,), (0,)]
+    for worker in found.workers:
+        assert worker.config.engine_args["gpu-memory-utilization"] == 0.46
+        assert worker.config.origins["gpu-memory-utilization"] == "pdserve (share of a GPU)"
+    alone = plan(tmp_path, local(), machine(*[("H100", 80)] * 3)).workers[0].memory
+    shared = found.workers[0].memory
+    assert alone is not None
+    assert shared is not None
+    assert alone.kv_space is not None
+    assert shared.kv_space is not None
+    assert alone.kv_space - shared.kv_space == pytest.approx(0.46 * (80 << 30), abs=4)
+
+
+def test_shares_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    (problem,) = plan(tmp_path, halves("0.6"), machine(("H100", 80))).problems
+    assert problem.startswith("The graph needs 2 GPUs (0.6 for decode-0, 0.6 for prefill-0), found 1")
+    (problem,) = plan(
+        tmp_path, halves("0.5", "  gpu-memory-utilization: 0.9\n"), machine(("H100", 80))
+    ).problems
+    assert "adds up to 1.8" in problem
+    with pytest.raises(ConfigError, match=r"is 0\.5, but tensor-parallel-size x"):
+        plan(tmp_path, halves("0.5", "  tensor-parallel-size: 2\n"), machine(("H100", 80)))
+    with pytest.raises(ConfigError, match=r"a share of one GPU such as 0\.5"):
+        plan(tmp_path, halves("1.5"), machine(("H100", 80)))
+
+
 DOES_NOT_FIT = [
     (local(("block-size: 32", "block-size: 16")), machine(), "block-size 16 does not run on the CPU: "),
     (
@@ -278,9 +415,14 @@ DOES_NOT_FIT = [
     (
         local(("8000", "5601")),
         machine(),
-        "FILE: Frontend.port 5601 is among the KV ports of the workers (5600 to 5602)",
+        "FILE: port 5601 is one of Graph.kv-port, of which each process needs its own, and of Frontend.port",
     ),
     (LOCAL + "Graph: {kv-port: 65535}\n", machine(), "FILE: Graph.kv-port leaves no room"),
+    (
+        LOCAL + "Graph: {stream-port: 9001, pages-port: 9002}\n",
+        machine(),
+        "FILE: port 9002 is one of Graph.stream-port",
+    ),
     (LOCAL, machine(build="cuda"), "vllm is installed, vLLM's GPU build, but the plan runs on the CPU"),
     (
         local(("prefill: true", "prefill: true\n  ServiceArgs: {resources: {gpu: 1}}")),

@@ -18,7 +18,7 @@ from pdserve.errors import EngineDead
 from pdserve.plan.slots import Slot
 from pdserve.process import life
 from pdserve.process.life import Service
-from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
+from pdserve.process.signals import SERVES, STOPPERS, SUPERVISOR_DIED
 from pdserve.records import Role
 from pdserve.tasks import Owner, Work
 from tests.conditions import until
@@ -80,6 +80,18 @@ class Draining(Idle):
         self.noted.append("drained")
 
 
+class Reporting(Idle):
+    """Takes its time to report that its engine is dead."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.reports, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def engine_died(self, death: EngineDead) -> None:
+        self.reports.set()
+        await self.goes_on.wait()
+
+
 class Failing(Idle):
     """Fails while a thread of it hangs."""
 
@@ -94,11 +106,14 @@ class Failing(Idle):
 
 async def test_a_life_in_its_order() -> None:
     service = Idle()
+    assert service.unready() == "it starts"
     running = asyncio.create_task(service.run())
     await asyncio.wait_for(service.ready.wait(), 30)
     assert service.noted == ["start", "warm up", "announce"]
+    await until(lambda: not service.unready())
     service.stop()
     await asyncio.wait_for(running, 30)
+    assert service.unready() == "it drains"
     assert service.noted == ["start", "warm up", "announce", "drain", "left"]
     assert service.draining
     assert not service.ready.is_set()
@@ -133,6 +148,34 @@ async def test_a_dead_engine_is_reported_before_the_seams_are_left() -> None:
     with pytest.raises(EngineDead, match="boom"):
         await asyncio.wait_for(service.run(), 30)
     assert service.noted[-2:] == ["boom", "left"]
+
+
+async def test_a_dead_engine_shows_at_once_however_long_the_end_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What probes and the process above a lone role go by."""
+    monkeypatch.setattr(life, "BEAT", 0.001)
+    dies, beats = asyncio.Event(), list[bytes]()
+
+    async def die() -> None:
+        await dies.wait()
+        raise EngineDead("it hangs")
+
+    service = Reporting(die)
+    running = asyncio.create_task(service.run())
+    beating = asyncio.create_task(life.show_life(service, beats.append))
+    await until(lambda: SERVES in beats)
+    assert (service.fault, service.unready()) == ("", "")
+    dies.set()
+    await asyncio.wait_for(service.reports.wait(), 30)
+    assert (service.fault, service.unready()) == ("it hangs", "it hangs")
+    beats.clear()
+    await asyncio.sleep(0.01)
+    assert beats == []
+    service.goes_on.set()
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(running, 30)
+    beating.cancel()
 
 
 async def test_a_service_whose_supervisor_and_guardian_are_gone_stops_by_itself(

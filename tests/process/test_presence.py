@@ -2,9 +2,11 @@
 
 import pytest
 
+from pdserve import __version__
 from pdserve.process import presence
-from pdserve.process.presence import Presence, generation
-from pdserve.records import Instance, ModelCard, Role
+from pdserve.process.presence import Presence, generation, refusal
+from pdserve.records import WIRE, Instance, ModelCard, Role, encode_record
+from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner
 from tests.conditions import until
@@ -55,3 +57,49 @@ async def test_a_prefill_worker_says_in_its_instance_that_it_has_lost_the_queue(
         await mine.announce()
         for lost in (False, True, False):
             await until(lambda: [each.queue_lost for each in view.instances()] == [lost])  # noqa: B023
+
+
+OLD = Instance("decode-0-old", Role.DECODE, version="0.0.7", wire=WIRE - 2)
+
+
+async def test_a_process_whose_messages_others_do_not_understand_waits_and_says_so_until_they_are_gone() -> (
+    None
+):
+    server = MemoryServer()
+    async with (
+        MemoryRegistry(server, "t") as old,
+        MemoryRegistry(server, "t") as registry,
+        RegistryView(old) as view,
+        Owner() as tasks,
+    ):
+        await old.put(keys.instance(OLD), encode_record(OLD))
+        mine = Presence(registry, Instance("decode-1-new", Role.DECODE, host="h"), None)
+        joining = tasks.start(mine.until_understood(), "joining")
+        await until(lambda: bool(view.slots()))
+        (refused,) = view.slots()
+        assert (refused.name, refused.host, refused.state) == ("decode-1-new", "h", "refused")
+        assert (
+            f"pdserve {__version__} (wire {WIRE}) cannot work beside decode-0-old of pdserve 0.0.7"
+            in refused.cause
+        )
+        assert not joining.done()
+        await old.delete(keys.instance(OLD))
+        await until(lambda: joining.done() and not view.slots())
+
+
+@pytest.mark.parametrize("wire", [WIRE - 1, WIRE, WIRE + 1])
+async def test_neighbours_register_beside_each_other_and_say_what_they_are(wire: int) -> None:
+    async with MemoryRegistry(MemoryServer(), "t") as registry, RegistryView(registry) as view:
+        neighbour = Instance("decode-0-a", Role.DECODE, wire=wire)
+        await registry.put(keys.instance(neighbour), encode_record(neighbour))
+        mine = Presence(registry, Instance("decode-1-b", Role.DECODE), None)
+        await mine.until_understood()
+        await mine.announce()
+        await until(lambda: len(view.instances()) == 2)
+        assert (view.instances()[1].version, view.instances()[1].wire) == (__version__, WIRE)
+
+
+def test_of_many_builds_that_are_too_far_the_first_is_named_and_the_others_are_counted() -> None:
+    assert refusal([]) == ""
+    many = [Instance(f"decode-{number}-a", Role.DECODE, wire=WIRE + 2) for number in range(3)]
+    assert "beside decode-0-a and 2 more of pdserve" in refusal(many)

@@ -36,14 +36,14 @@ TOKENS = 600
 class Alone:
     def __init__(self, folder: Path, nats: str, etcd: str, namespace: str) -> None:
         self.etcd, self.namespace = etcd, namespace
-        self._file = folder / "graph.yaml"
+        self.file = folder / "graph.yaml"
         port = free_port("127.0.0.1")
-        self._file.write_text(YAML.format(nats=nats, etcd=etcd, namespace=namespace, port=port))
+        self.file.write_text(YAML.format(nats=nats, etcd=etcd, namespace=namespace, port=port))
         clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
         self.env = {**clean, "PDSERVE_STATE_DIR": str(folder / "state")}
 
     def command(self, role: Role) -> list[str]:
-        return [sys.executable, "-m", "pdserve", role.value, "-f", str(self._file)]
+        return [sys.executable, "-m", "pdserve", role.value, "-f", str(self.file)]
 
     @asynccontextmanager
     async def view(self) -> AsyncIterator[RegistryView]:
@@ -190,11 +190,16 @@ async def test_a_signal_while_it_starts_ends_it_with_exit_code_0_and_a_word(
     process = await asyncio.create_subprocess_exec(
         *alone.command(role), env=alone.env, stderr=asyncio.subprocess.PIPE
     )
-    await until(lambda: _handles(process.pid))
+    await until(lambda: any(map(_handles, _children(process.pid))))
     process.send_signal(number)
     _, said = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0, said
     assert b"stopped while starting" in said
+
+
+def _children(pid: int) -> list[int]:
+    """The role, below the process that stays above it."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _handles(pid: int) -> bool:

@@ -50,8 +50,10 @@ def _memory_queues(broker: MemoryBroker) -> Queues:
     return Queues(lambda model: MemoryQueue(broker, "ns", model))
 
 
-def nats_queues(url: str, namespace: str, credentials: Credentials | None = None) -> Queues:
-    limits = StreamLimits(ack_wait=ACK_WAIT, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3, check=0.3)
+def nats_queues(
+    url: str, namespace: str, credentials: Credentials | None = None, ack_wait: float = ACK_WAIT
+) -> Queues:
+    limits = StreamLimits(ack_wait=ack_wait, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3, check=0.3)
     return Queues(lambda model: JetStreamQueue(url, namespace, model, limits, credentials))
 
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 from pdserve_bench.fuzz import attack, schema
 from pdserve_bench.fuzz.__main__ import REAL
 from pdserve_bench.fuzz.answers import problem
-from pdserve_bench.fuzz.fuzzer import Fuzzer
+from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzReport
 from pdserve_bench.fuzz.nasties import nasties, unfinished
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.launch import StartedGraph, started
@@ -167,3 +167,21 @@ async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_pa
     assert report.canaries > 10
     assert report.statuses["streams: unfinished"] > 20
     assert report.statuses["unread: unfinished"] > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "statuses", "finding"),
+    [
+        ('warning: slow\n{"many: 200": 3}\n', {"many: 200": 3}, ""),
+        ('{"many: 200": 3}\nTraceback (most recent call last):\n  KeyError\n', {"many: 200": 3}, ""),
+        ("", {}, "they said: nothing"),
+        ("Traceback (most recent call last):\nMemoryError\n", {}, "MemoryError"),
+    ],
+)
+def test_attackers_that_end_without_a_report_are_a_finding(
+    text: str, statuses: dict[str, int], finding: str
+) -> None:
+    report = FuzzReport()
+    attack.add_statuses(report, text)
+    assert report.statuses == statuses
+    assert [finding in each.what for each in report.findings] == ([True] if finding else [])

@@ -11,6 +11,7 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
+import msgspec
 import pytest
 
 from pdserve.errors import PeerGone
@@ -282,6 +283,21 @@ async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
                 await client.send(Hello("2"))
             assert await anext(at_server) == ("f", None)
     assert "a message that cannot be read" in caplog.text
+
+
+async def test_a_kind_of_message_that_only_a_newer_worker_knows_is_skipped(
+    wire: Wire, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with wire.server() as server, wire.client(server.address, "f") as client:
+        await client.send(Hello("1"))
+        await anext(server.received())
+        for number in (1, 2):
+            server._frontends["f"].write(
+                msgspec.msgpack.encode({"type": "Invented", "request_id": str(number)})
+            )
+        await server.send("f", Failed("r", "after"))
+        assert await anext(client.received()) == Failed("r", "after")
+    assert caplog.text.count("sends Invented, which is skipped") == 1
 
 
 async def test_messages_of_a_frontend_that_cannot_be_decoded_are_skipped(

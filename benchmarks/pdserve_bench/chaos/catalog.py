@@ -1,7 +1,21 @@
 """Every fault that `pdserve chaos` knows."""
 
+from collections.abc import Sequence
+
 from pdserve.errors import ConfigError
-from pdserve_bench.chaos import abuse, clocks, disk, faults, garbage, lost, restarts, unregistered, weights
+from pdserve_bench.chaos import (
+    abuse,
+    clocks,
+    disk,
+    faults,
+    garbage,
+    hosts,
+    lost,
+    members,
+    restarts,
+    unregistered,
+    weights,
+)
 from pdserve_bench.chaos.scene import Fault
 
 STORIES = (
@@ -21,16 +35,22 @@ STORIES = (
 FAULTS: tuple[Fault, ...] = (*faults.FAULTS, *STORIES)
 
 
-def choose(names: str, ours: bool = True) -> tuple[Fault, ...]:
+HOST_FAULTS = hosts.HOST_FAULTS
+"""those of a graph whose processes have a host each"""
+CLUSTER_FAULTS = members.CLUSTER_FAULTS
+"""those of a graph whose NATS and etcd are clusters"""
+
+
+def choose(names: str, ours: bool = True, faults: Sequence[Fault] = FAULTS) -> tuple[Fault, ...]:
     """`decode-kill,nats,clock`: faults by name, or all of a target or kind; empty for every one, but for the loss of
     data that is not `ours`. Raises ConfigError."""
     if not names:
-        return tuple(fault for fault in FAULTS if ours or not fault.loses_data)
+        return tuple(fault for fault in faults if ours or not fault.loses_data)
     chosen: list[Fault] = []
     for name in (word.strip() for word in names.split(",")):
-        found = [fault for fault in FAULTS if name in _names(fault)]
+        found = [fault for fault in faults if name in _names(fault)]
         if not found:
-            known = ", ".join(fault.name for fault in FAULTS)
+            known = ", ".join(fault.name for fault in faults)
             raise ConfigError([f"--only: there is no fault {name}; there are: {known}."])
         chosen += [fault for fault in found if fault not in chosen]
     return tuple(chosen)

@@ -27,7 +27,7 @@ TOLERATED = 0.1
 """share of remote prefills that may fail: not one would for a clock alone, but the machine may be slow"""
 DEADLINE = {"x-request-timeout": "30"}
 """shorter than the clocks are wrong: a process that compares times of day finds it over"""
-_WORK = {
+WORK = {
     Role.PREFILL: "pdserve_prefill_queue_wait_seconds_count",
     Role.DECODE: "pdserve_prefill_total",
     Role.FRONTEND: "pdserve_requests_total",
@@ -60,7 +60,7 @@ async def _play(scene: Scene, role: Role) -> float | None:
         scene.amiss += [
             f"{extra.name}, whose clock is off by {extra.offset:g} s, was given nothing to do"
             for extra, instance in zip(processes, instances, strict=True)
-            if not total(pages.get(instance.id, {}), _WORK[role])
+            if not total(pages.get(instance.id, {}), WORK[role])
         ]
         scene.gone |= {instance.id for instance in instances}
     finally:
@@ -72,16 +72,22 @@ async def _play(scene: Scene, role: Role) -> float | None:
 
 
 async def _use(scene: Scene, instances: Sequence[Instance]) -> None:
-    before = await _failed(scene)
     ours = scene.load.urls
     scene.load.urls = [*ours, *(instance.address for instance in instances if instance.role is Role.FRONTEND)]
-    await asyncio.sleep(scene.options.hold)
+    failed, remote = await failures(scene)
     scene.load.urls = ours
     await asyncio.sleep(ON_THEIR_WAY)
-    failed, remote = (now - then for now, then in zip(await _failed(scene), before, strict=True))
-    scene.say(f"{failed:.0f} of {remote:.0f} remote prefills failed")
     if failed > TOLERATED * remote or not remote:
         scene.amiss.append(f"{failed:.0f} of {remote:.0f} remote prefills failed")
+
+
+async def failures(scene: Scene) -> tuple[float, float]:
+    """The remote prefills of the next --hold seconds: those that were done again locally, and all."""
+    before = await _failed(scene)
+    await asyncio.sleep(scene.options.hold)
+    failed, remote = (now - then for now, then in zip(await _failed(scene), before, strict=True))
+    scene.say(f"{failed:.0f} of {remote:.0f} remote prefills failed")
+    return failed, remote
 
 
 async def _failed(scene: Scene) -> tuple[float, float]:

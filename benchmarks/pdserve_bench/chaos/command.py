@@ -4,7 +4,9 @@ import asyncio
 import logging
 import shutil
 import tempfile
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +17,14 @@ from pdserve.errors import ConfigError
 from pdserve.observe.tables import show
 from pdserve.process.signals import STOPPERS
 from pdserve.supervisor import state
-from pdserve_bench.chaos.catalog import FAULTS, choose
+from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
+from pdserve_bench.chaos.members import on_clusters
+from pdserve_bench.chaos.questions import Case
 from pdserve_bench.chaos.run import chaos as run_chaos
+from pdserve_bench.chaos.run import of_one_engine
 from pdserve_bench.chaos.scene import Options
 from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, scorecard, verdict
+from pdserve_bench.hosts.graph import graph_on_hosts
 from pdserve_bench.launch import CUTTABLE, RunningGraph, started
 from pdserve_bench.progress import Schedule
 
@@ -38,12 +44,22 @@ def chaos(
         str, typer.Option(metavar="URL", help="with --state-dir: ask here, not where the graph says")
     ] = "",
     show_list: Annotated[bool, typer.Option("--list", help="the faults, and nothing else")] = False,
+    hosts: Annotated[
+        bool,
+        typer.Option("--hosts", help="each process on a host of its own, and what happens between hosts"),
+    ] = False,
+    one_engine: Annotated[
+        bool, typer.Option("--one-engine", help="compare with one engine that does both, asked before")
+    ] = False,
     only: Annotated[
         str, typer.Option(metavar="NAMES", help="decode-kill,etcd,drain: these faults only")
     ] = "",
     workers: Annotated[
         int, typer.Option(metavar="N", min=1, help="of each kind, where the file has fewer")
     ] = 2,
+    clusters: Annotated[
+        bool, typer.Option("--clusters", help="three NATS and three etcd, and the faults of their members")
+    ] = False,
     seconds: Annotated[float, typer.Option(metavar="S", help="load for each fault, at least")] = 15.0,
     hold: Annotated[float, typer.Option(metavar="S", help="a hang or a cut lasts")] = 12.0,
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="clients")] = 8,
@@ -60,45 +76,61 @@ def chaos(
     process, and stops it at the end; or takes the one that runs on --state-dir. Every answer is compared, token for
     token, with that of the undisturbed graph. Exit code 1 where a request was dropped, hung or answered wrongly,
     where KV blocks stayed held, or where the graph did not recover; Ctrl-C shows what is known by then.
+    --hosts: NATS and etcd, and each process, on a host of namespaces (root, or below `unshare -Ur`); links are cut,
+    lossy, far and slow, and hosts vanish, come back elsewhere, and have other clocks. --clusters: three NATS and three
+    etcd, whose leaders are killed, hung and cut off, whose majority is lost, and which are all restarted.
 
     examples:
       pdserve chaos -f configs/local.yaml --dtype float32       every fault, on real engines (bf16 batches differ)
       pdserve chaos -f configs/local.yaml --only decode,etcd-kill --seconds 30
       pdserve chaos --state-dir ~/.pdserve --only prefill-hang    a graph that runs here; it will feel it
-      pdserve chaos --list
+      pdserve chaos -f configs/local.yaml --hosts --one-engine --dtype float32
+      pdserve chaos -f configs/local.yaml --clusters --only nats-stream,etcd-majority
+      pdserve chaos --list [--hosts | --clusters]
     """
+    faults = HOST_FAULTS if hosts else CLUSTER_FAULTS if clusters else FAULTS
     if show_list:
-        print("\n".join(f"{fault.name:18} {fault.told}" for fault in FAULTS))
+        print("\n".join(f"{fault.name:18} {fault.told}" for fault in faults))
         return 0
     if file and state_dir:
         raise ConfigError(["Give -f FILE or --state-dir DIR, not both."])
     if not file and not state_dir:
         raise ConfigError(["Give the graph to break: -f FILE, or --state-dir DIR for one that runs."])
-    options = Options(choose(only, not state_dir), seconds, hold, concurrency, patience, seed=seed)
+    if (hosts or clusters) and state_dir:
+        raise ConfigError([f"--{'hosts' if hosts else 'clusters'} starts the graph of a file: -f FILE."])
+    if hosts and clusters:
+        raise ConfigError(["Give --hosts or --clusters, not both."])
+    options = Options(choose(only, not state_dir, faults), seconds, hold, concurrency, patience, seed=seed)
     logging.basicConfig(level=logging.ERROR)  # that etcd is away is no news here
     folder = Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     graph: AbstractAsyncContextManager[RunningGraph]
     if state_dir:
         graph = nullcontext(_running(state_dir.expanduser(), url))
+    elif hosts:
+        assert file is not None
+        graph = graph_on_hosts(file, folder, _say, workers, dtype)
     else:
         assert file is not None
         _say(f"starting the graph of {file}; its logs: {folder}/state/logs")
-        faults = {fault.name for fault in options.faults}
-        graph = started(
+        names = {fault.name for fault in options.faults}
+        graph = (on_clusters if clusters else started)(
             file,
             folder,
             _say,
             workers=workers,
             dtype=dtype,
-            own_model="mixed-weights" in faults,
-            own_disk="disk-full" in faults,
+            own_model="mixed-weights" in names,
+            own_disk="disk-full" in names,
             thresholds=True,
             variables=CUTTABLE,
         )
     rows: list[Row] = []
     complete = good = False
     try:
-        _fill(rows, graph, options)
+        pool = (
+            of_one_engine(file, _made(folder / "one"), dtype, options, _say) if one_engine and file else None
+        )
+        _fill(rows, graph, options, pool)
         complete, good = True, passed(rows)
     finally:  # what is known is shown, however it ends
         if rows:
@@ -110,13 +142,23 @@ def chaos(
     return 0 if good else 1
 
 
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 def _report(rows: list[Row], complete: bool, file: Path) -> None:
     show(scorecard(rows))
     print(verdict(rows, complete))
     file.write_text(as_json(rows, complete))
 
 
-def _fill(rows: list[Row], graph: AbstractAsyncContextManager[RunningGraph], options: Options) -> None:
+def _fill(
+    rows: list[Row],
+    graph: AbstractAsyncContextManager[RunningGraph],
+    options: Options,
+    pool: Awaitable[Sequence[Case]] | None,
+) -> None:
     """On a signal, heal what is broken and stop what was started. Raises KeyboardInterrupt then."""
 
     async def work() -> None:
@@ -129,7 +171,8 @@ def _fill(rows: list[Row], graph: AbstractAsyncContextManager[RunningGraph], opt
 
         for number in STOPPERS:
             asyncio.get_running_loop().add_signal_handler(number, stop)
-        async with graph as running, run_chaos(running, options, _say) as exercise:
+        given = replace(options, pool=await pool) if pool else options
+        async with graph as running, run_chaos(running, given, _say) as exercise:
             async for row in exercise.rows():
                 rows.append(row)
                 _say(line(row))

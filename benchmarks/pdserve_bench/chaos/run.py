@@ -18,7 +18,9 @@ from pdserve_bench.chaos.questions import Case
 from pdserve_bench.chaos.scene import Fault, Options, Scene
 from pdserve_bench.chaos.scorecard import Row, score
 from pdserve_bench.client import LoadClient
-from pdserve_bench.launch import RunningGraph
+from pdserve_bench.launch import RunningGraph, started
+from pdserve_bench.sections import Shape, read_sections, reshape, with_model
+from pdserve_bench.simulated import write
 from pdserve_bench.watch import GraphWatch, listed
 
 CALM = "none"
@@ -27,6 +29,8 @@ SETTLE = 10.0
 """seconds after the last request in which every block has to be free: long before a lease ends"""
 SETTLE_AFTER_DEATH = 40.0
 """the same where decode workers were killed: a lease, and some more"""
+UNKNOWN_LENGTH = 4096
+"""tokens of a context, where a file does not say how many"""
 MOST_TOLD = 8
 """requests of a row that get a line of their own; the scorecard's JSON has all"""
 
@@ -49,7 +53,7 @@ class Chaos:
     ) -> None:
         self._running = running
         self._config = load_config(Path(running.graph.config))
-        self._pool: list[Case] = []
+        self._pool = list(options.pool)
         self._options = options
         self._watch = watch
         self._say = say
@@ -78,11 +82,9 @@ class Chaos:
         cases = questions.endless(lengths, self._options.seed)
         if model := questions.simulated(self._config):
             return (replace(case, expected=questions.computed(case, model)) for case in cases)
-        self._say("asking the undisturbed graph for the right answers")
-        graph = self._running.graph
-        client = LoadClient(graph.url)
-        self._pool = await questions.learn(client, graph.model, cases, self._options.patience)
-        self._say(f"{len(self._pool)} of {questions.POOL} prompts have one answer, and are used")
+        if not self._pool:
+            graph = self._running.graph
+            self._pool = await learned(graph.url, graph.model, cases, self._options, self._say)
         return questions.again(self._pool)
 
     async def _while_it_lives(self, work: Coroutine[None, None, Row]) -> Row:
@@ -108,6 +110,7 @@ class Chaos:
             self._say(f"{name}: {text}")
 
         async with JudgedLoad(graph.url, graph.model, cases, options.concurrency, timeout, headers) as load:
+            load.urls = self._running.urls
             await self._until_warm(load)
             began = time.monotonic()
             scene = Scene(
@@ -123,7 +126,12 @@ class Chaos:
         pause = longest(seen)
         if fault is None:
             self._calm = pause
-        elif fault.kills_decode and self._stand_in and (late := too_long(pause, self._calm)):
+        elif (
+            fault.kills_decode
+            and not fault.silent
+            and self._stand_in
+            and (late := too_long(pause, self._calm))
+        ):
             scene.amiss.append(late)
         row = score(plain, victims, seen, recovered, left, scene.amiss)
         for trouble in _troubles(row):
@@ -141,6 +149,33 @@ class Chaos:
             errors = {attempt.error for attempt in load.done if attempt.error}
             why = ", ".join(errors) or f"no remote prefill in {WARM_WITHIN:g} s"
             raise Unavailable(f"the graph does not serve: {why}") from None
+
+
+async def learned(
+    url: str, model: str, cases: Iterator[Case], options: Options, say: Callable[[str], None]
+) -> list[Case]:
+    """Raises Unavailable."""
+    say(f"asking {url}, undisturbed, for the right answers")
+    pool = await questions.learn(LoadClient(url), model, cases, options.patience)
+    say(f"{len(pool)} of {questions.POOL} prompts have one answer, and are used")
+    return pool
+
+
+async def of_one_engine(
+    file: Path, folder: Path, dtype: str, options: Options, say: Callable[[str], None]
+) -> list[Case]:
+    """The pool with the answers of one engine alone, which the graph of this file is compared with. Raises Unavailable,
+    ConfigError."""
+    config = load_config(file, {})
+    assert config.decode is not None
+    if questions.simulated(config):
+        return []
+    alone = write(reshape(with_model(read_sections(file), config.model), Shape(0, 1)), folder / "one.yaml")
+    longest = int(str(config.decode.engine_args.get("max-model-len", UNKNOWN_LENGTH)))
+    lengths = questions.prompt_lengths(config, longest)
+    async with started(alone, folder, say, dtype=dtype) as one:
+        cases = questions.endless(lengths, options.seed)
+        return await learned(one.graph.url, one.graph.model, cases, options, say)
 
 
 def _troubles(row: Row) -> Iterator[str]:

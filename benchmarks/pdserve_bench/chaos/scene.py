@@ -28,6 +28,8 @@ class Fault:
     kills_decode: bool = False
     """what a dead decode worker had not read yet is kept by prefill workers until its lease ends
     (docs/decisions/0007-lost-answers.md)"""
+    silent: bool = False
+    """no packet says that they are gone, so that others notice it after some seconds"""
     loses_data: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -44,6 +46,8 @@ class Options:
     """seconds after which a request counts as hung"""
     recover_within: float = 180.0
     seed: int = 1
+    pool: Sequence[Case] = ()
+    """prompts with their answers; empty: the graph's own are taken, while it is undisturbed"""
 
 
 @dataclass

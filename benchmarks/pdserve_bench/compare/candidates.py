@@ -5,6 +5,7 @@ as many engines as the file has workers behind pdserve's frontend. Disaggregated
 of the same hardware, and thresholds, which are live settings of one running graph.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -122,7 +123,7 @@ def hardware(config: Config, machine: Machine) -> Hardware:
         return Hardware(kind, machine.cores, slots=max(2, count))
     wide_decode = gpus_needed(decode, machine)
     wide_prefill = gpus_needed(prefill, machine) if prefill else wide_decode
-    total = sum(worker.count * gpus_needed(worker, machine) for worker in workers)
+    total = math.ceil(sum(worker.count * worker.share * gpus_needed(worker, machine) for worker in workers))
     if prefill is None and total < wide_decode + wide_prefill and wide_decode % 2 == 0:
         wide_decode = wide_prefill = wide_decode // 2
     return Hardware(kind, total, wide_prefill, wide_decode, total)

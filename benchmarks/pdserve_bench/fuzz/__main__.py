@@ -63,7 +63,7 @@ async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, Gra
     if args.attack is not None:
         kinds = args.attack.split(",") if args.attack else [*attack.KINDS]
         return await attack.attacked(file, folder, kinds, args.seconds, say), None
-    async with started(file, folder, say, thresholds=True) as running:
+    async with started(file, folder, say, dtype="float32", thresholds=True) as running:
         graph = running.graph
         fuzzer = Fuzzer(graph, running.state_dir / "logs", say)
         named = {request.name: request for request in nasties(graph.model)}

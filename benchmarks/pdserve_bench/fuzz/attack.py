@@ -21,6 +21,8 @@ from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
 
+import msgspec
+
 from pdserve.credentials import create
 from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.load import JudgedLoad
@@ -170,7 +172,14 @@ async def attacked(
     security = {"tls-certificate": str(made.certificate), "tls-key": str(made.key)}
     keys = {"PDSERVE_API_KEYS": ",".join(map(_key, [CANARY, *KINDS]))}
     async with started(
-        file, folder, say, thresholds=True, frontends=FRONTENDS, security=security, variables=keys
+        file,
+        folder,
+        say,
+        dtype="float32",
+        thresholds=True,
+        frontends=FRONTENDS,
+        security=security,
+        variables=keys,
     ) as running:
         fuzzer = Fuzzer(running.graph, running.state_dir / "logs", say, key_headers(_key(CANARY)))
         async with fuzzer.watching() as load:
@@ -182,7 +191,7 @@ async def attacked(
             say(f"{quiet:.2f} s between tokens at most, of {asked} requests; now beside {', '.join(kinds)}")
             await _watch(load, asked, seconds, say)
             await child.stop()
-        fuzzer.report.statuses.update(_statuses(child.text))
+        add_statuses(fuzzer.report, child.text)
     longest, slowest = _longest(load, asked)
     if longest > quiet + beyond:
         what = f"a token came after {longest:.2f} s ({slowest}), {quiet:.2f} s at most without attackers"
@@ -219,8 +228,15 @@ def _key(client: str) -> str:
     return f"key-of-{client.replace(' ', '-')}-attacked"
 
 
-def _statuses(text: str) -> Counter[str]:
-    return Counter(json.loads(text.splitlines()[-1]))
+def add_statuses(report: FuzzReport, text: str) -> None:
+    """Add what the attackers' process printed last; a traceback may follow. Without it nothing is known of what they
+    did: that is a finding."""
+    for line in reversed(text.splitlines()):
+        with suppress(ValueError):
+            report.statuses.update(msgspec.json.decode(line, type=dict[str, int]))
+            return
+    said = text.strip()[-300:] or "nothing"
+    report.findings.append(FuzzFinding(f"the attackers ended without a report; they said: {said}"))
 
 
 async def _main() -> None:

@@ -25,7 +25,11 @@ def choice_seconds(workers: int) -> list[float]:
         pool._links[name] = Link(name, pool._touch)
         pool._touch(pool._links[name])
     asked: Any = SimpleNamespace(
-        prompt=list(range(100)), tokens=[1], request=SimpleNamespace(cache_salt=None), lost_by=set()
+        prompt=list(range(100)),
+        tokens=[1],
+        request=SimpleNamespace(cache_salt=None),
+        lost_by=set(),
+        trace=SimpleNamespace(promised=None),
     )
     placed: list[tuple[Link, str]] = []
     times = []

@@ -36,6 +36,7 @@ class SimEngine(Engine):
         self.faults = Faults()
         self._spec = spec
         self._model = model = sim_model(spec.engine_args)
+        self._chunk = model.prompt_chunk
         self._pool = BlockPool(model.kv_blocks, model.block_size)
         self.prefixes = self._pool.prefixes
         self._side = SideServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
@@ -135,6 +136,10 @@ class SimEngine(Engine):
         self._check_alive()
         self._release(kv.request_id)
 
+    async def limit_chunk(self, tokens: int) -> None:
+        self._check_alive()
+        self._chunk = tokens
+
     async def cancel(self, request_ids: list[str]) -> None:
         self._check_alive()
         for request in [*self._waiting, *self._running, *self._pulling]:
@@ -161,9 +166,8 @@ class SimEngine(Engine):
 
     @property
     def usage(self) -> EngineUsage:
-        used = self._pool.total - self._pool.free
-        waiting = len(self._waiting) + len(self._pulling)
-        return EngineUsage(len(self._running), waiting, len(self._waiting), used / self._pool.total)
+        used, queued = self._pool.total - self._pool.free, len(self._waiting)
+        return EngineUsage(len(self._running), queued + len(self._pulling), queued, used / self._pool.total)
 
     async def all_blocks_free(self) -> bool:
         self._check_alive()
@@ -211,21 +215,18 @@ class SimEngine(Engine):
     def _admit(self) -> None:
         """Admit waiting requests in order of arrival. As in vLLM, only while the next step has tokens left: a prompt
         that waits can then use the prefixes that the prompts before it compute."""
-        left = self._model.max_batched_tokens
-        left -= sum(max(1, len(request.prompt) - request.computed) for request in self._running)
-        while (
-            left > 0 and self._waiting and len(self._running) + len(self._pulling) < self._model.max_num_seqs
-        ):
+        model, taken = self._model, sum(max(1, len(each.prompt) - each.computed) for each in self._running)
+        left = model.max_batched_tokens - taken
+        while left > 0 and self._waiting and len(self._running) + len(self._pulling) < model.max_num_seqs:
             request = self._waiting[0]
             tokens = len(request.prompt)
-            taken = self._pool.take(tokens, request.whole, tokens + request.max_tokens)
-            if taken is None:
+            if (found := self._pool.take(tokens, request.whole, tokens + request.max_tokens)) is None:
                 return
             self._waiting.popleft()
-            request.blocks, hit = taken
+            request.blocks, hit = found
             request.computed = request.cached = hit * self._model.block_size
             if request.kv is None:
-                left -= len(request.prompt) - request.computed
+                left -= tokens - request.computed
                 request.begun = time.monotonic()
                 self._running.append(request)
             else:
@@ -234,10 +235,9 @@ class SimEngine(Engine):
 
     def _drop(self, request: SimRequest) -> None:
         request.gone = True
-        if request in self._waiting:
-            self._waiting.remove(request)
-        if request in self._running:
-            self._running.remove(request)
+        for requests in (self._waiting, self._running):
+            if request in requests:
+                requests.remove(request)
         if task := self._pulling.pop(request, None):
             task.cancel()
         if request.kv is not None and not request.pulled:
@@ -260,9 +260,9 @@ class SimEngine(Engine):
                 self.die()
                 return
             await self._compute(self._seconds(share) * self.faults.slow)
-            outputs = [output for request, count in share if (output := self._advance(request, count))]
-            if outputs:
-                self._steps.put_nowait(Step(outputs))
+            prompts = sum(count for request, count in share if request.prefilling)
+            if outputs := [output for request, count in share if (output := self._advance(request, count))]:
+                self._steps.put_nowait(Step(outputs, ended=time.monotonic(), prompt_tokens=prompts))
 
     def _is_fatal(self, request: SimRequest) -> bool:
         fatal = self._model.fatal_token
@@ -287,7 +287,10 @@ class SimEngine(Engine):
         """How many tokens each request computes in the next step, within the budget: first the requests that decode,
         then prompts in chunks, by arrival. (vLLM goes by arrival alone, which is nearly the same order.)"""
         budget = self._model.max_batched_tokens
-        chunk = (len(self._running) + len(self._waiting) > 1 and self._model.prompt_chunk) or budget
+        pulled = [request.pulled for request in self._running if request.prefilling]
+        chunk = (
+            self._model.chunk(self._chunk, pulled) if len(self._running) + len(self._waiting) > 1 else budget
+        )
         share: list[tuple[SimRequest, int]] = []
         for request in sorted(self._running, key=lambda request: request.prefilling):
             count = min(len(request.prompt) - request.computed, budget, chunk) if request.prefilling else 1
@@ -318,8 +321,8 @@ class SimEngine(Engine):
             return None
         used = self._pool.needed(len(request.prompt))
         self._pool.give(request.blocks[used:])
-        lease = self._model.lease
-        timer = asyncio.get_running_loop().call_later(lease, self._release, request.request_id)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._model.lease, self._release, request.request_id)
         self._held[request.request_id] = (request.blocks[:used], timer)
         return self._handle(request, used, len(request.prompt))
 

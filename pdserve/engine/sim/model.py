@@ -3,7 +3,7 @@
 import asyncio
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from pdserve.errors import ConfigError
@@ -60,6 +60,16 @@ class SimModel:
             pairs = tokens * (before + tokens / 2) / 1e6
             seconds += self.sequence_seconds + tokens / self.prefill_rate + pairs * self.attention_seconds
         return seconds
+
+    def chunk(self, limit: int, pulled: Sequence[int]) -> int:
+        """Tokens of each prompt in a step with other requests, of prompts that had so many tokens read from elsewhere:
+        as vLLM with our connector (`kv/chunk.py`)."""
+        if not limit:
+            return self.max_batched_tokens
+        least = min(self.block_size, self.prompt_chunk or limit)
+        if any(pulled):
+            return least
+        return max(least, limit if limit == self.prompt_chunk else limit // max(1, len(pulled)))
 
     def next_token(self, context: list[int], salt: int = 0) -> int:
         """A pure function of the number of tokens and the last of them, so that a request continues with the same

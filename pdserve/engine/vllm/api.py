@@ -28,6 +28,7 @@ from vllm.v1.engine.core_client import AsyncMPClient as AsyncMPClient
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.executor import Executor, multiproc_executor, uniproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor as MultiprocExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
 from vllm.v1.metrics.stats import PrefillStats as PrefillStats
 from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
@@ -37,10 +38,13 @@ from vllm.v1.serial_utils import MsgpackEncoder
 VERSION: str = __version__
 
 
-def engine_config(argv: Sequence[str]) -> VllmConfig:
-    """vLLM's configuration from its command-line arguments. Reads the model's folder and looks at the hardware."""
+def engine_config(argv: Sequence[str], headless: bool = False) -> VllmConfig:
+    """vLLM's configuration from its command-line arguments. Reads the model's folder and looks at the hardware.
+    `headless`: for a host of the engine that does not have its core."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    return AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv))).create_engine_config()
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv))).create_engine_config(
+        headless=headless
+    )
 
 
 def on_cpu() -> bool:
@@ -71,6 +75,12 @@ def start_core(config: VllmConfig) -> AsyncMPClient:
     """Start the engine's processes and wait until the model is loaded, which takes a minute. Call it in a thread
     without an event loop; the client then belongs to the loop that first awaits it."""
     return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), True)
+
+
+def start_ranks(config: VllmConfig) -> MultiprocExecutor:
+    """Start this host's ranks of an engine whose core is on another host, as `vllm serve --headless` does; return when
+    all ranks of the engine have loaded the model. vLLM ends them when one of this host dies (`is_failed`)."""
+    return MultiprocExecutor(config)
 
 
 _request_decoder = MsgpackDecoder(EngineCoreRequest)

@@ -44,6 +44,7 @@ class VllmEngine(Engine):
         """request id -> why its KV could not be read; since the last step"""
         self._timestamp = 0.0
         self._own_token = not SAMPLING & spec.engine_args.keys()
+        self._spans_hosts = spec.node is not None
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -71,6 +72,7 @@ class VllmEngine(Engine):
             vllm_version=api.VERSION,
             supported_tasks=list(await self._call(self._core.get_supported_tasks_async())),
             fingerprint=await self._fingerprint.after(),
+            side_channel=self._process.asked_for_kv,
         )
 
     # the contract
@@ -121,6 +123,9 @@ class VllmEngine(Engine):
     async def drop_ahead(self, kv: KvHandle) -> None:
         await self._call(self._core.add_request_async(requests.to_read_ahead(kv, -1)))
 
+    async def limit_chunk(self, tokens: int) -> None:
+        await self._call(self._core.add_request_async(requests.to_limit_chunk(tokens)))
+
     async def release(self, kv: KvHandle) -> None:
         await self._call(self._core.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
 
@@ -148,6 +153,8 @@ class VllmEngine(Engine):
                     released=list(moved.get(RELEASED, ())),
                     unreachable=list(moved.get(UNREACHABLE, ())),
                     complete=[kv for params in moved.get(COMPLETE, ()) if (kv := self._partial(params))],
+                    ended=outputs.timestamp,
+                    prompt_tokens=_prompt_tokens(outputs.scheduler_stats),
                 )
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
@@ -175,8 +182,12 @@ class VllmEngine(Engine):
         return free
 
     async def probe(self) -> None:
-        """The core process answers this question itself."""
-        await self._call(self._core.get_supported_tasks_async())
+        """The core process answers this question itself. Where the engine spans hosts, all ranks are asked: one that
+        hangs would be noticed with the next request only."""
+        if self._spans_hosts:
+            await self._call(self._core.collective_rpc_async("pdserve_answer"))
+        else:
+            await self._call(self._core.get_supported_tasks_async())
 
     async def reach(self) -> None:
         process = self._process
@@ -298,6 +309,11 @@ def _scheduled(raw: api.EngineCoreOutput) -> float | None:
     """When the request was first scheduled, by this host's monotonic clock. vLLM waits for its KV before."""
     times = [event.timestamp for event in raw.events or () if event.type is api.EngineCoreEventType.SCHEDULED]
     return times[0] if times else None
+
+
+def _prompt_tokens(stats: api.SchedulerStats | None) -> int:
+    details = stats.iteration_details if stats is not None else None
+    return 0 if details is None else int(details.num_ctx_tokens)
 
 
 def _is_whole(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:

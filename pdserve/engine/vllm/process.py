@@ -42,6 +42,8 @@ class VllmProcess:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.core: api.AsyncMPClient | None = None
+        self.ranks: api.MultiprocExecutor | None = None
+        """in the place of the core, on a host that has only ranks of the engine"""
         self.side_channel = ""
         """ZeroMQ address at which other engines ask for KV"""
         self.channel_key = CurveKey.of(spec.credentials)
@@ -77,11 +79,20 @@ class VllmProcess:
             await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
             self.core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
         await asyncio.to_thread(_kill, self.processes)
+        if self.ranks is not None:
+            await asyncio.to_thread(self.ranks.shutdown)
         _remove(self._meeting)
         log.info("the engine's processes are gone")
 
     @property
+    def asked_for_kv(self) -> str:
+        """host:port of its side channel, if there is anything to ask."""
+        return self.side_channel.removeprefix("tcp://") if self._spec.disaggregated else ""
+
+    @property
     def dead(self) -> bool:
+        if self.ranks is not None:
+            return bool(self.ranks.is_failed)
         return self.core is None or bool(self.core.resources.engine_dead)
 
     def cpu_seconds(self) -> float:
@@ -95,7 +106,7 @@ class VllmProcess:
     def _start(self, events_endpoint: str) -> None:
         self._set_environment()
         try:
-            self.config = api.engine_config(self._argv(events_endpoint))
+            self.config = api.engine_config(self._argv(events_endpoint), self._headless)
         except ValueError as error:
             raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
         if api.on_cpu():
@@ -108,10 +119,16 @@ class VllmProcess:
         gc.freeze()
         try:
             with _deaf_children():
-                if not self._abandoned:
+                if self._headless and not self._abandoned:
+                    self.ranks = api.start_ranks(self.config)
+                elif not self._abandoned:
                     self.core = api.start_core(self.config)
         except Exception as error:
             raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
+
+    @property
+    def _headless(self) -> bool:
+        return self._spec.node is not None and self._spec.node.rank > 0
 
     def _set_environment(self) -> None:
         """Set what vLLM reads here and in its processes."""
@@ -132,9 +149,16 @@ class VllmProcess:
 
     def _argv(self, events_endpoint: str) -> list[str]:
         spec = self._spec
-        arguments: dict[str, object] = {"model": spec.model, "worker-extension-cls": WORKER_EXTENSION}
+        arguments: dict[str, object] = {
+            "model": spec.model,
+            "worker-extension-cls": WORKER_EXTENSION,
+            "enable-logging-iteration-details": True,  # for `Step.prompt_tokens`; nothing is logged here
+        }
         if spec.served_model_name:
             arguments["served-model-name"] = [spec.served_model_name]
+        if spec.node is not None:
+            node = spec.node
+            arguments |= {"node-rank": node.rank, "master-addr": node.host, "master-port": node.port}
         if spec.disaggregated:
             arguments["kv-transfer-config"] = {
                 "kv_connector": "PdserveConnector",
@@ -188,7 +212,9 @@ def _deaf_children() -> Iterator[None]:
 
 
 def _descendants() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    """Without multiprocessing's resource tracker, which removes what the others leave in shared memory, and ends."""
+    tracker = getattr(resource_tracker, "_resource_tracker")._pid  # noqa: B009
+    return {child for child in psutil.Process().children(recursive=True) if child.pid != tracker}
 
 
 def _kill(processes: set[psutil.Process]) -> None:

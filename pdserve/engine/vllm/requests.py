@@ -13,7 +13,7 @@ from pdserve import clock
 from pdserve.engine.base import EngineFacts
 from pdserve.engine.vllm import api
 from pdserve.errors import ProtocolError
-from pdserve.kv import AFTER, AHEAD
+from pdserve.kv import AFTER, AHEAD, CHUNK
 from pdserve.kv.handles import safe_until
 from pdserve.messages import KvHandle
 from pdserve.recent import RecentKeys
@@ -192,6 +192,11 @@ def to_reject(kv: KvHandle) -> api.EngineCoreRequest:
 def to_read_ahead(kv: KvHandle, skip: int) -> api.EngineCoreRequest:
     """A request that is aborted before it starts, whereupon the connector reads ahead; `skip` as of `kv.AHEAD`."""
     return _for_connector("ahead", pull_params(kv) | {"do_remote_prefill": False, AHEAD: skip})
+
+
+def to_limit_chunk(tokens: int) -> api.EngineCoreRequest:
+    """A request that is aborted before it starts, whereupon the connector sets the chunk."""
+    return _for_connector("chunk", {CHUNK: tokens})
 
 
 def _for_connector(kind: str, params: dict[str, Any]) -> api.EngineCoreRequest:

@@ -13,6 +13,9 @@ class WorkerExtension:
     """A base class that vLLM adds to its worker. `collective_rpc` calls the methods in all workers of an engine,
     between two steps."""
 
+    def pdserve_answer(self) -> None:
+        """Do nothing: an answer of all ranks shows that none hangs."""
+
     def pdserve_release(self, request_id: str) -> None:
         """Free the KV blocks of a finished prefill, as if another engine had read them."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

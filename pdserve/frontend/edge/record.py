@@ -83,21 +83,23 @@ def promise_of(trace: RequestTrace, code: int, now: float, *, running: bool) -> 
         return ""
     if code == 429 or code > CLIENT_LEFT:
         return "failed"
-    if (
-        promised.ttft is not None
-        and (now - trace.started if trace.ttft is None else trace.ttft) > promised.ttft
-    ):
+    if promised.ttft is not None and _first_token_took(trace, now) > promised.ttft:
         return "ttft"
     if promised.gap is not None and trace.longest_gap > promised.gap:
         return "gap"
     return "" if running or code == CLIENT_LEFT or trace.ttft is None else "kept"
 
 
+def _first_token_took(trace: RequestTrace, now: float) -> float:
+    """Seconds until the first token, or so far."""
+    return now - trace.started if trace.ttft is None else trace.ttft
+
+
 def _broken_by(promise: str, trace: RequestTrace, hops: Sequence[Hop], now: float) -> str:
     """Return the hop that took most of the time until the first token, or of the longest gap. The hop `decode` is there
     in all gaps: it counts where no other took half."""
     if promise == "ttft":
-        since, until = 0.0, now - trace.started if trace.ttft is None else trace.ttft
+        since, until = 0.0, _first_token_took(trace, now)
     elif promise == "gap":
         until = trace.longest_until - trace.started
         since = until - trace.longest_gap

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from contextlib import suppress
+from pathlib import Path
 
 from pdserve.certificate import ServerCertificate
 from pdserve.errors import ConfigError
@@ -11,6 +11,15 @@ logger = logging.getLogger(__name__)
 
 LOOK = 10.0
 """seconds between two looks at the files"""
+
+
+def stamp(file: Path) -> tuple[int, ...]:
+    """Return what changes whenever the file may have changed."""
+    try:
+        stat = file.stat()
+    except OSError as error:
+        return (error.errno or 0,)
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 class RenewedCertificate:
@@ -43,10 +52,5 @@ class RenewedCertificate:
         except ConfigError as error:
             logger.error("the new certificate is not taken, the one before stays: %s", error)
 
-    def _stamps(self) -> list[tuple[int, int, int]]:
-        stamps = []
-        for file in (self._files.chain, self._files.key):
-            with suppress(OSError):
-                stat = file.stat()
-                stamps.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return stamps
+    def _stamps(self) -> list[tuple[int, ...]]:
+        return [stamp(file) for file in (self._files.chain, self._files.key)]

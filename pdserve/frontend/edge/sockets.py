@@ -46,7 +46,7 @@ def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
 
 
 def _other_listeners(port: int) -> str:
-    """Name the processes that listen there and were not started by our own parent; empty for none."""
+    """Name the processes that listen there and were not started as we were, by the same process; empty for none."""
     if port == 0:
         return ""
     try:
@@ -61,9 +61,17 @@ def _other_listeners(port: int) -> str:
 
 def _is_sibling(pid: int | None) -> bool:
     try:
-        return pid is not None and (pid == os.getpid() or psutil.Process(pid).ppid() == os.getppid())
+        return pid is not None and (pid == os.getpid() or _starter(pid) == _starter(os.getpid()))
     except psutil.Error:
         return False
+
+
+def _starter(pid: int) -> int:
+    """The parent; of a role that runs alone, the parent of the small process above it, which has its command line."""
+    process = psutil.Process(pid)
+    above = process.parent()
+    alone = above is not None and above.cmdline() == process.cmdline()
+    return int(above.ppid() if alone else process.ppid())
 
 
 def _describe(pid: int | None) -> str:

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
 from pdserve.errors import ConfigError
 from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.renewal import stamp
 from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.keys.limits import KeyLedger
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
@@ -89,7 +90,7 @@ class KeySource:
         self._notes: list[str] = []
         """that were logged"""
         loaded = read_keys(file, env)
-        self._states = {path: _state(path) for path in loaded.files}
+        self._states = {path: stamp(path) for path in loaded.files}
         self.keys = ApiKeys()
         self._take(loaded)
 
@@ -97,7 +98,7 @@ class KeySource:
         """Read the files again whenever they change. Never returns."""
         while True:
             await asyncio.sleep(CHECK)
-            states = await asyncio.to_thread(lambda: {path: _state(path) for path in self._states})
+            states = await asyncio.to_thread(lambda: {path: stamp(path) for path in self._states})
             if states == self._states:
                 continue
             self._states = states
@@ -114,15 +115,6 @@ class KeySource:
             if note not in self._notes:
                 logger.warning("%s", note)
         self._notes = loaded.notes
-
-
-def _state(file: Path) -> tuple[int, ...]:
-    """Return what changes whenever the file may have changed."""
-    try:
-        stat = file.stat()
-    except OSError as error:
-        return (error.errno or 0,)
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _given(headers: Mapping[str, str]) -> str:

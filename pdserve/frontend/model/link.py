@@ -26,6 +26,8 @@ class Link:
         """the worker's last report"""
         self.placed = 0.0
         """tokens of KV that the requests sent since that report will need"""
+        self.sent = 0
+        """tokens of their prompts"""
         self._others = 0
         """tokens of other frontends' requests in that report"""
         self.refused = False
@@ -39,6 +41,7 @@ class Link:
         self.generations[generation.attempt_id] = generation
         self.tokens += generation.size
         self.placed += generation.size
+        self.sent += len(generation.prompt)
         self.touch()
 
     def remove(self, generation: Generation) -> None:
@@ -58,7 +61,7 @@ class Link:
         ours = sum(
             len(generation.prompt) + len(generation.tokens) for generation in self.generations.values()
         )
-        self.load, self.placed, self._others = load, 0.0, max(0, load.tokens - ours)
+        self.load, self.placed, self.sent, self._others = load, 0.0, 0, max(0, load.tokens - ours)
         self.touch()
 
     def make_way(self, count: int) -> None:

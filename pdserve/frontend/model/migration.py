@@ -77,11 +77,11 @@ def next_attempt(generation: Generation) -> Submit:
         engines_died=generation.engines_died,
         traceparent=generation.span.traceparent if generation.span is not None else "",
         client=generation.trace.admission.short_name if generation.trace.admission is not None else "",
-        promise=_promise(generation),
+        promise=promise_left(generation),
     )
 
 
-def _promise(generation: Generation) -> Promise | UnsetType:
+def promise_left(generation: Generation) -> Promise | UnsetType:
     """What is left of the promise. The next token of a request that has some is due a gap after those before, which may
     still be held back."""
     promised, trace = generation.trace.promised, generation.trace

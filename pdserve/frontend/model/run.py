@@ -15,7 +15,7 @@ from pdserve.frontend.edge.connections import CHUNKS, UNREAD
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
 from pdserve.frontend.edge.trace import NO_WORKER, RequestFailure, RequestTrace, current_trace
-from pdserve.frontend.model.served import ServedModel
+from pdserve.frontend.model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 

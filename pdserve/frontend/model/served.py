@@ -3,7 +3,6 @@ for long."""
 
 import asyncio
 import logging
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -11,22 +10,20 @@ from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from pdserve.config.host import installed_vllm
 from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import BadRequest, ConfigError, Unavailable
-from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.admission.control import AdmissionControl, ModelReplaced
-from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.paths import BY_ID
 from pdserve.frontend.edge.trace import RETRY_AFTER
 from pdserve.frontend.model import ModelContext, garbage
+from pdserve.frontend.model.served_model import ServedModel
 from pdserve.imports import import_large
 from pdserve.messages import Load
-from pdserve.observe.metrics import INSTANCES, LINKS, RUNNING, WAITING
+from pdserve.observe.metrics import INSTANCES
 from pdserve.records import Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.settings import in_force, promise_in_force
-from pdserve.slo import NO_PROMISE
 from pdserve.tasks import Apart, Owner, forever
 from pdserve.watch import LinkState
 
@@ -37,75 +34,6 @@ logger = logging.getLogger(__name__)
 
 RETRY = 5.0
 """seconds between attempts to serve a card that could not be served"""
-_LINK_STATES = ("up", "down")
-UNLIMITED = Capacity(sys.maxsize, sys.maxsize, float("inf"))
-
-
-class ServedModel:
-    """One model card, its processor and its admission control."""
-
-    def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
-        self.card = card
-        self.processor: Processor | None = None
-        self.problem = ""
-        """why there is no processor; empty while it is being built"""
-        self.settled = asyncio.Event()
-        """set when there is a processor or a problem"""
-        self.retired = asyncio.Event()
-        """set when its name belongs to another model, or to none"""
-        self.removal: asyncio.TimerHandle | None = None
-        """set while its card is not in the registry"""
-        self.promised = NO_PROMISE
-        self.admission = AdmissionControl(limits, self._capacity, self._estimate)
-
-    async def ready(self) -> "Processor":
-        """Wait for the processor. Raises ModelReplaced, and HttpError if it cannot be built."""
-        await self.settled.wait()
-        if self.processor is not None:
-            return self.processor
-        if self.retired.is_set():
-            raise ModelReplaced
-        message = f"{self.card.name} is not being served: {self.problem}"
-        raise HttpError(503, message, retry_after=RETRY_AFTER)
-
-    def replace(self, replaced: bool) -> None:
-        """Note whether another model has its name and no worker is left here: then requests that have not begun go
-        there."""
-        if replaced:
-            self.admission.redirect()
-        if self.processor is not None:
-            self.processor.core.replace(replaced)
-
-    @property
-    def live(self) -> int:
-        """How many decode workers would take a request now."""
-        return self.processor.workers.live if self.processor is not None else 0
-
-    @property
-    def running(self) -> int:
-        """How many sequences are at workers."""
-        return self.processor.core.running if self.processor is not None else 0
-
-    def count_links(self, up: bool) -> int:
-        return sum(link.up == up for link in self.links())
-
-    def links(self) -> list[LinkState]:
-        """The links to its decode workers."""
-        return self.processor.workers.links() if self.processor is not None else []
-
-    async def idle(self) -> None:
-        """Wait until no request is left."""
-        await self.admission.idle()
-        if self.processor is not None:
-            await self.processor.core.idle()
-
-    def _capacity(self) -> Capacity:
-        if self.processor is not None:
-            return self.processor.workers.capacity
-        return UNLIMITED if self.settled.is_set() else Capacity()  # `ready` refuses requests at once
-
-    def _estimate(self) -> RequestEstimate:
-        return self.processor.core.estimate if self.processor is not None else RequestEstimate()
 
 
 @asynccontextmanager
@@ -212,9 +140,9 @@ class ServedModels:
 
     def report(self) -> Load:
         """This frontend's load."""
-        lost = sum(len(model.processor.core.waiting) for model in self._all() if model.processor is not None)
-        waiting = lost + sum(len(model.admission) for model in self._all())
-        return Load(sum(model.running for model in self._all()), waiting)
+        waiting = sum(model.waiting for model in self._all())
+        backlog = sum(model.backlog for model in self._all())
+        return Load(sum(model.running for model in self._all()), waiting, backlog=round(backlog, 3))
 
     def links(self) -> list[LinkState]:
         """The links to the decode workers of all models."""
@@ -239,6 +167,7 @@ class ServedModels:
         cards = self._view.cards()
         for name in self._models.keys() - cards.keys():
             self._miss(name)
+            self._mixed.pop(name, None)
         for name, model_cards in cards.items():
             with Apart("served models"):
                 self._add(name, _newest(model_cards))
@@ -264,10 +193,7 @@ class ServedModels:
             logger.info("%s: its model card changed", name)
             self._remove(name)
         self._models[name] = model = ServedModel(card, self._limits)
-        WAITING.labels(name).set_function(model.admission.__len__)
-        RUNNING.labels(name).set_function(lambda: model.running)
-        for state in _LINK_STATES:
-            LINKS.labels(name, state).set_function(partial(model.count_links, state == "up"))
+        model.show()
         serving = forever(lambda: self._serve(model), f"model: {name}", until_done=True)
         self._tasks.start(serving, f"model: {name}")
 
@@ -280,10 +206,7 @@ class ServedModels:
 
     def _remove(self, name: str) -> None:
         model = self._models.pop(name)
-        WAITING.remove(name)
-        RUNNING.remove(name)
-        for state in _LINK_STATES:
-            LINKS.remove(name, state)
+        model.hide()
         if model.removal is not None:
             model.removal.cancel()
         model.retired.set()
@@ -293,9 +216,12 @@ class ServedModels:
         live = self._view.settings()
         files = (worker.settings for worker in self._view.instances(model=model.card.name))
         model.promised = promise_in_force(files, live)
+        workers = self._workers(model.card)
+        places = (each.max_num_seqs for each in workers if not each.stands_in)
+        model.places = max(places, default=0) or model.places
         if model.processor is not None:
             frontends = len(self._view.instances(Role.FRONTEND))
-            model.processor.workers.update(self._workers(model.card), max(1, frontends))
+            model.processor.workers.update(workers, max(1, frontends))
             model.processor.workers.policy = in_force({"router": self._context.router}, live)["router"]
             model.admission.advance()
         if model.retired.is_set():
@@ -367,8 +293,11 @@ class ServedModels:
 
 
 def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
+    """The newest that this vLLM can serve, if there is any: while vLLM is upgraded there are workers of two."""
+    ours = installed_vllm().version
     return max(
-        (card for _, card in cards), key=lambda card: (card.generation, card.created, card.fingerprint)
+        (card for _, card in cards),
+        key=lambda card: (card.vllm_version == ours, card.generation, card.created, card.fingerprint),
     )
 
 

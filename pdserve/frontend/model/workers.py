@@ -6,10 +6,12 @@ then, and keep it until a decode worker is back and has taken over what they sti
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from heapq import nlargest
+
+from msgspec import UNSET
 
 from pdserve.errors import PeerGone, leaves
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
@@ -17,7 +19,9 @@ from pdserve.frontend.model import Connect
 from pdserve.frontend.model.candidates import WINDOW, Candidates
 from pdserve.frontend.model.generation import Generation, WorkerLink
 from pdserve.frontend.model.link import Link, LinkListener
+from pdserve.frontend.model.migration import promise_left
 from pdserve.frontend.model.prefix_index import PrefixIndex
+from pdserve.frontend.model.prospects import Prospect, keeping
 from pdserve.frontend.model.router import choose
 from pdserve.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
@@ -181,7 +185,10 @@ class WorkerPool:
         if not ids:
             return None
         outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}
-        chosen = choose(self.policy, [self._instances[id] for id in ids], outstanding, cached)
+        candidates = [self._instances[id] for id in ids]
+        if (promise := promise_left(generation)) is not UNSET:
+            candidates = keeping(promise, candidates, self._prospects(generation, ids, cached))
+        chosen = choose(self.policy, candidates, outstanding, cached)
         self._last = chosen.id
         logger.debug(
             "%s: %s for a prompt of %d; cached %s, outstanding %s",
@@ -193,6 +200,18 @@ class WorkerPool:
         )
         ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()
         return self._links[chosen.id]
+
+    def _prospects(
+        self, generation: Generation, ids: Iterable[str], cached: Mapping[str, int]
+    ) -> dict[str, Prospect]:
+        """By instance id, of those that have reported their speed. Each other frontend is taken to have sent as much as
+        this one."""
+        prompt = len(generation.prompt) + len(generation.tokens)
+        known = {id: link for id in ids if (link := self._links[id]).load.token_seconds}
+        return {
+            id: Prospect.of(link.load, link.sent * self._frontends, prompt - cached.get(id, 0))
+            for id, link in known.items()
+        }
 
     # the links
 

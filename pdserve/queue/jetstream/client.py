@@ -84,6 +84,13 @@ async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[Non
         raise ConfigError([text]) from error
 
 
+def require_cluster(client: GraphClient) -> None:
+    """Raises ConfigError where the server stands alone: what is published there does not reach the others."""
+    if not client._server_info.get("cluster"):
+        text = "belongs to no cluster, but Graph.nats names several servers: name one, or make them a cluster"
+        raise ConfigError([f"NATS at {client.url} {text} (deploy/docker-compose.cluster.yml)."])
+
+
 async def discard(client: GraphClient) -> None:
     """Close without sending what is pending. nats-py's close() would wait for ever for a server that hangs to take it,
     and swallow cancellations meanwhile; and what was reported as failed must not be sent."""
@@ -109,7 +116,7 @@ async def _on_error(error: Exception) -> None:
 
 
 @asynccontextmanager
-async def short_connection(url: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
+async def short_connection(url: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[GraphClient]:
     """A client for a few operations. Raises what `open_client` does."""
     client = GraphClient(url, tls)
     try:

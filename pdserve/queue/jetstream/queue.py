@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -17,7 +16,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pdserve.credentials import Credentials
-from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
+from pdserve.errors import ProtocolError, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
@@ -34,22 +33,19 @@ from pdserve.messages import (
 )
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller, QueueDepth
+from pdserve.queue.jetstream.acks import Acks, JetStreamDelivery
 from pdserve.queue.jetstream.client import cancellable
-from pdserve.queue.jetstream.connection import (
-    ANSWER_WITHIN,
-    ConsumerMissing,
-    NatsConnection,
-    PullConsumer,
-    SubjectMessages,
-)
+from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
 from pdserve.queue.jetstream.held import HeldCounts
+from pdserve.queue.jetstream.publish import Publisher
+from pdserve.queue.jetstream.pull import ANSWER_WITHIN, ConsumerMissing, PullConsumer
 from pdserve.queue.jetstream.stream import (
     CONSUMER,
     MEASURE_EVERY,
-    TOO_MANY,
     QueueNames,
     ServerClock,
     StreamLimits,
+    default_replicas,
     ensure,
     measure,
     read_state,
@@ -61,8 +57,6 @@ from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
-_WITHDRAW_FOR = 30.0
-"""seconds for which the cancellation of a request that may have been stored is repeated"""
 _CANCELLED = 20_000
 """ids of cancelled requests that are remembered"""
 _PULLERS = 1000
@@ -78,18 +72,21 @@ class JetStreamQueue(PrefillQueue):
         limits: StreamLimits | None = None,
         credentials: Credentials | None = None,
         meanwhile: str = "",
+        replicas: int | None = None,
     ) -> None:
         self._names = QueueNames(namespace, model)
         self._limits = limits or StreamLimits()
+        self._replicas = replicas or default_replicas(nats)
         tls = credentials.client if credentials else None
         self._connection = NatsConnection(nats, tls, meanwhile, self._prepare)
+        self._acks = Acks(self._connection)
+        self._publisher = Publisher(self._connection, self._limits.publish_timeout, self._ensure)
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
         self._held = HeldCounts(self._connection)
         self._loads: RecentKeys[tuple[PrefillLoad, float]] = RecentKeys(_PULLERS)
         self._made: datetime | None = None
         """when the stream was made, by the server's clock"""
-        self._losses = 0
         self._ensured = 0.0
         """when the stream was last compared with what it should be, in monotonic seconds"""
         self._reported_at = 0.0
@@ -97,9 +94,6 @@ class JetStreamQueue(PrefillQueue):
         self._cancelled: RecentKeys[None] = RecentKeys(_CANCELLED)
         self._notices: SubjectMessages | None = None
         self._inboxes: dict[str, SubjectMessages] = {}
-        self._owed_acks: set[str] = set()
-        self._unsure: dict[str, float] = {}
-        """by id, the requests whose storing was not confirmed: until when to withdraw them, in monotonic seconds"""
         self._clock: ServerClock | None = None
 
     def bind(self, fingerprint: str) -> None:
@@ -133,7 +127,7 @@ class JetStreamQueue(PrefillQueue):
 
     @property
     def losses(self) -> int:
-        return self._losses
+        return self._acks.losses
 
     async def _prepare(self, client: Client) -> None:
         """Set up each new connection: the server may be another one, or have lost its data."""
@@ -144,22 +138,12 @@ class JetStreamQueue(PrefillQueue):
         await self._sync(client)
         self._clock = None
         await self._measure_clock(client)
-        for reply in self._owed_acks:
-            await client.publish(reply, b"+ACK")
-        self._owed_acks.clear()
-        await self._withdraw_unsure(client)
+        await self._acks.repeat(client)
+        await self._publisher.withdraw_unsure(client, self._names.notices)
 
     async def _ensure(self, client: Client) -> None:
-        await ensure(client, self._names, self._limits)
+        await ensure(client, self._names, self._limits, self._replicas)
         self._ensured = time.monotonic()
-
-    async def _withdraw_unsure(self, client: Client) -> None:
-        """Cancel the requests that were not confirmed: they count as failed here, so no worker needs to compute them.
-        Repeated, because after an outage the prefill workers may be back later than this process."""
-        now = time.monotonic()
-        self._unsure = {request: until for request, until in self._unsure.items() if until > now}
-        if self._unsure:
-            await client.publish(self._names.notices, encode(PrefillCancel(list(self._unsure))))
 
     # depth
 
@@ -177,9 +161,8 @@ class JetStreamQueue(PrefillQueue):
     async def _sync(self, client: Client) -> None:
         asked = self._depth
         made, stored, state = await read_state(client, self._names)
-        if self._made is not None and made != self._made:
-            self._losses += 1
-            self._owed_acks.clear()  # they are for messages of the lost stream
+        if (self._made is not None and made != self._made) or stored < asked.last:
+            self._acks.lost()
         self._made = made
         self._depth = self._depth.synced(stored, state, asked)
         self._reported_at = time.monotonic()
@@ -193,7 +176,8 @@ class JetStreamQueue(PrefillQueue):
                 continue
             try:
                 client = self._connection.client()
-                await self._withdraw_unsure(client)
+                await self._publisher.withdraw_unsure(client, self._names.notices)
+                await self._acks.repeat(client)
                 if not self._clock or time.monotonic() - self._clock.measured >= MEASURE_EVERY:
                     await self._measure_clock(client)
                 if time.monotonic() - self._ensured >= self._limits.check:
@@ -202,6 +186,7 @@ class JetStreamQueue(PrefillQueue):
                     await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
                 log.debug("queue depth: %s", error)
+                self._connection.leave(client)
 
     async def _measure_clock(self, client: Client) -> None:
         self._clock = await cancellable(measure(client, self._names.stream)) or self._clock
@@ -212,31 +197,8 @@ class JetStreamQueue(PrefillQueue):
         self._held.hold(requests)
 
     async def publish(self, request: PrefillRequest) -> None:
-        payload = encode(request)
-        try:
-            try:
-                await self._store(request, payload)
-            except nats.js.errors.Error as error:
-                if getattr(error, "err_code", None) == TOO_MANY:
-                    raise
-                await cancellable(self._ensure(self._connection.client()))  # it was changed or deleted
-                await self._store(request, payload)
-        except nats.errors.TimeoutError as error:
-            self._unsure[request.request_id] = time.monotonic() + min(request.timeout, _WITHDRAW_FOR)
-            raise QueueUnavailable("NATS did not confirm the request in time") from error
-        except nats.errors.Error as error:
-            kind = QueueFull if getattr(error, "err_code", None) == TOO_MANY else QueueUnavailable
-            raise kind(getattr(error, "description", None) or str(error)) from error
-
-    async def _store(self, request: PrefillRequest, payload: bytes) -> None:
-        await self._connection.subscribe()
-        js = self._connection.client().jetstream()
-        # the server removes it at its deadline, also where no prefill worker is left to drop it
-        headers = {"Nats-Msg-Id": request.request_id, "Nats-TTL": f"{max(1, math.ceil(request.timeout))}s"}
-        stored = await cancellable(
-            js.publish(self._names.requests, payload, timeout=self._limits.publish_timeout, headers=headers)
-        )
-        self._depth = self._depth.published(stored.seq)
+        sequence = await self._publisher.publish(self._names.requests, request)
+        self._depth = self._depth.published(sequence)
 
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
         return self._connection.decoded(self._inbox(self._names.answers(instance)), decode_prefill_answer)
@@ -286,15 +248,15 @@ class JetStreamQueue(PrefillQueue):
                 return deliveries
 
     async def _fetch(self, limit: int, wait: float) -> list[Msg]:
-        try:
+        client = self._connection.client()
+        with suppress(ConsumerMissing):
             return await self._puller.fetch(limit, wait)
-        except ConsumerMissing:
-            log.warning("the queue of %s is gone from NATS; making it anew", self._names.model)
         try:
-            await cancellable(self._ensure(self._connection.client()))
+            await cancellable(self._ensure(client))
             return await self._puller.fetch(limit, wait)
         except (ConsumerMissing, nats.errors.Error) as error:
-            raise QueueUnavailable(f"the queue's stream cannot be made: {error}") from error
+            self._connection.leave(client)
+            raise QueueUnavailable(f"the queue's stream cannot be used: {error}") from error
 
     async def _broadcast(
         self, messages: list[Msg], deliveries: list[Delivery], worker: Puller | None
@@ -317,7 +279,7 @@ class JetStreamQueue(PrefillQueue):
             )
             await self._connection.publish(message.reply, b"+TERM")
             return None
-        delivery = JetStreamDelivery(self, message, request)
+        delivery = JetStreamDelivery(self._acks, self._clock, message, request)
         deliveries = message.metadata.num_delivered
         if deliveries > self._limits.max_deliver:
             log.error(
@@ -369,30 +331,3 @@ class JetStreamQueue(PrefillQueue):
 
             self._connection.listen(subject, take)
         return self._inboxes[subject]
-
-
-class JetStreamDelivery(Delivery):
-    def __init__(self, queue: JetStreamQueue, message: Msg, request: PrefillRequest) -> None:
-        self._queue, self._reply, self._losses = queue, message.reply, queue.losses
-        clock = queue._clock
-        queued = clock.age(message.metadata.timestamp.timestamp()) if clock else 0.0
-        super().__init__(request, queued, redelivered=message.metadata.num_delivered > 1)
-
-    async def ack(self) -> None:
-        """During an outage the ack is kept, and sent when the server is back."""
-        try:
-            await self._send(b"+ACK")
-        except QueueUnavailable:
-            self._queue._owed_acks.add(self._reply)
-
-    async def in_progress(self) -> None:
-        await self._send(b"+WPI")
-
-    async def give_back(self) -> None:
-        await self._send(b"-NAK")
-
-    async def _send(self, word: bytes) -> None:
-        """An ack names a message by its number, which in a newer stream is another request's: if the server has lost
-        the message's stream, send nothing."""
-        if self._queue.losses == self._losses:
-            await self._queue._connection.publish(self._reply, word)

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from ssl import SSLContext
 from typing import Any
@@ -18,21 +18,33 @@ from typing import Any
 import nats.js.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
 
 from pdserve.errors import ConfigError
 from pdserve.messages import QueueState
-from pdserve.queue.jetstream.client import available, short_connection
+from pdserve.queue.jetstream.client import available, require_cluster, short_connection
 
 log = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
+REPLICAS = 3
+"""servers that keep the stream where there are so many: one of them may be lost"""
 TOO_MANY = 10077
 """error code of a stream that has as many messages or bytes as it may"""
 _NO_SPACE = (10028, 10047)
 """error codes of a server that cannot reserve so many bytes of memory or disk"""
+_NO_LEADER = (10008,)
+"""error code of a cluster that is choosing its leader"""
 _NOT_ENABLED = (None, 10039, 10076)
-"""error codes of a server or account without JetStream; None: nothing answers on its subjects"""
+"""error codes of a server or account without JetStream; None: nothing answers on its subjects, which is also so while
+a cluster chooses its leader"""
 MESSAGE_TTL = (2, 11)
 """version of the server from which on it removes a message when its own time is over"""
 SAMPLES = 3
@@ -133,7 +145,8 @@ async def require_jetstream(client: Client, url: str) -> None:
     try:
         await client.jetstream(timeout=API_TIMEOUT).account_info()
     except nats.js.errors.ServiceUnavailableError as error:
-        if error.err_code not in _NOT_ENABLED:
+        choosing = error.err_code is None and client._server_info.get("jetstream")
+        if error.err_code not in _NOT_ENABLED or choosing:
             raise
         remedy = (
             "start it with `nats-server --jetstream`, and with `max_payload: 8MB` in the file of its --config, or let "
@@ -144,19 +157,29 @@ async def require_jetstream(client: Client, url: str) -> None:
         ) from error
 
 
-async def check_once(url: str, tls: SSLContext | None) -> None:
+async def check_once(url: str, tls: SSLContext | None, of_cluster: bool) -> None:
     """Raises QueueUnavailable where nothing answers, and ConfigError for a server that cannot serve this graph."""
     with available(url):
         async with short_connection(url, tls) as client:
+            if of_cluster:
+                require_cluster(client)
             await require_jetstream(client, url)
 
 
-async def ensure(client: Client, names: QueueNames, limits: StreamLimits) -> None:
+def default_replicas(nats: str) -> int | None:
+    """None: as many as there are."""
+    return REPLICAS if len(nats.split(",")) >= REPLICAS else None
+
+
+async def ensure(
+    client: Client, names: QueueNames, limits: StreamLimits, replicas: int | None = None
+) -> None:
     """Make the stream and its consumer if they are missing, and set back what an administrator changed. The stream is
     in the server's memory, because a full disk stops a stream in files for as long as the server runs
-    (docs/decisions/0011-queue-in-memory.md)."""
+    (docs/decisions/0011-queue-in-memory.md); in that of so many servers of a cluster, else as an administrator has it.
+    """
     js = client.jetstream(timeout=API_TIMEOUT)
-    await _ensure_stream(js, names.stream, _stream_settings(client, names, limits))
+    await _ensure_stream(js, names.stream, _stream_settings(client, names, limits), replicas)
     await _ensure_consumer(
         js,
         names.stream,
@@ -191,13 +214,17 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
     return settings | ({"allow_msg_ttl": True} if (version.major, version.minor) >= MESSAGE_TTL else {})
 
 
-async def _ensure_stream(js: JetStreamContext, stream: str, settings: dict[str, Any]) -> None:
-    new = StreamConfig(name=stream, storage=StorageType.MEMORY)
+async def _ensure_stream(
+    js: JetStreamContext, stream: str, settings: dict[str, Any], replicas: int | None
+) -> None:
+    new = StreamConfig(name=stream, storage=StorageType.MEMORY, num_replicas=replicas or 1)
     try:
         current = (await js.stream_info(stream)).config
     except nats.js.errors.NotFoundError:
-        await _apply(js.add_stream, new, settings)
+        await _add(js, new, settings)
         return
+    if replicas and current.num_replicas != replicas:
+        current = await _replicate(js, current, replicas)
     changed = [
         name for name, value in settings.items() if (getattr(current, name) or None) != (value or None)
     ]
@@ -211,7 +238,26 @@ async def _ensure_stream(js: JetStreamContext, stream: str, settings: dict[str, 
         except nats.js.errors.APIError as error:
             log.warning("the stream %s is made anew: %s", stream, error.description)
             await js.delete_stream(stream)
-            await _apply(js.add_stream, new, settings)
+            await _add(js, new, settings)
+
+
+async def _add(js: JetStreamContext, new: StreamConfig, settings: dict[str, Any]) -> None:
+    try:
+        await _apply(js.add_stream, new, settings)
+    except nats.js.errors.APIError as error:
+        if new.num_replicas == 1 or error.err_code in _NO_LEADER:
+            raise
+        log.warning("%s is kept by one server, not by %d: %s", new.name, new.num_replicas, error.description)
+        await _apply(js.add_stream, replace(new, num_replicas=1), settings)
+
+
+async def _replicate(js: JetStreamContext, current: StreamConfig, replicas: int) -> StreamConfig:
+    """Have it kept by so many servers, or by as many as before where the cluster has too few."""
+    try:
+        return (await js.update_stream(current, num_replicas=replicas)).config
+    except nats.js.errors.APIError as error:
+        log.debug("%s is not kept by %d servers: %s", current.name, replicas, error.description)
+        return current
 
 
 async def _apply(

@@ -51,6 +51,29 @@ def test_processes_share_a_port() -> None:
             assert second.getsockname()[1] == port
 
 
+_ALONE = (
+    "import os, sys\n"
+    "from pdserve.frontend.edge.sockets import bind\n"
+    "if os.fork(): sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+    "s = bind('127.0.0.1', int(sys.argv[1])); s.listen()\n"
+    "print(s.getsockname()[1], flush=True)\n"
+    "sys.stdin.read()\n"
+)
+
+
+def test_roles_that_run_alone_share_a_port_where_the_same_process_started_them() -> None:
+    """As a frontend's successor beside it, under systemd."""
+    holders, port = [], "0"
+    for _ in range(2):
+        command = [sys.executable, "-c", _ALONE, port]
+        holders.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert holders[-1].stdout is not None
+        port = holders[-1].stdout.readline().strip()
+    assert port
+    assert [holder.communicate("")[0] for holder in holders] == ["", ""]
+    assert [holder.returncode for holder in holders] == [0, 0]
+
+
 def test_another_process_on_the_port_is_named() -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

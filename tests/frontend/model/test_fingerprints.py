@@ -44,6 +44,7 @@ async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> 
                 await another.until(lambda: another.seen)
                 assert await running == 200
             assert len(new.seen) == 4
+    await until(lambda: "rolled" not in graph.models._mixed)
 
 
 async def test_a_card_of_an_older_generation_changes_nothing(graph: Graph) -> None:
@@ -54,6 +55,19 @@ async def test_a_card_of_an_older_generation_changes_nothing(graph: Graph) -> No
         await until(lambda: graph.models.find("rolled").live == 1)
         assert await ask(graph) == 200
         assert len(newest.seen) == 2
+
+
+async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(graph: Graph) -> None:
+    """The other's card is newer: its worker came later."""
+    other = card("rolled", fingerprint="upgraded", vllm_version="0.99.0", generation=99)
+    async with (
+        graph.worker("rolled", loaded="old", generation=9) as old,
+        MemoryRegistry(graph.registry) as registry,
+    ):
+        await registry.put(keys.card("rolled", "decode-9-up"), encode_record(other))
+        await until(lambda: graph.models._mixed["rolled"] == {"old", "upgraded"})
+        assert await ask(graph) == 200
+        assert len(old.seen) == 1
 
 
 BODIES = {

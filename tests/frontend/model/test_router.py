@@ -1,6 +1,8 @@
 import pytest
 
+from pdserve.frontend.model.prospects import Prospect, keeping
 from pdserve.frontend.model.router import choose
+from pdserve.messages import Load, Promise
 from pdserve.records import Instance, Role
 from pdserve.settings import POLICIES
 
@@ -47,3 +49,35 @@ def test_least_loaded(candidates: list[Instance], outstanding: dict[str, float],
 )
 def test_kv(cached: dict[str, int], outstanding: dict[str, float], expected: str) -> None:
     assert choose("kv", [A, B, C], outstanding, cached).id == expected
+
+
+KEEPS, SLOW, BUSY = Load(), Load(gap_seconds=0.1), Load(prompt_wait=2.0, token_seconds=0.0001)
+
+
+@pytest.mark.parametrize(
+    ("promise", "expected"),
+    [
+        (Promise(0.5, 0.06), "a"),
+        (Promise(0.5), "ab"),
+        (Promise(None, 0.06), "ac"),
+        (Promise(5.0, 0.2), "abc"),
+        (Promise(-1.0, 0.06), "abc"),  # late everywhere
+        (Promise(0.001, 0.001), "a"),
+    ],
+)
+def test_a_promise_is_for_the_workers_that_are_expected_to_keep_it(promise: Promise, expected: str) -> None:
+    loads = {"a": KEEPS, "b": SLOW, "c": BUSY}
+    prospects = {name: Prospect.of(load, 0, 100) for name, load in loads.items()}
+    assert "".join(each.id for each in keeping(promise, [A, B, C], prospects)) == expected
+
+
+def test_a_worker_of_which_nothing_is_known_is_neither_the_best_nor_left_out() -> None:
+    """One of an older build, or before its first report."""
+    prospects = {"a": Prospect(0.45, 0.01), "b": Prospect(3.0, 0.01)}
+    assert [each.id for each in keeping(Promise(0.5, 0.06), [A, B, C], prospects)] == ["a", "c"]
+    assert keeping(Promise(0.5, 0.06), [A, B], {}) == [A, B]
+
+
+def test_prompts_sent_since_the_report_count() -> None:
+    load = Load(prompt_wait=0.25, token_seconds=0.125, gap_seconds=0.04)
+    assert Prospect.of(load, 3, 1) == Prospect(0.75, 0.04)

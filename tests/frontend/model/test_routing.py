@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 
+import msgspec
 import pytest
 
 from pdserve.config.host import VLLM_VERSION
@@ -20,6 +21,7 @@ from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Outputs, Submit, ToFrontend
 from pdserve.plan.slots import Slot
 from pdserve.records import Instance, Role
+from pdserve.slo import NO_PROMISE, Promised
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import config, living
@@ -229,3 +231,20 @@ async def test_nothing_is_told_or_kept_unless_the_router_is_kv(policy: str) -> N
         await until(lambda: not any(w._engine.prefixes.followed for w in workers.workers.values()))
         await frontend.ask(prompt)
         assert len(frontend.pool._prefixes) == 0
+
+
+async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it() -> None:
+    async with graph("a", "b") as workers:
+        frontend = await workers.frontend("one", "round-robin")
+        links = frontend.pool._links
+        await until(lambda: all(link.load.token_seconds for link in links.values()))
+        links["b"].take_load(msgspec.structs.replace(links["b"].load, gap_seconds=0.5))
+        chosen = {promised: picked(frontend, promised) for promised in (NO_PROMISE, Promised(gap=0.06))}
+    assert chosen == {NO_PROMISE: {"a": 5, "b": 5}, Promised(gap=0.06): {"a": 10}}
+
+
+def picked(frontend: RoutingFrontend, promised: Promised) -> Counter[str]:
+    generation = Generation(request([1, 2, 3]), trace())
+    generation.trace.promised = promised
+    links = [frontend.pool.pick(generation, only_others=False) for _ in range(10)]
+    return Counter(link.instance for link in links if link is not None)

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 from rich.console import Console
 
 from pdserve.cli.find import GraphAddress
 from pdserve.cli.status import render
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor, Workers, serve_model
+from pdserve.frontend.model.served_model import UNKNOWN_SECONDS
 from pdserve.messages import Load, WorkerLoad
 from pdserve.observe.graph_state import graph_state
 from pdserve.records import Instance, ModelCard, Role, encode_record
@@ -134,6 +136,23 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
         assert (await request).status_code == 200
     await until(lambda: graph.models.report() == Load())
     assert "decode-9 does not answer" in shown.getvalue()
+
+
+async def test_what_waits_for_a_place_is_a_backlog_in_seconds(graph: Graph) -> None:
+    def backlog() -> float | None:
+        return REGISTRY.get_sample_value("pdserve_backlog_seconds", {"model": "queued", "role": "decode"})
+
+    async with (
+        graph.worker("queued", pace=None, at_once=2) as worker,
+        graph.worker("queued", role=Role.PREFILL, connected=False, at_once=64),  # may stand in
+    ):
+        asked = [asyncio.create_task(complete(graph, model="queued", max_tokens=1)) for _ in range(6)]
+        await until(lambda: graph.models.report().waiting == 4)
+        assert backlog() == graph.models.report().backlog == 4 * UNKNOWN_SECONDS / 2
+        worker.go()
+        await asyncio.gather(*asked)
+    await until(lambda: backlog() in (0.0, None))
+    assert graph.models.report().backlog == 0
 
 
 async def test_unknown_model(graph: Graph) -> None:

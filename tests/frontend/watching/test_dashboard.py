@@ -47,7 +47,7 @@ expect.set_options(timeout=30_000)
 async def process(config: Config, role: Role) -> AsyncIterator[Service]:
     """A process of the graph as it runs alone, but in this one."""
     slot = Slot(role, 0)
-    module, _, name = service_of(role, config).partition(":")
+    module, _, name = service_of(slot, config).partition(":")
     with serve_pages(config.host) as pages:
         service: Service = getattr(import_module(module), name).connect(config, slot, pages.metrics)
         pages.watched = service.watched

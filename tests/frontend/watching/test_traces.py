@@ -16,7 +16,8 @@ import pytest
 import pytest_asyncio
 
 from pdserve import queue
-from pdserve.config.schema import DecodeConfig, traces_url
+from pdserve.config.addresses import traces_url
+from pdserve.config.schema import DecodeConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.observe.tracing import Tracer

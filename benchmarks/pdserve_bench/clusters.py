@@ -1,0 +1,94 @@
+"""Clusters of three nats-servers or three etcds on loopback, to be broken. Their members are `EmbeddedServer`s that
+find each other; what restarts a dead one is up to the caller."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pdserve.credentials import Credentials
+from pdserve.ports import free_port
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+
+SIZE = 3
+HOST = "127.0.0.1"
+
+
+class NatsMember(EmbeddedNats):
+    def __init__(
+        self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
+    ) -> None:
+        """`peers`: the ports at which the members reach each other."""
+        self.name = f"nats-{number}"
+        super().__init__(folder, free_port(HOST), credentials=credentials)
+        self.peers, self.peer_port = peers, peers[number]
+        self._pages = free_port(HOST)
+
+    @property
+    def leader_page(self) -> str:
+        """The page that says which server leads the cluster."""
+        return f"http://{HOST}:{self._pages}/jsz"
+
+    def command(self) -> list[str]:
+        cluster = ["--cluster_name", "pdserve", "--cluster", f"nats://{HOST}:{self.peer_port}"]
+        routes = ",".join(f"nats://{HOST}:{port}" for port in self.peers)
+        pages = ["--http_port", str(self._pages)]
+        return [*super().command(), "--name", self.name, *cluster, "--routes", routes, *pages]
+
+
+class EtcdMember(EmbeddedEtcd):
+    def __init__(
+        self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
+    ) -> None:
+        """`peers`: the ports at which the members reach each other."""
+        self.name = f"etcd-{number}"
+        super().__init__(folder, free_port(HOST), credentials=credentials)
+        self.peers, self.peer_port = peers, peers[number]
+
+    def command(self) -> list[str]:
+        """Of a flag that comes twice, etcd takes the last."""
+        scheme = "https" if self.credentials else "http"
+        urls = [f"{scheme}://{HOST}:{port}" for port in self.peers]
+        own = f"{scheme}://{HOST}:{self.peer_port}"
+        members = ",".join(f"etcd-{number}={url}" for number, url in enumerate(urls))
+        peers = [f"--listen-peer-urls={own}", f"--initial-advertise-peer-urls={own}"]
+        return [*super().command(), f"--name={self.name}", *peers, f"--initial-cluster={members}"]
+
+
+@dataclass(frozen=True)
+class Clusters:
+    nats: Sequence[NatsMember]
+    etcd: Sequence[EtcdMember]
+
+    @property
+    def members(self) -> Sequence[EmbeddedServer]:
+        return [*self.nats, *self.etcd]
+
+
+M = TypeVar("M", NatsMember, EtcdMember)
+
+
+@asynccontextmanager
+async def cluster(
+    kind: type[M], folder: Path, credentials: Credentials | None = None
+) -> AsyncIterator[list[M]]:
+    os.environ.setdefault("GODEBUG", "multipathtcp=0")  # what listens on multipath TCP cannot be cut
+    ports = [free_port(HOST) for _ in range(SIZE)]
+    members = [kind(folder, number, ports, credentials) for number in range(SIZE)]
+    try:
+        await asyncio.gather(*(member.start() for member in members))
+        yield members
+    finally:
+        for member in members:
+            if member.child is not None and member.child.running:
+                os.killpg(member.child.pid, signal.SIGKILL)  # a leader would wait for the others
+        await asyncio.gather(*(member.stop() for member in members))
+
+
+def addresses(members: Sequence[M]) -> str:
+    """All of them, as `Graph.nats` and `Graph.etcd` take them."""
+    return ",".join(member.url for member in members)

@@ -1,0 +1,239 @@
+"""A network of hosts on this machine. Each host is a set of Linux namespaces: its own address on a bridge, process ids,
+hostname, /dev/shm, /tmp and monotonic clock. This process is on the bridge too, as 10.77.0.1.
+
+Nothing of it can outlive this process: a host is all below its first process, which the kernel kills with ours, and
+interfaces go with their namespaces. Needs root, or `unshare --user --map-root-user` around this process.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from pdserve.errors import Unavailable
+from pdserve.supervisor.exits import exit_of
+from pdserve.tied import tied
+from pdserve_bench.hosts.cable import Cable, run
+
+T = TypeVar("T")
+
+SUBNET = "10.77.0"
+BRIDGE = "hosts"
+ADDRESS = "02:00:00:00:00:01"
+"""a bridge without one of its own takes that of a cable, and another when this host vanishes: others lose it then"""
+MONOTONIC = 1_000_003
+"""seconds by which the monotonic clock of each host is ahead of the one before: those of two hosts have nothing in
+common"""
+_CLONE_NEWNET = 0x40000000
+_SPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--time")
+_FIRST = """
+set -e
+hostname "$0"
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /dev/shm
+n=0; for path; do n=$((n+1)); mkdir /dev/shm/$n; mount --bind "$path" /dev/shm/$n; done
+mount -t tmpfs tmpfs /tmp
+n=0; for path; do
+  n=$((n+1)); mkdir -p "$path"; mount --bind /dev/shm/$n "$path"; umount /dev/shm/$n; rmdir /dev/shm/$n
+done
+ip link set lo up
+echo ready
+while :; do sleep infinity & wait; done
+"""
+"""the first process of a host, which reaps its orphans; its arguments are folders of /tmp that all hosts share"""
+_CLOCK = """
+import sys, time
+def _ahead():
+    return 0 if sys._getframe(2).f_globals.get("__name__", "").startswith("grpc") else {0}
+_time, _time_ns = time.time, time.time_ns
+time.time = lambda: _time() + _ahead()
+time.time_ns = lambda: _time_ns() + int(_ahead() * 10**9)
+"""
+"""of Python alone: gRPC gives its deadlines to C, which reads the clock of the machine"""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def network(folder: Path) -> Iterator["Network"]:
+    """Put this thread, and those that it starts from here on, into a network of its own until the context is left: for
+    a process that has no gRPC threads yet. `folder` is seen by all hosts. Raises Unavailable, with the reason, where
+    the kernel or the user's rights do not permit it."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    found = Network(folder)
+    try:
+        if _libc.unshare(_CLONE_NEWNET):
+            why = os.strerror(ctypes.get_errno())
+            raise Unavailable(
+                f"no network namespace ({why}): run it as root, or below unshare --user --map-root-user --mount"
+            )
+        for line in (
+            "ip link set lo up",
+            f"ip link add {BRIDGE} address {ADDRESS} type bridge",
+            f"ip addr add {SUBNET}.1/24 dev {BRIDGE}",
+            f"ip link set {BRIDGE} up",
+        ):
+            run(line)
+        yield found
+    finally:
+        found.close()
+        _libc.setns(home, _CLONE_NEWNET)
+        os.close(home)
+
+
+class Network:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hosts: dict[str, Host] = {}
+        self._numbers = iter(range(2, 255))
+        self._thread = ThreadPoolExecutor(1)
+        """in the network's namespace, and there to the end: the kernel ends a host with the thread that made it"""
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do this in a thread, so that clients in this one go on: each change of a link is some commands."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def host(self, name: str, clock: float = 0.0) -> "Host":
+        """A new host. One of the same name vanishes, so that this is that host after a restart, with another address
+        and the same folder. `clock` are the seconds by which the time of day of its Python processes is ahead."""
+        return self._host(name, next(self._numbers), clock)
+
+    def restart(self, name: str) -> "Host":
+        """The host after a restart, at its address."""
+        host = self.hosts[name]
+        return self._host(name, host.number, host.clock)
+
+    def _host(self, name: str, number: int, clock: float) -> "Host":
+        if name in self.hosts:
+            self.hosts.pop(name).vanish()
+        self.hosts[name] = host = Host(name, number, self.folder, clock)
+        return host
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.vanish()
+        self.hosts.clear()
+        self._thread.shutdown()
+
+
+class Host:
+    def __init__(self, name: str, number: int, folder: Path, clock: float) -> None:
+        self.name, self.number, self.clock = name, number, clock
+        self.address = f"{SUBNET}.{number}"
+        self.folder = folder / name
+        """its own, for its state: the other hosts see it and leave it alone"""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shift = str(number * MONOTONIC)
+        spaces = (*_SPACES, "--monotonic", shift, "--boottime", shift, "--fork", "--kill-child=SIGKILL")
+        self._holder = subprocess.Popen(
+            tied(["unshare", *spaces, "sh", "-c", _FIRST, name, *_shared(folder)], signal.SIGKILL),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        try:
+            first = self._first()
+            self._enter = ("nsenter", "--target", str(first), *_SPACES)
+            self.link = Cable(f"host-{number}", first, self.address, SUBNET, BRIDGE)
+        except BaseException:
+            self._end()
+            raise
+
+    def _first(self) -> int:
+        """Wait for its first process, and return its pid on this machine. Raises Unavailable."""
+        assert self._holder.stdout
+        assert self._holder.stderr
+        if self._holder.stdout.readline() != b"ready\n":
+            raise Unavailable(f"no host on this machine: {self._holder.stderr.read().decode().strip()}")
+        (first,) = psutil.Process(self._holder.pid).children()
+        return int(first.pid)
+
+    def start(
+        self, command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
+    ) -> "HostProcess":
+        """Start a process on this host, in this working directory."""
+        env = {**os.environ, **(variables or {})}
+        if self.clock:
+            (self.folder / "sitecustomize.py").write_text(_CLOCK.format(self.clock))
+            env["PYTHONPATH"] = os.pathsep.join([str(self.folder), env.get("PYTHONPATH", "")])
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [*self._enter, "env", "-C", os.getcwd(), *command],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
+            )
+        self._processes.append(process)
+        return HostProcess(process)
+
+    def processes(self) -> list[str]:
+        """What runs on it, but for its first process."""
+        (first,) = psutil.Process(self._holder.pid).children()
+        return [name for child in first.children(recursive=True) if (name := child.name()) != "sleep"]
+
+    def vanish(self) -> None:
+        """As by a loss of power: nothing leaves it any more, then all of its processes are killed. Returns when they
+        are gone."""
+        self.link.remove()
+        self._end()
+
+    def _end(self) -> None:
+        for process in psutil.Process(self._holder.pid).children() if self._holder.poll() is None else ():
+            process.kill()  # the first process, with which the kernel kills the others
+        self._holder.wait()
+        for process in self._processes:
+            process.wait()
+        for pipe in (self._holder.stdout, self._holder.stderr):
+            assert pipe
+            pipe.close()
+
+
+class HostProcess:
+    """A process on a host, as this machine sees it."""
+
+    def __init__(self, entering: "subprocess.Popen[bytes]") -> None:
+        self._entering = entering
+
+    @property
+    def pid(self) -> int:
+        """On this machine; on the host it has another one. 0 before it has been started and after its end."""
+        try:
+            return next((child.pid for child in psutil.Process(self._entering.pid).children()), 0)
+        except psutil.Error:
+            return 0
+
+    def poll(self) -> int | None:
+        """Its exit code, as of `subprocess.Popen`."""
+        return self._entering.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._entering.wait(timeout)
+
+    async def ended(self, within: float) -> int | None:
+        """Wait for its end; None where it does not come."""
+        try:
+            return await asyncio.wait_for(exit_of(self._entering), within)
+        except TimeoutError:
+            return None
+
+    def signal(self, number: signal.Signals) -> None:
+        if pid := self.pid:
+            os.kill(pid, number)
+
+
+def _shared(folder: Path) -> list[str]:
+    """What all hosts see of this machine's /tmp, which they have each for themselves."""
+    paths = (folder, Path.cwd(), Path(sys.prefix), Path(__file__).parents[3])
+    return sorted({str(path.resolve()) for path in paths if path.resolve().is_relative_to("/tmp")})

@@ -1,0 +1,143 @@
+"""The arms of the comparison: settings of one running graph, switched while it is idle, each with the same arrivals and
+prompts of its own; all arms forwards and then backwards (ABBA), so that a machine that changes evenly favours none."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+from pdserve.settings import MAX_THRESHOLD, of_promise
+from pdserve.slo import NO_PROMISE, Promised
+from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
+from pdserve_bench.progress import Schedule
+from pdserve_bench.runs import Scalable
+from pdserve_bench.slo import Slo
+
+SETTLED = 0.5
+"""seconds until all processes go by new settings"""
+BETWEEN = 3.0
+"""seconds of a window beside its load, until some were measured"""
+_JUDGE_LATER = GoodputOptions(Slo(3600.0, 3600.0), share=0.0)
+"""no window is cut short"""
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    settings: Mapping[str, str]
+
+
+OFF = Arm("off", {})
+"""nothing is promised; prompts go as the file says"""
+WAYS = (
+    Arm(
+        "all remote",
+        {
+            "policy": "threshold",
+            "max-local-prefill-length": "0",
+            "max-prefill-queue-size": str(MAX_THRESHOLD),
+        },
+    ),
+    Arm("all local", {"policy": "threshold", "max-local-prefill-length": str(MAX_THRESHOLD)}),
+)
+
+
+def arm_of(name: str, slo: Slo) -> Arm:
+    """The graph is to keep this promise."""
+    return Arm(name, of_promise(Promised(slo.ttft, slo.gap)))
+
+
+@dataclass
+class Switch:
+    """The live settings of a running graph."""
+
+    _registry: Registry
+    _before: Mapping[str, str]
+    _now: Mapping[str, str]
+
+    @classmethod
+    @asynccontextmanager
+    async def on(cls, registry: Registry) -> AsyncIterator["Switch"]:
+        """Leaving puts back what was set before."""
+        found = await registry.read(keys.SETTINGS)
+        before = {key.removeprefix(keys.SETTINGS): value.decode() for key, value in found.items()}
+        switch = cls(registry, before, before)
+        try:
+            yield switch
+        finally:
+            await asyncio.shield(switch._set(before))
+
+    async def to(self, arm: Arm) -> None:
+        await self._set({**self._before, **of_promise(NO_PROMISE), **arm.settings})
+        await asyncio.sleep(SETTLED)
+
+    async def _set(self, wanted: Mapping[str, str]) -> None:
+        """What is not among these is as in the file."""
+        for name in self._now.keys() - wanted.keys():
+            await self._registry.delete(keys.setting(name))
+        for name, value in wanted.items():
+            if self._now.get(name) != value:
+                await self._registry.put(keys.setting(name), value.encode(), leased=False)
+        self._now = dict(wanted)
+
+
+def in_turn(rates: Sequence[float], arms: Sequence[Arm]) -> Iterator[tuple[float, Arm]]:
+    """All arms at each rate, and all of it again backwards."""
+    forwards = [(rate, arm) for rate in rates for arm in arms]
+    yield from forwards
+    yield from reversed(forwards)
+
+
+@dataclass
+class ArmsRun:
+    """What is known so far."""
+
+    promises: Mapping[str, Slo]
+    rates: Sequence[float]
+    arms: Sequence[Arm]
+    seconds: float
+    """for all of it, unless the server takes long to be idle again"""
+    seed: int
+    shortest: float = 3.0
+    """seconds of load in a window, at least"""
+    warm_up: float = 4.0
+    windows: list[tuple[Arm, Probe]] = field(default_factory=list)
+    """in order; the last one may still run: `run.ended` is 0 then"""
+    complete: bool = False
+
+    def of(self, arm: Arm, rate: float) -> list[Probe]:
+        """The windows that have ended."""
+        return [made for other, made in self.windows if other == arm and made.rate == rate and made.counted]
+
+
+async def compare_arms(
+    endpoint: Endpoint, users: Scalable, switch: Switch, result: ArmsRun, schedule: Schedule
+) -> None:
+    """Fill the result. Raises Unavailable where the server answers no request at all, or is not idle again."""
+    deadline = time.monotonic() + result.seconds
+    canary, windows = Canary(endpoint), list(in_turn(result.rates, result.arms))
+    await switch.to(OFF)
+    await canary.learn()
+    with schedule.phase("warming up", result.warm_up):
+        await warm_up(endpoint, users, min(result.rates), result.warm_up, result.seed - 1)
+        await canary.until_idle()
+    between, half, seconds = BETWEEN, len(windows) // 2, 0.0
+    for number, (rate, arm) in enumerate(windows):
+        began, left = time.monotonic(), len(windows) - number
+        if number in (0, half):  # the arms of one half have windows of one length
+            seconds, between = max(result.shortest, (deadline - began) / left - between), 0.0
+        schedule.cancel("others")
+        schedule.announce("others", max(0.0, deadline - began - seconds))
+        await switch.to(arm)
+        made = Probe(rate, seconds, result.seed + 1000 * (number >= half) + result.rates.index(rate))
+        result.windows.append((arm, made))
+        with schedule.phase(f"{arm.name} at {rate:g} req/s", seconds):
+            await probe(endpoint, users, made, _JUDGE_LATER, schedule.update)
+            await canary.until_idle()
+        made.counted = True
+        between += (time.monotonic() - began - seconds) / half
+    result.complete = True

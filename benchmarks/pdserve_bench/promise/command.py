@@ -1,0 +1,111 @@
+"""`pdserve bench promise`."""
+
+import random
+from typing import Annotated
+
+import typer
+
+from pdserve.cli.find import GraphAddress, find_graph, frontend_url
+from pdserve.cli.options import GraphFile
+from pdserve.errors import ConfigError
+from pdserve.registry import connect
+from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
+from pdserve_bench.goodput.requests import PoissonRequests
+from pdserve_bench.options import ApiKey, Json
+from pdserve_bench.progress import Schedule
+from pdserve_bench.promise.arms import OFF, WAYS, ArmsRun, Switch, arm_of, compare_arms
+from pdserve_bench.promise.result import report_of
+from pdserve_bench.report import check_outputs
+from pdserve_bench.runs import run_and_show
+from pdserve_bench.slo import Slo, seconds
+
+PATIENCE = 30.0
+"""seconds until a request without an end has failed"""
+PROMISES = ("chat=500ms/60ms", "agent=200ms/100ms", "rag=2s/40ms")
+
+
+def promise(
+    file: GraphFile = None,
+    model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
+    api_key: ApiKey = "",
+    promises: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--promise", metavar="NAME=TTFT/GAP", help=f"again for each (default: {', '.join(PROMISES)})"
+        ),
+    ] = None,
+    rates: Annotated[str, typer.Option(metavar="R,...", help="requests per second")] = "4,6,8",
+    ways: Annotated[
+        bool, typer.Option("--ways", help="without a promise also: all prompts remote, and all local")
+    ] = False,
+    prompt_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="of each prompt; no two prompts are alike")
+    ] = 1300,
+    answer_len: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 64,
+    seconds_: Annotated[float, typer.Option("--seconds", metavar="S", min=1.0, help="for all of it")] = 480.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="of prompts and arrivals")] = None,
+    json: Json = None,
+) -> int:
+    """Measure what a promise (SLO) is worth: the graph that runs here, without one and with each of several, which are
+    set live, in turn at each rate (Poisson arrivals), and all of it again backwards. Each promise judges the requests
+    of its own arm and of the one without. At the end the settings are as before. Nothing else should use the graph.
+
+    examples:
+      pdserve bench promise                                             three promises in eight minutes
+      pdserve bench promise --rates 4,6,8,10 --json promise.json
+      pdserve bench promise --ways --promise chat=500ms/60ms            and is the default never behind?
+    """
+    judged = dict(_promise(text) for text in promises or PROMISES)
+    arms = [OFF, *(arm_of(name, slo) for name, slo in judged.items()), *(WAYS if ways else ())]
+    chosen = random.SystemRandom().randrange(1 << 31) if seed is None else seed
+    result = ArmsRun(judged, _rates(rates), arms, seconds_, chosen)
+    check_outputs(json, None)
+    graph = find_graph(file, None, None)
+    title = f"The promise, {prompt_tokens} tokens in, {answer_len} out"
+    users = prompt_tokens, answer_len
+    return run_and_show(
+        lambda: _compare(graph, model, key_headers(api_key), users, result),
+        lambda complete: (
+            report_of(result, title) if any(made.counted for _, made in result.windows) else None
+        ),
+        json,
+        None,
+        lambda: not result.complete,
+    )
+
+
+async def _compare(
+    graph: GraphAddress, model: str, headers: dict[str, str], shape: tuple[int, int], result: ArmsRun
+) -> None:
+    endpoint = await find_endpoint(await frontend_url(graph), model, headers)
+    if 0 < endpoint.max_model_len < sum(shape):
+        raise ConfigError([f"{endpoint.model} takes {endpoint.max_model_len} tokens, not {sum(shape)}."])
+    prompts = await learn_prompts(endpoint, result.seed)
+    async with (
+        connect(graph.etcd, graph.namespace, graph.credentials) as registry,
+        Switch.on(registry) as switch,
+    ):
+        with Schedule() as schedule:
+            users = PoissonRequests(prompts, *shape, patience=PATIENCE)
+            await compare_arms(endpoint, users, switch, result, schedule)
+
+
+def _promise(text: str) -> tuple[str, Slo]:
+    name, _, bounds = text.partition("=")
+    ttft, _, gap = bounds.partition("/")
+    try:
+        if not name or name in {arm.name for arm in (OFF, *WAYS)}:
+            raise ValueError("it needs a name of its own")
+        return name, Slo(seconds(ttft), seconds(gap))
+    except ValueError as error:
+        raise ConfigError([f"--promise {text}: {error}; write it as {PROMISES[0]}."]) from None
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        rates = []
+    if not rates or not 0 < rates[0] <= rates[-1] < 1000:
+        raise ConfigError([f"--rates {text}: give numbers above 0, as in 4,6,8."])
+    return rates

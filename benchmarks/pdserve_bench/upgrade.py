@@ -1,0 +1,226 @@
+"""A rolling upgrade under load: the roles of a graph are started from the build of another commit, each by itself, on
+one NATS and etcd, and replaced one by one by those of this checkout, as on hosts of which each gets the new build in
+its turn; then back. Every answer is compared, token for token.
+
+Workers are ended before their successors start, since there is no second GPU for them; a frontend's successor has its
+clients first, as behind a load balancer. Exit code 1 where a request failed, hung or was answered wrongly, or KV blocks
+stayed held.
+
+    python -m pdserve_bench.upgrade 40fa7c4                             simulated engines
+    python -m pdserve_bench.upgrade 40fa7c4 -f configs/local.yaml       those of the file, in float32
+"""
+
+import asyncio
+import io
+import logging
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pdserve.config.load import load as load_config
+from pdserve.config.schema import Config
+from pdserve.errors import Unavailable
+from pdserve.observe.graph_state import slot_name
+from pdserve.observe.tables import show
+from pdserve.ports import free_port
+from pdserve.records import Role
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
+from pdserve.supervisor.exits import exit_of
+from pdserve.supervisor.readiness import until_frontends_ready
+from pdserve.supervisor.state import GraphRecord
+from pdserve_bench.chaos import questions
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.questions import Case
+from pdserve_bench.chaos.scorecard import Row, score, scorecard
+from pdserve_bench.client import LoadClient
+from pdserve_bench.launch import PDSERVE, SHORT, SIM_SPEED, ServerRun, derive
+from pdserve_bench.options import program
+from pdserve_bench.progress import Schedule
+from pdserve_bench.sections import take
+from pdserve_bench.simulated import simulated, write
+from pdserve_bench.watch import GraphWatch
+
+ROOT = Path(__file__).parents[2]
+WORKERS = {Role.PREFILL: 2, Role.DECODE: 2}
+PATIENCE = 120.0
+"""seconds after which a request counts as hung"""
+REMOTE_WITHIN = 60.0
+"""seconds after each replacement in which a prompt has to be prefilled remotely"""
+SETTLE = 40.0
+"""seconds until all KV is free: a lease, and some more"""
+
+
+def build_of(commit: str, folder: Path) -> Path:
+    """Unpack the package as it is in this commit. Raises Unavailable where this clone lacks it."""
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", commit, "pdserve"], capture_output=True, check=False
+    )
+    if archive.returncode:
+        raise Unavailable(f"no build of {commit}: {archive.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+@dataclass
+class Rolled:
+    """A graph whose roles run by themselves, each of some build, on the files in `folder`: `0.yaml` and `1.yaml` differ
+    in the frontend's port."""
+
+    folder: Path
+    urls: tuple[str, str]
+    watch: GraphWatch
+    say: Callable[[str], None]
+    running: dict[str, ServerRun] = field(default_factory=dict)
+    """by slot"""
+
+    async def start(self, role: Role, index: int, build: Path) -> None:
+        """Return when it is registered. Raises ConfigError and Unavailable."""
+        name = f"{role.value}-{index}"
+        run = ServerRun(
+            [*PDSERVE, role.value, "-f", str(self.folder / f"{index}.yaml"), "--index", str(index)],
+            self.folder / f"{name}-{len(list(self.folder.glob(f'{name}-*')))}.log",
+            # not from the working directory, which may be a checkout
+            {"PYTHONPATH": str(build), "PYTHONSAFEPATH": "1", "PDSERVE_STATE_DIR": str(self.folder / name)},
+        )
+        self.running[name] = run
+        before, registered = {each.id for each in await self.watch.instances()}, False
+        run.start()
+
+        async def look() -> None:
+            nonlocal registered
+            while not registered:
+                new = {each.id for each in await self.watch.instances()} - before
+                registered = any(slot_name(each) == name for each in new)
+                await asyncio.sleep(0.2)
+
+        looking = asyncio.create_task(look())
+        try:
+            await run.until(lambda: registered, self.say)
+        finally:
+            looking.cancel()
+
+    async def end(self, role: Role, index: int) -> None:
+        """Let it drain. Raises Unavailable where it does not end well."""
+        run = self.running.pop(f"{role.value}-{index}")
+        run.process.terminate()
+        if code := await exit_of(run.process):
+            raise Unavailable(f"{role.value}-{index} ended with exit code {code}:\n{run.text[-3000:]}")
+
+    async def fill(self, build: Path) -> None:
+        """The whole graph, with one frontend."""
+        slots = [(role, index) for role, count in WORKERS.items() for index in range(count)]
+        await asyncio.gather(*(self.start(*slot, build) for slot in [(Role.FRONTEND, 0), *slots]))
+
+    async def replace(self, build: Path, load: JudgedLoad) -> None:
+        """Bring this build to all slots, one after the other, with remote prefills in between."""
+        for role, count in WORKERS.items():
+            for index in range(count):
+                await self.end(role, index)
+                await self.start(role, index, build)
+                self.say(f"{role.value}-{index} is of {build.name}")
+                await _prefilled_remotely(load)
+        old, new = (0, 1) if "frontend-0" in self.running else (1, 0)
+        await self.start(Role.FRONTEND, new, build)
+        await _until_serving(self.urls[new])
+        load.urls = [self.urls[new]]
+        await self.end(Role.FRONTEND, old)
+        self.say(f"the frontend is of {build.name}")
+        await _prefilled_remotely(load)
+
+
+async def _prefilled_remotely(load: JudgedLoad) -> None:
+    since = time.monotonic()
+    async with asyncio.timeout(REMOTE_WITHIN):
+        await load.until(lambda answer: answer.prefill == "remote" and answer.started > since)
+
+
+async def upgrade(
+    file: Path, first: Path, then: Sequence[Path], folder: Path, say: Callable[[str], None]
+) -> list[Row]:
+    """A graph of the build `first`, and a row for the change to each of the others. Raises ConfigError, Unavailable and
+    TimeoutError."""
+    async with AsyncExitStack() as stack:
+        nats = await stack.enter_async_context(EmbeddedNats(folder / "servers"))
+        etcd = await stack.enter_async_context(EmbeddedEtcd(folder / "servers"))
+        config, other = (_alone(file, folder / f"{index}.yaml", nats.url, etcd.url) for index in (0, 1))
+        watch = await stack.enter_async_context(GraphWatch())
+        await watch.move(GraphRecord(os.getpid(), "", "", config.namespace, etcd.url, nats.url))
+        rolled = Rolled(folder, (_url(config), _url(other)), watch, say)
+        stack.push_async_callback(_stop, rolled)
+        await rolled.fill(first)
+        longest = min(each.max_model_len for each in await watch.learn() if each.max_model_len)
+        known, rows = await _cases(config, longest), []
+        for build in then:
+            url = rolled.urls[0 if "frontend-0" in rolled.running else 1]
+            async with JudgedLoad(url, config.served_model_name, known, 8, PATIENCE) as load:
+                began = time.monotonic()
+                await _prefilled_remotely(load)
+                await rolled.replace(build, load)
+            left = await watch.leftovers(SETTLE)
+            rows.append(score(f"to {build.name}", "each process", load.seen(build.name, began), 0.0, left))
+        return rows
+
+
+async def _cases(config: Config, longest: int) -> Iterator[Case]:
+    cases = questions.endless(questions.prompt_lengths(config, longest), 1)
+    client, name = LoadClient(_url(config)), config.served_model_name
+    await _until_serving(_url(config))
+    await client.ask(questions.Attempt.of(next(cases), name), PATIENCE)
+    if model := questions.simulated(config):
+        return (replace(case, expected=questions.computed(case, model)) for case in cases)
+    return questions.again(await questions.learn(client, name, cases, PATIENCE))
+
+
+async def _stop(rolled: Rolled) -> None:
+    await asyncio.gather(*(run.stop() for run in rolled.running.values()))
+
+
+async def _until_serving(url: str) -> None:
+    async for _ in until_frontends_ready(url, 1):
+        pass
+
+
+def _url(config: Config) -> str:
+    assert config.frontend is not None
+    return f"http://127.0.0.1:{config.frontend.port}"
+
+
+def _alone(file: Path, to: Path, nats: str, etcd: str) -> Config:
+    """Write the file for roles that run by themselves: on these servers, with prompts that go by length."""
+    sections = derive(file, 2, free_port("127.0.0.1"), free_port("127.0.0.1", 32), "float32")
+    if "policy" in sections["VllmWorker"]:
+        take(sections["VllmWorker"], "policy")
+        sections["VllmWorker"]["max-local-prefill-length"] = SHORT
+    sections["Graph"] |= {"nats": nats, "etcd": etcd}
+    return load_config(write(sections, to), {})
+
+
+def main() -> int:
+    parser = program(__doc__)
+    parser.add_argument("commit", help="of the other build")
+    parser.add_argument("-f", "--file", type=Path, help="a graph with real engines")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    say = Schedule().say
+    with tempfile.TemporaryDirectory(prefix="pdserve-upgrade-") as name:
+        folder = Path(name)
+        file = args.file or write(simulated(SIM_SPEED["sim"]), folder / "sim.yaml")
+        other = build_of(args.commit, folder / args.commit)
+        rows = asyncio.run(upgrade(file, other, [ROOT, other], folder, say))
+        for row in rows:
+            for each in row.traces:
+                say(str(each))
+    show(scorecard(rows))
+    return 0 if all(row.good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

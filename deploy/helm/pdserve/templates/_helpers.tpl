@@ -1,0 +1,224 @@
+{{/* The graph's name: labels and servers are those of the release that it joins. */}}
+{{- define "pdserve.graph" -}}{{ .Values.join | default .Release.Name }}{{- end -}}
+
+{{- define "pdserve.selector" -}}
+app.kubernetes.io/name: pdserve
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "pdserve.labels" -}}
+{{ include "pdserve.selector" . }}
+app.kubernetes.io/part-of: {{ include "pdserve.graph" .root }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+{{- end -}}
+
+{{- define "pdserve.image" -}}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{- end -}}
+
+{{/* The YAML as text. A name by its content: an upgrade makes another ConfigMap, and pods of the old revision keep theirs. */}}
+{{- define "pdserve.yaml" -}}
+{{- if kindIs "string" .Values.config }}{{ .Values.config }}{{ else }}{{ toYaml .Values.config }}{{ end -}}
+{{- end -}}
+{{- define "pdserve.configMap" -}}{{ .Release.Name }}-graph-{{ include "pdserve.yaml" . | sha256sum | trunc 10 }}{{- end -}}
+
+{{/* A section's keys in kebab-case with those of Common that it lists, as JSON. */}}
+{{- define "pdserve.section" -}}
+{{- $keys := dict -}}
+{{- $own := index .config .name | default dict -}}
+{{- range $key, $value := index .config "Common" | default dict -}}
+{{- range index $own "common-configs" | default (index $own "common_configs") -}}
+{{- if eq (replace "_" "-" .) (replace "_" "-" $key) }}{{ $_ := set $keys (replace "_" "-" $key) $value }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $value := $own }}{{ $_ := set $keys (replace "_" "-" $key) $value }}{{ end -}}
+{{- toJson $keys -}}
+{{- end -}}
+
+{{/* What the YAML says: ports, drain, and for each role its replicas and GPUs; as JSON. */}}
+{{- define "pdserve.facts" -}}
+{{- $config := include "pdserve.yaml" . | fromYaml -}}
+{{- if hasKey $config "Error" }}{{ fail (printf "config is not a YAML mapping (--set-file config=graph.yaml): %s" $config.Error) }}{{ end -}}
+{{- $graph := include "pdserve.section" (dict "config" $config "name" "Graph") | fromJson -}}
+{{- $front := include "pdserve.section" (dict "config" $config "name" "Frontend") | fromJson -}}
+{{- $roles := dict -}}
+{{- if or $config.Frontend $config.Processor -}}
+{{- $processes := max (dig "ServiceArgs" "workers" 1 $front) (dig "Processor" "ServiceArgs" "workers" 1 $config) -}}
+{{- $default := ternary 0 $processes (ne .Values.join "") -}}
+{{- $replicas := ternary $default .Values.frontend.replicas (kindIs "invalid" .Values.frontend.replicas) | int -}}
+{{- if $replicas }}{{ $_ := set $roles "frontend" (dict "replicas" $replicas "gpus" 0 "nodes" 1 "values" .Values.frontend) }}{{ end -}}
+{{- end -}}
+{{- range $section, $values := dict "VllmWorker" .Values.decode "PrefillWorker" .Values.prefill -}}
+{{- if hasKey $config $section -}}
+{{- $keys := include "pdserve.section" (dict "config" $config "name" $section) | fromJson -}}
+{{- $role := ternary "prefill" ($keys.role | default "decode") (eq $section "PrefillWorker") -}}
+{{- $ranks := 1 -}}
+{{- range list "tensor-parallel-size" "pipeline-parallel-size" "prefill-context-parallel-size" -}}
+{{- $ranks = mul $ranks (index $keys . | default 1 | int) -}}
+{{- end -}}
+{{- $gpus := dig "ServiceArgs" "resources" "gpu" $ranks $keys | int -}}
+{{- if eq ($keys.engine | default "vllm") "sim" }}{{ $gpus = 0 }}{{ end -}}
+{{- $replicas := ternary (dig "ServiceArgs" "workers" 1 $keys) $values.replicas (kindIs "invalid" $values.replicas) | int -}}
+{{- $nodes := index $keys "nnodes" | default 1 | int -}}
+{{- $_ := set $roles $role (dict "replicas" $replicas "gpus" (ternary (div (int $gpus) $nodes) $gpus (gt $nodes 1)) "nodes" $nodes "values" $values) -}}
+{{- end -}}
+{{- end -}}
+{{- $security := include "pdserve.section" (dict "config" $config "name" "Security") | fromJson -}}
+{{- $drain := index $graph "drain-timeout" | default 30 -}}
+{{- toJson (dict
+  "roles" $roles
+  "security" $security
+  "remote" (or (dig "VllmWorker" "remote-prefill" false $config) (dig "VllmWorker" "remote_prefill" false $config))
+  "model" (index $front "served-model-name" | default "MODEL")
+  "port" (index $front "port" | default 8000 | int)
+  "pages" (index $graph "pages-port" | default 5400 | int)
+  "stream" (index $graph "stream-port" | default 5500 | int)
+  "drain" (ceil $drain | int)) -}}
+{{- end -}}
+
+{{- define "pdserve.nats" -}}
+{{- if .Values.nats.servers }}{{ .Values.nats.servers }}{{ else -}}
+{{- $name := printf "%s-nats" (include "pdserve.graph" .) -}}
+{{- range $i := until (int .Values.nats.replicas) }}{{ if $i }},{{ end }}nats://{{ $name }}-{{ $i }}.{{ $name }}:4222{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- define "pdserve.etcd" -}}
+{{- if .Values.etcd.servers }}{{ .Values.etcd.servers }}{{ else -}}
+{{- $name := printf "%s-etcd" (include "pdserve.graph" .) -}}
+{{- range $i := until (int .Values.etcd.replicas) }}{{ if $i }},{{ end }}{{ $name }}-{{ $i }}.{{ $name }}:2379{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Files of the graph's certificates, readable by the pod's group alone. */}}
+{{- define "pdserve.credentialsVolume" -}}
+name: credentials
+secret:
+  secretName: {{ .Values.credentials.existingSecret | default (printf "%s-credentials" (include "pdserve.graph" .)) }}
+  defaultMode: 0440
+  {{- if .Values.credentials.certManager }}
+  items:
+    - {key: ca.crt, path: ca.pem}
+    - {key: tls.crt, path: node.pem}
+    - {key: tls.key, path: node-key.pem}
+  {{- end }}
+{{- end -}}
+
+{{- define "pdserve.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+{{- define "pdserve.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* A process of pdserve: `keys` is whether it may see API keys, of frontends and the check alone. */}}
+{{- define "pdserve.mounts" -}}
+- {name: graph, mountPath: /etc/pdserve/graph, readOnly: true}
+- {name: home, mountPath: /var/lib/pdserve}
+- {name: tmp, mountPath: /tmp}
+{{- if .root.Values.models }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- if and .keys .root.Values.tls.existingSecret }}
+- {name: tls, mountPath: /etc/pdserve/tls, readOnly: true}
+{{- end }}
+{{- if and .keys .root.Values.apiKeys.existingSecret }}
+- {name: api-keys, mountPath: /etc/pdserve/keys, readOnly: true}
+{{- end }}
+{{- end -}}
+{{- define "pdserve.volumes" -}}
+- name: home
+  {{- .root.Values.home | default (dict "emptyDir" dict) | toYaml | nindent 2 }}
+- {name: tmp, emptyDir: {}}
+{{- with .root.Values.models }}
+- name: models
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .keys }}
+{{- with .root.Values.tls.existingSecret }}
+- {name: tls, secret: {secretName: {{ . }}, defaultMode: 0440}}
+{{- end }}
+{{- with .root.Values.apiKeys.existingSecret }}
+- {name: api-keys, secret: {secretName: {{ . }}, defaultMode: 0440}}
+{{- end }}
+{{- end }}
+{{- end -}}
+{{- define "pdserve.env" -}}
+- {name: PDSERVE_STATE_DIR, value: /tmp/pdserve}
+- {name: PDSERVE_FRONTEND_HOST, value: {{ ternary "0.0.0.0" "127.0.0.1" .keys | quote }}}
+{{- if and .keys .root.Values.apiKeys.existingSecret }}
+- {name: PDSERVE_API_KEYS, value: "@/etc/pdserve/keys/api-keys"}
+{{- end }}
+{{- with .root.Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What the pods of NATS and etcd have in common. */}}
+{{- define "pdserve.serverPod" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: 20
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- include "pdserve.podSecurity" .root | nindent 2 }}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "pdserve.selector" . | nindent 14 }}
+{{- end -}}
+{{- define "pdserve.pdb" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ .root.Release.Name }}-{{ .component }}
+  labels:
+    {{- include "pdserve.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: 1
+  selector:
+    matchLabels:
+      {{- include "pdserve.selector" . | nindent 6 }}
+{{- end -}}
+{{- define "pdserve.etcdHealth" -}}
+exec:
+  command:
+    - /usr/local/bin/etcdctl
+    - --endpoints=https://127.0.0.1:2379
+    - --cacert=/etc/pdserve/credentials/ca.pem
+    - --cert=/etc/pdserve/credentials/node.pem
+    - --key=/etc/pdserve/credentials/node-key.pem
+    - endpoint
+    - health
+periodSeconds: 5
+timeoutSeconds: 5
+{{- end -}}
+{{- define "pdserve.natsHealth" -}}
+exec:
+  command: [wget, --quiet, --output-document=-, "http://127.0.0.1:8222/healthz?js-enabled-only=true"]
+periodSeconds: 5
+timeoutSeconds: 5
+{{- end -}}
+{{/* Pods of the graph, as peers of a NetworkPolicy. */}}
+{{- define "pdserve.peers" -}}
+- podSelector:
+    matchLabels:
+      app.kubernetes.io/name: pdserve
+      app.kubernetes.io/part-of: {{ include "pdserve.graph" .root }}
+    matchExpressions:
+      - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " .components }}]}
+{{- end -}}

@@ -1,0 +1,77 @@
+"""Addresses of servers as they are written in a file. Each check returns the address as it is used, or raises
+ValueError with the end of a sentence that begins with the key."""
+
+from collections.abc import Callable
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic_core import PydanticCustomError
+
+
+def nats_url(url: str) -> str:
+    """The URL with a lower-case scheme."""
+    parts = _split(url := _lower_scheme(url))
+    if parts is not None and parts.scheme in ("ws", "wss"):
+        text = "NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
+        raise ValueError(f"is {url!r}, but {text}")
+    if parts is None or parts.scheme not in ("nats", "tls") or not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"is {url!r}, but must be a NATS URL, as in nats://10.0.0.5:4222.")
+    return url
+
+
+def etcd_address(address: str) -> str:
+    """host:port, without `http://`: the graph's credentials decide whether it is encrypted."""
+    address = _lower_scheme(address)
+    parts = _split(address if "://" in address else f"http://{address}")
+    if (
+        parts is None
+        or parts.scheme not in ("http", "https")
+        or parts.path.strip("/")
+        or not (parts.hostname and parts.port)
+    ):
+        text = "must be etcd's client address, as in 10.0.0.5:2379."
+        raise ValueError(f"is {address!r}, but {text}")
+    return address.removeprefix("http://").rstrip("/")
+
+
+def each(check: Callable[[str], str]) -> Callable[[object], str]:
+    """The check of one address, several separated by commas, or a list of them: it returns all, separated by commas."""
+
+    def check_each(value: object) -> str:
+        texts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
+            raise PydanticCustomError("addresses", "not addresses")
+        servers = [check(text.strip()) for text in texts]
+        if twice := {server for server in servers if servers.count(server) > 1}:
+            raise ValueError(f"names {min(twice)!r} twice: name each server once.")
+        return ",".join(servers)
+
+    return check_each
+
+
+def traces_url(url: str) -> str:
+    """The URL to send spans to, from a collector's URL."""
+    url = collector_url(url)
+    path = "/v1/traces"
+    return url if urlsplit(url).path.endswith(path) else url.rstrip("/") + path
+
+
+def collector_url(url: str) -> str:
+    parts = _split(url := _lower_scheme(url))
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        text = "must be a collector's URL for OTLP over HTTP, as in http://127.0.0.1:4318."
+        raise ValueError(f"is {url!r}, but {text}")
+    return url
+
+
+def _lower_scheme(url: str) -> str:
+    scheme, colon, rest = url.strip().rpartition("://")
+    return scheme.lower() + colon + rest
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if it is not a port
+    except ValueError:
+        return None
+    return parts

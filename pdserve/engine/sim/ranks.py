@@ -1,0 +1,20 @@
+"""A host's part of a simulated engine: nothing, since the leader simulates all ranks."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pdserve.engine.base import Ranks
+from pdserve.engine.spec import EngineSpec
+
+
+class SimRanks(Ranks):
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        yield
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()

@@ -1,0 +1,122 @@
+"""A model that this frontend serves: its card, its processor, and the admission of its requests."""
+
+import asyncio
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pdserve.config.schema import AdmissionLimits
+from pdserve.frontend.admission.capacity import Capacity
+from pdserve.frontend.admission.control import AdmissionControl, ModelReplaced
+from pdserve.frontend.admission.estimate import RequestEstimate
+from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.trace import RETRY_AFTER
+from pdserve.observe.metrics import BACKLOG, LINKS, RUNNING, WAITING
+from pdserve.records import ModelCard, Role
+from pdserve.slo import NO_PROMISE
+from pdserve.watch import LinkState
+
+if TYPE_CHECKING:
+    from pdserve.frontend.model.processor import Processor
+
+_LINK_STATES = ("up", "down")
+UNKNOWN_SECONDS = 1.0
+"""seconds that a request is taken to need before any has finished"""
+UNLIMITED = Capacity(sys.maxsize, sys.maxsize, float("inf"))
+
+
+class ServedModel:
+    """One model card, its processor and its admission control."""
+
+    def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
+        self.card = card
+        self.processor: Processor | None = None
+        self.problem = ""
+        """why there is no processor; empty while it is being built"""
+        self.settled = asyncio.Event()
+        """set when there is a processor or a problem"""
+        self.retired = asyncio.Event()
+        """set when its name belongs to another model, or to none"""
+        self.removal: asyncio.TimerHandle | None = None
+        """set while its card is not in the registry"""
+        self.promised = NO_PROMISE
+        self.places = 1
+        """requests that each of its decode workers runs at once; what the last one ran where there is none"""
+        self.admission = AdmissionControl(limits, self._capacity, self._estimate)
+
+    async def ready(self) -> "Processor":
+        """Wait for the processor. Raises ModelReplaced, and HttpError if it cannot be built."""
+        await self.settled.wait()
+        if self.processor is not None:
+            return self.processor
+        if self.retired.is_set():
+            raise ModelReplaced
+        message = f"{self.card.name} is not being served: {self.problem}"
+        raise HttpError(503, message, retry_after=RETRY_AFTER)
+
+    def replace(self, replaced: bool) -> None:
+        """Note whether another model has its name and no worker is left here: then requests that have not begun go
+        there."""
+        if replaced:
+            self.admission.redirect()
+        if self.processor is not None:
+            self.processor.core.replace(replaced)
+
+    @property
+    def live(self) -> int:
+        """How many decode workers would take a request now."""
+        return self.processor.workers.live if self.processor is not None else 0
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a place, or lost their worker and wait for another one."""
+        lost = len(self.processor.core.waiting) if self.processor is not None else 0
+        return lost + len(self.admission)
+
+    @property
+    def backlog(self) -> float:
+        """Seconds that one worker would take for these, as many at a time as it runs."""
+        return self.waiting * (self._estimate().seconds(None) or UNKNOWN_SECONDS) / self.places
+
+    @property
+    def running(self) -> int:
+        """How many sequences are at workers."""
+        return self.processor.core.running if self.processor is not None else 0
+
+    def _count_links(self, up: bool) -> int:
+        return sum(link.up == up for link in self.links())
+
+    def links(self) -> list[LinkState]:
+        """The links to its decode workers."""
+        return self.processor.workers.links() if self.processor is not None else []
+
+    def show(self) -> None:
+        """Show its gauges on this process's page, until `hide`."""
+        name = self.card.name
+        WAITING.labels(name).set_function(self.admission.__len__)
+        RUNNING.labels(name).set_function(lambda: self.running)
+        BACKLOG.labels(name, Role.DECODE).set_function(lambda: self.backlog)
+        for state in _LINK_STATES:
+            LINKS.labels(name, state).set_function(partial(self._count_links, state == "up"))
+
+    def hide(self) -> None:
+        name = self.card.name
+        WAITING.remove(name)
+        RUNNING.remove(name)
+        BACKLOG.remove(name, Role.DECODE)
+        for state in _LINK_STATES:
+            LINKS.remove(name, state)
+
+    async def idle(self) -> None:
+        """Wait until no request is left."""
+        await self.admission.idle()
+        if self.processor is not None:
+            await self.processor.core.idle()
+
+    def _capacity(self) -> Capacity:
+        if self.processor is not None:
+            return self.processor.workers.capacity
+        return UNLIMITED if self.settled.is_set() else Capacity()  # `ready` refuses requests at once
+
+    def _estimate(self) -> RequestEstimate:
+        return self.processor.core.estimate if self.processor is not None else RequestEstimate()

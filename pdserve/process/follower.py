@@ -1,0 +1,86 @@
+"""`pdserve decode|prefill --node-rank N`: a host of a worker that spans hosts, beside its leader (`nodes.py`). Only the
+leader takes requests; this process starts its host's ranks, and ends when the leader does."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Self
+
+from pdserve import registry
+from pdserve.config.schema import Config
+from pdserve.credentials import Credentials
+from pdserve.engine.spec import EngineNode, import_ranks
+from pdserve.errors import EngineDead
+from pdserve.plan.slots import Slot, section_of
+from pdserve.process.life import Service
+from pdserve.process.nodes import Follower, meeting_place, node_leader, start_while_there
+from pdserve.process.presence import new_instance_id
+from pdserve.process.worker import engine_spec
+from pdserve.records import NodeFollower
+from pdserve.registry.base import Registry
+from pdserve.tasks import Work
+
+log = logging.getLogger(__name__)
+
+ENDS_WITHIN = 15.0
+"""seconds beyond its drain timeout that a leader gets to end"""
+
+
+class FollowerService(Service):
+    def __init__(
+        self,
+        config: Config,
+        slot: Slot,
+        connected: Registry,
+        credentials: Credentials | None,
+        metrics_url: str,
+    ) -> None:
+        super().__init__(config, slot, new_instance_id(slot), metrics_url)
+        self._credentials = credentials
+        self._registry = connected
+        self._section = section_of(config, slot)
+        self._make_ranks = import_ranks(self._section.engine)
+        expected = node_leader(config, self._section, EngineNode(0, "", 0), "")
+        record = NodeFollower(self.id, "", slot.node, config.host)
+        self._node = Follower(connected, meeting_place(slot), expected, record)
+        self.connections.add("etcd", config.etcd or "", lambda: connected.connected)
+
+    @classmethod
+    def connect(cls, config: Config, slot: Slot, metrics_url: str) -> Self:
+        assert config.etcd is not None
+        credentials = Credentials.load(config.security.credentials)
+        connected = registry.connect(config.etcd, config.namespace, credentials, patient=True)
+        return cls(config, slot, connected, credentials, metrics_url)
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self._registry)
+        await stack.enter_async_context(self._node)
+        leader = self._node.leader
+        node = EngineNode(self._slot.node, leader.host, leader.port)
+        spec = engine_spec(self._config, self._slot, leader.id, self._credentials, node)
+        self._ranks = self._make_ranks(spec)
+        await start_while_there(stack.enter_async_context(self._ranks), self._node)
+
+    def permanent(self) -> Mapping[str, Work]:
+        return {"leader": self._node.watch, "ranks": self._watch_ranks}
+
+    async def announce(self) -> None:
+        log.info("this host's part of %s is ready", self._node.leader.id)
+
+    async def drain(self) -> None:
+        """The engine is whole until the leader has finished its requests."""
+        try:
+            async with asyncio.timeout(self._config.drain_timeout + ENDS_WITHIN):
+                await self._node.stop()
+        except TimeoutError:
+            log.warning("%s is still there: ending without it", self._node.leader.id)
+
+    async def _watch_ranks(self) -> None:
+        """They may end with the leader's."""
+        try:
+            await self._ranks.watch()
+        except EngineDead:
+            if not self.draining:
+                raise
+            await asyncio.Event().wait()

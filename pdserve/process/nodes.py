@@ -1,0 +1,218 @@
+"""How the hosts of a worker that spans hosts find each other, and notice that one of them is gone.
+
+Node rank 0 is the leader: the worker as all others see it, with the engine core. A follower has only ranks of it.
+vLLM itself waits half an hour for a host that does not come, and for ever for one that is gone (vllm#32136, #48720).
+
+The leader registers and waits for a follower of each rank; a follower joins a leader that waits. The leader then names
+the followers that it takes, and all start their parts of the engine; a follower that is not taken waits for another
+leader. All this belongs to one boot of the leader: when a host is lost, the worker ends on all of them, each is started
+again by its manager, and they meet anew, at another port."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.config.arguments import for_engine
+from pdserve.config.host import VLLM_VERSION, installed_vllm
+from pdserve.config.schema import Config, WorkerConfig
+from pdserve.engine.spec import EngineNode
+from pdserve.errors import ConfigError, EngineDead
+from pdserve.plan.slots import Slot
+from pdserve.records import NodeFollower, NodeLeader, encode_record
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
+from pdserve.tasks import Lifetime
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GROUP_VARIABLE = "PDSERVE_NODE_GROUP"
+"""environment variable with a text that only the hosts of one worker share; else any followers of a slot are alike"""
+AWAY = 5.0
+"""seconds for which a record must be away until its process counts as lost. A process whose lease ran out while its
+host was slow, or while etcd was away, registers again within two or three."""
+AWAY_AT_START = 30.0
+"""the same while engines start: their imports and forks may stop a process for many seconds, and no request waits"""
+TICK = 0.5
+"""seconds between two looks; counted, not measured: a process that was stopped must not blame the others"""
+
+
+def node_leader(config: Config, section: WorkerConfig, node: EngineNode, instance_id: str) -> NodeLeader:
+    """Without pdserve's own defaults, which a host sets by what it knows of the model."""
+    given = {
+        name: value
+        for name, value in section.engine_args.items()
+        if not section.origins.get(name, "").startswith("pdserve")
+    }
+    return NodeLeader(
+        instance_id,
+        config.served_model_name,
+        section.nodes,
+        node.host,
+        node.port,
+        installed_vllm().version or VLLM_VERSION,
+        given,
+    )
+
+
+def meeting_place(slot: Slot) -> str:
+    """Where the hosts of a worker meet in the registry."""
+    group = os.environ.get(GROUP_VARIABLE, "")
+    return f"{slot.worker}@{group}" if group else slot.worker
+
+
+class Leader(Lifetime):
+    """Enter it inside the registry; entering returns when a follower of each rank was taken."""
+
+    def __init__(self, registry: Registry, place: str, record: NodeLeader) -> None:
+        self.record = record
+        self._registry = registry
+        self._key = keys.leader(place, record.id)
+        self._view = RegistryView(registry, keys.followers(place))
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        async with self._view:
+            await self._write()
+            taken = await self._joined()
+            self.record = msgspec.structs.replace(self.record, followers=taken)
+            await self._write()
+            log.info("spans %d hosts, with %s", self.record.nodes, ", ".join(taken))
+            yield
+
+    async def watch_start(self) -> None:
+        """Raises EngineDead where a follower is lost while the engine starts; never returns."""
+        async for _ in _looks(self._followers, self.record.followers, "a follower", AWAY_AT_START):
+            pass
+
+    async def watch(self, stop: Callable[[], None]) -> None:
+        """Call `stop` where a follower is to stop, so that running requests finish. Raises EngineDead where one is
+        lost; never returns."""
+        async for there in _looks(self._followers, self.record.followers, "a follower", AWAY):
+            if any(follower.stopping for follower in there.values()):
+                stop()
+
+    async def _joined(self) -> list[str]:
+        ranks, missing = range(1, self.record.nodes), list[int]()
+        async for _ in self._view.changes():
+            by_rank = {each.rank: each.id for each in self._followers().values() if not each.stopping}
+            before, missing = missing, [rank for rank in ranks if rank not in by_rank]
+            if not missing:
+                return [by_rank[rank] for rank in ranks]
+            if missing != before:
+                log.info("waits for the hosts with --node-rank %s", ", ".join(map(str, missing)))
+        raise AssertionError("a view's changes never end")
+
+    def _followers(self) -> dict[str, NodeFollower]:
+        return {each.id: each for each in self._view.followers() if each.leader == self.record.id}
+
+    async def _write(self) -> None:
+        await self._registry.put(self._key, encode_record(self.record))
+
+
+class Follower(Lifetime):
+    """Enter it inside the registry; entering returns when a leader has taken this follower."""
+
+    leader: NodeLeader
+
+    def __init__(self, registry: Registry, place: str, expected: NodeLeader, record: NodeFollower) -> None:
+        """`expected`: what this host's file says of the leader."""
+        self.record = record
+        self._expected = expected
+        self._registry = registry
+        self._key = keys.follower(place, record.id)
+        self._view = RegistryView(registry, keys.leaders(place))
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        async with self._view:
+            self.leader = await self._taken()
+            log.info("node %d of %s, which %s leads", self.record.rank, self.leader.id, self.leader.host)
+            yield
+
+    async def watch_start(self) -> None:
+        await self._watch(AWAY_AT_START)
+
+    async def watch(self) -> None:
+        """Raises EngineDead where the leader is lost; never returns."""
+        await self._watch(AWAY)
+
+    async def _watch(self, patience: float) -> None:
+        async for _ in _looks(self._leaders, [self.leader.id], "its leader", patience):
+            pass
+
+    async def stop(self) -> None:
+        """Have the leader drain, and return when it is gone."""
+        await self._join(msgspec.structs.replace(self.record, stopping=True))
+        async for _ in self._view.changes():
+            if self.leader.id not in self._leaders():
+                return
+
+    async def _taken(self) -> NodeLeader:
+        """Raises ConfigError where the leader runs other arguments than this host's file has."""
+        log.info("waits for a leader: `pdserve` with the same file on the first host")
+        async for _ in self._view.changes():
+            leaders = self._leaders()
+            ours = leaders.get(self.record.leader)
+            if ours and self.record.id in ours.followers:
+                return ours
+            waiting = [each for each in leaders.values() if not each.followers]
+            if waiting and ours not in waiting:
+                _compare(waiting[0], self._expected)
+                await self._join(msgspec.structs.replace(self.record, leader=waiting[0].id))
+        raise AssertionError("a view's changes never end")
+
+    def _leaders(self) -> dict[str, NodeLeader]:
+        return {each.id: each for each in self._view.leaders() if each.model == self._expected.model}
+
+    async def _join(self, record: NodeFollower) -> None:
+        self.record = record
+        await self._registry.put(self._key, encode_record(record))
+
+
+async def start_while_there(start: Awaitable[T], others: Leader | Follower) -> T:
+    """Start this host's part of the engine. Raises a group with EngineDead where another host is lost meanwhile."""
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(others.watch_start())
+        result = await start
+        watching.cancel()
+    return result
+
+
+async def _looks(
+    there: Callable[[], dict[str, T]], needed: Iterable[str], what: str, patience: float
+) -> AsyncIterator[dict[str, T]]:
+    """Yield what is there, again and again. Raises EngineDead when something that is needed was away for `patience`
+    seconds."""
+    away = 0.0
+    while True:
+        found = there()
+        lost = [each for each in needed if each not in found]
+        away = away + TICK if lost else 0.0
+        if away >= patience:
+            raise EngineDead(f"{what} is gone, and the engine spans its host: {', '.join(lost)}")
+        yield found
+        await asyncio.sleep(TICK)
+
+
+def _compare(leader: NodeLeader, ours: NodeLeader) -> None:
+    theirs, own = for_engine(leader.engine_args), msgspec.json.decode(encode_record(ours), type=NodeLeader)
+    mine = for_engine(own.engine_args)
+    differ = [
+        f"{name} ({mine.get(name, 'not set')} here, {theirs.get(name, 'not set')} there)"
+        for name in sorted(theirs.keys() | mine.keys())
+        if theirs.get(name) != mine.get(name)
+    ]
+    if leader.vllm_version != ours.vllm_version:
+        differ.append(f"vLLM ({ours.vllm_version} here, {leader.vllm_version} there)")
+    if differ:
+        text = "give both hosts the same file and version"
+        raise ConfigError(
+            [f"The leader {leader.id} on {leader.host} has another {', '.join(differ)}: {text}."]
+        )

@@ -1,0 +1,188 @@
+"""Hosts of namespaces: what keeps them apart, what their links lose and delay, and that nothing of them stays."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from pdserve_bench.hosts.network import Host, Network
+
+from tests.network import hosts
+
+_FACTS = """
+import json, os, pathlib, socket, time
+pathlib.Path("/dev/shm/mine").touch()
+pathlib.Path("/tmp/mine").touch()
+print(json.dumps({
+    "name": socket.gethostname(), "pid": os.getpid(), "seen": os.listdir("/dev/shm"),
+    "monotonic": time.monotonic(), "now": time.time(), "folder": os.getcwd(),
+}))
+"""
+_ECHO = """
+import socket, threading
+server = socket.create_server(("", 5000))
+words = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+words.bind(("", 5000))
+print("ready", flush=True)
+def answer():
+    while True:
+        word, sender = words.recvfrom(2000)
+        words.sendto(word, sender)
+threading.Thread(target=answer, daemon=True).start()
+kept = []
+while True:
+    end, _ = server.accept()
+    kept.append(end)
+    end.sendall(b"hello")
+"""
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    with hosts(tmp_path_factory.mktemp("net")) as found:
+        yield found
+
+
+@pytest.fixture
+def echo(net: Network) -> Host:
+    host = net.host("echo")
+    log = host.folder / "log"
+    log.unlink(missing_ok=True)
+    host.start([sys.executable, "-c", _ECHO], log)
+    while log.read_text() != "ready\n":
+        time.sleep(0.01)
+    return host
+
+
+def _ask(host: Host, words: int, within: float) -> list[float]:
+    """Seconds until each datagram that came back did."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        end.settimeout(within)
+        for _ in range(words):
+            began = time.monotonic()
+            end.sendto(b"word", (host.address, 5000))
+            try:
+                end.recv(100)
+                found.append(time.monotonic() - began)
+            except TimeoutError:
+                continue
+    return found
+
+
+def _until_it_answers(host: Host) -> None:
+    """The first datagrams after a change are lost, while the bridge learns where the host is."""
+    deadline = time.monotonic() + 30
+    while not _ask(host, 1, within=0.5):
+        assert time.monotonic() < deadline
+
+
+def _facts(host: Host) -> dict[str, object]:
+    log = host.folder / "facts"
+    assert host.start([sys.executable, "-c", _FACTS], log).wait(30) == 0
+    found: dict[str, object] = json.loads(log.read_text())
+    return found
+
+
+def test_each_host_has_its_own_memory_processes_and_clocks(net: Network) -> None:
+    one, other = _facts(net.host("one")), _facts(net.host("other", clock=-40))
+    assert (one["name"], other["name"]) == ("one", "other")
+    assert one["seen"] == other["seen"] == ["mine"]
+    assert not Path("/tmp/mine").exists()
+    assert one["folder"] == other["folder"] == os.getcwd()
+    assert float(str(other["monotonic"])) - float(str(one["monotonic"])) > 1_000_000
+    assert 35 < float(str(one["now"])) - float(str(other["now"])) < 41
+
+
+def test_a_link_that_is_cut_says_nothing_and_is_whole_again(echo: Host) -> None:
+    with socket.create_connection((echo.address, 5000)) as end:
+        assert end.recv(5) == b"hello"
+        echo.link.cut()
+        assert _ask(echo, 1, within=0.2) == []
+        end.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            end.recv(5)
+    echo.link.mend()
+    _until_it_answers(echo)
+
+
+def test_a_link_loses_and_delays_as_long_as_it_is_limited(echo: Host) -> None:
+    echo.link.limit(loss=0.5)
+    assert 2 <= len(_ask(echo, 60, within=0.1)) <= 40  # a quarter comes back
+    echo.link.limit(delay=0.1)
+    _until_it_answers(echo)
+    assert min(_ask(echo, 3, within=5)) >= 0.2
+    echo.link.limit(rate="1gbit")
+    _until_it_answers(echo)
+    echo.link.limit()
+    _until_it_answers(echo)
+    assert min(_ask(echo, 20, within=5)) < 0.2
+
+
+def test_a_host_that_vanishes_says_nothing_and_comes_back_at_another_address(
+    net: Network, echo: Host
+) -> None:
+    (echo.folder / "state").touch()
+    with socket.create_connection((echo.address, 5000)) as end:
+        assert end.recv(5) == b"hello"
+        again = net.host("echo")
+        end.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            end.recv(5)
+    assert again.address != echo.address
+    assert (again.folder / "state").exists()
+
+
+_LEFT = """
+import sys
+from pathlib import Path
+from pdserve_bench.hosts.network import network
+with network(Path(sys.argv[1])) as net:
+    host = net.host("one")
+    host.start(["sleep", "1000"], host.folder / "log")
+    print("ready", flush=True)
+    sys.stdin.read()
+    raise KeyError
+"""
+
+
+def _below(folder: Path) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if str(folder) in " ".join(process.info["cmdline"] or ())
+        or (process.info["environ"] or {}).get("FOLDER") == str(folder)
+    ]
+
+
+@pytest.mark.parametrize("ending", [None, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("before", [(), ("unshare", "--user", "--map-root-user")], ids=["root", "user"])
+def test_nothing_is_left_however_it_ends(
+    net: Network, tmp_path: Path, before: tuple[str, ...], ending: signal.Signals | None
+) -> None:
+    """Also where not root itself made it."""
+    del net  # it can be had here
+    process = subprocess.Popen(
+        [*before, sys.executable, "-c", _LEFT, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "FOLDER": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    assert len(_below(tmp_path)) >= 4
+    if ending:
+        process.send_signal(ending)
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while _below(tmp_path):
+        assert time.monotonic() < deadline, _below(tmp_path)
+        time.sleep(0.01)

@@ -1,0 +1,115 @@
+"""With a promised gap, the chunk is what fits into it at the measured speed."""
+
+import math
+
+import pytest
+
+from pdserve.config.schema import DecodeSection
+from pdserve.decode.promises import chunk_of, longest_first, longest_step
+from pdserve.engine.base import Step
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.messages import Promise
+from pdserve.records import Role
+from pdserve.slo import torn
+from tests.decode.graph import LONG, SHORT, FrontendStream, WorkerGraph
+from tests.decode.virtual import BLOCK, SPEED, Promised, VirtualGraph
+from tests.engine.sims import body, sim
+
+USUAL = 256
+
+
+@pytest.mark.parametrize("plain", [0.001, 0.01, 0.03, 0.059, 0.06, 0.2])
+def test_a_step_is_as_long_as_keeps_the_gap(plain: float) -> None:
+    step = longest_step(0.06, plain)
+    assert (step == math.inf) == (torn(plain, 0.06) == 1.0), "what breaks in any case is not spared"
+    assert step == math.inf or torn(step, 0.06) == 0.0
+
+
+@pytest.mark.parametrize("handover", [0.005, 0.03])
+def test_and_as_keeps_the_first_gap_of_what_comes(handover: float) -> None:
+    step = longest_first(0.06, handover)
+    assert torn(handover + step / 2, 0.06) == pytest.approx(0.0)
+
+
+def test_a_first_gap_that_is_not_sure_to_break_is_spared_all_that_can_be() -> None:
+    assert longest_first(0.06, 0.05) == 0.0
+    assert chunk_of(longest_first(0.06, 0.05), 0.01, 0.0001, 256, BLOCK) == BLOCK
+    assert longest_first(0.06, 0.06) == math.inf
+
+
+def test_an_engine_that_computes_prompts_whole_has_no_chunk() -> None:
+    assert chunk_of(0.04, 0.01, 0.0001, 0, BLOCK) == 0
+
+
+def test_the_chunk_fills_the_step() -> None:
+    assert chunk_of(0.042, 0.010, 1e-4, USUAL, BLOCK) == 320
+    assert chunk_of(0.042, 0.010, 1e-5, USUAL, BLOCK) == 3200
+    assert chunk_of(0.042, 0.041, 1e-4, USUAL, BLOCK) == BLOCK
+    assert chunk_of(math.inf, 0.010, 1e-4, USUAL, BLOCK) == USUAL, "nothing to keep"
+    assert chunk_of(0.042, 0.010, 0.0, USUAL, BLOCK) == USUAL, "nothing measured"
+
+
+@pytest.mark.parametrize("slow", [0.1, 0.3, 1.0, 3.0, 10.0])
+def test_streams_keep_their_gap_beside_a_prompt_that_is_computed_as_fast_as_that_allows(slow: float) -> None:
+    """From ten times as fast to ten times as slow, with the same chunk to begin with."""
+    gap, begin = 0.06, 5 * slow
+    graph = VirtualGraph(
+        DecodeSection(remote_prefill=False), promised=Promised(math.inf, gap), slow=(slow, 1)
+    )
+    graph.ask(20, tokens=8000)
+    graph.after(begin / 2, lambda: graph.ask(3000))  # from which the speeds are learned
+    for _ in range(4):
+        graph.after(begin, lambda: graph.ask(20, tokens=8000))
+    graph.after(1.1 * begin, lambda: graph.ask(6000, tokens=8000))
+    graph.run(2.2 * begin)
+    _, *streams, long = graph.decode[0].live
+    assert len(streams) == 4
+    for stream in streams:
+        assert stream.longest_gap <= gap
+    plain, more = (slow * SPEED.step_time(5, 0, [(0, tokens)] * bool(tokens)) for tokens in (0, 6000))
+    room = 1 - plain / (0.7 * gap)
+    assert long.ttft < 1.5 * (more - plain) / room
+
+
+class Limited(SimEngine):
+    chunks: list[int]
+
+    async def limit_chunk(self, tokens: int) -> None:
+        self.chunks = [*getattr(self, "chunks", []), tokens]
+        await super().limit_chunk(tokens)
+
+
+async def test_the_chunk_follows_what_runs() -> None:
+    arguments = {"long-prefill-token-threshold": USUAL}
+    async with WorkerGraph(engine=Limited, remote_prefill=False, engine_args=arguments) as graph:
+        engine = graph.decode_engine
+        assert isinstance(engine, Limited)
+        async with FrontendStream(graph.stream.address) as frontend:
+            stream = await frontend.submit(SHORT, 5000, promise=Promise(gap=0.05))
+            for number in range(4):
+                await frontend.ask([*LONG[number:], *LONG])
+            assert engine.chunks[0] > USUAL, "a thousand tokens take a millisecond"
+            await frontend.cancel(stream)
+            await frontend.ask(LONG)
+            assert engine.chunks[-1] == USUAL
+
+
+async def test_the_engine_computes_no_more_in_a_step() -> None:
+    async with sim(Role.DECODE, "d", long_prefill_token_threshold=USUAL, max_model_len=8192) as engine:
+        assert await most(engine, "a") == USUAL
+        await engine.limit_chunk(64)
+        assert await most(engine, "b") == 64
+        await engine.limit_chunk(1)
+        assert await most(engine, "c") == 16, "a KV block"
+
+
+async def most(engine: SimEngine, name: str) -> int:
+    """Tokens of a prompt in a step with a stream."""
+    await engine.generate(f"{name}-stream", [5], body(200), None)
+    await engine.step()
+    await engine.generate(name, [ord(name)] * 1000, body(1), None)
+    found: list[Step] = []
+    while not found or found[-1].outputs[-1].request_id != name:
+        found.append(await engine.step())
+    await engine.cancel([f"{name}-stream"])
+    return max(step.prompt_tokens for step in found)

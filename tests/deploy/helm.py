@@ -1,0 +1,156 @@
+"""The chart of deploy/helm, rendered by the real helm with several values, as data."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.compose import FOLDER
+
+CHART = FOLDER / "helm/pdserve"
+TOOLS = Path(sys.prefix) / "tools/kubernetes"
+CONFIGS = FOLDER.parent / "configs"
+Object = dict[str, Any]
+SECRETS = {"credentials": {"existingSecret": "graph-certificates"}, "apiKeys": {"existingSecret": "keys"}}
+"""what every install names"""
+OPEN = "\nSecurity: {allow: [plain-http]}\n"
+TLS = "\nSecurity: {tls-certificate: /etc/pdserve/tls/tls.crt, tls-key: /etc/pdserve/tls/tls.key}\n"
+PEM = dict.fromkeys(("ca.pem", "node.pem", "node-key.pem"), "PEM")
+FILES = {name: (CONFIGS / f"{name}.yaml").read_text() for name in ("disagg", "both", "agg", "local")}
+SPANS = """
+Frontend: {port: 8000}
+VllmWorker: {model: big, remote-prefill: true, tensor-parallel-size: 4, nnodes: 2, ServiceArgs: {workers: 3}}
+PrefillWorker: {model: big, tensor-parallel-size: 2}
+"""
+OPTIONS: Object = {
+    "imagePullSecrets": [{"name": "registry"}],
+    "models": {"persistentVolumeClaim": {"claimName": "models"}},
+    "home": {"hostPath": {"path": "/var/cache/pdserve"}},
+    "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+    "podAnnotations": {"example.org/team": "llm"},
+    "gpu": {"kind": "A10"},
+    "rdma": {"resource": "rdma/ib"},
+    "frontend": {"replicas": 3, "service": {"type": "LoadBalancer", "annotations": {"a": "b"}}},
+    "decode": {"nodeSelector": {"gpu": "a10"}, "tolerations": [{"operator": "Exists"}]},
+    "prefill": {"replicas": 4, "rollout": {"maxSurge": "25%", "maxUnavailable": 0}},
+    "networkPolicy": {
+        "clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+        "monitoring": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+    },
+}
+SCALED = {"enabled": True, "prometheus": "http://prometheus:9090", "labels": 'namespace="llm"'}
+_OF_ROLES = ("Deployment", "LeaderWorkerSet")
+COMBINATIONS: dict[str, Object] = {
+    "demo": {},
+    "gpus": {"config": FILES["disagg"] + OPEN} | OPTIONS,
+    "both": {"config": yaml.safe_load(FILES["both"] + OPEN), "autoscaling": SCALED},
+    "alone": {"config": FILES["agg"] + OPEN, "networkPolicy": {"enabled": False}, "check": False},
+    "scaled": {"config": FILES["local"] + OPEN, "autoscaling": SCALED},
+    "clusters": {"nats": {"replicas": 3}, "etcd": {"replicas": 3}},
+    "servers": {"nats": {"servers": "nats://n:4222"}, "etcd": {"servers": "e-0:2379,e-1:2379"}},
+    "files": {
+        "config": FILES["local"] + TLS,
+        "credentials": {"existingSecret": "", "files": PEM},
+        "tls": {"existingSecret": "tls"},
+    },
+    "certificates": {"credentials": {"existingSecret": "", "certManager": True}},
+    "joined": {"join": "first"},
+    "hosts": {"config": SPANS + OPEN},
+}
+"""of values, beside those of `SECRETS`; together they set every one"""
+
+
+@dataclass(frozen=True)
+class Container:
+    owner: Object
+    """the Deployment, StatefulSet or Job"""
+    pod: Object
+    """its template: metadata and spec"""
+    spec: Object
+
+    @property
+    def name(self) -> str:
+        return str(self.pod["metadata"]["labels"]["app.kubernetes.io/component"])
+
+    @property
+    def env(self) -> dict[str, Object]:
+        return {each["name"]: each for each in self.spec.get("env", [])}
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {each["name"]: each["containerPort"] for each in self.spec.get("ports", [])}
+
+
+class Rendering(list[Object]):
+    def of(self, kind: str) -> dict[str, Object]:
+        return {each["metadata"]["name"]: each for each in self if each["kind"] == kind}
+
+    def owners(self) -> list[Object]:
+        return [each for each in self if each["kind"] in (*_OF_ROLES, "StatefulSet", "Job")]
+
+    def containers(self) -> Iterator[Container]:
+        for owner in self.owners():
+            pod = template(owner)
+            for spec in (*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]):
+                yield Container(owner, pod, spec)
+
+    def roles(self) -> dict[str, Container]:
+        """The processes of pdserve, by role."""
+        return {each.name: each for each in self.containers() if each.owner["kind"] in _OF_ROLES}
+
+
+def template(owner: Object) -> Object:
+    """Of the owner's pods."""
+    spec: Object = owner["spec"]
+    found: Object = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["workerTemplate"]
+    return found
+
+
+def program(name: str) -> str:
+    path = TOOLS / name
+    if not path.exists():
+        assert not os.environ.get("CI"), f"{path} is missing: deploy/test-tools.sh downloads it"
+        pytest.skip(f"{path} is missing, which deploy/test-tools.sh downloads")
+    return str(path)
+
+
+def helm(command: str, values: Mapping[str, Any], *flags: str) -> "subprocess.CompletedProcess[str]":
+    release = ["pdserve"] if command == "template" else []
+    words = [program("helm"), command, *release, str(CHART), "--values", "-", *flags]
+    return subprocess.run(words, input=json.dumps(values), capture_output=True, text=True, check=False)
+
+
+def render(values: Mapping[str, Any]) -> Rendering:
+    return Rendering(yaml.load_all(_rendered(json.dumps({**SECRETS, **values})), yaml.CSafeLoader))
+
+
+def refusal(values: Mapping[str, Any]) -> str:
+    """Why helm refuses the values."""
+    refused = helm("template", values)
+    assert refused.returncode != 0, "it was taken"
+    return re.sub(r"\s+", " ", refused.stderr)
+
+
+def combination(name: str) -> Rendering:
+    return render(COMBINATIONS[name])
+
+
+def graph_yaml(rendering: Rendering) -> str:
+    (text,) = [each["data"]["graph.yaml"] for each in rendering if "graph.yaml" in each.get("data", {})]
+    return str(text)
+
+
+@cache
+def _rendered(values: str) -> str:
+    rendered = helm("template", json.loads(values))
+    assert rendered.returncode == 0, rendered.stderr
+    return rendered.stdout

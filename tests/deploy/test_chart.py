@@ -1,0 +1,269 @@
+"""The chart of deploy/helm holds together with every value, and with pdserve: what a cluster would refuse, and what no
+cluster would notice."""
+
+import json
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+
+from pdserve.config.environment import VARIABLES
+from pdserve.credentials import Credentials
+from pdserve.process.nodes import GROUP_VARIABLE
+from tests.deploy.helm import (
+    CHART,
+    COMBINATIONS,
+    OPEN,
+    SECRETS,
+    TOOLS,
+    Container,
+    Object,
+    Rendering,
+    combination,
+    graph_yaml,
+    helm,
+    program,
+    refusal,
+    render,
+    template,
+)
+
+EACH = pytest.mark.parametrize("name", COMBINATIONS)
+CUSTOM = {"keda.sh/v1alpha1", "cert-manager.io/v1", "leaderworkerset.x-k8s.io/v1"}
+KNOWN = {*VARIABLES, "PDSERVE_API_KEYS", "POD_NAME", "HF_TOKEN", GROUP_VARIABLE, "PDSERVE_NODE_RANK"}
+
+
+@EACH
+def test_lint(name: str) -> None:
+    linted = helm("lint", {**SECRETS, **COMBINATIONS[name]}, "--strict")
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@cache
+def _validator(version: str, kind: str, api: str) -> Draft202012Validator:
+    """Kubernetes' own schema of the kind, in which unknown keys are errors."""
+    group = api.split("/")[0].split(".")[0] + "-" * ("/" in api) + api.partition("/")[2]
+    schema = json.loads((TOOLS / version / f"{kind.lower()}-{group}.json").read_text())
+    return Draft202012Validator(schema, registry=_definitions(version))
+
+
+@cache
+def _definitions(version: str) -> "Registry[Any]":
+    definitions = json.loads((TOOLS / version / "_definitions.json").read_text())
+    return Resource.from_contents(definitions) @ Registry()
+
+
+@EACH
+@pytest.mark.parametrize("version", ["1.25", "1.37"])
+def test_kubernetes_takes_every_object(name: str, version: str) -> None:
+    for each in combination(name):
+        if each["apiVersion"] not in CUSTOM:
+            errors = _validator(version, each["kind"], each["apiVersion"]).iter_errors(each)
+            assert [f"{each['kind']}: {error.json_path}: {error.message}" for error in errors] == []
+
+
+def test_the_schemas_find_a_misspelt_key() -> None:
+    (deployment, *_) = combination("demo").of("Deployment").values()
+    wrong = {**deployment, "spec": {**deployment["spec"], "replicaz": 1}}
+    assert not _validator("1.37", "Deployment", "apps/v1").is_valid(wrong)
+
+
+def _keys(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return set(value) | {key for inner in value.values() for key in _keys(inner)}
+    return {key for inner in value for key in _keys(inner)} if isinstance(value, list) else set()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("scaled", "ScaledObject"), ("certificates", "Certificate"), ("certificates", "Issuer")],
+)
+def test_custom_resources_have_keys_that_exist(name: str, kind: str) -> None:
+    objects = combination(name).of(kind).values()
+    assert objects
+    for each in objects:
+        types = "".join(path.read_text() for path in (TOOLS / "package" / each["apiVersion"]).glob("*.d.ts"))
+        for trigger in each["spec"].get("triggers", []):
+            trigger.pop("metadata")  # free text
+        if scaler := each["spec"].get("advanced", {}).get("horizontalPodAutoscalerConfig"):
+            behavior = scaler.pop("behavior")
+            _validator("1.25", "HorizontalPodAutoscalerBehavior", "autoscaling/v2").validate(behavior)
+        assert [key for key in _keys(each["spec"]) if f'"{key}"' not in types] == []
+
+
+@EACH
+def test_pods_may_do_no_more_than_they_need(name: str) -> None:
+    for each in combination(name).containers():
+        pod = each.pod["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False, "variables of a Service would be taken for pdserve's own"
+        user = pod["securityContext"]
+        assert user["runAsNonRoot"]
+        assert user["runAsUser"] == user["fsGroup"] == _user_of_the_image()
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+        adds = {"add": ["IPC_LOCK"]} if "rdma/ib" in each.spec.get("resources", {}).get("limits", {}) else {}
+        assert each.spec["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"], **adds},
+        }
+
+
+def _user_of_the_image() -> int:
+    (line,) = [line for line in (CHART / "../../Dockerfile").read_text().splitlines() if "useradd" in line]
+    return int(line.split("--uid ")[1].split()[0])
+
+
+@EACH
+def test_files_are_mounted_from_volumes_that_are_there(name: str) -> None:
+    rendering = combination(name)
+    maps, secrets = rendering.of("ConfigMap"), rendering.of("Secret") | rendering.of("Certificate")
+    given = {"graph-certificates", "keys", "tls", "first-credentials"}
+    for each in rendering.containers():
+        volumes = {volume["name"]: volume for volume in each.pod["spec"]["volumes"]}
+        assert {mount["name"] for mount in each.spec["volumeMounts"]} <= volumes.keys()
+        for volume in volumes.values():
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in maps
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440
+                assert volume["secret"]["secretName"] in {*secrets, *given}
+
+
+@EACH
+def test_selectors_find_their_pods_and_no_others(name: str) -> None:
+    rendering = combination(name)
+    pods = {owner["metadata"]["name"]: template(owner) for owner in rendering.owners()}
+
+    def found(selector: Object) -> list[str]:
+        return [name for name, pod in pods.items() if selector.items() <= pod["metadata"]["labels"].items()]
+
+    for owner in rendering.of("Deployment") | rendering.of("StatefulSet"):
+        labels = {**rendering.of("Deployment"), **rendering.of("StatefulSet")}[owner]["spec"]["selector"]
+        assert found(labels["matchLabels"]) == [owner]
+    for service in rendering.of("Service").values():
+        (pod,) = (pods[each] for each in found(service["spec"]["selector"]))
+        named = {port["name"] for each in pod["spec"]["containers"] for port in each["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
+    for kind, key in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        for name, each in rendering.of(kind).items():
+            assert found(each["spec"][key]["matchLabels"]) == [name]
+
+
+@EACH
+def test_probes_ask_ports_and_pages_that_are_there(name: str) -> None:
+    from pdserve.observe.pages import LIVE, READY
+
+    for role, each in combination(name).roles().items():
+        pages = {"startupProbe": READY, "readinessProbe": READY, "livenessProbe": LIVE}
+        asked = {probe: each.spec[probe]["httpGet"] for probe in pages}
+        assert asked == {probe: {"path": page, "port": "pages"} for probe, page in pages.items()}, role
+        startup = each.spec["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] == 3600
+        assert each.owner["spec"].get("progressDeadlineSeconds", 3900) > 3600
+        assert "pages" in each.ports
+
+
+@EACH
+def test_variables_are_known(name: str) -> None:
+    for each in combination(name).containers():
+        assert each.env.keys() <= KNOWN
+
+
+def test_images_are_pinned() -> None:
+    images = {each.spec["image"] for each in combination("clusters").containers()}
+    compose = yaml.safe_load((CHART / "../../docker-compose.yml").read_text())["services"]
+    assert images == {"pdserve:0.1.0", compose["nats"]["image"], compose["etcd"]["image"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"replicas": 3}, "additional properties 'replicas' not allowed"),
+        ({"decode": {"replica": 3}}, "'/decode': additional properties 'replica' not allowed"),
+        ({"nats": {"replicas": 2}}, "'/nats/replicas': value must be one of 1, 3"),
+        ({"shm": 4}, "'/shm': got number, want string"),
+        ({"credentials": {"files": {"ca.pem": "x"}}}, "properties 'node.pem', 'node-key.pem' required"),
+        ({"autoscaling": {"enabled": True}}, "'/autoscaling/prometheus': '' does not match pattern"),
+        ({"config": "Frontend"}, "config is not a YAML mapping (--set-file config=graph.yaml)"),
+        ({"config": "Slo: {}"}, "it has neither Frontend, VllmWorker nor PrefillWorker"),
+        ({"credentials": {"existingSecret": ""}}, "kubectl create secret generic graph-credentials"),
+        ({"apiKeys": {"existingSecret": ""}}, "kubectl create secret generic graph-keys"),
+        ({"config": "Frontend: {port: 80}"}, "Security.allow: [plain-http]"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_what_to_do(values: Object, says: str) -> None:
+    assert says in refusal({**SECRETS, **values})
+
+
+def test_the_yaml_is_rendered_unchanged() -> None:
+    text = '# mine: "quoted"\nFrontend: {port: 8000, max-waiting-tokens: 1000000}\n\n  \n# end' + OPEN
+    assert graph_yaml(render({"config": text})) == text
+    assert yaml.safe_load(graph_yaml(render({"config": yaml.safe_load(text)}))) == yaml.safe_load(text)
+    for name, values in COMBINATIONS.items():
+        if isinstance(given := values.get("config"), str):
+            assert graph_yaml(combination(name)) == given
+
+
+def test_each_value_is_in_the_schema() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert values.keys() == schema["properties"].keys() - {"global"}
+
+
+def _mounted(each: Container) -> dict[str, str]:
+    return {mount["mountPath"]: mount["name"] for mount in each.spec["volumeMounts"]}
+
+
+def test_only_what_serves_clients_has_their_keys() -> None:
+    """A worker that was taken over must not have them (docs/security.md)."""
+    for name in ("demo", "files"):
+        for role, each in combination(name).roles().items():
+            assert ("/etc/pdserve/keys" in _mounted(each)) is (role == "frontend")
+            assert ("PDSERVE_API_KEYS" in each.env) is (role == "frontend")
+
+
+def test_what_is_written_is_a_volume() -> None:
+    for each in combination("demo").roles().values():
+        assert {"/tmp", "/var/lib/pdserve"} <= _mounted(each).keys()
+        volumes = {volume["name"]: volume for volume in each.pod["spec"]["volumes"]}
+        if each.name != "frontend":
+            assert volumes[_mounted(each)["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+# deploy/kubernetes
+
+
+def test_the_committed_rendering_is_that_of_the_chart() -> None:
+    folder = CHART / "../../kubernetes"
+    rendered = helm("template", yaml.safe_load((folder / "values.yaml").read_text()), "--no-hooks")
+    (command,) = re.findall(r"(helm template .*) --set-file", (folder / "kustomization.yaml").read_text())
+    assert (folder / "pdserve.yaml").read_text() == rendered.stdout, (
+        f"run: {command} > deploy/kubernetes/pdserve.yaml"
+    )
+
+
+def test_kustomize_makes_the_secrets(tmp_path: Path, credentials: Credentials) -> None:
+    folder = tmp_path / "kubernetes"
+    shutil.copytree(CHART / "../../kubernetes", folder)
+    shutil.copytree(credentials.folder, folder / "credentials")
+    (folder / "api-keys").write_text("a-long-enough-key")
+    made = subprocess.run(
+        [program("kubectl"), "kustomize", folder], capture_output=True, text=True, check=True
+    )
+    rendering = Rendering(yaml.safe_load_all(made.stdout))
+    secrets = rendering.of("Secret")
+    assert sorted(key for each in secrets.values() for key in each["data"]) == [
+        *("api-keys", "ca.pem", "node-key.pem", "node.pem")
+    ]
+    frontend = rendering.roles()["frontend"].pod["spec"]["volumes"]
+    assert {each["secret"]["secretName"] for each in frontend if "secret" in each} == secrets.keys()
+    ignored = (CHART.parents[2] / ".gitignore").read_text().split()
+    assert {"deploy/kubernetes/credentials/", "deploy/kubernetes/api-keys"} <= set(ignored)

@@ -1,0 +1,144 @@
+"""A NATS cluster of three servers: what is lost with one of them. (Of two: `tests/chaos/test_clusters.py`.)"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+from pdserve_bench.clusters import NatsMember, addresses, cluster
+
+from pdserve.credentials import Credentials
+from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.queue.base import Delivery, PrefillQueue
+from pdserve.queue.jetstream.client import PASSING, short_connection
+from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.queue.jetstream.stream import CONSUMER
+from tests.conditions import until
+from tests.queue.conftest import Queues, nats_queues
+from tests.queue.requests import publish
+from tests.servers import hung, kill, nats_server, restart
+
+
+class NatsCluster:
+    def __init__(self, members: list[NatsMember], credentials: Credentials) -> None:
+        self.members = members
+        self.credentials = credentials
+
+    def queues(self) -> Queues:
+        """With an `ack_wait` above the seconds that a cluster takes to choose another leader."""
+        return nats_queues(addresses(self.members), "ns", self.credentials, ack_wait=15.0)
+
+    async def ask(self, queue: PrefillQueue, what: str) -> dict[str, object]:
+        """What the cluster says of the queue's stream, by one of the servers that live."""
+        assert isinstance(queue, JetStreamQueue)
+        subject = f"$JS.API.{what}.INFO.{queue._names.stream}" + f".{CONSUMER}" * (what == "CONSUMER")
+        for member in self.members:
+            if member.child is not None and member.child.running:
+                with suppress(*PASSING):
+                    async with short_connection(member.url, self.credentials.client) as client:
+                        found: dict[str, object] = json.loads((await client.request(subject, b"")).data)
+                        if "error" not in found:
+                            return found
+        return {}
+
+    async def leader(self, queue: PrefillQueue, what: str) -> NatsMember | None:
+        found = (await self.ask(queue, what)).get("cluster")
+        name = found.get("leader") if isinstance(found, dict) else None
+        return next((member for member in self.members if member.name == name), None)
+
+    async def replicas(self, queue: PrefillQueue) -> int:
+        config = (await self.ask(queue, "STREAM")).get("config")
+        return int(config["num_replicas"]) if isinstance(config, dict) else 0
+
+    async def whole(self, queue: PrefillQueue) -> bool:
+        """All servers have what is in the queue."""
+        found = [(await self.ask(queue, what)).get("cluster") for what in ("STREAM", "CONSUMER")]
+        replicas = [each.get("replicas", []) for each in found if isinstance(each, dict)]
+        return [[each["current"] for each in some] for some in replicas] == 2 * [[True, True]]
+
+    async def empty(self, queue: PrefillQueue) -> bool:
+        """All that was stored is acked."""
+        state = (await self.ask(queue, "STREAM")).get("state")
+        return isinstance(state, dict) and state["messages"] == 0
+
+
+@pytest.fixture
+async def nats_cluster(tmp_path: Path, credentials: Credentials) -> AsyncIterator[NatsCluster]:
+    async with cluster(NatsMember, tmp_path, credentials) as members:
+        yield NatsCluster(members, credentials)
+
+
+async def stored(queue: PrefillQueue, name: str) -> str:
+    """Return the id under which it was stored. What failed is withdrawn: it has another one."""
+    for number in count():
+        with suppress(QueueUnavailable):
+            await publish(queue, f"{name} {number}")
+            return f"{name} {number}"
+        await asyncio.sleep(0.05)
+    raise AssertionError
+
+
+async def pulled(queue: PrefillQueue) -> Delivery:
+    """One request, however often the pulls fail."""
+    while True:
+        with suppress(QueueUnavailable):
+            for delivery in await queue.pull(1, 5):
+                return delivery
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(300)
+async def test_the_loss_of_a_leader_loses_no_request(nats_cluster: NatsCluster) -> None:
+    """Of the stream, or of its consumer; killed or hung. What was queued stays, and acks of that time arrive."""
+    async with nats_cluster.queues() as queues:
+        decode, prefill = await queues(), await queues()
+        for what, harm in (("STREAM", killed), ("CONSUMER", hung)):
+            await until(lambda: nats_cluster.whole(decode), 60)
+            await stored(decode, f"{what} held")
+            queued = await stored(decode, f"{what} queued")
+            held = await pulled(prefill)
+            leader = await nats_cluster.leader(decode, what)
+            assert leader is not None
+            async with harm(leader):
+                await held.ack()
+                new = await stored(decode, what)
+                for expected in (queued, new):
+                    delivery = await pulled(prefill)
+                    assert delivery.request.request_id == expected
+                    await delivery.ack()
+                await until(lambda: nats_cluster.empty(decode), 60)
+        assert decode.losses == prefill.losses == 0
+
+
+@asynccontextmanager
+async def killed(member: NatsMember) -> AsyncIterator[None]:
+    await kill(member)
+    yield
+    await restart(member)
+
+
+async def test_the_stream_gets_the_replicas_that_are_asked_for(nats_cluster: NatsCluster) -> None:
+    async with (
+        nats_queues(nats_cluster.members[0].url, "ns", nats_cluster.credentials) as alone,
+        nats_cluster.queues() as queues,
+    ):
+        decode = await alone()
+        old = await stored(decode, "a")
+        assert await nats_cluster.replicas(decode) == 1
+        await queues()
+        await until(lambda: replicated(nats_cluster, decode))
+        assert (await pulled(decode)).request.request_id == old
+
+
+async def replicated(servers: NatsCluster, queue: PrefillQueue) -> bool:
+    return await servers.replicas(queue) == 3
+
+
+async def test_servers_that_are_no_cluster_are_refused(tmp_path: Path) -> None:
+    async with nats_server(tmp_path / "a") as first, nats_server(tmp_path / "b") as second:
+        with pytest.raises(ConfigError, match="belongs to no cluster, but"):
+            async with JetStreamQueue(f"{first.url},{second.url}", "ns", "m"):
+                pass

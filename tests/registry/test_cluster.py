@@ -1,0 +1,86 @@
+"""An etcd of three members: what is lost with one of them, and with two."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from pdserve_bench.chaos.cut import cut_off
+from pdserve_bench.clusters import EtcdMember, addresses, cluster
+
+from pdserve.credentials import Credentials
+from pdserve.registry.base import Change
+from pdserve.registry.etcd import EtcdRegistry
+from pdserve.supervisor.embedded import EmbeddedServer
+from tests.conditions import until
+from tests.registry.conftest import TTL
+from tests.registry.following import following
+from tests.servers import hung, kill, pid_of, restart
+
+
+class EtcdCluster:
+    def __init__(self, members: list[EtcdMember], credentials: Credentials) -> None:
+        self.members = members
+        self._credentials = credentials
+
+    def registry(self) -> EtcdRegistry:
+        return EtcdRegistry(addresses(self.members), "ns", 3 * TTL, credentials=self._credentials)
+
+    def used_by(self, registry: EtcdRegistry) -> EtcdMember:
+        assert registry._session
+        (member,) = [each for each in self.members if each.url == registry._session.target]
+        return member
+
+    @asynccontextmanager
+    async def isolated(self, member: EmbeddedServer) -> AsyncIterator[None]:
+        """Without a packet from or to the other members; its clients reach it."""
+        others = [pid_of(each) for each in self.members if each is not member]
+        async with AsyncExitStack() as stack:
+            for port in self.members[0].peers:
+                await stack.enter_async_context(cut_off(pid_of(member), others, port))
+            yield
+
+
+@pytest.fixture
+async def etcds(tmp_path: Path, credentials: Credentials) -> AsyncIterator[EtcdCluster]:
+    async with cluster(EtcdMember, tmp_path, credentials) as members:
+        yield EtcdCluster(members, credentials)
+
+
+async def test_one_member_is_lost(etcds: EtcdCluster) -> None:
+    """Killed, hung, or out of reach of the others: leases and watches go on at another member."""
+    async with etcds.registry() as first, etcds.registry() as other, following(other) as seen:
+        await first.put("a", b"0")
+        lease, expected = first._lease, {"a": b"0"}
+        for number, harm in enumerate((killed, hung, etcds.isolated)):
+            await seen.until(expected)
+            member = etcds.used_by(first)
+            async with harm(member):
+                await until(lambda: first.connected and etcds.used_by(first) is not member)  # noqa: B023
+                expected |= {f"after {harm.__name__}": b"%d" % number}
+                await first.put(f"after {harm.__name__}", b"%d" % number)
+                await seen.until(expected)
+        assert first._lease == lease
+        assert Change("a", None) not in seen.changes
+
+
+@asynccontextmanager
+async def killed(member: EmbeddedServer) -> AsyncIterator[None]:
+    await kill(member)
+    yield
+    await restart(member)
+
+
+async def test_the_majority_is_lost_and_comes_back(etcds: EtcdCluster) -> None:
+    async with etcds.registry() as first, etcds.registry() as other, following(other) as seen:
+        await first.put("a", b"1")
+        await seen.until({"a": b"1"})
+        for member in etcds.members[:2]:
+            await kill(member)
+        await until(lambda: not first.connected and not other.connected)
+        await first.put("b", b"1")
+        assert seen.state == {"a": b"1"}, "the last known topology stands"
+        await asyncio.gather(*map(restart, etcds.members[:2]))
+        await seen.until({"a": b"1", "b": b"1"})
+        assert Change("a", None) not in seen.changes

@@ -1,0 +1,146 @@
+"""This build and the last release, which is kept beside this file, understand each other. During an upgrade both run on
+one NATS and etcd (docs/decisions/0072-neighbours.md)."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.messages import Hello
+from pdserve.stream.tcp import TcpStreamServer
+from tools import wire
+from tools.wire import JSON, MSGPACK, Protocol
+
+TODAY, KEPT = wire.today(), wire.released()
+DEFINITIONS = (KEPT / wire.DEFINITIONS).read_text()
+RELEASED = wire.read(DEFINITIONS, KEPT.name)
+ROOTS = (*MSGPACK, *JSON)
+
+DROPPED: frozenset[str] = frozenset()
+"""`Message.field`, kinds of messages and names that the last release has and does not need any more: this build is
+without them, and its WIRE is one higher. Empty after each release."""
+ASKED_FOR: dict[str, str] = {}
+"""kind of message that the last release does not know -> the field of `Hello` or `Instance` by which its sender sees
+that the receiver reads it: a frontend of 0.1.0 ends a connection on which it reads an unknown kind, others skip it"""
+
+ADVICE = f"""
+{KEPT.name} is the last release, and both builds run beside each other during an upgrade. So:
+- a new field gets a default, and its readers do without it;
+- a field keeps its name and type, and what is sent in it stays within that type;
+- what the last release reads stays until a release that does not read it: only then put it into DROPPED and raise WIRE;
+- a new kind of message is sent only to those that ask for it: name it, and how they ask, in ASKED_FOR.
+docs/decisions/0072-neighbours.md has the reasons. Never edit what is kept: `make release` writes it."""
+
+
+def differences(sent: Any, read: Any, at: str) -> Iterator[str]:
+    """What of a message was not read as it was sent. A field that was not sent counts, one that was not read does
+    not."""
+    if isinstance(sent, dict) and isinstance(read, dict):
+        for name in read:
+            if f"{at}.{name}" in DROPPED:
+                continue
+            if name not in sent:
+                yield f"{at}.{name} is not sent any more"
+            else:
+                yield from differences(sent[name], read[name], f"{at}.{name}")
+    elif isinstance(sent, list) and isinstance(read, list) and len(sent) == len(read):
+        for each, other in zip(sent, read, strict=True):
+            yield from differences(each, other, at)
+    elif sent != read:
+        yield f"{at} is sent as {sent!r} and read as {read!r}"
+
+
+def crossing(sender: Protocol, reader: Protocol, root: str) -> Iterator[str]:
+    """What goes wrong with the messages that `reader` decodes as `root`."""
+    decode, known = reader.decoder(root), reader.kinds(root)
+    for name, kind in sender.kinds(root).items():
+        if name in DROPPED or (name in ASKED_FOR and name not in known):
+            continue
+        for message in wire.variants(kind):
+            try:
+                read = decode(wire.encode(root, message))
+            except msgspec.MsgspecError as error:
+                yield f"{reader.version} cannot read a {name} of {sender.version}: {error}"
+                break
+            yield from differences(msgspec.to_builtins(message), msgspec.to_builtins(read), name)
+
+
+def without_new(problems: Iterator[str]) -> list[str]:
+    """What an older sender does not know has its default: that is no difference."""
+    return [problem for problem in dict.fromkeys(problems) if "is not sent any more" not in problem]
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_the_last_release_reads_what_this_build_sends(root: str) -> None:
+    assert list(dict.fromkeys(crossing(TODAY, RELEASED, root))) == [], ADVICE
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_this_build_reads_what_the_last_release_sends(root: str) -> None:
+    assert without_new(crossing(RELEASED, TODAY, root)) == [], ADVICE
+
+
+@pytest.mark.parametrize("file", [f"{root}.{kind}" for root in ROOTS for kind in RELEASED.kinds(root)])
+def test_the_bytes_of_the_last_release_are_read(file: str) -> None:
+    path, (root, name) = KEPT / file, file.split(".")
+    if name in DROPPED:
+        return
+    library = msgspec.json if root in JSON else msgspec.msgpack
+    sent, read = library.decode(path.read_bytes()), TODAY.decoder(root)(path.read_bytes())
+    assert type(read).__name__ == name
+    shared = library.decode(wire.encode(root, read))
+    assert list(differences(shared, sent, name)) == [], ADVICE
+
+
+def test_names_on_both_sides_are_those_of_the_last_release() -> None:
+    kept, now = json.loads((KEPT / "names.json").read_text()), json.loads(json.dumps(wire.names()))
+    assert {
+        name: now.get(name) for name in kept if name not in DROPPED and now.get(name) != kept[name]
+    } == {}, (
+        f"{ADVICE}\nOf two builds with other limits of the queue, each sets the stream back every ten seconds."
+    )
+
+
+def test_the_wire_s_generation_rises_when_something_is_dropped() -> None:
+    assert TODAY.wire == RELEASED.wire + bool(DROPPED), (
+        "WIRE in pdserve/records.py is one more than the last release's where DROPPED has entries, and else the same"
+    )
+
+
+async def test_a_frontend_of_the_last_release_connects_and_is_heard() -> None:
+    async with TcpStreamServer("127.0.0.1") as server:
+        host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write((KEPT / "stream.sent").read_bytes())
+        received = (KEPT / "stream.received").read_bytes()
+        assert await reader.readexactly(len(received)) == received
+        assert await anext(server.received()) == ("frontend-0-0a.1", Hello("0.32.0"))
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("root", "line", "changed", "problem"),
+    [
+        ("ToDecode", "timeout: float", "timeout: float\n    hue: int", "missing required field `hue`"),
+        ("ToDecode", "client: str", "customer: str", "Submit.client is not sent any more"),
+        ("ToDecode", "timeout: float", "timeout: str", "Expected `float`, got `str`"),
+        ("ToDecode", "engines_died: int", "engines_died: int | None", "Expected `int`, got `None`"),
+        ("ToFrontend", "WorkerLoad |", "WorkerLoad | Cancel |", "Invalid value 'Cancel'"),
+        ("Instance", "BOTH = 'both'", "BOTH = 'both'\n    ALL = 'all'", "Invalid enum value 'all'"),
+    ],
+)
+def test_a_change_that_a_neighbour_cannot_take_is_named(
+    root: str, line: str, changed: str, problem: str
+) -> None:
+    other = wire.read(DEFINITIONS.replace(line, changed, 1), "0.2.0")
+    found = [*crossing(other, RELEASED, root), *without_new(crossing(RELEASED, other, root))]
+    assert [text for text in found if problem in text] != []
+
+
+def test_a_field_with_a_default_is_no_break() -> None:
+    other = wire.read(DEFINITIONS.replace("migrated:", "hue: int = 0\n    migrated:", 1), "0.2.0")
+    assert list(crossing(other, RELEASED, "ToDecode")) == []
+    assert without_new(crossing(RELEASED, other, "ToDecode")) == []

@@ -1,0 +1,218 @@
+"""What neighbouring versions of pdserve say to each other, kept in `tests/wire/` for the last release: the definitions
+of all messages, the bytes of each kind with all fields set, and the names that both sides must know.
+
+`python -m tools.wire` keeps today's in place of the last release's. `make release` runs it, and nothing else should:
+`tests/wire/test_neighbours.py` compares every build with what is kept (docs/decisions/0072-neighbours.md)."""
+
+import ast
+import enum
+import json
+import shutil
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+import pdserve
+from pdserve import credentials, kv, messages, records, settings, watch
+from pdserve.queue.jetstream import stream
+from pdserve.registry import keys
+from pdserve.stream import tcp
+from pdserve.supervisor import state
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "tests/wire"
+DEFINITIONS, COMMIT = "definitions.txt", "commit"
+SOURCES = (messages, records, watch, state)
+MSGPACK = (
+    "ToDecode",
+    "ToFrontend",
+    "PrefillRequest",
+    "ToPrefill",
+    "PrefillAnswer",
+    "QueueState",
+    "HeldRequests",
+)
+"""what processes decode as msgpack: from streams and the queue"""
+JSON = ("Instance", "SlotState", "ModelCard", "Watched", "Receipt", "GraphRecord")
+"""what they decode as JSON: from etcd, each other's pages, and the state directory"""
+_RECORDS = {"Struct", "StrEnum"}
+
+
+class Protocol(NamedTuple):
+    """The definitions of a version."""
+
+    version: str
+    wire: int
+    module: Any
+    """with the classes and unions named in MSGPACK and JSON"""
+
+    def kinds(self, root: str) -> dict[str, Any]:
+        """By name, the classes that may come where `root` is decoded."""
+        defined = getattr(self.module, root)
+        return {each.__name__: each for each in typing.get_args(defined) or (defined,)}
+
+    def decoder(self, root: str) -> Callable[[bytes], Any]:
+        library = msgspec.json if root in JSON else msgspec.msgpack
+        decode: Callable[[bytes], Any] = library.Decoder(getattr(self.module, root)).decode
+        return decode
+
+
+def encode(root: str, message: Any) -> bytes:
+    return msgspec.json.encode(message) if root in JSON else msgspec.msgpack.encode(message)
+
+
+def today() -> Protocol:
+    names = {name: value for module in reversed(SOURCES) for name, value in vars(module).items()}
+    return Protocol(pdserve.__version__, records.WIRE, types.SimpleNamespace(**names))
+
+
+def released() -> Path:
+    """The folder of the last release."""
+    (folder,) = (path for path in KEPT.iterdir() if (path / DEFINITIONS).exists())
+    return folder
+
+
+def read(text: str, version: str) -> Protocol:
+    """The protocol of these definitions."""
+    module = types.ModuleType(f"definitions of {version}")
+    sys.modules[module.__name__] = module  # msgspec looks up there what the types of fields are
+    exec(text, vars(module))
+    return Protocol(version, module.WIRE, module)
+
+
+# messages with all fields set
+
+
+def variants(kind: Any) -> list[Any]:
+    """Messages of this kind with all fields set: together they have each alternative of each field."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    possible = {name: values(hint) for name, hint in hints.items()}
+    first = {name: each[0] for name, each in possible.items()}
+    others = ({**first, name: value} for name, each in possible.items() for value in each[1:])
+    return [kind(**fields) for fields in (first, *others)]
+
+
+_PLAIN: dict[Any, list[Any]] = {
+    bool: [True, False],
+    int: [3],
+    float: [0.5],
+    str: ["text"],
+    bytes: [b"\x00bytes"],
+    object: ["anything"],
+    types.NoneType: [None],
+    UnsetType: [UNSET],
+}
+
+
+def values(hint: Any) -> list[Any]:
+    """Values of this type, so that each alternative in it comes once."""
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Annotated:
+            return values(arguments[0])
+        case typing.Union | types.UnionType:
+            return [*chain.from_iterable(map(values, arguments))]
+        case origin if origin is list:
+            return [values(arguments[0]), []]
+        case origin if origin is dict:
+            return [{"text": value} for value in values(arguments[1])]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return list(hint)
+    return _PLAIN[hint] if hint in _PLAIN else variants(hint)
+
+
+# what both sides must know
+
+_LIMITS = ("ack_wait", "bound", "max_bytes", "max_age")
+_SETTINGS = (*settings.SETTINGS, *settings.POLICIES, *settings.PREFILL_POLICIES)
+
+
+def names() -> dict[str, Any]:
+    """Names and constants that both sides must have alike."""
+    queue = stream.QueueNames("graph", "a/model", "0123456789abcdef")
+    instance = records.Instance(id="decode-0-0a", role=records.Role.DECODE)
+    return {
+        "greeting of a stream": tcp.GREETING.decode(),
+        "queue: stream": queue.stream,
+        "queue: consumer": stream.CONSUMER,
+        "queue: requests": queue.requests,
+        "queue: state": queue.state,
+        "queue: held": queue.held,
+        "queue: notices": queue.notices,
+        "queue: answers": queue.answers("decode-0-0a"),
+        "queue: warm-ups": queue.warm_ups("prefill-0-0a"),
+        **{f"queue: {name}": getattr(stream.StreamLimits(), name) for name in _LIMITS},
+        "etcd: instance": keys.instance(instance),
+        "etcd: newcomer": keys.newcomer(instance),
+        "etcd: card": keys.card("a/model", instance.id),
+        "etcd: setting": keys.setting("router"),
+        "etcd: slot": keys.slot(records.SlotState("decode-0", records.Role.DECODE, "host")),
+        **{f"setting: {word}": word for word in _SETTINGS},
+        "handle: preempted": kv.PREEMPTED,
+        "certificate": credentials.NAME,
+    }
+
+
+# keeping them
+
+
+def definitions() -> str:
+    """The source of all records, without docstrings and methods, in the order of their definition."""
+    lines = [
+        "import math",
+        "from enum import StrEnum",
+        "from typing import Annotated",
+        "import msgspec",
+        "from msgspec import UNSET, Meta, Struct, UnsetType",
+        f"WIRE = {records.WIRE}",
+    ]
+    for module in SOURCES:
+        assert module.__file__
+        lines += map(ast.unparse, _records(ast.parse(Path(module.__file__).read_text())))
+    return "\n\n".join(lines) + "\n"
+
+
+def _records(tree: ast.Module) -> Iterator[ast.stmt]:
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(bases=[base, *_]) if ast.unparse(base).rpartition(".")[2] in _RECORDS:
+                fields = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
+                node.body = [*fields] or [ast.Pass()]
+                yield node
+            case ast.Assign(targets=[ast.Name(id=name)]) if name in MSGPACK:
+                yield node
+
+
+def keep(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / DEFINITIONS).write_text(definitions())
+    (folder / "names.json").write_text(json.dumps(names(), indent=2) + "\n")
+    for root in (*MSGPACK, *JSON):
+        for name, kind in today().kinds(root).items():
+            (folder / f"{root}.{name}").write_bytes(encode(root, variants(kind)[0]))
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    (folder / COMMIT).write_text(head.stdout)
+    hello = messages.encode(messages.Hello("0.32.0"))
+    (folder / "stream.sent").write_bytes(_framed(tcp.GREETING + b" frontend-0-0a.1") + _framed(hello))
+    (folder / "stream.received").write_bytes(_framed(tcp.GREETING))
+
+
+def _framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+def main() -> None:
+    shutil.rmtree(released())
+    keep(KEPT / pdserve.__version__)
+
+
+if __name__ == "__main__":
+    main()
