@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,13 +24,17 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdserve.credentials import create
+from pdserve.observe.pages import read_receipts
+from pdserve.records import Role
 from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.questions import Attempt
 from pdserve_bench.client import HttpConnection, post, send_unread, trusted
 from pdserve_bench.endpoint import key_headers
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
 from pdserve_bench.launch import ServerRun, started
 from pdserve_bench.simulated import simulated
+from pdserve_bench.watch import GraphWatch
 
 SIMULATED = simulated(
     {"step-seconds": 0.02, "prefill-rate": 50000},
@@ -48,6 +52,8 @@ OUTPUT = 1500
 """tokens of each greedy answer, if the model can"""
 PATIENCE = 60.0
 """seconds for an attacker's request"""
+TRACED = 5
+"""requests that waited longest, whose way is printed"""
 NICE = 10
 AGAIN = 0.05
 """seconds between two requests of an attacker: a refusal comes at once"""
@@ -189,7 +195,7 @@ async def attacked(
             child = _attackers(fuzzer, folder, await fuzzer.max_model_len(), kinds)
             child.start()
             say(f"{quiet:.2f} s between tokens at most, of {asked} requests; now beside {', '.join(kinds)}")
-            await _watch(load, asked, seconds, say)
+            await _watch(fuzzer, load, asked, seconds)
             await child.stop()
         add_statuses(fuzzer.report, child.text)
     longest, slowest = _longest(load, asked)
@@ -205,23 +211,34 @@ def _attackers(fuzzer: Fuzzer, folder: Path, max_model_len: int, kinds: list[str
     return ServerRun(command, folder / "attackers.log")
 
 
-async def _watch(load: JudgedLoad, first: int, seconds: float, say: Callable[[str], None]) -> None:
+async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -> None:
+    """Say how long the client beside waited, and at the end where the requests were that waited longest."""
     for _ in range(max(1, round(seconds / 10))):
         await asyncio.sleep(min(10, seconds))
         longest, slowest = _longest(load, first)
-        say(f"{len(load.done) - first} requests, {longest:.2f} s at most ({slowest})")
+        fuzzer.say(f"{len(load.done) - first} requests, {longest:.2f} s at most ({slowest})")
+    async with GraphWatch() as watch:
+        await watch.move(fuzzer.graph)
+        frontends = await watch.instances(Role.FRONTEND)
+        for wait, slowest in sorted(_waits(load.done[first:]), reverse=True)[:TRACED]:
+            for receipt in await read_receipts(frontends, 1, request_id=slowest):
+                hops = (f"{hop.name} {hop.start:.2f} + {hop.seconds:.2f}" for hop in receipt.hops)
+                fuzzer.say(
+                    f"  {wait:.2f} s of {receipt.prompt_tokens} tokens, {receipt.reason}: {', '.join(hops)}"
+                )
 
 
 def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:
     """The longest wait for a token of the streamed requests from that one on, and the id of its request."""
     now = time.monotonic()
     running = [replace(attempt, arrivals=[*attempt.arrivals, now], ended=now) for attempt in load.running]
-    waits = (
-        (longest_pause(attempt.started, attempt.arrivals, attempt.ended), attempt.request_id)
-        for attempt in [*load.done[first:], *running]
-        if attempt.case.stream
-    )
-    return max(waits, default=(0.0, ""))
+    return max(_waits([*load.done[first:], *running]), default=(0.0, ""))
+
+
+def _waits(attempts: Iterable[Attempt]) -> Iterator[tuple[float, str]]:
+    for attempt in attempts:
+        if attempt.case.stream:
+            yield longest_pause(attempt.started, attempt.arrivals, attempt.ended), attempt.request_id
 
 
 def _key(client: str) -> str:

@@ -111,7 +111,7 @@ class Fuzzer:
     ) -> None:
         """`logs` is the folder of the graph's logs, where they are to be read; `headers` are of the client beside."""
         self.report = FuzzReport()
-        self.graph, self._logs, self._say = graph, logs, say
+        self.graph, self._logs, self.say = graph, logs, say
         self._headers = dict(headers or {})
         self._source = ELSEWHERE if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
         self._told = time.monotonic()
@@ -184,7 +184,7 @@ class Fuzzer:
         self.report.statuses[status] += 1
         if time.monotonic() > self._told + TOLD_EVERY:
             self._told = time.monotonic()
-            self._say(f"{self.report.sent} requests, {len(self.report.findings)} findings")
+            self.say(f"{self.report.sent} requests, {len(self.report.findings)} findings")
 
     def _found(self, what: str, request: FuzzRequest | None = None, status: int = 0) -> None:
         self.report.findings.append(FuzzFinding(what, request, status))
