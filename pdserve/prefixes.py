@@ -16,9 +16,12 @@ MAX_REPORTED = 4096
 """most names that a worker tells: of a larger cache, only every 2nd block's, every 4th's, and so on"""
 
 
-def root(salt: str | None) -> bytes:
-    """The parent of a prompt's first name: prompts of another cache salt have other names."""
-    return blake2b(salt.encode(errors="replace"), digest_size=NAME).digest() if salt else b""
+def root(salt: str | None, adapter: int = 0) -> bytes:
+    """The parent of a prompt's first name: prompts of another cache salt or LoRA adapter have other names."""
+    if not (salt or adapter):
+        return b""
+    key = adapter.to_bytes(NAME) if adapter else b""
+    return blake2b((salt or "").encode(errors="replace"), digest_size=NAME, key=key).digest()
 
 
 def names(
@@ -80,12 +83,12 @@ class CachedPrefixes:
         if self.followed:
             self._changed.update(changed)
 
-    def hit(self, prompt: Sequence[int], salt: str | None) -> int:
+    def hit(self, prompt: Sequence[int], salt: str | None, adapter: int = 0) -> int:
         """Return how many leading tokens of the prompt are cached; as in vLLM never all, for the last token has to be
         computed."""
         if not self._copies:
             return 0
-        prefixes = names(prompt, self.block_size, root(salt), len(prompt) - 1)
+        prefixes = names(prompt, self.block_size, root(salt, adapter), len(prompt) - 1)
         return self.block_size * sum(1 for _ in takewhile(self._copies.__contains__, prefixes))
 
     def known(self) -> list[bytes]:

@@ -24,11 +24,30 @@ WIRE = 1
 """Generation of all that processes say to each other. Those of neighbouring generations understand each other
 (docs/decisions/0072-neighbours.md); `tests/wire/` says when it rises."""
 REFUSED = "refused"
+OF_FILE = "file"
+"""in the place of a call: the worker's own file names the adapter"""
 
 
 def understood(wire: int) -> bool:
     """Whether this build and one of that generation understand each other."""
     return abs(wire - WIRE) <= 1
+
+
+class Adapter(Struct, frozen=True):
+    """A LoRA adapter of a model: as a frontend asks its workers for it, and as a worker has it."""
+
+    name: str
+    """by which clients ask for it"""
+    path: str = ""
+    """its folder, the same on all hosts; empty: unloaded, also where the workers' files name it"""
+    id: int = 0
+    """of its weights: whatever is computed with them is kept apart by it; 0: not known yet"""
+    asked: str = OF_FILE
+    """by which of a frontend's calls it is there, since a name may be unloaded and loaded again"""
+    problem: str = ""
+    """why a worker could not load it"""
+    model: str = ""
+    """served model name; left out in a worker's record"""
 
 
 class Instance(Struct, frozen=True):
@@ -71,6 +90,12 @@ class Instance(Struct, frozen=True):
     """true: the prefill worker has lost NATS: it takes no prompts and its answers arrive nowhere, until it is back"""
     settings: dict[str, str] = {}
     """what its file says of the live settings that it goes by (`settings.py`)"""
+    adapters: list[Adapter] | None = None
+    """those in its engine, and those that it could not load; None: its engine takes none"""
+
+    def has(self, adapter: int) -> bool:
+        """Whether requests for the adapter of this id may be sent to it; 0 stands for the model itself."""
+        return not adapter or any(each.id == adapter for each in self.adapters or ())
 
     @property
     def stands_in(self) -> bool:
@@ -174,6 +199,7 @@ class ModelCard(Struct, frozen=True):
 
 encode_record = msgspec.json.Encoder().encode
 """registry values are JSON, so that `etcdctl get --prefix` can be read"""
+decode_adapter = reader(msgspec.json.Decoder(Adapter).decode)
 decode_instance = reader(msgspec.json.Decoder(Instance).decode)
 decode_card = reader(msgspec.json.Decoder(ModelCard).decode)
 decode_leader = reader(msgspec.json.Decoder(NodeLeader).decode)

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pdserve.config.adapters import most_adapters, static_adapters
 from pdserve.config.addresses import collector_url, traces_url
 from pdserve.config.api_keys import configured
 from pdserve.config.arguments import ANSWERS, arguments, shapes_answers
@@ -53,6 +54,8 @@ _ALIKE = {
     "quantization": "KV blocks are moved byte by byte",
     "block-size": "unequal KV blocks give wrong tokens",
     "max-model-len": "a prompt that one side takes must fit the other",
+    "enable-lora": "both compute with the same adapters",
+    "lora-dtype": "both compute with the same adapters",
 }
 """vLLM arguments that must be equal in decode and prefill workers, because KV blocks move from one engine's cache into
 the other's, and the reason"""
@@ -80,9 +83,13 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     _follow_processor(processor.args, decode.args if decode.entry else dict(prefill.args), findings)
     _check_parsers(decode.args if decode.entry else processor.args, findings)
     if decode.entry and prefill.entry:
+        if adapters := decode.args.get("lora-modules"):
+            prefill.args.setdefault("lora-modules", adapters)
         _compare_workers(decode.args, prefill.args, findings)
         if prefill.values.stand_in:
             _follow_decode(decode.args, prefill.args, findings)
+    for worker in (decode.args, prefill.args):
+        _check_adapters(worker, findings)
     places = _with_places(graph.values, env, findings)
     _check_replicas(graph, findings)
     files = _with_files(security, findings)
@@ -173,7 +180,7 @@ def _with_policy(decode: SectionRead[DecodeSection], findings: Findings) -> Sect
 
 def _check_prefill(args: Arguments, findings: Findings) -> None:
     for name, entry in args.items():
-        if arguments()[name].group == "api":
+        if arguments()[name].group == "api" and name != "lora-modules":
             text = "shapes answers, which prefill workers do not give: move it to Processor."
             findings.problem(entry, text)
 
@@ -228,6 +235,21 @@ def _follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) ->
         elif (theirs := _effective(decode, name)) != prefill[name].value:
             text = f"but {_said(theirs)} in VllmWorker: set both alike, or stand-in: false."
             findings.problem(prefill[name], f"is {_said(prefill[name].value)}, {text}")
+
+
+def _check_adapters(args: Arguments, findings: Findings) -> None:
+    """Adapters are read once: an engine that has to read one again might find other weights."""
+    if (entry := args.get("lora-modules")) is None:
+        return
+    found = static_adapters({"lora-modules": entry.value})
+    most = most_adapters({name: each.value for name, each in args.items()})
+    if not all(found) or not all(found.values()):
+        findings.problem(entry, "must be a list of name=folder, or of mappings with name and path.")
+    elif not most:
+        findings.problem(entry, "needs enable-lora: true beside it, for all workers.")
+    elif len(found) > most:
+        text = f"names {len(found)} adapters, but the engine holds {most}: set max-cpu-loras: {len(found)}."
+        findings.problem(entry, text)
 
 
 def _effective(args: Arguments, name: str) -> object:

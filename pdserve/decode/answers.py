@@ -76,7 +76,8 @@ class AnswerReader:
             return
         try:
             young = msgspec.structs.replace(handle, computed_at=time.monotonic())
-            check_handle(young, handle.num_tokens, facts.block_size, facts.fingerprint)
+            fingerprint = self.engine.kv_fingerprint(request.submit.body)
+            check_handle(young, handle.num_tokens, facts.block_size, fingerprint)
             if handle.num_tokens > len(request.submit.prompt):
                 raise ProtocolError(f"KV of {handle.num_tokens} tokens, more than its prompt has")
         except ProtocolError as error:

@@ -98,7 +98,7 @@ class RemotePrefill:
                 request.hops.answered(handle.engine_id, done.queued, seconds, now, done.engine_queued)
                 if not request.warms:  # a warm-up's prompt is too short to measure the worker's speed
                     self.timeout.learn(tokens, seconds)
-                await self._check(handle, tokens)
+                await self._check(handle, request.submit)
                 return done
             case PrefillFailed(reason=reason, message=text, engine_died=died):
                 request.engines_died += died
@@ -146,10 +146,10 @@ class RemotePrefill:
         except QueueUnavailable as error:  # no effect where the message arrived and was answered already
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
 
-    async def _check(self, handle: KvHandle, prompt_tokens: int) -> None:
+    async def _check(self, handle: KvHandle, submit: Submit) -> None:
         try:
-            facts = self.engine.facts
-            check_handle(handle, prompt_tokens, facts.block_size, facts.fingerprint)
+            facts, fingerprint = self.engine.facts, self.engine.kv_fingerprint(submit.body)
+            check_handle(handle, len(submit.prompt), facts.block_size, fingerprint)
         except ProtocolError as error:
             await self.engine.reject(handle)
             raise NoHandle("expired" if expired(handle) else "invalid", str(error)) from error

@@ -22,7 +22,7 @@ from pdserve.decode.requests import OWN, STAND_IN, DecodeRequest, DecodeRequests
 from pdserve.decode.settings import LiveSettings, thresholds
 from pdserve.decode.turns import PromptTurns
 from pdserve.engine.base import Engine, Output, Step
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Unavailable
 from pdserve.kv.handles import expired, prefix_hit
 from pdserve.messages import Failed, KvHandle, Submit
 from pdserve.observe.metrics import PREFILL
@@ -70,9 +70,9 @@ class RequestRunner:
         with Apart("requests") as one:
             try:
                 await self._place(request)
-            except ProtocolError as error:
+            except (ProtocolError, Unavailable) as error:
                 log.warning("request %s refused: %s", request.id, error)
-                await self.frontends.fail(request, str(error), retry=False)
+                await self.frontends.fail(request, str(error), retry=isinstance(error, Unavailable))
         if one.error is not None:
             with Apart("requests"):
                 await self.frontends.fail(request, INTERNAL, retry=True)

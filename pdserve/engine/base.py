@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.engine.adapters import AdapterEngine
 from pdserve.messages import KvHandle
 from pdserve.prefixes import CachedPrefixes
 from pdserve.tasks import Lifetime
@@ -116,7 +117,7 @@ class Step:
     """computed in this step; of a prompt whose KV was read, its end alone"""
 
 
-class Engine(Lifetime):
+class Engine(Lifetime, AdapterEngine):
     """An inference engine in processes of its own, or simulated in this process. Entering starts it and returns when it
     can serve; leaving stops all of its processes.
 

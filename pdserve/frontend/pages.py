@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.frontend.edge.answer import HttpError, error_response
 from pdserve.frontend.model.openapi import LEFT_OUT
 from pdserve.frontend.model.served import ServedModels
-from pdserve.records import ModelCard
+from pdserve.records import Adapter, ModelCard
 
 
 class FrontendPages:
@@ -35,12 +35,13 @@ class FrontendPages:
 
     async def _list(self, request: Request) -> Response:
         """All models, or the one that the path names."""
-        cards, name = self._models.listed(), request.path_params.get("name")
+        found, name = [_listing(card) for card in self._models.listed()], request.path_params.get("name")
+        found += [_adapter_listing(*each) for each in self._models.adapters()]
         if not name:
-            return JSONResponse({"object": "list", "data": [_listing(card) for card in cards]})
-        for card in cards:
-            if card.name == name:
-                return JSONResponse(_listing(card))
+            return JSONResponse({"object": "list", "data": found})
+        for listing in found:
+            if listing["id"] == name:
+                return JSONResponse(listing)
         raise HttpError(404, f"The model `{name}` does not exist.", "model")
 
 
@@ -54,6 +55,11 @@ def _listing(card: ModelCard) -> dict[str, object]:
         "parent": None,
         "max_model_len": card.max_model_len,
     }
+
+
+def _adapter_listing(card: ModelCard, adapter: Adapter) -> dict[str, object]:
+    own = {"id": adapter.name, "root": adapter.path, "parent": card.name, "max_model_len": None}
+    return _listing(card) | own
 
 
 async def _not_found(scope: Scope, _: Receive, __: Send) -> None:

@@ -27,6 +27,7 @@ from pdserve.frontend.edge.sockets import accept_all, bind
 from pdserve.frontend.keys.auth import KeySource
 from pdserve.frontend.keys.origins import CrossOrigin
 from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.frontend.model.run import GRACE
 from pdserve.frontend.model.served import serve_models
 from pdserve.frontend.ribs import RibContext, Ribs
@@ -77,7 +78,7 @@ class Frontend(Service):
         await self._presence.until_understood()
         view = await stack.enter_async_context(RegistryView(connection))
         self._keys.keys.ledger.frontends = lambda: len(view.instances(Role.FRONTEND))
-        context = self._model_context(frontend, credentials)
+        context = self._model_context(frontend, credentials, AdapterStore(connection, view))
         models = await stack.enter_async_context(
             serve_models(view, context, config.served_model_name, frontend)
         )
@@ -147,7 +148,9 @@ class Frontend(Service):
         await self._serving
         logger.info("stopped")
 
-    def _model_context(self, frontend: FrontendConfig, credentials: Credentials | None) -> ModelContext:
+    def _model_context(
+        self, frontend: FrontendConfig, credentials: Credentials | None, adapters: AdapterStore
+    ) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
             # a name of its own for each connection: a worker takes a second connection of the same name for the
@@ -157,6 +160,7 @@ class Frontend(Service):
             router=frontend.router,
             request_timeout=config.request_timeout,
             longest=max(config.request_timeout, frontend.max_request_timeout) + 2 * GRACE,
+            adapters=adapters,
         )
 
     def _instance(self) -> Instance:

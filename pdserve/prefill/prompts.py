@@ -12,7 +12,7 @@ from functools import partial
 
 from pdserve.config.schema import Config
 from pdserve.engine.base import Engine, Output, Step
-from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
+from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable, Unavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
@@ -159,7 +159,7 @@ class PromptRunner:
         running = self._running.add(delivery)
         try:
             await self._engine.prefill(running.engine_id, request.prompt, request.body)
-        except ProtocolError as error:
+        except (ProtocolError, Unavailable) as error:
             self._running.drop(running, failed=True)
             await self._answer(delivery, PrefillFailed(request.request_id, "refused", str(error)))
         else:

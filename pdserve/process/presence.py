@@ -20,6 +20,7 @@ from pdserve.plan.slots import Slot
 from pdserve.records import (
     REFUSED,
     WIRE,
+    Adapter,
     Instance,
     ModelCard,
     Role,
@@ -225,6 +226,12 @@ class Presence:
             self.instance = msgspec.structs.replace(self.instance, address=address)
             if self.announced.is_set():
                 await self._write()
+
+    async def have(self, adapters: list[Adapter] | None) -> None:
+        """Register the adapters that its engine has now."""
+        self.instance = msgspec.structs.replace(self.instance, adapters=adapters)
+        if self.announced.is_set():
+            await self._write()
 
     async def leave(self) -> None:
         """Remove the instance, and write nothing more."""

@@ -6,6 +6,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import ClassVar, Self
 
+import msgspec
+
 from pdserve import queue, registry
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
@@ -16,6 +18,7 @@ from pdserve.messages import Load
 from pdserve.observe.metrics import ENGINE_REQUESTS, KV_USAGE
 from pdserve.plan.slots import Slot, section_of
 from pdserve.ports import free_port
+from pdserve.process.adapters import WorkerAdapters
 from pdserve.process.engine_checks import log_memory, self_test, watch_engine
 from pdserve.process.gpu_turns import gpu_turns
 from pdserve.process.life import Service
@@ -117,10 +120,15 @@ class EngineWorker(Service):
         log_memory(self._config, self._slot, facts)
         await self_test(self._engine, self.work)
         address = self._stream.address if self._stream is not None else ""
+        section = section_of(self._config, self._slot)
+        self._adapters = WorkerAdapters(
+            self._engine, section.engine_args, self._config.served_model_name, self._registry
+        )
+        await self._adapters.start()
         instance = worker_instance(self._config, self._slot, self.id, facts, address, self._metrics_url)
         self._presence = Presence(
             self._registry,
-            instance,
+            msgspec.structs.replace(instance, adapters=self._adapters.there),
             await self.card(),
             # each change goes to every process that follows this role: of use only to decode workers
             lambda: self._slot.role.does(Role.PREFILL) and not self._queue.connected,
@@ -175,8 +183,10 @@ class EngineWorker(Service):
 
     def permanent(self) -> Mapping[str, Work]:
         followers = {"followers": self._watch_followers} if self._leader else {}
+        takes = self._engine.max_adapters > 0
         return {
             **followers,
+            **({"adapters": partial(self._adapters.follow, self._presence.have)} if takes else {}),
             "engine steps": self._read_engine,
             "engine watch": partial(watch_engine, self._engine),
             "instance record": self._presence.keep_current,

@@ -1,6 +1,6 @@
 """The key scheme of the registry, relative to the namespace. Instance ids hold no slash; model names may."""
 
-from pdserve.records import Instance, Role, SlotState
+from pdserve.records import Adapter, Instance, Role, SlotState
 
 INSTANCES = "instances/"
 CARDS = "models/"
@@ -10,6 +10,8 @@ NEWCOMERS = "newcomers/"
 SLOTS = "slots/"
 LEADERS, FOLLOWERS = "leaders/", "followers/"
 """the hosts of workers that span hosts, by the place where these meet; only they read these"""
+ADAPTERS, LOADING = "adapters/", "loading/"
+"""LoRA adapters, kept for workers that come later; those that a frontend is asking the workers for, under its lease"""
 FILE = "file"
 """path of the file that the settings were set on, where `serve` runs its own etcd"""
 
@@ -45,6 +47,14 @@ def follower(place: str, instance_id: str) -> str:
 
 def card(model: str, instance_id: str) -> str:
     return f"{CARDS}{model}/{instance_id}"
+
+
+def adapter(kept: Adapter) -> str:
+    return f"{ADAPTERS}{kept.model}/{kept.name}"
+
+
+def loading(asked: Adapter) -> str:
+    return f"{LOADING}{asked.model}/{asked.asked}"
 
 
 def setting(name: str) -> str:

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from pdserve.errors import ProtocolError, RegistryUnavailable
 from pdserve.records import (
+    Adapter,
     Instance,
     ModelCard,
     NodeFollower,
     NodeLeader,
     Role,
     SlotState,
+    decode_adapter,
     decode_card,
     decode_follower,
     decode_instance,
@@ -65,6 +67,8 @@ class RegistryView(Lifetime):
         self._slots = _Records(keys.SLOTS, decode_slot_state)
         self._leaders = _Records(keys.LEADERS, decode_leader)
         self._followers = _Records(keys.FOLLOWERS, decode_follower)
+        self._adapters = _Records(keys.ADAPTERS, decode_adapter)
+        self._loading = _Records(keys.LOADING, decode_adapter)
         self._all: tuple[_Records[Any], ...] = (
             self._instances,
             self._cards,
@@ -73,6 +77,8 @@ class RegistryView(Lifetime):
             self._slots,
             self._leaders,
             self._followers,
+            self._adapters,
+            self._loading,
         )
         self._gone: dict[str, tuple[Instance, float]] = {}
         """workers whose lease ended while they were not draining, and when (monotonic)"""
@@ -128,6 +134,14 @@ class RegistryView(Lifetime):
 
     def followers(self) -> list[NodeFollower]:
         return [follower for _, follower in sorted(self._followers.items())]
+
+    def adapters(self, model: str) -> dict[str, Adapter]:
+        """Return what frontends loaded and unloaded at run time, by name."""
+        return {each.name: each for _, each in sorted(self._adapters.items()) if each.model == model}
+
+    def loading(self, model: str) -> list[Adapter]:
+        """Return the adapters that frontends are asking the workers for."""
+        return [each for _, each in sorted(self._loading.items()) if each.model == model]
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.instances(), self.slots(), self.cards(), self.settings())

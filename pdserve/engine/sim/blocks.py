@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from pdserve.prefixes import NAME, CachedPrefixes, names, root
+from pdserve.prefixes import NAME, CachedPrefixes, names
 
 
 class BlockPool:
@@ -30,9 +30,10 @@ class BlockPool:
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def whole(self, prompt: list[int], cache_salt: str | None = None) -> list[int]:
-        """The contents that the full blocks of this prompt have once they are computed."""
-        prefixes = names(prompt, self.block_size, root(cache_salt))
+    def whole(self, prompt: list[int], parent: bytes = b"") -> list[int]:
+        """The contents that the full blocks of this prompt have once they are computed. `parent` is the name of what
+        its salt and its adapter are (`prefixes.root`)."""
+        prefixes = names(prompt, self.block_size, parent)
         return [int.from_bytes(name) ^ self.weights for name in prefixes]
 
     def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:

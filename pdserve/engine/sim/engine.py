@@ -13,6 +13,7 @@ from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.sim import wire
+from pdserve.engine.sim.adapters import SimAdapters
 from pdserve.engine.sim.blocks import BlockPool
 from pdserve.engine.sim.model import Faults, sim_model
 from pdserve.engine.sim.side import SideServer, Unreachable, ask
@@ -25,14 +26,13 @@ from pdserve.messages import KvHandle
 from pdserve.recent import RecentKeys
 from pdserve.tasks import Owner
 
-_REMEMBERED = 100_000
 _LATE = 0.005
-"""seconds that a late step may take from the next step: timers are coarse, and the simulation's own work is no part of
-a step"""
+"""seconds that a late step may take from the next: timers are coarse, and the simulation's work is no part of it"""
 
 
-class SimEngine(Engine):
+class SimEngine(SimAdapters, Engine):
     def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec.engine_args)
         self.faults = Faults()
         self._spec = spec
         self._model = model = sim_model(spec.engine_args)
@@ -47,7 +47,7 @@ class SimEngine(Engine):
         self._ahead: dict[tuple[str, str], int] = {}
         """by `handles.source`: how many blocks were read of prefills that are still running"""
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
-        self._seen: RecentKeys[None] = RecentKeys(_REMEMBERED)
+        self._seen: RecentKeys[None] = RecentKeys(100_000)
         self._work = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._computed, self._step = 0.0, (0.0, 0.0)
@@ -95,23 +95,21 @@ class SimEngine(Engine):
         kv: KvHandle | None,
         after: Sequence[int] = (),
     ) -> None:
+        asked = self.read(body)
         if kv is not None:
-            check_handle(kv, len(prompt), self._model.block_size, self.facts.fingerprint)
-        asked = wire.read_request(body)
+            check_handle(kv, len(prompt), self._model.block_size, self.fingerprint_of(asked))
         max_tokens = asked.max_tokens(self._model.max_model_len - len(prompt)) - len(after)
         if self.faults.no_grammars and asked.sampling.structured_outputs is not None:
             self._refuse_reuse(request_id)
             self._steps.put_nowait(Step([wire.refused(request_id)]))
             return
         tokens = [*prompt, *after]
-        whole = self._pool.whole(tokens, asked.cache_salt)
-        self._add(SimRequest(request_id, tokens, max_tokens, asked.sampling, whole, asked.cache_salt, kv=kv))
+        whole = self._pool.whole(tokens, asked.root)
+        self._add(SimRequest(request_id, tokens, max_tokens, asked, whole, kv=kv))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        asked = wire.read_request(body)
-        whole = self._pool.whole(prompt, asked.cache_salt)
-        plain = asked.sampling.structured_outputs is not None
-        self._add(SimRequest(request_id, prompt, 1, asked.sampling, whole, keep=True, plain=plain))
+        asked = self.read(body)
+        self._add(SimRequest(request_id, prompt, 1, asked, self._pool.whole(prompt, asked.root), keep=True))
 
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
@@ -142,7 +140,7 @@ class SimEngine(Engine):
 
     async def cancel(self, request_ids: list[str]) -> None:
         self._check_alive()
-        for request in [*self._waiting, *self._running, *self._pulling]:
+        for request in self.requests:
             if request.request_id in request_ids:
                 self._drop(request)
 
@@ -162,7 +160,7 @@ class SimEngine(Engine):
         request = wire.read_request(body)
         if request.mm_features or request.sampling.prompt_logprobs is not None:
             return None
-        return self.prefixes.hit(prompt, request.cache_salt)
+        return self.prefixes.hit(prompt, request.cache_salt, request.adapter)
 
     @property
     def usage(self) -> EngineUsage:
@@ -316,7 +314,7 @@ class SimEngine(Engine):
         self._running.remove(request)
         if not request.keep:
             computed = request.prompt + request.tokens[:-1]
-            self._pool.fill(request.blocks, self._pool.whole(computed, request.cache_salt), len(computed))
+            self._pool.fill(request.blocks, self._pool.whole(computed, request.asked.root), len(computed))
             self._pool.give(request.blocks)
             return None
         used = self._pool.needed(len(request.prompt))
@@ -343,7 +341,7 @@ class SimEngine(Engine):
             block_ids=[request.blocks[:blocks]],
             num_tokens=tokens,
             block_size=self._model.block_size,
-            fingerprint=self.facts.fingerprint,
+            fingerprint=self.fingerprint_of(request.asked),
             lease=self._model.lease,
             extra={"remote_prefill_cached_tokens": request.cached},
             computed_at=time.monotonic(),
@@ -380,7 +378,7 @@ class SimEngine(Engine):
         before, request.computed = request.computed, len(request.prompt) - 1
         request.pulled = request.computed - before
         expected = request.whole[first : kv.num_tokens // self._model.block_size]
-        request.salt = int(contents[: len(expected)] != expected)
+        request.salt += int(contents[: len(expected)] != expected)
 
     def _free_remote(self, kv: KvHandle) -> None:
         self._ahead.pop(source(kv), None)

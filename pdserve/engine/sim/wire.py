@@ -19,6 +19,7 @@ from pdserve.engine.base import Output
 from pdserve.engine.sim.model import SimModel
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
+from pdserve.prefixes import root
 
 LENGTH, ERROR = 1, 3
 """values of vLLM's FinishReason"""
@@ -38,6 +39,14 @@ class Sampling(Struct, frozen=True):
     logprob_token_ids: list[int] | None = None
 
 
+class Lora(Struct, array_like=True, frozen=True):
+    """The used part of LoRARequest."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+
 class CoreRequest(Struct, array_like=True, frozen=True):
     request_id: str
     prompt_token_ids: list[int] | None
@@ -45,8 +54,17 @@ class CoreRequest(Struct, array_like=True, frozen=True):
     sampling_params: Sampling | None
     pooling_params: msgspec.Raw | None = None
     arrival_time: float = 0.0
-    lora_request: msgspec.Raw | None = None
+    lora_request: Lora | None = None
     cache_salt: str | None = None
+
+    @property
+    def adapter(self) -> int:
+        return self.lora_request.lora_int_id if self.lora_request is not None else 0
+
+    @property
+    def root(self) -> bytes:
+        """The parent of its blocks' names."""
+        return root(self.cache_salt, self.adapter)
 
     @property
     def sampling(self) -> Sampling:
@@ -147,16 +165,13 @@ class SimRequest:
     prompt: list[int]
     """including tokens that were sampled elsewhere"""
     max_tokens: int
-    sampling: Sampling
+    asked: CoreRequest
     whole: list[int]
     """contents of the full blocks of the prompt, once they are computed"""
-    cache_salt: str | None = None
     kv: KvHandle | None = None
     """where to read the prompt's KV"""
     keep: bool = False
     """a prefill: its blocks are kept until the lease ends"""
-    plain: bool = False
-    """a prefill whose token is not the first token of the request"""
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     """prompt tokens whose KV is in this engine"""
@@ -170,9 +185,21 @@ class SimRequest:
     unread: bool = False
     """the KV could not be read"""
     salt: int = 0
-    """not 0 if the KV that was read is of another prompt"""
+    """what its tokens depend on beside those before them: its adapter, and whether the KV that was read is another's"""
     gone: bool = False
     """cancelled: the current step has no output for it"""
+
+    def __post_init__(self) -> None:
+        self.salt = self.asked.adapter
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.asked.sampling
+
+    @property
+    def plain(self) -> bool:
+        """A prefill whose token is not the first token of the request."""
+        return self.keep and self.sampling.structured_outputs is not None
 
     @property
     def prefilling(self) -> bool:

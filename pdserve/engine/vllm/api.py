@@ -15,6 +15,7 @@ from vllm.distributed.kv_events import BlockRemoved as BlockRemoved
 from vllm.distributed.kv_events import BlockStored as BlockStored
 from vllm.distributed.kv_events import KVEventBatch as KVEventBatch
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -70,17 +70,18 @@ class CacheMirror(Lifetime):
                 self.clear()
 
     def _store(self, event: api.BlockStored) -> None:
-        """Note full blocks that a text prompt can hit; not blocks of adapters, images or embeddings, nor of a second
-        cache group. The only extra key that text has is its salt, at the first block."""
-        size, before = self.prefixes.block_size, event.parent_block_hash
-        (keys, *others), depth = event.extra_keys or [None], 0
+        """Note full blocks that a text prompt can hit; not blocks of images or embeddings, nor of a second cache group.
+        The extra keys that text has are the number of its LoRA adapter, and its salt at the first block."""
+        size, before, depth = self.prefixes.block_size, event.parent_block_hash, 0
+        adapter = int(event.lora_name, 16) if event.lora_name else 0
+        keys, *others = (tuple(keys or ())[bool(adapter) :] for keys in event.extra_keys or [None])
         salt = keys[0] if keys else None
-        if event.lora_name or event.group_idx or len(event.token_ids) != size * len(event.block_hashes):
+        if event.group_idx or len(event.token_ids) != size * len(event.block_hashes):
             return
         if any(others) or not isinstance(salt, str | None):
             return
         if before is None:
-            parent = root(salt)
+            parent = root(salt, adapter)
         elif before in self._blocks and salt is None:
             parent, depth = self._blocks[before]
         else:

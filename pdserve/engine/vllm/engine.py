@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import psutil
 
 from pdserve.config.arguments import SAMPLING
+from pdserve.engine.adapters import with_adapter
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.spec import EngineSpec
@@ -17,7 +18,7 @@ from pdserve.engine.vllm import api, requests
 from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import LEASE, VllmProcess
 from pdserve.engine.vllm.requests import RunningRequest, RunningRequests
-from pdserve.errors import EngineDead, ProtocolError
+from pdserve.errors import ConfigError, EngineDead, ProtocolError, Unavailable
 from pdserve.kv import COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
@@ -38,6 +39,7 @@ class VllmEngine(Engine):
         self._cache = CacheMirror()
         self.prefixes = self._cache.prefixes
         self._requests = RunningRequests()
+        self._adapters: dict[int, api.LoRARequest] = {}
         self._usage = EngineUsage()
         self._reported = 0.0
         self._unread: dict[str, str] = {}
@@ -56,6 +58,8 @@ class VllmEngine(Engine):
             self._stats = api.PrometheusStatLogger(self._process.config)
             self._stats.log_engine_initialized()
             self.facts = await self._facts()
+            lora = self._process.config.lora_config
+            self.max_adapters = lora.max_cpu_loras if lora is not None else 0
             self.prefixes.resize(self.facts.kv_blocks, self.facts.block_size)
             yield
 
@@ -85,17 +89,23 @@ class VllmEngine(Engine):
         kv: KvHandle | None,
         after: Sequence[int] = (),
     ) -> None:
-        if kv is not None:
-            check_handle(kv, len(prompt), self.facts.block_size, self.facts.fingerprint)
         request = requests.to_generate(request_id, prompt, body, kv, after)
+        adapter = self._set_adapter(request)
+        if kv is not None:
+            fingerprint = with_adapter(self.facts.fingerprint, adapter)
+            check_handle(kv, len(prompt), self.facts.block_size, fingerprint)
         self._check_length(len(prompt) + len(after))
-        self._requests.add(RunningRequest(request_id, prompt, body, after, pulls=kv is not None))
+        pulls = kv is not None
+        self._requests.add(RunningRequest(request_id, prompt, body, after, pulls=pulls, adapter=adapter))
         await self._call(self._core.add_request_async(request))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
         request, samples = requests.to_prefill(request_id, prompt, body, own_token=self._own_token)
+        adapter = self._set_adapter(request)
         self._check_length(len(prompt))
-        self._requests.add(RunningRequest(request_id, prompt, body, prefill=True, samples=samples))
+        self._requests.add(
+            RunningRequest(request_id, prompt, body, prefill=True, samples=samples, adapter=adapter)
+        )
         await self._call(self._core.add_request_async(request))
 
     def first_output(
@@ -165,7 +175,28 @@ class VllmEngine(Engine):
 
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
         request = requests.read_body(body)
-        return self.prefixes.hit(prompt, request.cache_salt) if requests.remote_ok(request) else None
+        adapter = requests.adapter_of(request)
+        return self.prefixes.hit(prompt, request.cache_salt, adapter) if requests.remote_ok(request) else None
+
+    async def load_adapter(self, id: int, folder: str) -> None:
+        request = api.LoRARequest(f"{id:x}", id, folder)
+        try:
+            await self._call(self._core.add_lora_async(request))
+        except EngineDead:
+            raise
+        except Exception as error:  # whatever vLLM finds wrong with its files
+            raise ConfigError([str(error)]) from error
+        self._adapters[id] = request
+
+    async def unload_adapter(self, id: int) -> bool:
+        if self._requests.use(id):
+            return False
+        if self._adapters.pop(id, None) is not None:
+            await self._call(self._core.remove_lora_async(id))
+        return True
+
+    def kv_fingerprint(self, body: list[bytes]) -> str:
+        return with_adapter(self.facts.fingerprint, requests.adapter_of(requests.read_body(body)))
 
     @property
     def usage(self) -> EngineUsage:
@@ -219,6 +250,15 @@ class VllmEngine(Engine):
                 raise EngineDead("vLLM's engine core died") from error
             raise
 
+    def _set_adapter(self, request: api.EngineCoreRequest) -> int:
+        """Name the adapter to vLLM by its number, and by its folder on this host; 0: the request has none."""
+        if not (adapter := requests.adapter_of(request)):
+            return 0
+        if adapter not in self._adapters:
+            raise Unavailable(f"adapter {request.lora_request.lora_name} ({adapter:x}) is not in this engine")
+        request.lora_request = self._adapters[adapter]
+        return adapter
+
     def _check_length(self, prompt_tokens: int) -> None:
         """vLLM checks this in its frontend only; a longer prompt would kill the engine."""
         if prompt_tokens >= self.facts.max_model_len:
@@ -243,7 +283,7 @@ class VllmEngine(Engine):
             self._requests.drop(request)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
             if request.prefill and params and not output.failed:
-                output.handle = self._handle(params, len(request.prompt))
+                output.handle = self._handle(params, len(request.prompt), request.adapter)
         if request.prefill and not (request.samples and _is_whole(params, request.prompt)):
             output.tokens = []
         return output
@@ -262,12 +302,14 @@ class VllmEngine(Engine):
         handle = self._handle(params, params.get("remote_num_tokens", 0))
         return Output(raw.request_id, [], finished=True, handle=handle)
 
-    def _handle(self, params: dict[str, Any], prompt_tokens: int) -> KvHandle | None:
+    def _handle(self, params: dict[str, Any], prompt_tokens: int, adapter: int = 0) -> KvHandle | None:
         """The lease began when the engine finished the prompt: long ago if this process hung."""
-        return requests.handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp)
+        return requests.handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp, adapter)
 
     def _partial(self, params: dict[str, Any]) -> KvHandle | None:
-        return self._handle(params, len(params["remote_block_ids"][0]) * self.facts.block_size)
+        tokens = len(params["remote_block_ids"][0]) * self.facts.block_size
+        request = self._requests.by_engine_id(params["remote_request_id"])
+        return self._handle(params, tokens, request.adapter if request is not None else 0)
 
     async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
         """Note the usage; return what the KV connectors of all ranks report, which is mostly nothing."""
@@ -297,6 +339,7 @@ class VllmEngine(Engine):
         log.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
         await self._call(self._core.abort_requests_async([engine_id]))
         again = requests.to_generate(request.engine_id, request.prompt, request.body, None, request.after)
+        self._set_adapter(again)
         await self._call(self._core.add_request_async(again))
 
     def _note_unread(self, request: RunningRequest | None, why: str) -> None:

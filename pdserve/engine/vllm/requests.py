@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from pdserve import clock
+from pdserve.engine.adapters import with_adapter
 from pdserve.engine.base import EngineFacts
 from pdserve.engine.vllm import api
 from pdserve.errors import ProtocolError
@@ -48,6 +49,8 @@ class RunningRequest:
     """a prefill whose token is the first token of the request"""
     pulls: bool = False
     """the KV of its prompt is read from another engine"""
+    adapter: int = 0
+    """number of its LoRA adapter; 0: none"""
     engine_id: str = ""
     """the engine's id; a restarted request gets a new one"""
     restarts: int = 0
@@ -85,6 +88,9 @@ class RunningRequests:
     def of(self, request_ids: Collection[str]) -> list[RunningRequest]:
         return [request for request in self._by_engine_id.values() if request.request_id in request_ids]
 
+    def use(self, adapter: int) -> bool:
+        return any(request.adapter == adapter for request in self._by_engine_id.values())
+
     def __len__(self) -> int:
         return len(self._by_engine_id)
 
@@ -101,6 +107,10 @@ def read_body(body: list[bytes]) -> api.EngineCoreRequest:
     if request.sampling_params is None:
         raise ProtocolError("only text generation is served here, no pooling")
     return request
+
+
+def adapter_of(request: api.EngineCoreRequest) -> int:
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
 
 
 def remote_ok(request: api.EngineCoreRequest) -> bool:
@@ -235,7 +245,12 @@ def pull_params(kv: KvHandle) -> dict[str, Any]:
 
 
 def handle_of(
-    params: dict[str, Any], prompt_tokens: int, facts: EngineFacts, lease: float, computed_at: float
+    params: dict[str, Any],
+    prompt_tokens: int,
+    facts: EngineFacts,
+    lease: float,
+    computed_at: float,
+    adapter: int = 0,
 ) -> KvHandle | None:
     """The handle in the parameters of a prefill; None if they have none. `computed_at` is monotonic."""
     try:
@@ -247,7 +262,7 @@ def handle_of(
             block_ids=[list(group) for group in params["remote_block_ids"]],
             num_tokens=prompt_tokens,
             block_size=facts.block_size,
-            fingerprint=facts.fingerprint,
+            fingerprint=with_adapter(facts.fingerprint, adapter),
             tp_size=params["tp_size"],
             lease=lease,
             computed_at=computed_at,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.stream.tcp import TcpStreamClient
 
 Connect = Callable[[str], TcpStreamClient]
@@ -27,5 +28,7 @@ class ModelContext:
     request_timeout: float
     longest: float = 3600.0
     """seconds after which every request is over"""
+    adapters: AdapterStore | None = None
+    """None: nothing can be loaded at run time"""
     building: asyncio.Lock = field(default_factory=asyncio.Lock)
     """held while one of the models is made from its folder"""

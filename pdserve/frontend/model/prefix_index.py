@@ -55,13 +55,14 @@ class PrefixIndex:
         if not holders:
             self._holders.pop(shape, None)
 
-    def cached(self, prompt: Sequence[int], salt: str | None) -> dict[str, int]:
+    def cached(self, prompt: Sequence[int], salt: str | None, adapter: int = 0) -> dict[str, int]:
         """By worker: how many leading tokens of the prompt it has; workers without any are left out. Walks the prompt
         only as far as any worker has it."""
         found: dict[str, int] = {}
         for (block_size, stride), holders in self._holders.items():
             levels: list[tuple[str, ...]] = []
-            for block, name in enumerate(names(prompt, block_size, root(salt), len(prompt) - 1), 1):
+            first, end = root(salt, adapter), len(prompt) - 1
+            for block, name in enumerate(names(prompt, block_size, first, end), 1):
                 if block % stride == 0:
                     if name not in holders:
                         break

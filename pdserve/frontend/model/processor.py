@@ -30,6 +30,7 @@ from pdserve.frontend.model.vllm_api import (
     stream_deltas,
 )
 from pdserve.frontend.model.vllm_aside import SideLoop
+from pdserve.frontend.model.vllm_lora import AppAdapters
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.records import Instance, ModelCard
 from pdserve.stream.archives import archive_name, fetch, pack_model, unpack
@@ -52,6 +53,7 @@ class Processor:
     """the same, for large requests"""
     core: RemoteCore
     workers: WorkerPool
+    adapters: AppAdapters
 
 
 @asynccontextmanager
@@ -77,13 +79,14 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
                 # first of all: no request must go on at another worker while the workers are left
                 stack.callback(core.shutdown)
                 side.bring(engine)
-                app, core.plain_paths = await make_app(engine, args, card.supported_tasks)
+                app, core.plain_paths, names = await make_app(engine, args, card.supported_tasks)
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
         core.fail_request = partial(fail_request, engine)
         core.stream_deltas = partial(stream_deltas, engine)
         core.process = OutputHandler(engine).process
-        yield Processor(app, side.app(app), core, core.workers)
+        adapters = AppAdapters(names, card.name, context.adapters)
+        yield Processor(app, side.app(app), core, core.workers, adapters)
 
 
 # ── from a card to vLLM's arguments ────────────────────────────────────────────────────────────────────

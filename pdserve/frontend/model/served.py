@@ -17,11 +17,12 @@ from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.paths import BY_ID
 from pdserve.frontend.edge.trace import RETRY_AFTER
 from pdserve.frontend.model import ModelContext, garbage
+from pdserve.frontend.model.adapters import served
 from pdserve.frontend.model.served_model import ServedModel
 from pdserve.imports import import_large
 from pdserve.messages import Load
 from pdserve.observe.metrics import INSTANCES
-from pdserve.records import Instance, ModelCard, Role
+from pdserve.records import Adapter, Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.settings import in_force, promise_in_force
 from pdserve.tasks import Apart, Owner, forever
@@ -78,18 +79,26 @@ class ServedModels:
     def find(self, name: str | None) -> ServedModel:
         """The model of this name, or the only one. Raises HttpError and BadRequest."""
         names = [card.name for card in self.known()]
+        aliases = [*names, *(adapter.name for _, adapter in self.adapters())]
         if name is None:
             if len(names) > 1:
                 raise BadRequest(f"model must be named; there are: {', '.join(names)}", "model")
             name = names[0] if names else self._expected
-        model = self._models.get(name)
+        model = self._models.get(name) or self._by_adapter(name)
         if model is not None and not model.problem:
             return model
         if model is not None or name == self._expected:
             message = f"{name} is not being served: {self.missing(name)}"
             raise HttpError(503, message, retry_after=RETRY_AFTER)
-        there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
+        there = f"Valid aliases: {', '.join(aliases)}." if names else "There are none now."
         raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
+
+    def _by_adapter(self, name: str) -> ServedModel | None:
+        return next((model for model in self._models.values() if name in model.adapters), None)
+
+    def adapters(self) -> list[tuple[ModelCard, Adapter]]:
+        """The adapters of the listed models, each with its model."""
+        return [(card, each) for card in self.listed() for each in self._models[card.name].adapters.values()]
 
     def any_for(self, path: str) -> str | None:
         """The name of any model, for a path to which each has the same answer."""
@@ -219,7 +228,9 @@ class ServedModels:
         workers = self._workers(model.card)
         places = (each.max_num_seqs for each in workers if not each.stands_in)
         model.places = max(places, default=0) or model.places
+        model.adapters = served(self._view.adapters(model.card.name), workers)
         if model.processor is not None:
+            model.processor.adapters.set(model.adapters.values())
             frontends = len(self._view.instances(Role.FRONTEND))
             model.processor.workers.update(workers, max(1, frontends))
             model.processor.workers.policy = in_force({"router": self._context.router}, live)["router"]
@@ -280,6 +291,7 @@ class ServedModels:
             processor.core.on_capacity = model.admission.advance
             try:
                 model.processor, model.problem = processor, ""
+                processor.adapters.look = partial(self._update_model, model)
                 model.settled.set()
                 self._update_model(model)
                 logger.info("%s is being served, up to %d tokens", name, model.card.max_model_len)

@@ -12,7 +12,7 @@ from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.trace import RETRY_AFTER
 from pdserve.observe.metrics import BACKLOG, LINKS, RUNNING, WAITING
-from pdserve.records import ModelCard, Role
+from pdserve.records import Adapter, ModelCard, Role
 from pdserve.slo import NO_PROMISE
 from pdserve.watch import LinkState
 
@@ -40,6 +40,8 @@ class ServedModel:
         self.removal: asyncio.TimerHandle | None = None
         """set while its card is not in the registry"""
         self.promised = NO_PROMISE
+        self.adapters: dict[str, Adapter] = {}
+        """that requests may name, by name"""
         self.places = 1
         """requests that each of its decode workers runs at once; what the last one ran where there is none"""
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)

@@ -14,8 +14,8 @@ def unsupported(request: EngineCoreRequest, prompt_tokens: int, n: int) -> str |
         return "only text prompts are served: images, audio, video and prompt embeddings are not"
     if request.sampling_params is None:
         return "this model generates text: pooling and embedding requests are not served"
-    if request.lora_request is not None or request.resumable:
-        return "LoRA adapters and streaming input are not served"
+    if request.resumable:
+        return "streaming input is not served"
     if (count := request.sampling_params.prompt_logprobs) is not None:
         count = WHOLE_VOCABULARY if count < 0 else count
         if (logprobs := prompt_tokens * (count + 1) * n) > MAX_PROMPT_LOGPROBS:

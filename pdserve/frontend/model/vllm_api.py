@@ -27,6 +27,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
@@ -343,8 +344,9 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty:
 
 async def make_app(
     engine: AsyncLLM, args: Namespace, tasks: Sequence[str]
-) -> tuple[ASGIApp, dict[str, bool]]:
-    """vLLM's own app on this engine, and the routes on which `stream_deltas` may be used, each with its last argument.
+) -> tuple[ASGIApp, dict[str, bool], OpenAIServingModels]:
+    """vLLM's own app on this engine, the routes on which `stream_deltas` may be used, each with its last argument, and
+    the names that it knows.
 
     The app has no middleware: the frontend does the work of each layer, which costs time on every streamed chunk. It
     raises BadRequest if vLLM refuses a request after its answer has begun (a stream of /v1/responses). Raises
@@ -359,7 +361,7 @@ async def make_app(
     except TypeError as error:  # vLLM's ParserManager
         raise ValueError(str(error)) from error
     logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_no_clients_fault)
-    return _raising_refusals(app), _plain_paths(app, args)
+    return _raising_refusals(app), _plain_paths(app, args), app.state.openai_serving_models
 
 
 def _raising_refusals(app: FastAPI) -> ASGIApp:

@@ -179,9 +179,16 @@ class WorkerPool:
     def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
         """Choose a worker, with capacity if any has; None if there is no worker. The workers that lost this generation
         are the last resort, or never chosen with `only_others`."""
-        cached = self._prefixes.cached(generation.prompt, generation.request.cache_salt)
-        best = nlargest(WINDOW, cached, cached.__getitem__)
-        ids = self._ready().next(self._last, generation.lost_by, only_others=only_others, preferred=best)
+        lora = generation.request.lora_request
+        adapter = lora.lora_int_id if lora is not None else 0
+        cached = self._prefixes.cached(generation.prompt, generation.request.cache_salt, adapter)
+        best, lost = nlargest(WINDOW, cached, cached.__getitem__), generation.lost_by
+        if lacking := {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}:
+            others = self._ready().next(self._last, lacking | lost, only_others=True, preferred=best)
+            ids = others or self._ready().next(self._last, lacking, only_others=True, preferred=best)
+            ids = others if only_others else ids
+        else:
+            ids = self._ready().next(self._last, lost, only_others=only_others, preferred=best)
         if not ids:
             return None
         outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}

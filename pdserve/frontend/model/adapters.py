@@ -1,0 +1,94 @@
+"""LoRA adapters of the served models: which there are, and how a client loads and unloads them at run time, on all
+workers of a model or on none (docs/decisions/0075-lora-adapters.md)."""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
+
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.records import OF_FILE, Adapter, Instance, encode_record
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
+
+WITHIN = 60.0
+"""seconds for all workers to load an adapter"""
+
+
+def served(kept: Mapping[str, Adapter], workers: Iterable[Instance]) -> dict[str, Adapter]:
+    """The adapters that clients may name, by name: what was loaded at run time, and what the workers' files name unless
+    that was unloaded. Where the files of two hosts differ, the one that most workers have. Pure."""
+    found: dict[str, Counter[Adapter]] = {}
+    for each in (each for worker in workers for each in worker.adapters or ()):
+        if not each.problem and each.asked == (kept[each.name].asked if each.name in kept else OF_FILE):
+            found.setdefault(each.name, Counter())[each] += 1
+    return {name: counts.most_common(1)[0][0] for name, counts in sorted(found.items())}
+
+
+class AdapterStore:
+    """Writes to the registry what all workers of a model shall have."""
+
+    def __init__(self, registry: Registry, view: RegistryView) -> None:
+        self._registry = registry
+        self._view = view
+
+    async def load(self, model: str, name: str, path: str) -> None:
+        """Return when all workers of the model have the adapter, and those that come later will. Raises ConfigError,
+        and Unavailable; then none has it."""
+        asked = Adapter(name, path, asked=secrets.token_hex(8), model=model)
+        await self._registry.put(keys.loading(asked), encode_record(asked))
+        try:
+            async with asyncio.timeout(WITHIN):
+                id = await self._loaded(asked)
+            await self._keep(replace(asked, id=id))
+        except TimeoutError:
+            left = ", ".join(_silent(self._workers(model), asked))
+            raise Unavailable(f"{left} did not load adapter {name} within {WITHIN:g} s") from None
+        finally:
+            await self._registry.delete(keys.loading(asked))
+
+    async def unload(self, model: str, name: str) -> None:
+        """Let no request name it any more; those that have it finish."""
+        await self._keep(Adapter(name, asked=secrets.token_hex(8), model=model))
+
+    async def _keep(self, adapter: Adapter) -> None:
+        await self._registry.put(keys.adapter(adapter), encode_record(adapter), leased=False)
+        async for _ in self._view.changes():
+            if self._view.adapters(adapter.model).get(adapter.name) == adapter:
+                return
+
+    async def _loaded(self, asked: Adapter) -> int:
+        async for _ in self._view.changes():
+            workers = self._workers(asked.model)
+            if workers and not _silent(workers, asked):
+                return _agreed(workers, asked)
+        raise AssertionError("a view ends with its frontend")
+
+    def _workers(self, model: str) -> list[Instance]:
+        return [worker for worker in self._view.instances(model=model) if not worker.draining]
+
+
+def _silent(workers: Iterable[Instance], asked: Adapter) -> list[str]:
+    """Ids of the workers that have not said what became of it."""
+    return [each.id for each in workers if each.adapters is not None and not _answer(each, asked)]
+
+
+def _answer(worker: Instance, asked: Adapter) -> Adapter | None:
+    return next((each for each in worker.adapters or () if each.asked == asked.asked), None)
+
+
+def _agreed(workers: Iterable[Instance], asked: Adapter) -> int:
+    """The adapter's number, if all of them could load it. Raises ConfigError."""
+    answers = {worker.id: _answer(worker, asked) for worker in workers}
+    for worker, answer in answers.items():
+        if answer is None:
+            raise ConfigError([f"{worker} runs without enable-lora: set it in the sections of all workers"])
+        if answer.problem:
+            raise ConfigError([f"{worker}: {answer.problem}"])
+    ids = {answer.id for answer in answers.values() if answer}
+    if len(ids) > 1:
+        raise ConfigError([f"{asked.path} has not the same files on the hosts of {', '.join(answers)}"])
+    return ids.pop()

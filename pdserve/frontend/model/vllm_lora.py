@@ -1,0 +1,56 @@
+"""LoRA adapters in vLLM's own app: the names that it knows, and its routes that load and unload them."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vllm.config import LoRAConfig
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.lora.request import LoRARequest
+
+from pdserve.frontend.model.adapters import AdapterStore
+from pdserve.records import Adapter
+from pdserve.tasks import on_loop
+
+
+class AppAdapters:
+    """The adapters of one model in its app: `set` says what there is. The checks, answers and errors of the routes are
+    vLLM's, around what `store` does."""
+
+    def __init__(self, models: OpenAIServingModels, model: str, store: AdapterStore | None) -> None:
+        self.look: Callable[[], None] = lambda: None
+        """calls `set` with what the registry has now"""
+        self._models, self._model, self._store = models, model, store
+        self._home = asyncio.get_running_loop()
+        self._loads, self._unloads = models.load_lora_adapter, models.unload_lora_adapter
+        models.engine_client.input_processor.lora_config = LoRAConfig()  # it refuses adapters without any
+        models.engine_client.add_lora = self._add
+        models.load_lora_adapter, models.unload_lora_adapter = self._load, self._unload
+
+    def set(self, adapters: Iterable[Adapter]) -> None:
+        requests = {each.name: LoRARequest(each.name, each.id, each.path) for each in adapters}
+        self._models.lora_requests = requests
+
+    async def _add(self, asked: LoRARequest) -> bool:
+        """What vLLM's route calls to load an adapter."""
+        assert self._store is not None
+        await on_loop(self._home, self._store.load(self._model, asked.lora_name, asked.lora_path))
+        return True
+
+    async def _load(self, request: LoadLoRAAdapterRequest, **options: Any) -> ErrorResponse | str:
+        answer: ErrorResponse | str = await self._loads(request, **options)
+        await on_loop(self._home, self._look())
+        return answer
+
+    async def _look(self) -> None:
+        self.look()
+
+    async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:
+        answer: ErrorResponse | str = await self._unloads(request)
+        if not isinstance(answer, ErrorResponse):
+            assert self._store is not None
+            await on_loop(self._home, self._store.unload(self._model, request.lora_name))
+        await on_loop(self._home, self._look())
+        return answer

@@ -1,0 +1,105 @@
+"""The LoRA adapters of a worker: those of its file, and those that frontends load and unload at run time, which the
+registry keeps. What the worker has is in its own record, by which frontends choose where requests go."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from msgspec.structs import replace
+
+from pdserve.config.adapters import static_adapters
+from pdserve.engine.adapters import adapter_folder, adapter_id
+from pdserve.engine.base import Engine
+from pdserve.errors import ConfigError
+from pdserve.records import OF_FILE, Adapter
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
+
+log = logging.getLogger(__name__)
+Key = tuple[str, str]
+"""name, and by which call it is there"""
+
+
+class WorkerAdapters:
+    """An unloaded adapter stays in the engine until another needs its place, so that the requests that have it finish,
+    and go on here if their worker is lost."""
+
+    def __init__(
+        self, engine: Engine, engine_args: Mapping[str, object], model: str, registry: Registry
+    ) -> None:
+        self._engine = engine
+        self._args = engine_args
+        self._model = model
+        self._registry = registry
+        self._there: dict[Key, Adapter] = {}
+
+    @property
+    def there(self) -> list[Adapter] | None:
+        """As in the worker's record."""
+        return list(self._there.values()) if self._engine.max_adapters else None
+
+    async def start(self) -> None:
+        """Load what is wanted now. Raises ConfigError where an adapter of the file cannot be loaded."""
+        async with self._view() as view:
+            await self._load(self._wanted(view))
+        problems = [each.problem for each in self._there.values() if each.asked == OF_FILE and each.problem]
+        if problems:
+            raise ConfigError(problems)
+
+    async def follow(self, changed: Callable[[list[Adapter] | None], Awaitable[None]]) -> None:
+        """Load what is wanted as it changes, for ever; `changed` is called with what is there then."""
+        async with self._view() as view:
+            async for _ in view.changes():
+                before = self.there
+                await self._load(self._wanted(view))
+                if self.there != before:
+                    await changed(self.there)
+
+    def _view(self) -> RegistryView:
+        return RegistryView(self._registry, keys.ADAPTERS, keys.LOADING)
+
+    def _wanted(self, view: RegistryView) -> dict[Key, Adapter]:
+        kept = view.adapters(self._model)
+        of_file = [
+            Adapter(name, path) for name, path in static_adapters(self._args).items() if name not in kept
+        ]
+        wanted = [*of_file, *(each for each in kept.values() if each.path), *view.loading(self._model)]
+        return {(each.name, each.asked): each for each in wanted}
+
+    async def _load(self, wanted: Mapping[Key, Adapter]) -> None:
+        for key in [key for key, each in self._there.items() if each.problem and key not in wanted]:
+            del self._there[key]
+        for key, adapter in wanted.items():
+            if key not in self._there:
+                loaded = await self._load_one(replace(adapter, model=""), wanted)
+                self._there[key] = loaded
+                text = "adapter %s of %s: %s"
+                log.info(text, adapter.name, adapter.path, loaded.problem or f"loaded as {loaded.id:x}")
+
+    async def _load_one(self, adapter: Adapter, wanted: Mapping[Key, Adapter]) -> Adapter:
+        try:
+            folder = adapter_folder(adapter.name, adapter.path)
+            id = await asyncio.to_thread(adapter_id, folder, self._args)
+            if adapter.id and id != adapter.id:
+                raise ConfigError([f"{adapter.path} has other weights here than where it was loaded first"])
+            if not any(each.id == id for each in self._there.values()):
+                await self._make_room(wanted)
+                await self._engine.load_adapter(id, folder)
+                if await asyncio.to_thread(adapter_id, folder, self._args) != id:
+                    await self._engine.unload_adapter(id)
+                    raise ConfigError([f"the files of {adapter.path} changed while they were loaded"])
+            return replace(adapter, id=id)
+        except (ConfigError, OSError) as error:
+            return replace(adapter, id=0, problem=str(error))
+
+    async def _make_room(self, wanted: Mapping[Key, Adapter]) -> None:
+        """Unload an adapter that is not wanted and not used, if the engine is full. Raises ConfigError."""
+        ids = {each.id for each in self._there.values() if each.id}
+        if len(ids) < (most := self._engine.max_adapters):
+            return
+        for id in ids - {each.id for key, each in self._there.items() if key in wanted}:
+            if await self._engine.unload_adapter(id):
+                self._there = {key: each for key, each in self._there.items() if each.id != id}
+                return
+        raise ConfigError([f"all places for adapters are taken (max-cpu-loras: {most}): unload one first"])

@@ -1,0 +1,271 @@
+"""LoRA adapters in workers: what the file names, what is loaded at run time, and that KV of one is never another's."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import msgspec
+import pytest
+
+from pdserve.config.schema import DecodeConfig, PrefillConfig
+from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.adapters import adapter_id, with_adapter
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.model import SimModel
+from pdserve.engine.sim.wire import CoreRequest, Lora, Sampling
+from pdserve.errors import ConfigError, ProtocolError, Unavailable
+from pdserve.frontend.model.adapters import AdapterStore, served
+from pdserve.messages import Submit
+from pdserve.prefill.worker import PrefillWorker
+from pdserve.process.adapters import WorkerAdapters
+from pdserve.records import Adapter, Instance, Role
+from pdserve.registry.view import RegistryView
+from tests.conditions import until
+from tests.decode.graph import LONG, Answered, Seams, W, config, sees
+from tests.engine.sims import LOADED, collect, sim, spec, tokens
+from tests.memory.registry import MemoryRegistry, MemoryServer
+
+LORA = {"enable-lora": True, "max-loras": 2}
+RED, BLUE = 7, 8
+
+
+def body(adapter: int, max_tokens: int = 4) -> list[bytes]:
+    lora = Lora(f"of-{adapter}", adapter, "/p") if adapter else None
+    return [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(max_tokens), lora_request=lora))]
+
+
+def expected(prompt: list[int], count: int, adapter: int) -> list[int]:
+    found = list(prompt)
+    for _ in range(count):
+        found.append(SimModel().next_token(found, adapter))
+    return found[len(prompt) :]
+
+
+def folder(at: Path, name: str) -> Path:
+    (at / name).mkdir(exist_ok=True)
+    (at / name / "adapter_config.json").write_text(json.dumps({"name": name}))
+    return at / name
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[tuple[SimEngine, SimEngine]]:
+    async with sim(Role.PREFILL, "p", **LORA) as prefill, sim(Role.DECODE, "d", **LORA) as decode:
+        for engine in (prefill, decode):
+            await engine.load_adapter(RED, "/red")
+            await engine.load_adapter(BLUE, "/blue")
+        yield prefill, decode
+
+
+@pytest.mark.parametrize("adapter", [0, RED, BLUE])
+async def test_kv_of_an_adapter_is_read_by_its_own_requests(
+    engines: tuple[SimEngine, SimEngine], adapter: int
+) -> None:
+    prefill, decode = engines
+    await prefill.prefill("r", LONG, body(adapter))
+    handle = (await collect(prefill, "r"))[-1].handle
+    assert handle is not None
+    assert handle.fingerprint == with_adapter(LOADED, adapter) == decode.kv_fingerprint(body(adapter))
+    await decode.generate("r", LONG, body(adapter), handle)
+    assert tokens(await collect(decode, "r")) == expected(LONG, 4, adapter)
+
+
+@pytest.mark.parametrize(("computed", "asked"), [(0, RED), (RED, 0), (RED, BLUE)])
+async def test_kv_of_another_adapter_is_refused(
+    engines: tuple[SimEngine, SimEngine], computed: int, asked: int
+) -> None:
+    prefill, decode = engines
+    await prefill.prefill("r", LONG, body(computed))
+    handle = (await collect(prefill, "r"))[-1].handle
+    assert handle is not None
+    with pytest.raises(ProtocolError, match="KV of other weights"):
+        await decode.generate("r", LONG, body(asked), handle)
+
+
+async def test_the_prefix_cache_knows_adapters_apart(engines: tuple[SimEngine, SimEngine]) -> None:
+    engine = engines[1]
+    for number, adapter in enumerate((0, RED, BLUE)):
+        assert engine.prefix_hit(LONG, body(adapter)) == 0
+        await engine.generate(f"r{number}", LONG, body(adapter), None)
+        assert tokens(await collect(engine, f"r{number}")) == expected(LONG, 4, adapter)
+        assert engine.prefix_hit(LONG, body(adapter)) == 496
+
+
+async def test_an_adapter_in_use_is_not_unloaded(engines: tuple[SimEngine, SimEngine]) -> None:
+    engine = engines[1]
+    await engine.generate("r", LONG, body(RED, 300), None)
+    assert not await engine.unload_adapter(RED)
+    assert len(tokens(await collect(engine, "r"))) == 300
+    assert await engine.unload_adapter(RED)
+    with pytest.raises(Unavailable, match="adapter 7 is not in this engine"):
+        await engine.generate("s", LONG, body(RED), None)
+
+
+def test_the_number_is_that_of_the_files(tmp_path: Path) -> None:
+    red, blue = folder(tmp_path, "red"), folder(tmp_path, "blue")
+    first = adapter_id(str(red), {})
+    assert first == adapter_id(str(red), {"enable-lora": True})
+    assert first != adapter_id(str(blue), {})
+    assert first != adapter_id(str(red), {"lora-dtype": "float16"})
+    (red / "adapter_config.json").write_text("{}")
+    assert first != adapter_id(str(red), {})
+
+
+# ── workers ──
+
+
+class LoraGraph(Seams):
+    """A decode and a prefill worker, each with places for two adapters, and a frontend's store."""
+
+    def __init__(self, files: Mapping[str, Path] = MappingProxyType({})) -> None:
+        modules = [f"{name}={path}" for name, path in files.items()]
+        self.args = {**LORA, "lora-modules": modules}
+        decode = DecodeConfig(remote_prefill=True, max_local_prefill_length=32, engine_args=self.args)
+        super().__init__(replace(config(decode), prefill=PrefillConfig(engine_args=self.args)))
+
+    async def __aenter__(self) -> Self:
+        await self.start(self.worker(PrefillWorker, "prefill-0"))
+        self.decode = await self.start_decoding(self.worker(DecodeWorker, "decode-0"))
+        registry = await self.registry_of_another()
+        self.view = await self._stack.enter_async_context(RegistryView(registry))
+        self.store = AdapterStore(registry, self.view)
+        await until(lambda: len(self.view.instances(model="demo")) == 2)
+        await until(lambda: sees(self.decode.worker, "prefill-0"))
+        return self
+
+    def worker(self, kind: type[W], name: str, **more: object) -> W:
+        engine = SimEngine(spec(kind.work, name, **{**self.args, **more}))
+        return self.make(kind, name, engine)
+
+    def names(self) -> dict[str, Adapter]:
+        return served(self.view.adapters("demo"), self.view.instances(model="demo"))
+
+    async def begin(self, adapter: int, count: int = 4) -> Answered:
+        frontend = self.decode.frontend
+        name = f"r{len(frontend.answered)}"
+        answered = frontend.answered[name] = Answered(LONG, count)
+        await frontend.client.send(Submit(name, LONG, 30.0, body(adapter, count)))
+        return answered
+
+    async def ask(self, adapter: int, count: int = 4) -> Answered:
+        answered = await self.begin(adapter, count)
+        await until(lambda: answered.over)
+        return answered
+
+
+async def test_adapters_of_the_file_answer_with_kv_of_the_prefill_worker(tmp_path: Path) -> None:
+    files = {name: folder(tmp_path, name) for name in ("red", "blue")}
+    async with LoraGraph(files) as graph:
+        names = graph.names()
+        assert {name: each.path for name, each in names.items()} == {k: str(v) for k, v in files.items()}
+        for adapter in (names["red"].id, names["blue"].id, 0):
+            answered = await graph.ask(adapter)
+            assert answered.way[0] == "remote"
+            assert answered.tokens == expected(LONG, 4, adapter)
+
+
+async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there(tmp_path: Path) -> None:
+    async with sim(Role.DECODE, "d", **LORA) as engine:
+        registry = MemoryRegistry(MemoryServer(), "t")
+        async with registry:
+            adapters = WorkerAdapters(engine, {"lora-modules": ["red=/nowhere"]}, "demo", registry)
+            with pytest.raises(ConfigError, match="Loading lora red failed: No adapter found for /nowhere"):
+                await adapters.start()
+
+
+async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(tmp_path: Path) -> None:
+    async with LoraGraph() as graph:
+        await graph.store.load("demo", "red", str(folder(tmp_path, "red")))
+        red = graph.names()["red"]
+        assert all(worker.has(red.id) for worker in graph.view.instances(model="demo"))
+        answered = await graph.ask(red.id)
+        assert (answered.way[0], answered.tokens) == ("remote", expected(LONG, 4, red.id))
+        later = (await graph.start(graph.worker(PrefillWorker, "prefill-1"))).worker
+        await until(lambda: len(graph.view.instances(Role.PREFILL)) == 2)
+        assert all(worker.has(red.id) for worker in graph.view.instances(Role.PREFILL)), later.id
+
+
+@pytest.mark.parametrize("what", ["missing", "full", "not enabled", "other files"])
+async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str) -> None:
+    async with LoraGraph() as graph:
+        red = folder(tmp_path, "red")
+        problem = "No adapter found for"
+        if what == "full":
+            problem = r"all places for adapters are taken \(max-cpu-loras: 2\): unload one first"
+            for name in ("one", "two"):
+                await graph.store.load("demo", name, str(folder(tmp_path, name)))
+        elif what == "not enabled":
+            problem = "prefill-1 runs without enable-lora"
+            engine = SimEngine(spec(Role.PREFILL, "prefill-1"))
+            await graph.start(graph.make(PrefillWorker, "prefill-1", engine))
+            await until(lambda: len(graph.view.instances(Role.PREFILL)) == 2)
+        elif what == "other files":
+            problem = "has not the same files on the hosts of"
+            await graph.start(graph.worker(PrefillWorker, "prefill-1", **{"lora-dtype": "float16"}))
+            graph.config = replace(graph.config, prefill=PrefillConfig(engine_args={"lora-dtype": "float16"}))
+            await graph.start(graph.worker(PrefillWorker, "prefill-2"))
+            await until(lambda: len(graph.view.instances(Role.PREFILL)) == 3)
+        else:
+            red = tmp_path / "nowhere"
+        before = graph.names()
+        with pytest.raises(ConfigError, match=problem):
+            await graph.store.load("demo", "red", str(red))
+        assert graph.names() == before
+        assert graph.view.adapters("demo").keys() == before.keys()
+        await until(lambda: not graph.view.loading("demo"))
+
+
+async def test_an_unloaded_adapter_has_no_name_and_its_requests_finish(tmp_path: Path) -> None:
+    files = {"red": folder(tmp_path, "red")}
+    async with LoraGraph(files) as graph:
+        red = graph.names()["red"]
+        running = await graph.begin(red.id, 400)
+        await until(lambda: bool(running.tokens))
+        await graph.store.unload("demo", "red")
+        assert graph.names() == {}
+        for name in ("one", "two"):  # the second needs the place of the one in use
+            await asyncio.gather(
+                graph.store.load("demo", name, str(folder(tmp_path, name))), return_exceptions=True
+            )
+        await until(lambda: running.over)
+        assert running.tokens == expected(LONG, 400, red.id)
+
+
+async def test_a_name_that_is_loaded_again_with_other_weights_is_another_adapter(tmp_path: Path) -> None:
+    async with LoraGraph() as graph:
+        path = folder(tmp_path, "red")
+        await graph.store.load("demo", "red", str(path))
+        first = graph.names()["red"]
+        assert (await graph.ask(first.id)).tokens == expected(LONG, 4, first.id)
+        await graph.store.unload("demo", "red")
+        (path / "adapter_config.json").write_text("{}")
+        await graph.store.load("demo", "red", str(path))
+        second = graph.names()["red"]
+        assert second.id != first.id
+        answered = await graph.ask(second.id)
+        assert answered.tokens == expected(LONG, 4, second.id)
+        assert answered.placed is not None
+        assert answered.placed.cached == 0
+
+
+async def test_a_request_whose_adapter_is_not_there_may_go_elsewhere() -> None:
+    async with LoraGraph() as graph:
+        failed = (await graph.ask(RED)).failed
+        assert failed is not None
+        assert failed.retry
+
+
+def test_the_served_names() -> None:
+    red, other = Adapter("red", "/red", 1), Adapter("red", "/red", 2)
+    workers = [Instance(f"d-{n}", Role.DECODE, adapters=[each]) for n, each in enumerate((red, other, red))]
+    assert served({}, workers) == {"red": red}
+    assert served({}, [Instance("d", Role.DECODE), *workers[1:2]]) == {"red": other}
+    assert served({"red": Adapter("red", asked="a")}, workers) == {}
+    late = Adapter("red", "/new", 3, asked="a")
+    assert served({"red": late}, [*workers, Instance("e", Role.DECODE, adapters=[red, late])]) == {
+        "red": late
+    }
+    assert served({}, [Instance("d", Role.DECODE, adapters=[Adapter("x", "/x", problem="no")])]) == {}
