@@ -25,6 +25,7 @@ from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.frontend.model.served import ServedModels, serve_models
 from pdserve.frontend.ribs import RIBS, RibContext, Ribs
 from pdserve.frontend.server import QuietServer, http_config
@@ -88,9 +89,14 @@ class Frontend:
         tracer: Tracer | None = None,
     ) -> None:
         enter, serial = stack.enter_async_context, itertools.count()
-        view = await enter(RegistryView(await enter(MemoryRegistry(server))))
+        registry = await enter(MemoryRegistry(server))
+        view = await enter(RegistryView(registry))
         context = ModelContext(
-            lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}"), state, "round-robin", 20.0
+            lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}"),
+            state,
+            "round-robin",
+            20.0,
+            adapters=AdapterStore(registry, view),
         )
         self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
         http = await enter(httpx.AsyncClient(trust_env=False))

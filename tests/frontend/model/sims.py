@@ -1,8 +1,9 @@
 """Workers with simulated engines, for a model that the frontend of a test serves."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.decode.worker import DecodeWorker
@@ -32,13 +33,15 @@ async def sim_engines(
     model: str = "demo",
     places: int = 256,
     step: float = 0.004,
+    args: Mapping[str, object] = MappingProxyType({}),
 ) -> AsyncIterator[list[SimEngine]]:
-    """Decode engines first. The lease of each one's worker ends with it."""
+    """Decode engines first. The lease of each one's worker ends with it. `args`: further ones of all workers."""
     engines, broker = list[SimEngine](), MemoryBroker(ack_wait=0.5)
-    args = {"block-size": 16, "max-model-len": 4096, "max-num-seqs": places}
+    args = {"block-size": 16, "max-model-len": 4096, "max-num-seqs": places, **args}
     simulated = args | {"additional-config": {"sim": SIM | {"step-seconds": step}}}
     settings = DecodeConfig(remote_prefill=bool(prefill), max_local_prefill_length=64, engine_args=args)
-    config = Config(Path("test.yaml"), str(MODEL), model, None, settings, PrefillConfig(), drain_timeout=1.0)
+    prefilling = PrefillConfig(engine_args=args)
+    config = Config(Path("test.yaml"), str(MODEL), model, None, settings, prefilling, drain_timeout=1.0)
     async with AsyncExitStack() as stack:
         for number, role in enumerate([Role.PREFILL] * prefill + [Role.DECODE] * decode):
             slot = Slot(role, number)

@@ -1,0 +1,152 @@
+"""LoRA adapters as clients see them: vLLM's names, routes and errors, over workers with simulated engines."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.model import SimModel
+from pdserve.frontend.edge import paths
+from tests.conditions import until
+from tests.frontend.conftest import Graph
+from tests.frontend.model.sims import sim_engines
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROMPT = [300 + (7 * number) % 600 for number in range(300)]
+LORA = {"enable-lora": True, "max-loras": 2, "max-cpu-loras": 3}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+INVALID, MISSING, FAILED = "InvalidUserInput", "NotFoundError", "InternalServerError"
+
+
+def expected(adapter: int, count: int) -> list[int]:
+    found = list(PROMPT)
+    for _ in range(count):
+        found.append(SimModel().next_token(found, adapter))
+    return found[len(PROMPT) :]
+
+
+def folder(at: Path, name: str) -> str:
+    (at / name).mkdir(exist_ok=True)
+    (at / name / "adapter_config.json").write_text(json.dumps({"name": name}))
+    return str(at / name)
+
+
+class Adapted(Graph):
+    """Two decode workers and a prefill worker, whose file names the adapter `red`."""
+
+    engines: list[SimEngine]
+    """decode engines first"""
+
+    async def ask(self, model: str, count: int = 8, prompt: list[int] = PROMPT) -> list[int]:
+        answer = await self.complete(model, count, prompt)
+        found: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
+        return found
+
+    async def complete(self, model: str, count: int = 8, prompt: list[int] = PROMPT) -> httpx.Response:
+        body = {"model": model, "prompt": prompt, "max_tokens": count, "return_token_ids": True}
+        return await self.http.post("/v1/completions", json=body | {"temperature": 0})
+
+    async def post(self, path: str, **body: object) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    def number(self, name: str) -> int:
+        return {adapter.name: adapter.id for _, adapter in self.models.adapters()}[name]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapted]:
+    at = tmp_path_factory.mktemp("adapters")
+    async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        routes = frozenset({LOAD, UNLOAD})
+        patch.setattr("pdserve.frontend.app.WITH_BODY", paths.WITH_BODY | routes)
+        graph = Adapted()
+        await graph.start(stack, graph.registry, at)
+        modules = [f"red={folder(at, 'red')}"]
+        engines = sim_engines(graph, 2, 1, args={**LORA, "lora-modules": modules})
+        graph.engines = await stack.enter_async_context(engines)
+        await until(lambda: bool(graph.models.adapters()))
+        yield graph
+
+
+async def test_an_adapter_is_a_name_beside_its_model(adapted: Adapted, tmp_path: Path) -> None:
+    listed = {each["id"]: each for each in (await adapted.http.get("/v1/models")).json()["data"]}
+    assert listed["red"]["parent"] == "demo"
+    assert listed["red"]["root"].endswith("/red")
+    assert listed["demo"]["parent"] is None
+    assert (await adapted.http.get("/v1/models/red")).json() == listed["red"]
+    answer = (await adapted.complete("red")).json()
+    assert answer["model"] == "red"
+    assert answer["choices"][0]["token_ids"] == expected(adapted.number("red"), 8)
+    assert await adapted.ask("demo") == expected(0, 8)
+    unknown = await adapted.complete("green")
+    assert unknown.status_code == 404
+    message = unknown.json()["error"]["message"]
+    assert message == "The model `green` does not exist. Valid aliases: demo, red."
+
+
+async def test_an_adapter_that_is_loaded_and_unloaded(adapted: Adapted, tmp_path: Path) -> None:
+    path = folder(tmp_path, "blue")
+    loaded = await adapted.post(LOAD, lora_name="blue", lora_path=path)
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'blue' added successfully.")
+    blue = adapted.number("blue")
+    assert blue not in (0, adapted.number("red"))
+    assert await adapted.ask("blue") == expected(blue, 8)
+    again = await adapted.post(LOAD, lora_name="blue", lora_path=path)
+    assert (again.status_code, again.json()["error"]["type"]) == (400, INVALID)
+    unloaded = await adapted.post(UNLOAD, lora_name="blue")
+    assert unloaded.text == "Success: LoRA adapter 'blue' removed successfully."
+    assert (await adapted.complete("blue")).status_code == 404
+    assert [each.name for _, each in adapted.models.adapters()] == ["red"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "message"),
+    [
+        (LOAD, {"lora_name": "", "lora_path": "/x"}, 400, INVALID, "Both 'lora_name' and 'lora_path' must"),
+        (LOAD, {"lora_name": "demo", "lora_path": "/x"}, 400, INVALID, "conflicts with a served base model"),
+        (LOAD, {"lora_name": "x", "lora_path": "/x"}, 404, MISSING, "failed: No adapter found for /x"),
+        (LOAD, {"lora_name": "x"}, 400, "Bad Request", "lora_path"),
+        (UNLOAD, {"lora_name": "x"}, 404, MISSING, "The lora adapter 'x' cannot be found."),
+        (UNLOAD, {"lora_name": ""}, 400, INVALID, "'lora_name' needs to be provided"),
+    ],
+)
+async def test_errors_of_the_routes_are_vllms(
+    adapted: Adapted, path: str, body: dict[str, str], status: int, kind: str, message: str
+) -> None:
+    answer = await adapted.post(path, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (status, kind)
+    assert message in error["message"]
+    assert [each.name for _, each in adapted.models.adapters()] == ["red"]
+
+
+async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
+    adapted: Adapted, tmp_path: Path
+) -> None:
+    """And while the adapter is unloaded."""
+    path = folder(tmp_path, "green")
+    await adapted.post(LOAD, lora_name="green", lora_path=path)
+    green = adapted.number("green")
+    prompts = [[PROMPT[number], *PROMPT[1:]] for number in range(6)]
+    asked = [asyncio.create_task(adapted.complete("green", 200, prompt)) for prompt in prompts]
+    asked += [asyncio.create_task(adapted.complete("demo", 200, prompt)) for prompt in prompts]
+    engines = adapted.engines[:2]
+    await until(lambda: sum(engine.usage.running for engine in engines) == len(asked))
+    assert (await adapted.post(UNLOAD, lora_name="green")).status_code == 200
+    engines[0].die()
+    answers = [(await each).raise_for_status() for each in asked]
+    assert {answer.headers["x-pdserve-retries"] for answer in answers} == {"0", "1"}
+    for number, answer in enumerate(answers):
+        found = list(prompts[number % 6])
+        for _ in range(200):
+            found.append(SimModel().next_token(found, green if number < 6 else 0))
+        assert answer.json()["choices"][0]["token_ids"] == found[len(PROMPT) :]
+    assert (await adapted.complete("green")).status_code == 404
