@@ -121,10 +121,9 @@ class Engine(Lifetime, AdapterEngine):
     """An inference engine in processes of its own, or simulated in this process. Entering starts it and returns when it
     can serve; leaving stops all of its processes.
 
-    Every request ends with exactly one finishing Output unless it is cancelled. Then no Output comes, except for a
-    prefill that was done before the engine saw the cancellation: its Output has the handle.
-    Any method raises EngineDead if the engine is gone; it does not come back, and the worker must exit.
-    A request id is used once in an engine's life; a second use raises ProtocolError and has no other effect.
+    Every request ends with one finishing Output unless it is cancelled. Then no Output comes, except for a prefill that
+    was done before the engine saw the cancellation: its Output has the handle. A second use of a request id raises
+    ProtocolError, and does nothing. Any method raises EngineDead if the engine is gone: the worker must exit.
     """
 
     facts: EngineFacts

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pdserve.config.adapters import most_adapters, static_adapters
 from pdserve.config.load import load
 from pdserve.config.schema import (
     ENGINES,
@@ -373,6 +374,48 @@ def test_a_processor_gives_its_templates_to_the_workers(tmp_path: Path) -> None:
     assert decode.origins["tool-call-parser"] == "Processor"
     assert decode.engine_args["reasoning-parser"] == "qwen3"
     assert "tool-call-parser" not in prefill.engine_args
+
+
+ADAPTERS = GOOD.replace("block-size: 32", "block-size: 32\n  enable-lora: true\n  max-loras: 2")
+ADAPTERS = ADAPTERS.replace("[model, block-size]", "[model, block-size, enable-lora, max-loras]")
+
+
+def test_prefill_workers_have_the_adapters_of_decode_workers(tmp_path: Path) -> None:
+    file = tmp_path / "graph.yaml"
+    modules = "[red=/red, {name: blue, path: /blue}]"
+    file.write_text(
+        ADAPTERS.replace("remote-prefill: true", f"remote-prefill: true\n  lora-modules: {modules}")
+    )
+    config = load(file)
+    assert config.decode is not None
+    assert config.prefill is not None
+    assert static_adapters(config.decode.engine_args) == {"red": "/red", "blue": "/blue"}
+    assert static_adapters(config.prefill.engine_args) == {"red": "/red", "blue": "/blue"}
+    assert most_adapters(config.prefill.engine_args) == 2
+
+
+@pytest.mark.parametrize(
+    ("modules", "without", "problem"),
+    [
+        ("[a=/a, b=/b, c=/c]", "", "names 3 adapters, but the engine holds 2: set max-cpu-loras: 3."),
+        ("[a]", "", "must be a list of name=folder, or of mappings with name and path."),
+        ("[a=/a]", "enable-lora: true", "needs enable-lora: true beside it, for all workers."),
+    ],
+)
+def test_adapters_that_a_worker_cannot_hold(tmp_path: Path, modules: str, without: str, problem: str) -> None:
+    file = tmp_path / "graph.yaml"
+    text = ADAPTERS.replace("remote-prefill: true", f"remote-prefill: true\n  lora-modules: {modules}")
+    file.write_text(text.replace(without, "enable-lora: false") if without else text)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert any(problem in each and "VllmWorker.lora-modules" in each for each in caught.value.problems)
+
+
+def test_both_kinds_of_workers_take_adapters_or_none_does(tmp_path: Path) -> None:
+    file = tmp_path / "graph.yaml"
+    file.write_text(GOOD.replace("remote-prefill: true", "remote-prefill: true\n  enable-lora: true"))
+    with pytest.raises(ConfigError, match="both compute with the same adapters"):
+        load(file)
 
 
 @pytest.mark.parametrize("stand_in", [True, False])

@@ -38,7 +38,7 @@ def mirror(*events: object) -> CacheMirror:
         ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], "other", 0),
         ([stored([1, 2], PROMPT[:16], extra_keys=[(("image", 0),), None])], None, 0),
         ([stored([1, 2], PROMPT[:16], extra_keys=[None, (("image", 0),)])], None, 0),
-        ([stored([1], PROMPT[:8], lora_name="adapter", extra_keys=[("adapter",)])], None, 0),
+        ([stored([1], PROMPT[:8], lora_name="7", extra_keys=[("7",)])], None, 0),
         ([stored([1], PROMPT[:8], group_idx=1)], None, 0),
         ([stored([1], PROMPT[:4])], None, 0),
         ([stored([1, 3], PROMPT[:24])], None, 0),  # some blocks in between are not kept
@@ -46,6 +46,18 @@ def mirror(*events: object) -> CacheMirror:
 )
 def test_events(events: list[object], salt: str | None, hit: int) -> None:
     assert mirror(*events).prefixes.hit(PROMPT, salt) == hit
+
+
+def test_events_of_adapters() -> None:
+    keys = [("7", "salt"), ("7",)]
+    cache = mirror(
+        stored([1, 2], PROMPT[:16], lora_name="7", extra_keys=keys),
+        stored([3], PROMPT[16:24], 2, lora_name="7", extra_keys=[("7",)]),
+        stored([4], PROMPT[:8], lora_name="a", extra_keys=[("a",)]),
+    )
+    hits = [("salt", 7, 24), (None, 7, 0), ("salt", 0, 0), (None, 10, 8), ("salt", 10, 0), (None, 0, 0)]
+    for salt, adapter, hit in hits:
+        assert cache.prefixes.hit(PROMPT, salt, adapter) == hit
 
 
 def test_nothing_is_left_of_blocks_that_are_gone() -> None:

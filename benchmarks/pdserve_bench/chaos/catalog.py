@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pdserve.errors import ConfigError
 from pdserve_bench.chaos import (
     abuse,
+    adapters,
     clocks,
     disk,
     faults,
@@ -25,6 +26,7 @@ STORIES = (
     garbage.GARBAGE,
     disk.DISK_FULL,
     weights.MIXED_WEIGHTS,
+    adapters.ADAPTER_UNLOAD,
     restarts.START_KILL,
     restarts.SERVE_KILL,
     unregistered.KEYS_DELETED,
