@@ -14,7 +14,7 @@ from pdserve.demo import MODEL_DIR
 
 NAMES = ("red", "blue")
 RANK = 8
-STRENGTH = 0.05
+STRENGTH = 0.07
 """standard deviation of the factors"""
 
 

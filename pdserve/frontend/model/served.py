@@ -79,7 +79,6 @@ class ServedModels:
     def find(self, name: str | None) -> ServedModel:
         """The model of this name, or the only one. Raises HttpError and BadRequest."""
         names = [card.name for card in self.known()]
-        aliases = [*names, *(adapter.name for _, adapter in self.adapters())]
         if name is None:
             if len(names) > 1:
                 raise BadRequest(f"model must be named; there are: {', '.join(names)}", "model")
@@ -90,7 +89,7 @@ class ServedModels:
         if model is not None or name == self._expected:
             message = f"{name} is not being served: {self.missing(name)}"
             raise HttpError(503, message, retry_after=RETRY_AFTER)
-        there = f"Valid aliases: {', '.join(aliases)}." if names else "There are none now."
+        there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
         raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
 
     def _by_adapter(self, name: str) -> ServedModel | None:

@@ -89,7 +89,7 @@ async def test_an_adapter_is_a_name_beside_its_model(adapted: Adapted, tmp_path:
     unknown = await adapted.complete("green")
     assert unknown.status_code == 404
     message = unknown.json()["error"]["message"]
-    assert message == "The model `green` does not exist. Valid aliases: demo, red."
+    assert message == "The model `green` does not exist. Valid aliases: demo."
 
 
 async def test_an_adapter_that_is_loaded_and_unloaded(adapted: Adapted, tmp_path: Path) -> None:
