@@ -18,6 +18,7 @@ MESSAGES = {
     "prompt_token_id_logprobs",
     "vllm.v1.engine.EngineCoreOutputs": "engine_index outputs scheduler_stats timestamp utility_output "
     "finished_requests wave_complete start_wave weight_version",
+    "vllm.lora.request.LoRARequest": "lora_name lora_int_id lora_path base_model_name load_inplace is_3d_lora_weight",
     "vllm.distributed.kv_events.KVEventBatch": "ts events data_parallel_rank",
     # each of these may need a rule in docs/migration.md
     "vllm.sampling_params.SamplingParams": "n "
@@ -48,6 +49,8 @@ FUNCTIONS = {
     f"{_CLIENT}.abort_requests_async": "self request_ids",
     f"{_CLIENT}.get_output_async": "self",
     f"{_CLIENT}.get_supported_tasks_async": "self",
+    f"{_CLIENT}.add_lora_async": "self lora_request",
+    f"{_CLIENT}.remove_lora_async": "self lora_id",
     f"{_CLIENT}.reset_prefix_cache_async": "self reset_running_requests reset_connector",
     f"{_CLIENT}.shutdown": "self timeout",
     "vllm.v1.metrics.loggers.PrometheusStatLogger.record": "self scheduler_stats iteration_stats mm_cache_stats "
