@@ -95,6 +95,15 @@ SAMPLING = {
     "watermark-config",
 }
 """engine arguments with which an engine may sample other tokens than another engine, or other logprobs of them"""
+SPECULATION = {
+    "speculative-config": "",
+    "spec-method": "method",
+    "spec-model": "model",
+    "spec-tokens": "num_speculative_tokens",
+}
+"""engine arguments of speculative decoding -> the key of the first one that they set"""
+_LOOKED_UP = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
+"""methods that look drafts up in the tokens so far"""
 ANSWERS = SAMPLING | {
     "max-logprobs",
     "reasoning-config",
@@ -152,6 +161,21 @@ def shapes_answers(name: str) -> bool:
 def for_engine(args: Mapping[str, object]) -> dict[str, object]:
     """The arguments that vLLM's engine parser takes: without those of the API (templates, parsers)."""
     return {name: value for name, value in args.items() if arguments()[name].group != "api"}
+
+
+def speculation(args: Mapping[str, object]) -> dict[str, object]:
+    """vLLM's speculative-config, with what the other arguments of speculative decoding set; empty: there is none."""
+    given = args.get("speculative-config")
+    found = dict(given) if isinstance(given, dict) else {}
+    return found | {key: args[name] for name, key in SPECULATION.items() if key and name in args}
+
+
+def draft_model(args: Mapping[str, object]) -> dict[str, object] | None:
+    """The speculative decoding whose drafts come from layers of their own (a draft model, EAGLE, MTP), with weights and
+    KV; None if there is none."""
+    found = speculation(args)
+    looked_up = found.get("method", found.get("model")) in _LOOKED_UP
+    return None if looked_up or not found else found
 
 
 def to_argv(args: Mapping[str, object]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pdserve.config.adapters import most_adapters, static_adapters
 from pdserve.config.addresses import collector_url, traces_url
 from pdserve.config.api_keys import configured
-from pdserve.config.arguments import ANSWERS, arguments, shapes_answers
+from pdserve.config.arguments import ANSWERS, SPECULATION, arguments, draft_model, shapes_answers
 from pdserve.config.environment import with_environment
 from pdserve.config.exposure import Opening, openings
 from pdserve.config.host import resolve_model, with_home
@@ -225,6 +225,14 @@ def _compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) 
                 "set it once in Common and list it in the common-configs of both."
             )
             findings.problem(prefill.get(name) or decode[name], text)
+    ours, theirs = (draft_model(_values(args)) for args in (decode, prefill))
+    if ours != theirs:
+        entry = next(args[name] for args in (prefill, decode) for name in SPECULATION if name in args)
+        text = (
+            f"makes the draft model {ours or 'none'} in VllmWorker but {theirs or 'none'} in PrefillWorker; KV blocks "
+            "have its KV, too: set it once in Common and list it in the common-configs of both (n-gram has no KV)."
+        )
+        findings.problem(entry, text)
 
 
 def _follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
@@ -242,7 +250,7 @@ def _check_adapters(args: Arguments, findings: Findings) -> None:
     if (entry := args.get("lora-modules")) is None:
         return
     found = static_adapters({"lora-modules": entry.value})
-    most = most_adapters({name: each.value for name, each in args.items()})
+    most = most_adapters(_values(args))
     if not all(found) or not all(found.values()):
         findings.problem(entry, "must be a list of name=folder, or of mappings with name and path.")
     elif not most:
@@ -250,6 +258,10 @@ def _check_adapters(args: Arguments, findings: Findings) -> None:
     elif len(found) > most:
         text = f"names {len(found)} adapters, but the engine holds {most}: set max-cpu-loras: {len(found)}."
         findings.problem(entry, text)
+
+
+def _values(args: Arguments) -> dict[str, object]:
+    return {name: entry.value for name, entry in args.items()}
 
 
 def _effective(args: Arguments, name: str) -> object:
@@ -279,7 +291,7 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
         return None
     # the model is the graph's, not an argument of its engines
     args = {name: entry for name, entry in section.args.items() if name != "model"}
-    values = {name: entry.value for name, entry in args.items()}
+    values = _values(args)
     origins = {name: entry.section for name, entry in args.items()}
     gpu = section.own.get("ServiceArgs.resources.gpu")
     share = share_of_gpu(gpu.value if gpu else None)

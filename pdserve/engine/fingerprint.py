@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pdserve.config.arguments import arguments
+from pdserve.config.arguments import arguments, draft_model
 from pdserve.config.host import find_folder
 from pdserve.errors import EngineDead
 
@@ -33,7 +33,6 @@ _ARGUMENTS = (
     "model-loader-extra-config",
     "quantization",
     "quantization-config",
-    "speculative-config",
     "tokenizer-mode",
 )
 """engine arguments that change the KV of a prompt, its tokens, or which files are read"""
@@ -85,6 +84,7 @@ def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> 
     """16 hex digits. A model without files on this host has the fingerprint of its name."""
     known = arguments()
     settings = {name: engine_args.get(name, known[name].default) for name in _ARGUMENTS}
+    settings["speculative-config"] = draft_model(engine_args)  # its KV is in the blocks of the model's
     if settings.get("load-format") == "dummy":
         settings["seed"] = engine_args.get("seed")
     files = {"model": _source(model, _revision(engine_args))}

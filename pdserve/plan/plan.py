@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pdserve.config.arguments import draft_model
 from pdserve.config.host import VLLM_VERSION, find_folder, installed_vllm
 from pdserve.config.schema import Config, DecodeConfig, WorkerConfig
 from pdserve.errors import ConfigError
@@ -27,7 +28,7 @@ from pdserve.records import Role
 
 DECODE_CHUNK = 256
 """tokens of a prompt that a decode worker computes in a step beside streams (docs/decisions/0025-adaptive.md)"""
-UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization", "speculative-config")
+UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization")
 """arguments that change an engine's memory by what the sum does not know"""
 W = TypeVar("W", bound=WorkerConfig)
 
@@ -183,6 +184,8 @@ def _notes(
     version = installed_vllm().version
     if version and version != VLLM_VERSION and any(worker.config.engine == "vllm" for worker in workers):
         yield f"vLLM {version} is installed: pdserve is made for {VLLM_VERSION}, since it uses vLLM's internals."
+    if any(draft_model(worker.config.engine_args) for worker in workers):
+        yield "Speculative decoding was tested with n-gram and a draft model on CPUs: not with EAGLE, MTP or GPUs."
     if whole and config.spans_hosts:
         yield f"Workers of this graph span hosts (nnodes): {start_commands(config)}"
     used = {index for worker in workers for index in worker.slot.gpus}
@@ -209,7 +212,9 @@ def _memory(
 
 
 def _uncounted(worker: PlannedWorker, model: ModelFacts) -> Iterator[str]:
-    """Those of `UNCOUNTED` that it has; naming the quantization of quantized weights changes nothing."""
+    """What it has of them, and a draft model; naming the quantization of quantized weights changes nothing."""
+    if draft_model(worker.config.engine_args):
+        yield "a draft model"
     for name in UNCOUNTED:
         if worker.config.engine_args.get(name) and not (name == "quantization" and model.quantized):
             yield name

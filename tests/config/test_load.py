@@ -602,6 +602,11 @@ BAD = {
         "FILE:10: PrefillWorker.dtype makes dtype auto in VllmWorker but float32 in PrefillWorker; KV blocks are "
         "moved byte by byte: set it once in Common and list it in the common-configs of both."
     ),
+    worker("speculative-config: {method: eagle3, model: a/b}"): (
+        "FILE:8: VllmWorker.speculative-config makes the draft model {'method': 'eagle3', 'model': 'a/b'} in "
+        "VllmWorker but none in PrefillWorker; KV blocks have its KV, too: set it once in Common and list it in the "
+        "common-configs of both (n-gram has no KV)."
+    ),
     prefill("max-logprobs: 5"): (
         "FILE:10: PrefillWorker.max-logprobs is 5, but 20 in VllmWorker: set both alike, or stand-in: false."
     ),

@@ -115,6 +115,8 @@ def test_another_file_differs_where_it_counts(model: Path) -> None:
         {"hf_overrides": {"rope_theta": 1}},
         {"load_format": "dummy"},
         {"max_model_len": 100},
+        {"speculative_config": {"method": "eagle", "model": "a/b"}},
+        {"spec_model": "a/draft"},
     ],
 )
 def test_arguments_that_change_kv_differ(model: Path, change: dict[str, object]) -> None:
@@ -127,6 +129,8 @@ def test_other_arguments_are_equal(model: Path) -> None:
         of(model, max_num_seqs=3, tensor_parallel_size=2, enforce_eager=True, kv_cache_dtype="auto") == before
     )
     assert of(model, additional_config={"sim": {}}, seed=4) == before
+    assert of(model, speculative_config={"model": "ngram"}, spec_tokens=3) == before
+    assert of(model, spec_method="ngram", speculative_config={"num_speculative_tokens": 3}) == before
     dummy = of(model, load_format="dummy", seed=1)
     assert dummy != of(model, load_format="dummy", seed=2)
     assert fingerprint(str(model), ARGS, "0.33.0") != before, "another version of vLLM"

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
@@ -230,6 +230,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(recorded: Path) -> AsyncIterator[Engines]:
+    async with two_engines(recorded, {}, {}) as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def two_engines(
+    recorded: Path, decode: dict[str, object], prefill: dict[str, object]
+) -> AsyncIterator[Engines]:
+    """`decode`, `prefill`: further arguments."""
     credentials = create(recorded.parent / "credentials")
     driven = []
     async with AsyncExitStack() as stack:
@@ -238,9 +247,9 @@ async def pair(recorded: Path) -> AsyncIterator[Engines]:
             patch.setenv(variable, value)
         patch.setenv("VLLM_RPC_BASE_PATH", str(recorded.parent))
         readers = await stack.enter_async_context(Owner())
-        for role in (Role.DECODE, Role.PREFILL):
+        for role, more in ((Role.DECODE, decode), (Role.PREFILL, prefill)):
             name = f"{role.value}-0-test"
-            spec = EngineSpec(role, name, MODEL, engine_args=ARGUMENTS, credentials=credentials)
+            spec = EngineSpec(role, name, MODEL, engine_args=ARGUMENTS | more, credentials=credentials)
             with _recording(recorded):
                 driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
             readers.start(driven[-1].read(), name)

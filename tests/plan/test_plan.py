@@ -503,13 +503,28 @@ def test_without_an_index_of_the_weights_it_is_unknown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["cpu-offload-gb: 60", "quantization: fp8", "speculative-config: {model: a/draft}"]
+    ("key", "name"),
+    [
+        ("cpu-offload-gb: 60", "cpu-offload-gb"),
+        ("quantization: fp8", "quantization"),
+        ("speculative-config: {model: a/draft}", "a draft model"),
+    ],
 )
-def test_with_arguments_that_the_sum_does_not_know_it_is_unknown(tmp_path: Path, key: str) -> None:
-    name = key.partition(":")[0]
+def test_with_arguments_that_the_sum_does_not_know_it_is_unknown(tmp_path: Path, key: str, name: str) -> None:
     found = plan(tmp_path, big(tmp_path, MIXTRAL, 1, f", {key}"), what_if("2xH100", machine()))
     assert (found.problems, found.fits) == ((), None)
     assert found.unknown == f"Weights and KV capacity are not estimated with {name}."
+    unproven = any("not with EAGLE, MTP or GPUs" in note for note in found.notes)
+    assert unproven == (name == "a draft model")
+
+
+def test_drafts_that_are_looked_up_need_no_memory(tmp_path: Path) -> None:
+    plain, drafting = (
+        plan(tmp_path, big(tmp_path, MIXTRAL, 1, more), what_if("2xH100", machine()))
+        for more in ("", ", spec-method: ngram, spec-tokens: 4")
+    )
+    assert [worker.memory for worker in drafting.workers] == [worker.memory for worker in plain.workers]
+    assert drafting.notes == plain.notes
 
 
 def test_a_folder_without_weights_is_a_problem_where_it_is_to_be_served(tmp_path: Path) -> None:

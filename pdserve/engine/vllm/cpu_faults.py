@@ -6,6 +6,9 @@ None was reported for vLLM itself in November 2026.
   RBLN-SW/vllm-rbln#1025. Unchanged in 0.33; goes when `_bookkeeping_sync` leaves generators without an offset alone.
 - `rank_without_compiler`: the first request for logprobs compiles for 10 s in which the engine stands still. A plugin
   met it: torch-spyre/sendnn-inference#550. Unchanged in 0.33; goes when CPU engines compile it at start or never.
+- `verify_drafts`: with speculative decoding, requests that sample get uninitialized temperatures, top_k and top_p, end
+  the engine in a step without drafts, or get tokens of the wrong place. Goes when vLLM's `cpu_triton_utils` copies back
+  what `expand_kernel_impl` writes and rejects drafts of -1, and `apply_top_k_only` takes no rows.
 - `request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when vLLM's CPU
   worker asks for the tiles itself.
 - `api.compute_in_core`: an engine of one rank computes in a second process, and both spin. By design; goes when a CPU
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.sample import sampler
+from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -28,6 +31,7 @@ def work_around() -> None:
     request_amx()
     keep_generators(CPUModelRunner)
     rank_without_compiler()
+    verify_drafts()
 
 
 def request_amx() -> None:
@@ -40,6 +44,30 @@ def rank_without_compiler() -> None:
     """Use the plain function behind the compiled one; with TORCHDYNAMO_DISABLE=1 it is not wrapped."""
     ranks = logprobs.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(ranks, "__wrapped__", ranks)
+
+
+def verify_drafts() -> None:
+    """Repeat each request's parameters for its drafts in torch: vLLM's CPU kernel writes them into a copy that is
+    dropped. Constrain no logits where there are no drafts. Reject a draft of -1, with which vLLM fills up the first
+    step of a request whose KV has come: the CPU kernel reads its probability outside of the tensor."""
+    constrain = rejection_sampler.apply_sampling_constraints
+    verify = rejection_sampler._rejection_random_sample
+
+    def expand(values: Any, ends: Any, count: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        repeated = values.repeat_interleave(torch.diff(ends, prepend=ends.new_zeros(1)), output_size=count)
+        return repeated.masked_fill(repeated == replace_from, replace_to)
+
+    def constrained(logits: Any, *args: Any) -> Any:
+        return constrain(logits, *args) if len(logits) else logits
+
+    def verified(tokens: Any, ends: Any, drafts: Any, *args: Any) -> Any:
+        *others, uniform, greedy, longest, rates = args
+        uniform = uniform.masked_fill(drafts < 0, torch.inf)
+        return verify(tokens, ends, drafts.clamp(min=0), *others, uniform, greedy, longest, rates)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_sampling_constraints = constrained
+    rejection_sampler._rejection_random_sample = verified
 
 
 def keep_generators(runner: type) -> None:

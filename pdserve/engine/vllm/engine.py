@@ -319,7 +319,8 @@ class VllmEngine(Engine):
         queued = stats.num_waiting_reqs
         usage = EngineUsage(stats.num_running_reqs, waiting, queued, stats.kv_cache_usage)
         moved = stats.kv_connector_stats
-        if usage != self._usage or moved or stats.prefix_cache_stats.requests:
+        counted = stats.prefix_cache_stats.requests or stats.spec_decoding_stats
+        if usage != self._usage or moved or counted:
             self._stats.record(stats, None)
         self._usage, self._reported = usage, time.monotonic()
         for engine_id in (moved or {}).get(FAILED, ()):

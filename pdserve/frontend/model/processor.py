@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
-from pdserve.config.arguments import to_argv
+from pdserve.config.arguments import speculation, to_argv
 from pdserve.errors import ConfigError, PeerGone, Unavailable
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.core import RemoteCore
@@ -74,6 +74,8 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
             async with context.building:
                 args = await asyncio.to_thread(parse_args, frontend_argv(card, folder))
                 engine = await asyncio.to_thread(make_engine, args, core, registry)
+                # vLLM refuses parameters by whether there is one
+                engine.input_processor.speculative_config = speculation(card.engine_args) or None
                 stack.push_async_callback(core.workers.close)
                 stack.callback(engine.shutdown)
                 # first of all: no request must go on at another worker while the workers are left
@@ -146,7 +148,7 @@ def _is_in_place(card: ModelCard) -> bool:
 _NOT_HERE = re.compile(
     r"kv-.*|ec-.*|.*-parallel.*|data-parallel-.*|pipeline-.*|tensor-.*|gpu-.*|num-gpu-.*|cpu-.*|swap-.*|enforce-eager"
     r"|block-size|max-num-.*|.*prefix-caching.*|.*chunked-prefill|scheduling-policy|async-scheduling|stream-interval"
-    r"|load-format|download-dir|quantization|speculative-config|compilation-config|additional-config|attention-.*"
+    r"|load-format|download-dir|quantization|spec(-|ulative-).*|compilation-config|additional-config|attention-.*"
     r"|distributed-executor-backend|ray-.*|worker-.*|offload-.*|.*lora.*|enable-sleep-mode|enable-prompt-embeds"
     r"|api-key|host|port|uds|ssl-.*|middleware|allowed-origins|root-path|enable-request-id-headers|disable-log-stats"
     r"|profiler-config|otlp-.*|enable-scale-out|tokens-only|headless|api-server-count|config|model|served-model-name"

@@ -80,6 +80,7 @@ def argv(**engine_args: object) -> list[str]:
         {
             "compilation_config": {"level": 3},
             "speculative_config": {"method": "ngram"},
+            "spec_tokens": 3,
             "additional_config": {"a": 1},
         },
     ],

@@ -269,6 +269,19 @@ async def test_the_load_that_workers_report_counts(graph: Graph) -> None:
     assert (len(busy.seen), len(idle.seen)) == (0, 6)
 
 
+async def test_parameters_that_need_an_engine_without_speculation_are_refused(graph: Graph) -> None:
+    """vLLM's engine would ignore them."""
+    async with graph.worker("drafting", args={"speculative-config": {"method": "ngram"}}):
+        plain = await complete(graph, model="drafting")
+        refused = [
+            await complete(graph, model="drafting", temperature=1, **{name: value})
+            for name, value in (("min_p", 0.1), ("logit_bias", {"300": 5}))
+        ]
+    assert plain.status_code == 200
+    assert [answer.status_code for answer in refused] == [400, 400]
+    assert all("with speculative decoding" in answer.json()["error"]["message"] for answer in refused)
+
+
 async def test_a_request_is_answered_once_where_building_its_model_fails_after_its_deadline(
     graph: Graph, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,82 @@
+"""Two real engines, of which the one that decodes, or both, decode speculatively: the tokens are those of an engine
+without it, wherever the prompt was computed."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.engine.test_vllm_engine import MODEL, Engines, body, prompt_of, sampled, tokens_of, two_engines
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]
+
+TOKENS = 60
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+DRAFT = {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}
+KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "n-gram": ({"speculative-config": NGRAM}, {}),
+    "draft model": ({"speculative-config": DRAFT}, {"speculative-config": DRAFT}),
+}
+"""arguments of the decode engine and of the prefill engine"""
+EXPECTED: dict[int, list[int]] = {}
+"""length of a prompt -> its tokens, from an engine without speculation"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Engines]:
+    async with two_engines(tmp_path_factory.mktemp("engines") / "log", *KINDS[request.param]) as pair:
+        yield pair
+
+
+def repeating(length: int) -> list[int]:
+    """A prompt in which n-grams are found."""
+    return (prompt_of(min(length, 40), seed=length) * length)[:length]
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 500, 3000])
+async def test_the_tokens_are_those_of_an_engine_without_it(pair: Engines, length: int) -> None:
+    prompt = repeating(length)
+    if length not in EXPECTED:  # the n-gram pair is first
+        await pair.prefill.engine.generate(f"plain-{length}", prompt, body(TOKENS), None)
+        EXPECTED[length] = await pair.prefill.end(f"plain-{length}")
+        assert len(pair.prefill.outputs[f"plain-{length}"]) == TOKENS, "a token in each step"
+    local = await pair.decode.answer(f"local-{length}", prompt, body(TOKENS))
+    await pair.all_free()
+    remote = await pair.hand_over(f"remote-{length}", prompt, body(TOKENS))
+    assert tokens_of(local) == EXPECTED[length]
+    assert tokens_of(remote) == EXPECTED[length]
+    assert max(len(local), len(remote)) < TOKENS, "several tokens in a step"
+    assert len(pair.prefill.outputs[f"p-remote-{length}"][0].tokens) == 1, "the first token comes from there"
+    assert not any(output.recomputed for output in remote)
+    await pair.all_free()
+
+
+async def test_it_goes_on_after_any_token(pair: Engines) -> None:
+    """As after the loss of a worker, also in the middle of what a step accepted."""
+    prompt, tokens = repeating(500), EXPECTED[500]
+    for done in (1, 2, 17, 18, 19, 20, TOKENS - 1):
+        name = f"after-{done}"
+        await pair.decode.engine.generate(name, prompt + tokens[:done], body(TOKENS - done), None)
+        assert await pair.decode.end(name) == tokens[done:]
+    await pair.all_free()
+
+
+async def test_sampling_works(pair: Engines) -> None:
+    """Where vLLM compares probabilities; the first draft of a request whose KV has come is a placeholder, which has
+    none."""
+    one = sampled(TOKENS, temperature=1.0, top_k=1, ignore_eos=True)
+    for number in range(3):
+        assert tokens_of(await pair.hand_over(f"one-{number}", repeating(500), one)) == EXPECTED[500]
+    drawn = sampled(TOKENS, temperature=1.0, seed=7, ignore_eos=True)
+    for number in range(3):
+        tokens = tokens_of(await pair.hand_over(f"drawn-{number}", repeating(500), drawn))
+        assert len(tokens) == TOKENS
+        assert min(tokens) >= 0
+    await pair.all_free()
