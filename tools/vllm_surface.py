@@ -108,6 +108,9 @@ CALLED = {
 REPLACED = (
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync",
+    "vllm.v1.sample.rejection_sampler.apply_sampling_constraints",
+    "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens",
+    "vllm.v1.sample.rejection_sampler._rejection_random_sample",
     "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client",
     "vllm.v1.executor.uniproc_executor.get_file_store_init_method",
     "vllm.v1.executor.multiproc_executor.get_file_store_init_method",
@@ -130,7 +133,8 @@ SOURCES = {
     # read anew in each step
     "vllm.v1.core.sched.scheduler": ("            self.scheduler_config.long_prefill_token_threshold\n",),
     "vllm.renderers.base": ("self._tokenize_prompt_async = make_async(",),
-    "vllm.sampling_params": ("    def bad_words_token_ids(self)",),
+    "vllm.sampling_params": ("    def bad_words_token_ids(self)", "if speculative_config is None:"),
+    "vllm.v1.engine.input_processor": ("                self.speculative_config,\n",),
     "vllm.v1.engine.output_processor": ("self.request_states", "self.parent_requests"),
     "vllm.v1.metrics.loggers": ("_gauge_cls", "_counter_cls", "_histogram_cls"),
 }

@@ -1,0 +1,73 @@
+"""What pdserve replaces of vLLM's verification of drafts on the CPU, without an engine."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
+
+from pdserve.engine.vllm.cpu_faults import verify_drafts
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+VOCABULARY = 10
+ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
+"""of the drafts of three requests"""
+
+
+@dataclass
+class Sampling:
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor | None = None
+    all_greedy: bool = False
+
+
+@pytest.fixture(autouse=True)
+def mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    for name in ("expand_batch_to_tokens", "apply_sampling_constraints", "_rejection_random_sample"):
+        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
+    verify_drafts()
+
+
+def constrained(temperatures: list[float], top_k: list[int], logits: torch.Tensor, ends: torch.Tensor) -> Any:
+    sampling = Sampling(torch.tensor(temperatures), torch.tensor(top_k, dtype=torch.int32))
+    return rejection_sampler.apply_sampling_constraints(logits, ends, sampling)
+
+
+def test_each_draft_has_the_parameters_of_its_request() -> None:
+    logits = torch.arange(4.0 * VOCABULARY).view(4, VOCABULARY)
+    found = constrained([0.5, 1.0, 0.0], [1, 5, 3], logits.clone(), ENDS)
+    assert torch.isfinite(found).sum(dim=1).tolist() == [1, 1, 3, 3]
+    assert found[:, -1].tolist() == [18.0, 38.0, 29.0, 39.0], (
+        "divided by the temperature; greedy ones are not"
+    )
+
+
+def test_a_step_without_drafts() -> None:
+    none = constrained([0.5], [1], torch.empty(0, VOCABULARY), torch.tensor([0], dtype=torch.int32))
+    assert none.shape == (0, VOCABULARY)
+
+
+def test_a_placeholder_is_rejected() -> None:
+    """The memory before the probabilities would accept it."""
+    memory = torch.full((2 * VOCABULARY,), 100.0)
+    probabilities = memory[VOCABULARY:].view(1, VOCABULARY)
+    tokens = torch.full((1, 2), -1, dtype=torch.int32)
+    rejection_sampler._rejection_random_sample(
+        tokens,
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([-1], dtype=torch.int32),
+        None,
+        probabilities,
+        torch.tensor([[7]], dtype=torch.int32),
+        torch.tensor([3], dtype=torch.int32),
+        torch.tensor([0.5], dtype=torch.float64),
+        torch.tensor([False]),
+        1,
+        None,
+    )
+    assert tokens.tolist() == [[3, -1]]
