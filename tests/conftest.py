@@ -24,6 +24,7 @@ ENGINES = (
     "tests/chaos/test_real_engines.py",
     "tests/conformance/",
     "tests/e2e/",
+    "tests/engine/test_speculation.py",
     "tests/engine/test_vllm_engine.py",
     "tests/install/test_wheel.py",
 )

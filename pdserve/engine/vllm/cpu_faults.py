@@ -65,6 +65,7 @@ def verify_drafts() -> None:
         uniform = uniform.masked_fill(drafts < 0, torch.inf)
         return verify(tokens, ends, drafts.clamp(min=0), *others, uniform, greedy, longest, rates)
 
+    verified.register_warmup = verify.register_warmup  # type: ignore[attr-defined]
     rejection_sampler.expand_batch_to_tokens = expand
     rejection_sampler.apply_sampling_constraints = constrained
     rejection_sampler._rejection_random_sample = verified

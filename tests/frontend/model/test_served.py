@@ -274,8 +274,8 @@ async def test_parameters_that_need_an_engine_without_speculation_are_refused(gr
     async with graph.worker("drafting", args={"speculative-config": {"method": "ngram"}}):
         plain = await complete(graph, model="drafting")
         refused = [
-            await complete(graph, model="drafting", temperature=1, **{name: value})
-            for name, value in (("min_p", 0.1), ("logit_bias", {"300": 5}))
+            await complete(graph, model="drafting", temperature=1, min_p=0.1),
+            await complete(graph, model="drafting", logit_bias={"300": 5}),
         ]
     assert plain.status_code == 200
     assert [answer.status_code for answer in refused] == [400, 400]
