@@ -50,6 +50,8 @@ def problems(
     yield from _files(config, bool(frontends), env)
     if frontends or any(worker.slot.role.does(Role.DECODE) for worker in workers):
         yield from _files_of_arguments(config)
+    if real:
+        yield from _ranks_meet(config, model)
     for worker in _one_per_role(real):
         yield from _stages(config, worker)
         yield from _one_rank_per_host(worker)
@@ -158,6 +160,26 @@ def _stages(config: Config, worker: PlannedWorker) -> Iterator[str]:
         )
 
 
+def _ranks_meet(config: Config, model: ModelFacts | None) -> Iterator[str]:
+    """A decode rank reads its part of the KV heads from the prefill ranks that have them: some of one rank's, or all
+    of several. vLLM's connector refuses the rest (`TransferTopology.tp_ratio`, `_validate_remote_agent_handshake`)."""
+    decode, prefill = config.decode, config.prefill
+    if decode is None or prefill is None or not decode.remote_prefill:
+        return
+    reads, has = _tensor(decode.engine_args), _tensor(prefill.engine_args)
+    if max(reads, has) % min(reads, has):
+        yield (
+            f"tensor-parallel-size {reads} of decode cannot read KV from {has} of prefill: make one a multiple of the "
+            "other."
+        )
+    elif has > reads and model and not model.latent and has > model.kv_heads:
+        yield (
+            f"tensor-parallel-size {reads} of decode cannot read KV from {has} of prefill, which has copies of the "
+            f"model's {model.kv_heads} KV heads: lower it to {model.kv_heads} for prefill, or raise it to {has} for "
+            "decode."
+        )
+
+
 def _one_rank_per_host(worker: PlannedWorker) -> Iterator[str]:
     if worker.config.nodes > 1 and not worker.gpus and worker.config.ranks_per_node > 1:
         yield (
@@ -178,7 +200,7 @@ def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str
     if model is None:
         return
     args, role = worker.config.engine_args, worker.slot.role.value
-    asked, tensor = args.get("max-model-len"), int(str(args.get("tensor-parallel-size", 1)))
+    asked, tensor = args.get("max-model-len"), _tensor(args)
     if isinstance(asked, int) and model.max_len and asked > model.max_len and "hf-overrides" not in args:
         yield f"max-model-len {asked:,} of {role} is more than the model's {model.max_len:,}: lower it."
     if not _divides(tensor, model):
@@ -224,7 +246,7 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
 
     if with_("max-num-batched-tokens", 2048).fits:
         ways.append("lower max-num-batched-tokens to 2,048")
-    tensor = int(str(args.get("tensor-parallel-size", 1)))
+    tensor = _tensor(args)
     more = (ranks for ranks in range(tensor + 1, 65) if _divides(ranks, model))
     if ranks := next((ranks for ranks in more if with_("tensor-parallel-size", ranks).fits), 0):
         ways.append(
@@ -232,6 +254,10 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
             f"on each GPU, {ranks} GPUs for each worker; this machine has {len(machine.gpus)})"
         )
     return ", or ".join([*ways, "take a smaller model, quantized weights or larger GPUs"])
+
+
+def _tensor(args: Mapping[str, object]) -> int:
+    return int(str(args.get("tensor-parallel-size", 1)))
 
 
 def _divides(tensor: int, model: ModelFacts) -> bool:

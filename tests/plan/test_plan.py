@@ -128,6 +128,35 @@ def test_one_host_of_a_worker_that_spans_hosts(tmp_path: Path, node: int, name: 
     assert spanning(tmp_path, what_if("2xA10", machine()), 2).slots == ()
 
 
+@pytest.mark.parametrize(
+    ("decode", "prefill", "problem"),
+    [
+        (2, 1, ""),
+        (1, 2, ""),
+        (4, 1, ""),  # copies of two KV heads
+        (4, 2, ""),
+        (4, 4, ""),
+        (
+            1,
+            4,
+            "1 of decode cannot read KV from 4 of prefill, which has copies of the model's 2 KV heads: lower it to",
+        ),
+        (2, 4, "2 of decode cannot read KV from 4 of prefill, which has copies"),
+        (2, 3, "2 of decode cannot read KV from 3 of prefill: make one a multiple of the other."),
+    ],
+)
+def test_which_ranks_can_read_kv_from_which(tmp_path: Path, decode: int, prefill: int, problem: str) -> None:
+    text = LOCAL.replace("VllmWorker:", f"VllmWorker:\n  tensor-parallel-size: {decode}")
+    text = text.replace("PrefillWorker:", f"PrefillWorker:\n  tensor-parallel-size: {prefill}")
+    for roles in (None, {Role.DECODE}, {Role.PREFILL}):
+        problems = plan(tmp_path, text, machine(ram=200), roles).problems
+        found = [each for each in problems if "cannot read KV" in each]
+        assert len(found) == bool(problem), problems
+        assert all(each.startswith(f"tensor-parallel-size {problem}") for each in found), found
+    local = text.replace("remote-prefill: true", "remote-prefill: false")
+    assert not [each for each in plan(tmp_path, local, machine(ram=200)).problems if "KV from" in each]
+
+
 def test_serve_does_not_start_what_spans_hosts(tmp_path: Path) -> None:
     found = spanning(tmp_path, what_if("2xA10", machine()))
     with pytest.raises(ConfigError, match=r"serve runs on one: start, .*decode -f \S+ --node-rank 1`"):
