@@ -20,14 +20,20 @@ from tests.real import GRAPH, one_vllm
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
-def one_kv_head(folder: Path) -> Path:
-    """The demo model without the second of its two KV heads: all queries go to the first."""
+def changed(folder: Path, **keys: object) -> Path:
+    """The demo model with other keys in its config.json."""
     shutil.copytree(MODEL_DIR, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    return folder
+
+
+def one_kv_head(folder: Path) -> Path:
+    """The demo model without the second of its two KV heads: all queries go to the first."""
+    changed(folder, num_key_value_heads=1)
     weights = load_file(folder / "model.safetensors")
     halved = {
-        name: tensor[: len(tensor) // 2].copy() if ".k_proj." in name or ".v_proj." in name else tensor
+        name: tensor[: len(tensor) // 2].clone() if ".k_proj." in name or ".v_proj." in name else tensor
         for name, tensor in weights.items()
     }
     save_file(halved, folder / "model.safetensors", {"format": "pt"})
