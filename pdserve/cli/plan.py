@@ -21,6 +21,9 @@ def plan(
     role: Annotated[
         Role | None, typer.Option(help="one process of this role alone, as on a host or in a pod of its own")
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="what pdserve does with a model of this kind")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the plan as one JSON object")] = False,
 ) -> int:
     """Show what would run where on this machine: GPUs, memory, KV capacity, the most requests at once, ports, every
@@ -31,6 +34,7 @@ def plan(
     examples:
       pdserve plan -f configs/disagg.yaml
       pdserve plan -f configs/disagg.yaml --gpus 4xA10     on a machine that you do not have
+      pdserve plan --explain                               how its layers' KV is kept and moved, and by which ranks
       pdserve plan --json | jq .workers
     """
     from pdserve.config.load import load
@@ -49,5 +53,5 @@ def plan(
     if as_json:
         print(json.dumps(plan_as_dict(found), indent=2))
     else:
-        show(render(found))
+        show(render(found, explain=explain))
     return {True: 0, False: 2, None: _UNKNOWN}[found.fits]

@@ -23,7 +23,9 @@ from pdserve.plan.memory import (
     Memory,
     block_size,
     gpu_share,
+    max_model_len,
     size,
+    tensor_size,
 )
 from pdserve.plan.model_folder import ModelFacts, has_weights
 from pdserve.plan.slots import PlannedWorker, Slot, card_of, hosts_of
@@ -52,6 +54,7 @@ def problems(
         yield from _files_of_arguments(config)
     if real:
         yield from _ranks_meet(config, model)
+        yield from _layers_move(config, model, real)
     for worker in _one_per_role(real):
         yield from _stages(config, worker)
         yield from _one_rank_per_host(worker)
@@ -152,8 +155,7 @@ def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
 def _stages(config: Config, worker: PlannedWorker) -> Iterator[str]:
     """A rank of a pipeline stage has some of the layers, and vLLM's connector compares them with those of the rank that
     it reads from: every handshake fails (vllm#45880: only pushing prefill engines may have stages)."""
-    kv_moves = config.decode is None or config.decode.remote_prefill
-    if kv_moves and int(str(worker.config.engine_args.get("pipeline-parallel-size", 1))) > 1:
+    if kv_moves(config) and int(str(worker.config.engine_args.get("pipeline-parallel-size", 1))) > 1:
         yield (
             f"pipeline-parallel-size of {worker.slot.role.value} splits the layers, and decode workers cannot read KV "
             "from or into a part of them: raise tensor-parallel-size instead (over hosts with nnodes)."
@@ -164,9 +166,9 @@ def _ranks_meet(config: Config, model: ModelFacts | None) -> Iterator[str]:
     """A decode rank reads its part of the KV heads from the prefill ranks that have them: some of one rank's, or all
     of several. vLLM's connector refuses the rest (`TransferTopology.tp_ratio`, `_validate_remote_agent_handshake`)."""
     decode, prefill = config.decode, config.prefill
-    if decode is None or prefill is None or not decode.remote_prefill:
+    if decode is None or prefill is None:
         return
-    reads, has = _tensor(decode.engine_args), _tensor(prefill.engine_args)
+    reads, has = tensor_size(decode.engine_args), tensor_size(prefill.engine_args)
     if max(reads, has) % min(reads, has):
         yield (
             f"tensor-parallel-size {reads} of decode cannot read KV from {has} of prefill: make one a multiple of the "
@@ -178,6 +180,31 @@ def _ranks_meet(config: Config, model: ModelFacts | None) -> Iterator[str]:
             f"model's {model.kv_heads} KV heads: lower it to {model.kv_heads} for prefill, or raise it to {has} for "
             "decode."
         )
+
+
+def _layers_move(config: Config, model: ModelFacts | None, workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    """KV moves in blocks, those of the whole prompt: a state is in none, and of layers that all have a sliding window
+    vLLM keeps only the last ones (`unify_hybrid_kv_cache_specs` has them kept where other layers have none)."""
+    if model is None or not kv_moves(config):
+        return
+    alone = "set remote-prefill: false, and leave out PrefillWorker"
+    if model.stateful_layers:
+        yield (
+            f"The model has layers of {' and '.join(model.stateful_layers)}, whose state is not KV in blocks and "
+            f"cannot move from prefill to decode workers: {alone}."
+        )
+    longest = max(max_model_len(model, worker.config.engine_args) for worker in workers)
+    whole = all(worker.config.engine_args.get("disable-sliding-window") is True for worker in workers)
+    if model.only_windows and longest > model.window and not whole:
+        yield (
+            f"All layers of the model have a sliding window of {model.window:,} tokens, and the KV of prompts longer "
+            f"than it cannot move from prefill to decode workers: set disable-sliding-window: true and max-model-len: "
+            f"{model.window} for both, or {alone}."
+        )
+
+
+def kv_moves(config: Config) -> bool:
+    return config.decode is None or config.decode.remote_prefill
 
 
 def _one_rank_per_host(worker: PlannedWorker) -> Iterator[str]:
@@ -200,7 +227,7 @@ def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str
     if model is None:
         return
     args, role = worker.config.engine_args, worker.slot.role.value
-    asked, tensor = args.get("max-model-len"), _tensor(args)
+    asked, tensor = args.get("max-model-len"), tensor_size(args)
     if isinstance(asked, int) and model.max_len and asked > model.max_len and "hf-overrides" not in args:
         yield f"max-model-len {asked:,} of {role} is more than the model's {model.max_len:,}: lower it."
     if not _divides(tensor, model):
@@ -246,7 +273,7 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
 
     if with_("max-num-batched-tokens", 2048).fits:
         ways.append("lower max-num-batched-tokens to 2,048")
-    tensor = _tensor(args)
+    tensor = tensor_size(args)
     more = (ranks for ranks in range(tensor + 1, 65) if _divides(ranks, model))
     if ranks := next((ranks for ranks in more if with_("tensor-parallel-size", ranks).fits), 0):
         ways.append(
@@ -254,10 +281,6 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
             f"on each GPU, {ranks} GPUs for each worker; this machine has {len(machine.gpus)})"
         )
     return ", or ".join([*ways, "take a smaller model, quantized weights or larger GPUs"])
-
-
-def _tensor(args: Mapping[str, object]) -> int:
-    return int(str(args.get("tensor-parallel-size", 1)))
 
 
 def _divides(tensor: int, model: ModelFacts) -> bool:

@@ -104,7 +104,7 @@ def size(
 def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool) -> int:
     """The rank's share of the stored weights; the first and last pipeline stages have an embedding in addition. On a
     GPU also the whole rotary table and what torch's allocator loses."""
-    tensor, layers = _tensor(args), _layers(model, args)
+    tensor, layers = tensor_size(args), _layers(model, args)
     width, stored = _dtype_bytes(model, args), model.weights(_dtype(model, args))
     embedding = model.vocab * model.hidden * width
     body = stored - embedding * (1 if model.tied else 2)
@@ -136,7 +136,7 @@ def kv_bytes_per_token(model: ModelFacts, args: Mapping[str, object]) -> int:
     layer_bytes = _layers(model, args) * _kv_dtype_bytes(model, args)
     if model.latent:
         return int(layer_bytes * model.latent)
-    return int(2 * layer_bytes * max(1, model.kv_heads // _tensor(args)) * model.head_dim)
+    return int(2 * layer_bytes * max(1, model.kv_heads // tensor_size(args)) * model.head_dim)
 
 
 def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
@@ -149,7 +149,7 @@ def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | N
     input. Logits are gathered and copied across ranks; the sampler of vLLM's model runner V2 copies none in this
     run."""
     tokens, sequences = _batch(args, gpu)
-    tensor = _tensor(args)
+    tensor = tensor_size(args)
     copies = 3 + 1 / tensor if _compiled(args) else 4 + (tensor > 1)
     mlp = 3 * model.intermediate / tensor + copies * model.hidden
     logits = model.vocab * (1 if tensor == 1 else 2 + 1 / tensor)
@@ -159,7 +159,7 @@ def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | N
 
 def runtime_bytes(args: Mapping[str, object], gpu: Gpu | None) -> int:
     switched = gpu is not None and re.search(r"A100|[HB][1-3]00", gpu.name) and "PCI" not in gpu.name.upper()
-    return GPU_RUNTIME_BYTES + (NVSWITCH_BYTES if _tensor(args) > 1 and switched else 0)
+    return GPU_RUNTIME_BYTES + (NVSWITCH_BYTES if tensor_size(args) > 1 and switched else 0)
 
 
 def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
@@ -184,7 +184,7 @@ def max_model_len(model: ModelFacts, args: Mapping[str, object]) -> int:
     return asked if isinstance(asked, int) else model.max_len or 4096
 
 
-def _tensor(args: Mapping[str, object]) -> int:
+def tensor_size(args: Mapping[str, object]) -> int:
     return int(str(args.get("tensor-parallel-size", 1)))
 
 

@@ -19,6 +19,24 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".gguf", ".tensors"}
 _PART = re.compile(r"-\d+-of-(\d+)$")
 _MAX_HEADER = 100 * 2**20
 _TOWERS = {"text_config", "vision_config", "audio_config"}
+_ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
+_STATE = re.compile("mamba_|ssm_|linear_(attn|conv|key|num)|conv_L_cache$|hybrid_override_pattern$")
+"""keys of a config whose model has layers with a state"""
+_STATEFUL = re.compile("mamba|linear|conv|recurrent|ssm|delta|rwkv|lightning", re.IGNORECASE)
+"""kinds of layers with a state"""
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+_ALTERNATING = {"gemma2", "gemma3_text", "gpt_oss"}
+"""architectures of which each second layer, or so, has a sliding window, which older configs do not say"""
+_UNWRITTEN: dict[object, dict[str, int]] = {
+    "gemma3_text": {
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262208,
+    }
+}
+"""what configs of an architecture may leave out, as transformers fills it in"""
 _TIED = {"gemma", "gemma2", "gemma3_text"}
 """architectures whose output layer is the embedding unless the config sets tie_word_embeddings"""
 
@@ -40,6 +58,12 @@ class ModelFacts:
     """bytes of weights by safetensors dtype; `?` if only the files' sizes are known; empty if nothing is known"""
     odd_layers: tuple[str, ...] = ()
     """kinds of layers whose KV has another size than the usual, or that keep none"""
+    window: int = 0
+    """tokens that layers with a sliding window look back; 0: no layer has one"""
+    only_windows: bool = False
+    """all layers have it"""
+    experts: int = 0
+    """of each mixture-of-experts layer"""
     latent: int = 0
     """width of a compressed KV entry (multi-head latent attention), which replaces all heads"""
     positions: int = 0
@@ -57,6 +81,11 @@ class ModelFacts:
         return self.dtype if self.dtype in ("float16", "bfloat16") else "bfloat16"
 
     @property
+    def stateful_layers(self) -> tuple[str, ...]:
+        """Kinds of layers that keep a state, of a size that does not grow with the prompt, instead of KV."""
+        return tuple(kind for kind in self.odd_layers if _STATEFUL.search(kind))
+
+    @property
     def quantized(self) -> bool:
         return bool(self.stored.keys() - _FLOATS.keys() - {"?"})
 
@@ -72,6 +101,7 @@ def read_model(folder: Path) -> ModelFacts:
     try:
         whole = json.loads(path.read_text("utf-8"))
         config = {**whole, **whole.get("text_config", {})}
+        config = _UNWRITTEN.get(config.get("model_type"), {}) | config
         return _facts(folder, config, multimodal=bool(_TOWERS & whole.keys()))
     except OSError as error:
         reason = error.strerror or str(error)
@@ -85,8 +115,10 @@ def read_model(folder: Path) -> ModelFacts:
 
 
 def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFacts:
+    if "num_attention_heads" not in config and "state_size" in config:
+        raise ValueError("its layers have a state and no attention, which vLLM serves without pdserve only")
     heads = int(config["num_attention_heads"])
-    odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    window = _window(config)
     return ModelFacts(
         folder=folder,
         layers=int(config["num_hidden_layers"]),
@@ -99,13 +131,41 @@ def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFa
         max_len=_max_len(config),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         stored=_stored(folder),
-        odd_layers=tuple(sorted(odd)),
+        odd_layers=_odd_layers(config),
+        window=window,
+        only_windows=bool(window) and not _mixed(config),
+        experts=next((int(config[key]) for key in _EXPERTS if config.get(key)), 0),
         latent=int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
         if config.get("kv_lora_rank")
         else 0,
         positions=int(config.get("max_position_embeddings") or 0),
         tied=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED)),
         multimodal=multimodal,
+    )
+
+
+def _odd_layers(config: dict[str, Any]) -> tuple[str, ...]:
+    """By the list of layers, or where there is none by the sizes of a state."""
+    if kinds := config.get("layer_types"):
+        return tuple(sorted(set(kinds) - _ATTENTION))
+    return ("Mamba or linear attention",) if any(_STATE.match(key) for key in config) else ()
+
+
+def _window(config: dict[str, Any]) -> int:
+    """0 also where no prompt is longer."""
+    window, longest = config.get("sliding_window") or 0, config.get("max_position_embeddings") or 0
+    kinds = config.get("layer_types") or ("sliding_attention",)
+    used = config.get("use_sliding_window", True) and "sliding_attention" in kinds
+    return window if used and (not longest or window < longest) else 0
+
+
+def _mixed(config: dict[str, Any]) -> bool:
+    """Whether some layers have no sliding window."""
+    kinds = set(config.get("layer_types") or ())
+    return (
+        len(kinds) > 1
+        or config.get("model_type") in _ALTERNATING
+        or any("sliding_window_pattern" in key for key in config)
     )
 
 

@@ -10,6 +10,7 @@ from pdserve.config.host import VLLM_VERSION, find_folder, installed_vllm
 from pdserve.config.schema import Config, DecodeConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan import checks
+from pdserve.plan.explain import explain
 from pdserve.plan.machine import Machine
 from pdserve.plan.memory import GPU_UTILIZATION, Memory, cpu_kv_bytes, size
 from pdserve.plan.model_folder import ModelFacts, read_model
@@ -46,6 +47,8 @@ class Plan:
     unknown: str = ""
     """why it is not known whether the engines' memory fits, a full sentence; empty: it is known"""
     notes: tuple[str, ...] = ()
+    explained: tuple[str, ...] = ()
+    """what pdserve does with a model of this kind, in full sentences"""
 
     @property
     def fits(self) -> bool | None:
@@ -78,7 +81,8 @@ def make_plan(
     problems += checks.problems(config, machine, workers, frontends, model, env)
     unknown = "" if problems else _unknown(config, model, workers)
     notes += _notes(config, machine, model, workers, whole=roles is None and index is None)
-    return Plan(config, machine, workers, frontends, tuple(problems), unknown, tuple(notes))
+    explained = tuple(explain(config, model)) if model is not None else ()
+    return Plan(config, machine, workers, frontends, tuple(problems), unknown, tuple(notes), explained)
 
 
 def worker_memory(config: Config, slot: Slot) -> Memory | None:

@@ -21,13 +21,15 @@ _SECRET = {"hf-token"}
 _TITLE = {"title_justify": "left", "title_style": "bold"}
 
 
-def render(plan: Plan) -> RenderableType:
-    """For rich's `Console.print`; needs 80 columns."""
+def render(plan: Plan, *, explain: bool = False) -> RenderableType:
+    """For rich's `Console.print`; needs 80 columns. `explain`: with what is done with a model of this kind."""
     problems = [Text(f"problem: {problem}\n", style="red") for problem in plan.problems]
     parts: list[RenderableType] = [*problems, _heading(plan), _processes(plan)]
     if any(worker.memory for worker in plan.workers):
         parts.append(_memory(plan))
-    parts += [_arguments(plan), *_sentences(plan)]
+    parts.append(_arguments(plan))
+    parts += [Text(f"model: {sentence}") for sentence in plan.explained if explain]
+    parts += _sentences(plan)
     return Group(*parts)
 
 
@@ -43,6 +45,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "unknown": plan.unknown or None,
         "slo": dataclasses.asdict(config.slo) if config.slo else None,
         "notes": list(plan.notes),
+        "explained": list(plan.explained),
         "url": _url(plan),
         "nats": config.nats,
         "etcd": config.etcd,

@@ -135,3 +135,21 @@ def test_the_ranks_of_an_engine_meet_through_a_file_whose_name_is_known(
 def test_a_worker_starts_where_torch_may_not_compile() -> None:
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
     subprocess.run([sys.executable, "-c", "import pdserve.engine.vllm.worker"], env=environment, check=True)
+
+
+FAMILIES = Path(__file__).parent.parent / "plan/families"
+
+
+@pytest.mark.parametrize(("family", "whole"), [("gemma-2-9b", True), ("Qwen2.5-7B", False)])
+def test_kv_that_moves_is_kept_for_whole_prompts(family: str, whole: bool) -> None:
+    config = api.engine_config(["--model", str(FAMILIES / family), "--skip-tokenizer-init"])
+    api.move_whole_prompts(config)
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager == whole
+
+
+def test_a_state_does_not_move() -> None:
+    config = api.engine_config(["--model", str(FAMILIES / "Jamba-1.5-Mini"), "--skip-tokenizer-init"])
+    with pytest.raises(
+        ValueError, match=r"^JambaForCausalLM has layers whose state .*: set remote-prefill: false"
+    ):
+        api.move_whole_prompts(config)

@@ -61,6 +61,20 @@ def compute_in_core(config: VllmConfig) -> None:
         parallel.distributed_executor_backend = "uni"
 
 
+def move_whole_prompts(config: VllmConfig) -> None:
+    """Prepare an engine whose KV moves: in blocks, of the whole prompt in each layer. Layers with a sliding window
+    keep it, too, where others have none; alone, vLLM would free what has left the window. Raises ValueError for a model
+    with layers that have a state instead of KV: it belongs to a place in the prompt, and to no block."""
+    model = config.model_config
+    if model.is_hybrid or model.is_attention_free:
+        raise ValueError(
+            f"{model.architecture} has layers whose state is not KV in blocks, and cannot move to another worker: set "
+            "remote-prefill: false, and leave out PrefillWorker."
+        )
+    if model.get_sliding_window() is not None:
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
 def meet_in(path: str) -> None:
     """Let the ranks of each engine that is forked from this process meet through a file whose path begins so. vLLM
     chooses a name in the temporary folder that only the engine knows, and an engine that is killed leaves the file."""

@@ -107,6 +107,8 @@ class VllmProcess:
         self._set_environment()
         try:
             self.config = api.engine_config(self._argv(events_endpoint), self._headless)
+            if self._spec.disaggregated:
+                api.move_whole_prompts(self.config)
         except ValueError as error:
             raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
         if api.on_cpu():

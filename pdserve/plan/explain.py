@@ -1,0 +1,63 @@
+"""What pdserve does with a model, by the kinds of its layers: `pdserve plan --explain`. What it refuses is a problem of
+the plan (`checks.py`)."""
+
+from collections.abc import Iterator
+
+from pdserve.config.schema import Config
+from pdserve.plan.checks import kv_moves
+from pdserve.plan.model_folder import ModelFacts
+
+
+def explain(config: Config, model: ModelFacts) -> Iterator[str]:
+    """Full sentences."""
+    yield from _attention(model, kv_moves(config))
+    yield from _ranks(config, model)
+    if model.experts:
+        yield (
+            f"Mixture of experts: each worker loads all {model.experts} experts of a layer, and its ranks share them. "
+            "Activations are planned as those of a dense layer, and may take more."
+        )
+    if model.multimodal:
+        yield "It takes more than text: requests with images, sound or video are refused, and its text is served."
+
+
+def _attention(model: ModelFacts, moves: bool) -> Iterator[str]:
+    if model.stateful_layers:
+        kinds = " and ".join(model.stateful_layers)
+        alone = "Such workers prefill and decode their own requests; their memory is not estimated."
+        yield f"Hybrid: layers of {kinds} have a state of fixed size for a request. It does not move. {alone}"
+    elif model.latent:
+        yield (
+            f"Latent attention (MLA): a token's KV is one entry of {model.latent} numbers in each of {model.layers} "
+            "layers, for all heads, and each rank has all of it."
+        )
+    else:
+        shared = f", shared by {model.heads} query heads" if model.kv_heads < model.heads else ""
+        sizes = (
+            f"{model.kv_heads} heads of {model.head_dim} numbers{shared}, in each of {model.layers} layers"
+        )
+        yield f"Attention: a token's K and V are {sizes}."
+    if model.window:
+        which = "All" if model.only_windows else "Some"
+        kept = (
+            "is kept and moved for the whole prompt, and counted so; with remote-prefill: false vLLM frees what has "
+            "left the window"
+            if moves
+            else "is freed when it has left the window, which the plan does not count"
+        )
+        yield f"{which} layers look back {model.window:,} tokens (sliding window). Their KV {kept}."
+
+
+def _ranks(config: Config, model: ModelFacts) -> Iterator[str]:
+    """How KV goes from ranks to ranks."""
+    decode, prefill = config.decode, config.prefill
+    if decode is None or prefill is None or decode.ranks == prefill.ranks == 1:
+        return
+    few, many = sorted((decode.ranks, prefill.ranks))
+    if model.latent or few == many:
+        yield f"Each of the {decode.ranks} decode ranks reads KV from one of the {prefill.ranks} prefill ranks."
+    elif decode.ranks > prefill.ranks:
+        part = "copies of its KV heads" if decode.ranks > model.kv_heads else "a part of its KV heads"
+        yield f"{many // few} decode ranks read from each prefill rank, {part} each."
+    else:
+        yield f"Each decode rank reads from {many // few} prefill ranks, and joins their KV heads."
