@@ -1,4 +1,4 @@
-"""Clusters of three nats-servers or three etcds on loopback, to be broken. Their members are `EmbeddedServer`s that
+"""Clusters of nats-servers or etcds on loopback, to be broken and measured. Their members are `EmbeddedServer`s that
 find each other; what restarts a dead one is up to the caller."""
 
 import asyncio
@@ -28,16 +28,16 @@ class NatsMember(EmbeddedNats):
         self.peers, self.peer_port = peers, peers[number]
         self._pages = free_port(HOST)
 
-    @property
-    def leader_page(self) -> str:
-        """The page that says which server leads the cluster."""
-        return f"http://{HOST}:{self._pages}/jsz"
+    def page(self, name: str) -> str:
+        """Of its monitoring: `jsz` says which server leads the cluster."""
+        return f"http://{HOST}:{self._pages}/{name}"
 
     def command(self) -> list[str]:
+        alone = [*super().command(), "--http_port", str(self._pages)]
         cluster = ["--cluster_name", "pdserve", "--cluster", f"nats://{HOST}:{self.peer_port}"]
         routes = ",".join(f"nats://{HOST}:{port}" for port in self.peers)
-        pages = ["--http_port", str(self._pages)]
-        return [*super().command(), "--name", self.name, *cluster, "--routes", routes, *pages]
+        member = ["--name", self.name, *cluster, "--routes", routes]
+        return [*alone, *member] if len(self.peers) > 1 else alone
 
 
 class EtcdMember(EmbeddedEtcd):
@@ -74,11 +74,12 @@ M = TypeVar("M", NatsMember, EtcdMember)
 
 @asynccontextmanager
 async def cluster(
-    kind: type[M], folder: Path, credentials: Credentials | None = None
+    kind: type[M], folder: Path, credentials: Credentials | None = None, size: int = SIZE
 ) -> AsyncIterator[list[M]]:
+    """One server, where `size` is 1."""
     os.environ.setdefault("GODEBUG", "multipathtcp=0")  # what listens on multipath TCP cannot be cut
-    ports = [free_port(HOST) for _ in range(SIZE)]
-    members = [kind(folder, number, ports, credentials) for number in range(SIZE)]
+    ports = [free_port(HOST) for _ in range(size)]
+    members = [kind(folder, number, ports, credentials) for number in range(size)]
     try:
         await asyncio.gather(*(member.start() for member in members))
         yield members

@@ -38,6 +38,16 @@ class Endpoint:
         """Never fails: the exchange records what goes wrong."""
         await LoadClient(self.url, self.headers).ask(exchange, timeout, CHAT if self.chat else COMPLETIONS)
 
+    def check_length(self, prompt_tokens: int, answer_len: int) -> None:
+        """Raises ConfigError where that is more than the model takes."""
+        if 0 < self.max_model_len < prompt_tokens + answer_len:
+            raise ConfigError(
+                [
+                    f"--prompt-tokens {prompt_tokens} and --answer-len {answer_len} are more than {self.model} "
+                    f"takes on this server: {self.max_model_len} tokens."
+                ]
+            )
+
     def body(self, prompt: str | Sequence[Message], tokens: int) -> dict[str, Any]:
         """A streamed, greedy request that is answered with exactly so many tokens where the server knows `ignore_eos`
         (vLLM and what is made of it). The messages of a chat go to a chat's endpoint only."""

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+import random
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ BaseUrl = Annotated[
         help="the server: anything that speaks OpenAI's API (default: the running graph, as of `pdserve status`)",
     ),
 ]
+Model = Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")]
 ApiKey = Annotated[str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")]
 Ttft = Annotated[
     str | None,
@@ -27,8 +29,25 @@ Gap = Annotated[
     str | None,
     typer.Option(metavar="TIME", help="and no two tokens are further apart (default: the file's, else 60ms)"),
 ]
+Share = Annotated[
+    float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
+]
+PromptTokens = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=1, help="of each prompt, unlike any other; where the load is single requests"
+    ),
+]
+AnswerLen = Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")]
+Seed = Annotated[
+    int | None, typer.Option(metavar="N", help="of prompts and arrivals (default: others each time)")
+]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")]
 Plot = Annotated[Path | None, typer.Option(metavar="NAME", help="draw the charts as NAME.png")]
+
+
+def seed_of(seed: int | None) -> int:
+    return random.SystemRandom().randrange(1 << 31) if seed is None else seed
 
 
 def numbers(option: str, text: str, least: int = 1) -> list[int]:
@@ -37,6 +56,17 @@ def numbers(option: str, text: str, least: int = 1) -> list[int]:
     if not all(word.isdecimal() and int(word) >= least for word in words):
         raise ConfigError([f"{option} {text}: give whole numbers from {least} on, as in 512,2048."])
     return list(dict.fromkeys(map(int, words)))
+
+
+def rates_of(option: str, text: str) -> list[float]:
+    """Parse `4,6,8`, requests per second, and sort them. Raises ConfigError."""
+    try:
+        rates = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        rates = []
+    if not rates or not 0 < rates[0] <= rates[-1] < 1000:
+        raise ConfigError([f"{option} {text}: give numbers above 0, as in 4,6,8."])
+    return rates
 
 
 def program(doc: str | None) -> argparse.ArgumentParser:

@@ -40,10 +40,9 @@ from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case
 from pdserve_bench.chaos.scorecard import Row, score, scorecard
 from pdserve_bench.client import LoadClient
-from pdserve_bench.launch import PDSERVE, SHORT, SIM_SPEED, ServerRun, derive
+from pdserve_bench.launch import PDSERVE, SIM_SPEED, ServerRun, derive, with_thresholds
 from pdserve_bench.options import program
 from pdserve_bench.progress import Schedule
-from pdserve_bench.sections import take
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.watch import GraphWatch
 
@@ -195,10 +194,7 @@ def _url(config: Config) -> str:
 
 def _alone(file: Path, to: Path, nats: str, etcd: str) -> Config:
     """Write the file for roles that run by themselves: on these servers, with prompts that go by length."""
-    sections = derive(file, 2, free_port("127.0.0.1"), free_port("127.0.0.1", 32), "float32")
-    if "policy" in sections["VllmWorker"]:
-        take(sections["VllmWorker"], "policy")
-        sections["VllmWorker"]["max-local-prefill-length"] = SHORT
+    sections = with_thresholds(derive(file, 2, free_port("127.0.0.1"), free_port("127.0.0.1", 32), "float32"))
     sections["Graph"] |= {"nats": nats, "etcd": etcd}
     return load_config(write(sections, to), {})
 

@@ -91,7 +91,7 @@ async def _leader_of(what: int, clusters: Clusters) -> EmbeddedServer:
 
 async def _meta_leader(clusters: Clusters) -> EmbeddedServer:
     async def name() -> str | None:
-        page = await _page(clusters.nats[0].leader_page)
+        page = await _page(clusters.nats[0].page("jsz"))
         leader: str | None = page.get("meta_cluster", {}).get("leader")
         return leader
 

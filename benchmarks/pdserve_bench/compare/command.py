@@ -19,7 +19,7 @@ from pdserve_bench.compare.trace import read_trace
 from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.multi_round.workload import MultiRound
-from pdserve_bench.options import Gap, Json, Plot, Ttft, numbers
+from pdserve_bench.options import AnswerLen, Gap, Json, Plot, PromptTokens, Share, Ttft, numbers
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report, check_outputs
 from pdserve_bench.runs import Scalable, run_and_show
@@ -34,10 +34,8 @@ def compare(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="your users: requests as JSONL, see below")
     ] = None,
-    prompt_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="of each prompt, without a trace")
-    ] = 1300,
-    answer_len: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 64,
+    prompt_tokens: PromptTokens = 1300,
+    answer_len: AnswerLen = 64,
     num_users: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="chats as of bench multi-round: users at a time")
     ] = None,
@@ -54,9 +52,7 @@ def compare(
     ] = None,
     ttft: Ttft = None,
     gap: Gap = None,
-    share: Annotated[
-        float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
-    ] = 0.9,
+    share: Share = 0.9,
     minutes: Annotated[float, typer.Option(metavar="M", min=0.2, help="for all of it")] = 9.0,
     batch_sizes: Annotated[
         str,

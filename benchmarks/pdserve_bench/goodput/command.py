@@ -1,7 +1,6 @@
 """`pdserve bench goodput`."""
 
 import asyncio
-import random
 from typing import Annotated
 
 import typer
@@ -12,7 +11,20 @@ from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts, se
 from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.goodput.requests import PATIENCE, PoissonRequests
 from pdserve_bench.goodput.result import GoodputResult, find_goodput, report_of
-from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Plot, Ttft
+from pdserve_bench.options import (
+    AnswerLen,
+    ApiKey,
+    BaseUrl,
+    Gap,
+    Json,
+    Model,
+    Plot,
+    PromptTokens,
+    Seed,
+    Share,
+    Ttft,
+    seed_of,
+)
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import run_and_show
@@ -22,17 +34,13 @@ from pdserve_bench.slo import read_slo, seconds
 def goodput(
     base_url: BaseUrl = None,
     file: GraphFile = None,
-    model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
+    model: Model = "",
     api_key: ApiKey = "",
     ttft: Ttft = None,
     gap: Gap = None,
-    share: Annotated[
-        float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
-    ] = 0.9,
-    prompt_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="of each prompt; no two prompts are alike")
-    ] = 1300,
-    answer_len: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 64,
+    share: Share = 0.9,
+    prompt_tokens: PromptTokens = 1300,
+    answer_len: AnswerLen = 64,
     chat: Annotated[
         bool, typer.Option("--chat/--completions", help="ask /v1/chat/completions or /v1/completions")
     ] = False,
@@ -48,9 +56,7 @@ def goodput(
     within: Annotated[
         str, typer.Option(metavar="TIME", help="no probe is begun that would end later")
     ] = "10m",
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="of prompts and arrivals (default: others each time)")
-    ] = None,
+    seed: Seed = None,
     json: Json = None,
     plot: Plot = None,
 ) -> int:
@@ -78,7 +84,7 @@ def goodput(
         start_rate=start_rate,
         precision=precision,
         budget=_time("--within", within),
-        seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
+        seed=seed_of(seed),
     )
     check_outputs(json, plot)
     result = GoodputResult(options)
@@ -87,13 +93,7 @@ def goodput(
 
     async def work() -> None:
         endpoint = await find_endpoint(url, model, key_headers(api_key), chat)
-        if 0 < endpoint.max_model_len < prompt_tokens + answer_len:
-            raise ConfigError(
-                [
-                    f"--prompt-tokens {prompt_tokens} and --answer-len {answer_len} are more than {endpoint.model} "
-                    f"takes on this server: {endpoint.max_model_len} tokens."
-                ]
-            )
+        endpoint.check_length(prompt_tokens, answer_len)
         longest = options.slo.ttft + answer_len * options.slo.gap
         prompts = await learn_prompts(endpoint, options.seed)
         users = PoissonRequests(prompts, prompt_tokens, answer_len, patience=max(PATIENCE, longest))

@@ -48,6 +48,10 @@ class GoodputOptions:
     """requests that both ends of the last interval are judged by: they are probed again until there are as many"""
 
 
+JUDGE_LATER = GoodputOptions(Slo(3600.0, 3600.0), share=0.0)
+"""no probe is cut short"""
+
+
 @dataclass
 class Probe:
     """Users at one rate."""

@@ -1,7 +1,6 @@
 """`pdserve bench multi-round`."""
 
 import asyncio
-import random
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers, server_
 from pdserve_bench.multi_round.summary import MultiRoundResult
 from pdserve_bench.multi_round.texts import Texts
 from pdserve_bench.multi_round.workload import MultiRound
-from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Plot, Ttft
+from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Model, Plot, Seed, Ttft, seed_of
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import LoadRun, run_and_show
@@ -25,7 +24,7 @@ _WARM_UP, _QUESTIONS = "warm-up", "questions"
 def multi_round(
     base_url: BaseUrl = None,
     file: GraphFile = None,
-    model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
+    model: Model = "",
     api_key: ApiKey = "",
     time_: Annotated[
         float, typer.Option("--time", metavar="S", min=1.0, help="seconds in which questions are asked")
@@ -52,9 +51,7 @@ def multi_round(
     wait: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="for the last answers, after --time")
     ] = 60.0,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="of texts and arrivals; a new one each time if not given")
-    ] = None,
+    seed: Seed = None,
     json: Json = None,
     plot: Plot = None,
 ) -> int:
@@ -88,7 +85,7 @@ def multi_round(
         answer_len=answer_len,
         seconds=time_,
         patience=wait,
-        seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
+        seed=seed_of(seed),
     )
     results: list[MultiRoundResult] = []
 

@@ -12,7 +12,7 @@ from pdserve.registry.base import Registry
 from pdserve.settings import MAX_THRESHOLD, of_promise
 from pdserve.slo import NO_PROMISE, Promised
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
+from pdserve_bench.goodput.measure import JUDGE_LATER, Canary, Probe, probe, warm_up
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import Scalable
 from pdserve_bench.slo import Slo
@@ -21,8 +21,6 @@ SETTLED = 0.5
 """seconds until all processes go by new settings"""
 BETWEEN = 3.0
 """seconds of a window beside its load, until some were measured"""
-_JUDGE_LATER = GoodputOptions(Slo(3600.0, 3600.0), share=0.0)
-"""no window is cut short"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ async def compare_arms(
         made = Probe(rate, seconds, result.seed + 1000 * (number >= half) + result.rates.index(rate))
         result.windows.append((arm, made))
         with schedule.phase(f"{arm.name} at {rate:g} req/s", seconds):
-            await probe(endpoint, users, made, _JUDGE_LATER, schedule.update)
+            await probe(endpoint, users, made, JUDGE_LATER, schedule.update)
             await canary.until_idle()
         made.counted = True
         between += (time.monotonic() - began - seconds) / half

@@ -1,6 +1,5 @@
 """`pdserve bench promise`."""
 
-import random
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from pdserve.errors import ConfigError
 from pdserve.registry import connect
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
 from pdserve_bench.goodput.requests import PoissonRequests
-from pdserve_bench.options import ApiKey, Json
+from pdserve_bench.options import AnswerLen, ApiKey, Json, Model, PromptTokens, Seed, rates_of, seed_of
 from pdserve_bench.progress import Schedule
 from pdserve_bench.promise.arms import OFF, WAYS, ArmsRun, Switch, arm_of, compare_arms
 from pdserve_bench.promise.result import report_of
@@ -26,7 +25,7 @@ PROMISES = ("chat=500ms/60ms", "agent=200ms/100ms", "rag=2s/40ms")
 
 def promise(
     file: GraphFile = None,
-    model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
+    model: Model = "",
     api_key: ApiKey = "",
     promises: Annotated[
         list[str] | None,
@@ -38,12 +37,10 @@ def promise(
     ways: Annotated[
         bool, typer.Option("--ways", help="without a promise also: all prompts remote, and all local")
     ] = False,
-    prompt_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="of each prompt; no two prompts are alike")
-    ] = 1300,
-    answer_len: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 64,
+    prompt_tokens: PromptTokens = 1300,
+    answer_len: AnswerLen = 64,
     seconds_: Annotated[float, typer.Option("--seconds", metavar="S", min=1.0, help="for all of it")] = 480.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="of prompts and arrivals")] = None,
+    seed: Seed = None,
     json: Json = None,
 ) -> int:
     """Measure what a promise (SLO) is worth: the graph that runs here, without one and with each of several, which are
@@ -57,8 +54,7 @@ def promise(
     """
     judged = dict(_promise(text) for text in promises or PROMISES)
     arms = [OFF, *(arm_of(name, slo) for name, slo in judged.items()), *(WAYS if ways else ())]
-    chosen = random.SystemRandom().randrange(1 << 31) if seed is None else seed
-    result = ArmsRun(judged, _rates(rates), arms, seconds_, chosen)
+    result = ArmsRun(judged, rates_of("--rates", rates), arms, seconds_, seed_of(seed))
     check_outputs(json, None)
     graph = find_graph(file, None, None)
     title = f"The promise, {prompt_tokens} tokens in, {answer_len} out"
@@ -78,8 +74,7 @@ async def _compare(
     graph: GraphAddress, model: str, headers: dict[str, str], shape: tuple[int, int], result: ArmsRun
 ) -> None:
     endpoint = await find_endpoint(await frontend_url(graph), model, headers)
-    if 0 < endpoint.max_model_len < sum(shape):
-        raise ConfigError([f"{endpoint.model} takes {endpoint.max_model_len} tokens, not {sum(shape)}."])
+    endpoint.check_length(*shape)
     prompts = await learn_prompts(endpoint, result.seed)
     async with (
         connect(graph.etcd, graph.namespace, graph.credentials) as registry,
@@ -99,13 +94,3 @@ def _promise(text: str) -> tuple[str, Slo]:
         return name, Slo(seconds(ttft), seconds(gap))
     except ValueError as error:
         raise ConfigError([f"--promise {text}: {error}; write it as {PROMISES[0]}."]) from None
-
-
-def _rates(text: str) -> list[float]:
-    try:
-        rates = sorted({float(word) for word in text.split(",")})
-    except ValueError:
-        rates = []
-    if not rates or not 0 < rates[0] <= rates[-1] < 1000:
-        raise ConfigError([f"--rates {text}: give numbers above 0, as in 4,6,8."])
-    return rates

@@ -1,9 +1,10 @@
 """Many workers on simulated engines in one process.
 
-    python -m pdserve_bench.scale.fleet FILE DECODE PREFILL WARM_UPS KNOWN
+    python -m pdserve_bench.scale.fleet FILE DECODE PREFILL OF_DECODE OF_PREFILL WARM_UPS
 
-On stdout: `ready` when all workers are registered, and each knows KNOWN of the other role: those that started first
-get an event for each that comes later, which takes a process of hundreds of them a while. Ends with stdin."""
+On stdout: `ready` when all workers are registered, and each knows all of the other role: those that started first get
+an event for each that comes later, which takes a process of hundreds of them a while. `OF_`: the graph's in all. Ends
+with stdin."""
 
 import asyncio
 import logging
@@ -25,15 +26,14 @@ AT_ONCE = 16
 LOOK = 0.2
 
 
-async def main(file: Path, decode: int, prefill: int, warm_ups: bool, known: int) -> None:
+async def main(file: Path, decode: int, prefill: int, of_decode: int, of_prefill: int, warm_ups: int) -> None:
     if not warm_ups:
         Presence.warm_up = _nothing  # type: ignore[assignment,method-assign]
         WarmUp.run = _never  # type: ignore[assignment,method-assign]
     starting = asyncio.Semaphore(AT_ONCE)
-    workers = [
-        *_workers(DecodeWorker, Role.DECODE, file, decode),
-        *_workers(PrefillWorker, Role.PREFILL, file, prefill),
-    ]
+    decoders = _workers(DecodeWorker, Role.DECODE, file, decode)
+    prefillers = _workers(PrefillWorker, Role.PREFILL, file, prefill)
+    known = {**dict.fromkeys(decoders, of_prefill), **dict.fromkeys(prefillers, of_decode)}
     async with asyncio.TaskGroup() as group:
         lives = []
 
@@ -43,8 +43,8 @@ async def main(file: Path, decode: int, prefill: int, warm_ups: bool, known: int
                 await worker.ready.wait()
                 await worker._presence.announced.wait()
 
-        await asyncio.gather(*map(start, workers))
-        while any(len(worker.view._instances) < known for worker in workers):  # noqa: ASYNC110
+        await asyncio.gather(*map(start, known))
+        while any(len(worker.view._instances) < count for worker, count in known.items()):  # noqa: ASYNC110
             await asyncio.sleep(LOOK)
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -67,6 +67,4 @@ async def _never(*_: object) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    uvloop.run(
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1", int(sys.argv[5]))
-    )
+    uvloop.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -1,91 +1,113 @@
-"""A graph of many simulated workers and one real frontend, on an etcd and a nats-server of its own."""
+"""A graph of many simulated workers, with real frontends, on etcds and nats-servers of its own."""
 
 import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 
+from pdserve.credentials import create
 from pdserve.errors import Unavailable
 from pdserve.ports import free_port
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
-from pdserve_bench.client import Exchange, LoadClient
+from pdserve_bench.clusters import EtcdMember, NatsMember, addresses, cluster
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.cpu import cpu_seconds
 from pdserve_bench.watch import series
 
 FLEETS = 2
-STREAMS = 100
-"""at most, one for each decode worker"""
+PAIRS = 10_000
+"""of a decode and a prefill worker, beyond which none warms up: on hosts of their own they have the CPU for it, and
+here a thousand share one"""
 STEP = 0.05
 START_WITHIN = 600.0
 _FLEET = "pdserve_bench.scale.fleet"
 _SPEED = {"step-seconds": STEP, "prefill-rate": 1e9}
 
 
-class MonitoredNats(EmbeddedNats):
-    """Tells how many messages it has had."""
-
-    def command(self) -> list[str]:
-        self.monitor = free_port(self.host)
-        return [*super().command(), "--http_port", str(self.monitor)]
+@dataclass(frozen=True)
+class GraphSize:
+    decode: int
+    prefill: int
+    frontends: int = 1
+    servers: int = 1
+    """of NATS and of etcd each, 1 or 3"""
 
 
 @dataclass(frozen=True)
 class Reading:
     at: float
     counts: Mapping[str, float]
-    """CPU seconds of `frontend`, `workers`, `etcd` and `nats`; `etcd puts`, `etcd events` (sent to the processes that
-    watch) and `nats messages` (in and out) so far"""
+    """CPU seconds of `frontend`, `workers`, `etcd`, `nats`, each kind together; `etcd puts`, `etcd events` (sent to the
+    processes that watch) and `nats messages` (in and out) so far"""
+
+    def rates(self, before: "Reading") -> dict[str, float]:
+        """Per second since then."""
+        took = self.at - before.at
+        return {name: (count - before.counts[name]) / took for name, count in self.counts.items()}
 
 
 class ScaleGraph:
-    """The graph; its processes end with the stack on which it was started."""
+    """The graph; its processes end with the stack on which it was started. Where it has several servers of a kind it
+    has certificates too, as graphs over several hosts must."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
-        self.folder, self.workers = folder, workers
-        self.start_seconds = 0.0
+    def __init__(self, folder: Path, size: GraphSize) -> None:
+        self.folder, self.size = folder, size
+        self.urls: list[str] = []
+        """of the frontends"""
+        self._frontends: list[asyncio.subprocess.Process] = []
         self._fleets: list[asyncio.subprocess.Process] = []
 
-    async def start(self, stack: AsyncExitStack, *, warm_ups: bool) -> None:
-        """Raises Unavailable where it does not start in time."""
-        self._etcd = await stack.enter_async_context(EmbeddedEtcd(self.folder))
-        self._nats = await stack.enter_async_context(MonitoredNats(self.folder))
-        self._http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=10.0))
-        port = free_port("127.0.0.1")
-        self.url = f"http://127.0.0.1:{port}"
-        sections = simulated(
-            _SPEED,
-            frontend={"port": port},
-            graph={"etcd": self._etcd.url, "nats": self._nats.url},
-            common={"block-size": 16},
-        )
-        file = write(sections, self.folder / "graph.yaml")
-        self._frontend = await self._spawn(stack, "pdserve", "frontend", "-f", str(file))
+    async def start(self, stack: AsyncExitStack) -> float:
+        """Return the seconds until all workers were registered, and knew each other. Raises Unavailable where it does
+        not start in time."""
+        size, enter = self.size, stack.enter_async_context
+        credentials = create(self.folder / "credentials") if size.servers > 1 else None
+        self._etcd = await enter(cluster(EtcdMember, self.folder, credentials, size.servers))
+        self._nats = await enter(cluster(NatsMember, self.folder, credentials, size.servers))
+        tls = self._etcd[0]._tls or True
+        self._http = await enter(httpx.AsyncClient(trust_env=False, timeout=10.0, verify=tls))
+        files = [self._file(number) for number in range(size.frontends)]
+        for number, file in enumerate(files):
+            process = await self._spawn(stack, "pdserve", "frontend", "-f", file, "--index", str(number))
+            self._frontends.append(process)
         began = time.monotonic()
-        half, warm = self.workers // 2, str(int(warm_ups))
-        shares = [len(range(number, half, FLEETS)) for number in range(FLEETS)]
-        for share in shares:
-            numbers = (str(share), str(share), warm, str(half))
-            process = await self._spawn(stack, _FLEET, str(file), *numbers)
-            self._fleets.append(process)
+        for number in range(FLEETS):
+            parts = (len(range(number, whole, FLEETS)) for whole in (size.decode, size.prefill))
+            numbers = (*parts, size.decode, size.prefill, int(size.decode * size.prefill <= PAIRS))
+            self._fleets.append(await self._spawn(stack, _FLEET, files[0], *map(str, numbers)))
         try:
             async with asyncio.timeout(START_WITHIN):
                 await asyncio.gather(*map(_ready, self._fleets))
-                self.start_seconds = time.monotonic() - began
-                while await self.live() != half:  # noqa: ASYNC110 (it is another process)
+                took = time.monotonic() - began
+                while await self.live() != size.decode:  # noqa: ASYNC110 (it is another process)
                     await asyncio.sleep(0.2)
         except TimeoutError:
-            raise Unavailable(f"{self.workers} workers have not started within {START_WITHIN:g} s") from None
+            raise Unavailable(f"{size} has not started within {START_WITHIN:g} s") from None
+        return took
+
+    def _file(self, number: int) -> str:
+        """The configuration of a frontend; the workers take the first one's."""
+        port = free_port("127.0.0.1")
+        self.urls.append(f"http://127.0.0.1:{port}")
+        sections = simulated(
+            _SPEED,
+            frontend={"port": port, "ServiceArgs": {"workers": self.size.frontends}},
+            graph={"etcd": addresses(self._etcd), "nats": addresses(self._nats)},
+            common={"block-size": 16},
+        )
+        if credentials := self._etcd[0].credentials:
+            sections["Security"] = {"credentials": str(credentials.folder)}
+        return str(write(sections, self.folder / f"graph-{number}.yaml"))
 
     async def _spawn(self, stack: AsyncExitStack, module: str, *arguments: str) -> asyncio.subprocess.Process:
-        with (self.folder / f"{module}-{len(self._fleets)}.log").open("ab") as log:
+        number = len(self._frontends) + len(self._fleets)
+        with (self.folder / f"{module}-{number}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -101,57 +123,43 @@ class ScaleGraph:
         return process
 
     async def live(self) -> int:
-        """Decode workers that the frontend is connected to."""
+        """Decode workers that each frontend is connected to, at least."""
         try:
-            return sum((await self._http.get(f"{self.url}/health")).json()["workers"].values())
+            counts = [(await self._http.get(f"{url}/health")).json()["workers"] for url in self.urls]
+            return int(min(sum(count.values()) for count in counts))
         except (httpx.HTTPError, ValueError):
             return 0
 
     async def read(self) -> Reading:
-        etcd = series((await self._http.get(f"http://{self._etcd.url}/metrics")).text)
-        nats = (await self._http.get(f"http://127.0.0.1:{self._nats.monitor}/varz")).json()
-        pids = {"frontend": [self._frontend.pid], "workers": [fleet.pid for fleet in self._fleets]}
-        pids |= {server.name: [server.child.pid] for server in (self._etcd, self._nats) if server.child}
-        counts = {name: sum(map(cpu_seconds, each)) for name, each in pids.items()}
-        counts["etcd puts"] = etcd["etcd_mvcc_put_total"]
-        counts["etcd events"] = etcd["etcd_debugging_mvcc_events_total"]
-        counts["nats messages"] = nats["in_msgs"] + nats["out_msgs"]
+        counts = {name: sum(map(cpu_seconds, pids)) for name, pids in self._pids().items()}
+        scheme = "https" if self._etcd[0].credentials else "http"
+        etcd = [series((await self._http.get(f"{scheme}://{e.url}/metrics")).text) for e in self._etcd]
+        nats = [(await self._http.get(member.page("varz"))).json() for member in self._nats]
+        counts["etcd puts"] = etcd[0]["etcd_mvcc_put_total"]  # each member has all of them
+        counts["etcd events"] = sum(page["etcd_debugging_mvcc_events_total"] for page in etcd)
+        counts["nats messages"] = sum(page["in_msgs"] + page["out_msgs"] for page in nats)
         return Reading(time.monotonic(), counts)
 
     def memory(self) -> dict[str, float]:
-        """MiB resident."""
-        of = {"frontend": [self._frontend], "workers": self._fleets}
+        """MiB resident, of each kind together."""
         return {
-            name: sum(psutil.Process(p.pid).memory_info().rss for p in each) / 2**20
-            for name, each in of.items()
+            name: sum(psutil.Process(pid).memory_info().rss for pid in pids) / 2**20
+            for name, pids in self._pids().items()
         }
 
-    async def _ask(self, exchange: Exchange) -> None:
-        await LoadClient(self.url).ask(exchange, 300.0)
-        if exchange.error:
-            raise Unavailable(f"a request failed: {exchange.error}")
-
-    @asynccontextmanager
-    async def streams(self) -> AsyncIterator[None]:
-        """Entered when all of them have begun."""
-        exchanges = [Exchange(_body()) for _ in range(min(STREAMS, self.workers // 2))]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._ask(exchange)) for exchange in exchanges]
-            while not all(exchange.arrivals for exchange in exchanges):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            yield
-            for task in tasks:
-                task.cancel()
+    def _pids(self) -> dict[str, Sequence[int]]:
+        return {
+            "frontend": [pid for process in self._frontends for pid in _family(process.pid)],
+            "workers": [process.pid for process in self._fleets],
+            "etcd": [member.child.pid for member in self._etcd if member.child],
+            "nats": [member.child.pid for member in self._nats if member.child],
+        }
 
 
-def _body() -> dict[str, object]:
-    return {
-        "model": "demo",
-        "prompt": "one two three",
-        "max_tokens": 4000,
-        "stream": True,
-        "ignore_eos": True,
-    }
+def _family(pid: int) -> Iterator[int]:
+    """A role that is started alone watches a process of its own (`supervisor/alone.py`)."""
+    yield pid
+    yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
 
 
 async def _ready(process: asyncio.subprocess.Process) -> None:
