@@ -15,6 +15,7 @@ import psutil
 from pdserve.credentials import create
 from pdserve.errors import Unavailable
 from pdserve.ports import free_port
+from pdserve.supervisor.readiness import until_frontends_ready
 from pdserve_bench.clusters import EtcdMember, NatsMember, addresses, cluster
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.cpu import cpu_seconds
@@ -58,8 +59,10 @@ class ScaleGraph:
 
     def __init__(self, folder: Path, size: GraphSize) -> None:
         self.folder, self.size = folder, size
-        self.urls: list[str] = []
-        """of the frontends"""
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        """of all frontends"""
+        self._frontend = {"port": port, "ServiceArgs": {"workers": size.frontends}}
         self._frontends: list[asyncio.subprocess.Process] = []
         self._fleets: list[asyncio.subprocess.Process] = []
 
@@ -72,38 +75,35 @@ class ScaleGraph:
         self._nats = await enter(cluster(NatsMember, self.folder, credentials, size.servers))
         tls = self._etcd[0]._tls or True
         self._http = await enter(httpx.AsyncClient(trust_env=False, timeout=10.0, verify=tls))
-        files = [self._file(number) for number in range(size.frontends)]
-        for number, file in enumerate(files):
+        file = self._file()
+        for number in range(size.frontends):
             process = await self._spawn(stack, "pdserve", "frontend", "-f", file, "--index", str(number))
             self._frontends.append(process)
         began = time.monotonic()
         for number in range(FLEETS):
             parts = (len(range(number, whole, FLEETS)) for whole in (size.decode, size.prefill))
             numbers = (*parts, size.decode, size.prefill, int(size.decode * size.prefill <= PAIRS))
-            self._fleets.append(await self._spawn(stack, _FLEET, files[0], *map(str, numbers)))
+            self._fleets.append(await self._spawn(stack, _FLEET, file, *map(str, numbers)))
         try:
             async with asyncio.timeout(START_WITHIN):
                 await asyncio.gather(*map(_ready, self._fleets))
                 took = time.monotonic() - began
-                while await self.live() != size.decode:  # noqa: ASYNC110 (it is another process)
-                    await asyncio.sleep(0.2)
+                async for _ in until_frontends_ready(self.url, size.frontends):
+                    pass
         except TimeoutError:
             raise Unavailable(f"{size} has not started within {START_WITHIN:g} s") from None
         return took
 
-    def _file(self, number: int) -> str:
-        """The configuration of a frontend; the workers take the first one's."""
-        port = free_port("127.0.0.1")
-        self.urls.append(f"http://127.0.0.1:{port}")
+    def _file(self) -> str:
         sections = simulated(
             _SPEED,
-            frontend={"port": port, "ServiceArgs": {"workers": self.size.frontends}},
+            frontend=self._frontend,
             graph={"etcd": addresses(self._etcd), "nats": addresses(self._nats)},
             common={"block-size": 16},
         )
         if credentials := self._etcd[0].credentials:
             sections["Security"] = {"credentials": str(credentials.folder)}
-        return str(write(sections, self.folder / f"graph-{number}.yaml"))
+        return str(write(sections, self.folder / "graph.yaml"))
 
     async def _spawn(self, stack: AsyncExitStack, module: str, *arguments: str) -> asyncio.subprocess.Process:
         number = len(self._frontends) + len(self._fleets)
@@ -121,14 +121,6 @@ class ScaleGraph:
             )
         stack.push_async_callback(_stop, process)
         return process
-
-    async def live(self) -> int:
-        """Decode workers that each frontend is connected to, at least."""
-        try:
-            counts = [(await self._http.get(f"{url}/health")).json()["workers"] for url in self.urls]
-            return int(min(sum(count.values()) for count in counts))
-        except (httpx.HTTPError, ValueError):
-            return 0
 
     async def read(self) -> Reading:
         counts = {name: sum(map(cpu_seconds, pids)) for name, pids in self._pids().items()}

@@ -1,21 +1,21 @@
 """A graph at rising rates of requests: what each kind of process costs for 1,000 of them."""
 
 import asyncio
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import cycle
 from pathlib import Path
 
 import psutil
 
-from pdserve_bench.client import COMPLETIONS, Exchange, LoadClient, Outcome
+from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.goodput.measure import JUDGE_LATER, Probe, probe, warm_up
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Cell, Column, Report, Rows
+from pdserve_bench.report import Column, Report, Rows
 from pdserve_bench.scale.graph import GraphSize, ScaleGraph
 from pdserve_bench.slo import SHARE, Slo, Tally
 
@@ -25,37 +25,29 @@ SLO = Slo(ttft=0.5, gap=0.25)
 """a step of the simulated engines takes 50 ms"""
 WARM_UP, SETTLE = 5.0, 3.0
 """seconds of load, and after it"""
+STEADY = 0.25
+"""of a load's time, after which as many requests end as begin"""
 SEED = 1
 
 
 @dataclass(frozen=True)
-class Spread(Endpoint):
-    """Several frontends, asked in turn."""
-
-    turn: Iterator[str] = field(default_factory=lambda: iter(()))
-
-    async def ask(self, exchange: Exchange, timeout: float) -> None:
-        await LoadClient(next(self.turn), self.headers).ask(exchange, timeout, COMPLETIONS)
-
-
-@dataclass
 class RatedLoad:
     """The graph at one rate."""
 
-    probe: Probe
-    spent: Mapping[str, float]
-    """of `Reading.counts` while it ran, beyond what the idle graph would have spent"""
+    rate: float
+    tally: Tally
+    seen: Mapping[str, float]
+    """`LoadRun.summary`"""
+    each: Mapping[str, float]
+    """of `Reading.counts`, for each request that was answered in the steady part, beyond what the idle graph spends"""
     memory: Mapping[str, float]
     busy: float
-    """share of all cores, other programs included"""
+    """share of all cores, with what other programs took of them"""
+    others: float
 
     @property
-    def carried(self) -> bool:
-        return self.probe.share >= SHARE
-
-    def each(self, name: str, count: int = 1) -> float:
-        """Spent for so many requests."""
-        return count * self.spent[name] / max(1, len(self.probe.run.of(Outcome.FINISHED)))
+    def kept(self) -> float:
+        return self.tally.kept / max(1, self.tally.requests)
 
 
 @dataclass
@@ -79,96 +71,78 @@ class ScaleRun:
         async with AsyncExitStack() as stack:
             with schedule.phase("starting", 60.0):
                 self.start = await graph.start(stack)
-                users, endpoint = await self._users(graph)
+                endpoint = Endpoint(graph.url, "demo")
+                users = PoissonRequests(await learn_prompts(endpoint, SEED), PROMPT, ANSWER)
+                await warm_up(endpoint, users, min(self.rates), WARM_UP, SEED - 1)
             with schedule.phase("idle", SETTLE + self.seconds):
                 await asyncio.sleep(SETTLE)
                 before = await graph.read()
                 await asyncio.sleep(self.seconds)
-                after = await graph.read()
-            self.idle, self.memory = after.rates(before), graph.memory()
+                self.idle, self.memory = (await graph.read()).rates(before), graph.memory()
             for number, rate in enumerate(self.rates):
                 with schedule.phase(f"{rate:g} requests/s", self.seconds):
                     made = Probe(rate, self.seconds, SEED + number)
-                    self.loads.append(await self._load(graph, endpoint, users, made, schedule))
-
-    async def _users(self, graph: ScaleGraph) -> tuple[PoissonRequests, Endpoint]:
-        endpoint = Spread(graph.urls[0], "demo", turn=cycle(graph.urls))
-        users = PoissonRequests(await learn_prompts(endpoint, SEED), PROMPT, ANSWER)
-        await warm_up(endpoint, users, min(self.rates), WARM_UP, SEED - 1)
-        return users, endpoint
+                    self.loads.append(await self._load(graph, endpoint, users, made))
 
     async def _load(
-        self, graph: ScaleGraph, endpoint: Endpoint, users: PoissonRequests, made: Probe, schedule: Schedule
+        self, graph: ScaleGraph, endpoint: Endpoint, users: PoissonRequests, made: Probe
     ) -> RatedLoad:
-        psutil.cpu_percent()
-        before = await graph.read()
-        await probe(endpoint, users, made, JUDGE_LATER, schedule.update)
-        made.tally = Tally.of(SLO, made.run.exchanges, made.run.ended)
-        after, busy = await graph.read(), psutil.cpu_percent() / 100
-        took, rates = after.at - before.at, after.rates(before)
-        spent = {name: took * (rate - self.idle[name]) for name, rate in rates.items()}
-        return RatedLoad(made, spent, graph.memory(), busy)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(probe(endpoint, users, made, JUDGE_LATER))
+            await asyncio.sleep(STEADY * self.seconds)
+            psutil.cpu_percent()
+            before = await graph.read()
+            await asyncio.sleep((1 - STEADY) * self.seconds)
+            after, busy, memory = await graph.read(), psutil.cpu_percent() / 100, graph.memory()
+        ended = [request.ended for request in made.run.of(Outcome.FINISHED)]
+        answered = sum(before.at <= moment < after.at for moment in ended) / (after.at - before.at)
+        each = {
+            name: (rate - self.idle[name]) / answered if answered else math.nan
+            for name, rate in after.rates(before).items()
+        }
+        tally = Tally.of(SLO, made.run.exchanges, made.run.ended)
+        return RatedLoad(made.rate, tally, made.run.summary(), each, memory, busy, made.foreign or 0.0)
 
-
-# ── the report ─────────────────────────────────────────────────────────────────────────────────────────────
+    def cores(self, part: str) -> float:
+        """For 1,000 requests/s: of the idle graph, and what requests cost at the highest rate that was carried, else at
+        the lowest."""
+        best = next((load for load in reversed(self.loads) if load.kept >= SHARE), self.loads[0])
+        return self.idle[part] + 1000 * best.each[part]
 
 
 def report_of(found: ScaleRun, complete: bool) -> Report:
-    size = found.size
+    size, last = found.size, found.loads[-1]
+    what = "carried" if last.kept >= SHARE else f"too much ({last.tally.describe()})"
     return Report(
         title=f"{size.decode} decode and {size.prefill} prefill workers, {size.frontends} frontends, "
         f"{size.servers} NATS, {size.servers} etcd: {PROMPT} tokens in, {ANSWER} out",
-        lead=_lead(found),
-        tables=[_rates(found), _parts(found)] if found.loads else [],
-        data={
-            "size": asdict(size),
-            "start": found.start,
-            "idle": dict(found.idle),
-            "memory": dict(found.memory),
-            "loads": [
-                {"spent": dict(load.spent), "memory": dict(load.memory), "busy": load.busy}
-                | {"foreign": load.probe.foreign, "stall": load.probe.stall, "kept": load.probe.share}
-                | load.probe.run.summary()
-                for load in found.loads
-            ],
-        },
+        lead=f"{last.rate:g} requests/s were {what}, with {last.busy:.0%} of this machine's {os.cpu_count()} cores "
+        f"busy, {last.others:.0%} by other programs. 1,000 requests/s take as many cores: "
+        + ", ".join(f"{found.cores(part):.2f} of {part}" for part in PARTS)
+        + ".",
+        tables=[_rates(found.loads), _parts(found)],
+        data=asdict(found),
         complete=complete,
     )
 
 
-def _best(found: ScaleRun) -> RatedLoad:
-    """At the highest rate that was carried, else at the lowest."""
-    return next((load for load in reversed(found.loads) if load.carried), found.loads[0])
-
-
-def _lead(found: ScaleRun) -> str:
-    if not found.loads:
-        return ""
-    last, best = found.loads[-1], _best(found)
-    cores = ", ".join(f"{found.idle[part] + best.each(part, 1000):.2f} of {part}" for part in PARTS)
-    what = "carried" if last.carried else f"too much ({last.probe.tally.describe()})"
-    here = f"{last.busy:.0%} of this machine's {os.cpu_count()} cores busy, {_others(last):.0%} by other programs"
-    return f"{last.probe.rate:g} requests/s were {what}, with {here}. 1,000 requests/s take as many cores: {cores}."
-
-
-def _others(load: RatedLoad) -> float:
-    return load.probe.foreign or 0.0
-
-
-def _rates(found: ScaleRun) -> Rows:
+def _rates(loads: Sequence[RatedLoad]) -> Rows:
     columns = [Column("requests/s", "g"), Column("kept, %", ".1f"), Column("TTFT p50", ".0f")]
     columns += [Column("p99", ".0f"), Column("gap p90", ".0f")]
     columns += [Column(f"{part}, s", ".2f") for part in PARTS]
     columns += [Column("messages", ".0f"), Column("busy, %", ".0f"), Column("others, %", ".0f")]
-    rows: list[list[Cell]] = []
-    for load in found.loads:
-        seen = load.probe.run.summary()
-        times = [1000 * seen[name] for name in ("TTFT p50", "TTFT p99", "longest gap p90")]
-        spent = [load.each(part, 1000) for part in PARTS]
-        shares = [100 * load.busy, 100 * _others(load)]
-        rows.append(
-            [load.probe.rate, 100 * load.probe.share, *times, *spent, load.each("nats messages"), *shares]
-        )
+    rows = [
+        [
+            load.rate,
+            100 * load.kept,
+            *(1000 * load.seen[name] for name in ("TTFT p50", "TTFT p99", "longest gap p90")),
+            *(1000 * load.each[part] for part in PARTS),
+            load.each["nats messages"],
+            100 * load.busy,
+            100 * load.others,
+        ]
+        for load in loads
+    ]
     note = (
         f"Kept: {SLO}; times in ms, gaps: the longest of each request. Seconds of CPU for 1,000 requests, beyond those "
         "of the idle graph; NATS messages for each, in and out of all servers. All prompts are prefilled remotely."
@@ -179,16 +153,9 @@ def _rates(found: ScaleRun) -> Rows:
 def _parts(found: ScaleRun) -> Rows:
     columns = [Column("part"), Column("idle, % of a core", ".1f"), Column("idle, MiB", ",.0f")]
     columns += [Column("at the last rate", ",.0f"), Column("cores for 1,000 requests/s", ".2f")]
-    best, last = _best(found), found.loads[-1]
-    rows: list[list[Cell]] = [
-        [
-            part,
-            100 * found.idle[part],
-            found.memory[part],
-            last.memory[part],
-            found.idle[part] + best.each(part, 1000),
-        ]
-        for part in PARTS
+    memory = found.loads[-1].memory
+    rows = [
+        [part, 100 * found.idle[part], found.memory[part], memory[part], found.cores(part)] for part in PARTS
     ]
     note = (
         "All processes of a kind together. A frontend has one core at most; engines are simulated. Idle: "
