@@ -104,9 +104,9 @@ class ScaleRun:
         return RatedLoad(made.rate, tally, made.run.summary(), each, memory, busy, made.foreign or 0.0)
 
     def cores(self, part: str) -> float:
-        """For 1,000 requests/s: of the idle graph, and what requests cost at the highest rate that was carried, else at
-        the lowest."""
-        best = next((load for load in reversed(self.loads) if load.kept >= SHARE), self.loads[0])
+        """For 1,000 requests/s: of the idle graph, and what requests cost at the highest rate that was carried; where
+        none was, at the last."""
+        best = next((load for load in reversed(self.loads) if load.kept >= SHARE), self.loads[-1])
         return self.idle[part] + 1000 * best.each[part]
 
 
