@@ -15,7 +15,7 @@ from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.goodput.measure import JUDGE_LATER, Probe, probe, warm_up
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Column, Report, Rows
+from pdserve_bench.report import Cell, Column, Report, Rows
 from pdserve_bench.scale.graph import GraphSize, ScaleGraph
 from pdserve_bench.slo import SHARE, Slo, Tally
 
@@ -131,7 +131,7 @@ def _rates(loads: Sequence[RatedLoad]) -> Rows:
     columns += [Column("p99", ".0f"), Column("gap p90", ".0f")]
     columns += [Column(f"{part}, s", ".2f") for part in PARTS]
     columns += [Column("messages", ".0f"), Column("busy, %", ".0f"), Column("others, %", ".0f")]
-    rows = [
+    rows: list[list[Cell]] = [
         [
             load.rate,
             100 * load.kept,
@@ -154,7 +154,7 @@ def _parts(found: ScaleRun) -> Rows:
     columns = [Column("part"), Column("idle, % of a core", ".1f"), Column("idle, MiB", ",.0f")]
     columns += [Column("at the last rate", ",.0f"), Column("cores for 1,000 requests/s", ".2f")]
     memory = found.loads[-1].memory
-    rows = [
+    rows: list[list[Cell]] = [
         [part, 100 * found.idle[part], found.memory[part], memory[part], found.cores(part)] for part in PARTS
     ]
     note = (
