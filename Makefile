@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help install dev serve chaos fuzz bench docs test lint format lock release clean
 SHELL := /bin/bash
+# Many containers set it: else each of hundreds of processes that tests start compiles what it imports of this checkout.
+unexport PYTHONDONTWRITEBYTECODE
 
 CONFIG ?= configs/local.yaml
 PYTHON ?= python3

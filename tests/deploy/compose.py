@@ -1,11 +1,13 @@
-"""Just enough of Compose to check our files where no Docker is: variables, merging, and the keys that
-exist."""
+"""Just enough of Compose to check our files where no Docker is: variables, merging, and the keys that exist. And tools
+that tests of deploy/ need."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 FOLDER = Path(__file__).parents[2] / "deploy"
@@ -16,6 +18,14 @@ SERVICE_KEYS = {
 }
 """the service keys of the Compose specification that we use, so that a misspelt one is found"""
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
+
+
+def installed(tool: Path) -> str:
+    """One that `make dev` brings; without it the test is skipped, in CI it fails."""
+    if not tool.exists():
+        assert not os.environ.get("CI"), f"{tool} is missing: deploy/test-tools.sh installs it"
+        pytest.skip(f"{tool} is missing: deploy/test-tools.sh installs it, some tools as root on Debian only")
+    return str(tool)
 
 
 def load(*names: str, **variables: str) -> dict[str, Any]:

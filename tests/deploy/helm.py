@@ -1,7 +1,6 @@
 """The chart of deploy/helm, rendered by the real helm with several values, as data."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from tests.deploy.compose import FOLDER
+from tests.deploy.compose import FOLDER, installed
 
 CHART = FOLDER / "helm/pdserve"
 TOOLS = Path(sys.prefix) / "tools/kubernetes"
@@ -115,17 +113,9 @@ def template(owner: Object) -> Object:
     return found
 
 
-def program(name: str) -> str:
-    path = TOOLS / name
-    if not path.exists():
-        assert not os.environ.get("CI"), f"{path} is missing: deploy/test-tools.sh downloads it"
-        pytest.skip(f"{path} is missing, which deploy/test-tools.sh downloads")
-    return str(path)
-
-
 def helm(command: str, values: Mapping[str, Any], *flags: str) -> "subprocess.CompletedProcess[str]":
     release = ["pdserve"] if command == "template" else []
-    words = [program("helm"), command, *release, str(CHART), "--values", "-", *flags]
+    words = [installed(TOOLS / "helm"), command, *release, str(CHART), "--values", "-", *flags]
     return subprocess.run(words, input=json.dumps(values), capture_output=True, text=True, check=False)
 
 

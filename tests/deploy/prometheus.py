@@ -1,6 +1,5 @@
 """Prometheus and promtool as `make dev` installs them, with the files of deploy/."""
 
-import os
 import subprocess
 import sys
 import time
@@ -10,24 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from pdserve.ports import free_port
-from tests.deploy.compose import FOLDER, replaced
+from tests.deploy.compose import FOLDER, installed, replaced
 
 TOOLS = Path(sys.prefix) / "tools/usr/bin"
 
 
-def tool(name: str) -> str:
-    path = TOOLS / name
-    if not path.exists():
-        assert not os.environ.get("CI"), f"{path} is missing: deploy/test-tools.sh installs it"
-        pytest.skip(f"{path} is missing, which deploy/test-tools.sh installs as root on Debian")
-    return str(path)
-
-
 def promtool(*words: str, said: str = "") -> "subprocess.CompletedProcess[str]":
-    command = [tool("promtool"), *words]
+    command = [installed(TOOLS / "promtool"), *words]
     return subprocess.run(command, input=said, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -57,7 +47,9 @@ def scraping(folder: Path, target: str) -> Iterator[Prometheus]:
     flags = [f"--config.file={file}", f"--storage.tsdb.path={folder}/data"]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
-            [tool("prometheus"), *flags, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log
+            [installed(TOOLS / "prometheus"), *flags, f"--web.listen-address=127.0.0.1:{port}"],
+            stdout=log,
+            stderr=log,
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:

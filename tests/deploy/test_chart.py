@@ -17,6 +17,7 @@ from referencing import Registry, Resource
 from pdserve.config.environment import VARIABLES
 from pdserve.credentials import Credentials
 from pdserve.process.nodes import GROUP_VARIABLE
+from tests.deploy.compose import installed
 from tests.deploy.helm import (
     CHART,
     COMBINATIONS,
@@ -29,7 +30,6 @@ from tests.deploy.helm import (
     combination,
     graph_yaml,
     helm,
-    program,
     refusal,
     render,
     template,
@@ -256,7 +256,7 @@ def test_kustomize_makes_the_secrets(tmp_path: Path, credentials: Credentials) -
     shutil.copytree(credentials.folder, folder / "credentials")
     (folder / "api-keys").write_text("a-long-enough-key")
     made = subprocess.run(
-        [program("kubectl"), "kustomize", folder], capture_output=True, text=True, check=True
+        [installed(TOOLS / "kubectl"), "kustomize", folder], capture_output=True, text=True, check=True
     )
     rendering = Rendering(yaml.safe_load_all(made.stdout))
     secrets = rendering.of("Secret")

@@ -159,25 +159,16 @@ def test_defaults_of_a_host_are_not_compared() -> None:
     assert record.engine_args == {"nnodes": 2, "dtype": "float32"}
 
 
-async def test_a_lost_host_ends_the_others(server: MemoryServer) -> None:
+@pytest.mark.parametrize("lost", ["a follower is gone.*f1", "its leader is gone.*decode-0-a"])
+async def test_a_lost_host_ends_the_others(server: MemoryServer, lost: str) -> None:
     leader, follower = Leading(server), Following(server)
     async with living(leader, follower):
         await all_met(leader, follower)
-        watch = asyncio.create_task(leader.side.watch(_never))
+        followers = "follower" in lost
+        watch = asyncio.create_task(leader.side.watch(_never) if followers else follower.side.watch())
         await holds(lambda: not watch.done())
-        await server.kill(follower.registry)
-        with pytest.raises(EngineDead, match=r"a follower is gone.*f1"):
-            await asyncio.wait_for(watch, 30)
-
-
-async def test_a_lost_leader_ends_its_followers(server: MemoryServer) -> None:
-    leader, follower = Leading(server), Following(server)
-    async with living(leader, follower):
-        await all_met(leader, follower)
-        watch = asyncio.create_task(follower.side.watch())
-        await holds(lambda: not watch.done())
-        await server.kill(leader.registry)
-        with pytest.raises(EngineDead, match=r"its leader is gone.*decode-0-a"):
+        await server.kill((follower if followers else leader).registry)
+        with pytest.raises(EngineDead, match=lost):
             await asyncio.wait_for(watch, 30)
 
 
