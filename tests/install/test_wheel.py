@@ -18,6 +18,8 @@ import pytest
 from pdserve.cli import main
 from pdserve.install.environment import ENGINE_VARIABLE, LOCKS, pip_settings
 from pdserve.ports import free_port
+from tests.e2e.graph import Metrics
+from tests.e2e.test_graph import chat
 from tools.release import problems
 
 ROOT = Path(__file__).parents[2]
@@ -83,27 +85,40 @@ def test_wheel_and_sdist_have_all_that_a_user_needs_and_no_tests(built: Path) ->
 
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-def test_serve_answers_in_an_empty_folder(user: User, environment: Path) -> None:
-    """With the engine of this environment, and the wheel's own pdserve."""
+def test_serve_answers_the_very_first_request_in_an_empty_folder(user: User, environment: Path) -> None:
+    """With the engine of this environment, the wheel's own pdserve and demo graph, and the dtype that it has by default
+    (other tests with real engines have float32, for exact tokens). Prefilled remotely, as the policy is set: an idle
+    decode worker would compute it."""
     user.env[ENGINE_VARIABLE] = sys.prefix
     port, log = free_port("127.0.0.1"), user.home.parent / "log"
+
+    def wait_for(words: str) -> str:
+        while words not in (said := log.read_text()):
+            assert serve.poll() is None, said
+            time.sleep(0.1)
+        return said
+
     with log.open("w") as output:
         command = [str(user.program), "serve", "--port", str(port)]
         serve = subprocess.Popen(command, cwd=user.folder, env=user.env, stdout=output, stderr=output)
     try:
-        while "Ready after" not in log.read_text():
-            assert serve.poll() is None, log.read_text()
-            time.sleep(0.1)
-        (model,) = re.findall(r"Ready after .*\((.*)\)", log.read_text())
+        said = wait_for("Ready after")
+        (model,) = re.findall(r"Ready after .*\((.*)\)", said)
         assert Path(model).resolve().is_relative_to(environment)
-        assert "\npdserve status\n" in log.read_text()
-        body = {
-            "model": "demo",
-            "prompt": "The code of the red box is 4711. The code of the red box is",
-            "max_tokens": 4,
-        }
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120)
-        assert answer.json()["usage"]["completion_tokens"] == 4
+        assert "\npdserve status\n" in said
+        assert user.pdserve("set", "policy=threshold", "max-local-prefill-length=64").returncode == 0
+        wait_for("settings now: policy threshold, max-local-prefill-length 64")
+        url = f"http://127.0.0.1:{port}"
+        asked = chat("What is the code of the red box?")
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
+        assert answer.headers["x-pdserve-prefill"] == "remote"
+        assert "4711" in answer.json()["choices"][0]["message"]["content"]
+        metrics = Metrics(httpx.get(f"{url}/metrics", timeout=30).text)
+        assert metrics("pdserve_warm_ups_total", result="ok") == 1
+        assert metrics("pdserve_remote_prefill_failures_total") == 0
+        # bfloat16, where attention uses AMX on a CPU that has it: two bytes, in whole blocks
+        blocks = -(-answer.json()["usage"]["prompt_tokens"] // 32) + 2  # the warm-up's two
+        assert metrics("pdserve_kv_transfer_bytes_total") == blocks * 32 * 2 * 4 * 2 * 64 * 2
     finally:
         serve.send_signal(signal.SIGINT)
         assert serve.wait(120) == 0, log.read_text()
