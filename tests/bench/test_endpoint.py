@@ -14,7 +14,7 @@ from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.supervisor import state
 from pdserve.supervisor.state import GraphRecord
-from tests.bench.answers import Asked, OpenAi, fixed, tiny_server, whole
+from tests.bench.answers import Asked, OpenAi, Respond, fixed, tiny_server, whole
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,21 @@ async def test_the_endpoint_has_the_servers_model() -> None:
     assert keys == ["bearer k", "bearer k", None]
 
 
-async def test_a_server_without_a_list_of_models_can_be_asked_for_a_named_one() -> None:
+def without(path: str) -> Respond:
+    """A server that has all but this path."""
     tiny = OpenAi()
 
     async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        if asked.method == "GET":
+        if asked.path == path:
             writer.write(whole({"detail": "Not Found"}, 404))
         else:
             await tiny(asked, writer)
 
-    async with tiny_server(respond) as server:
+    return respond
+
+
+async def test_a_server_without_a_list_of_models_can_be_asked_for_a_named_one() -> None:
+    async with tiny_server(without("/v1/models")) as server:
         found = await find_endpoint(server.url, "any")
         with pytest.raises(
             Unavailable, match=r"answers 404: Not Found\. Give the URL as far as /v1, or name"
@@ -116,15 +121,7 @@ async def test_a_server_without_the_api_is_refused_with_its_answer(answer: bytes
 
 
 async def test_a_server_that_has_chats_alone() -> None:
-    tiny = OpenAi()
-
-    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        if asked.path == "/v1/completions":
-            writer.write(whole({"detail": "Not Found"}, 404))
-        else:
-            await tiny(asked, writer)
-
-    async with tiny_server(respond) as server:
+    async with tiny_server(without("/v1/completions")) as server:
         with pytest.raises(Unavailable, match=r"HTTP 404 Not Found\. Has it chats alone \(--chat\)\?"):
             await find_endpoint(server.url)
         assert (await find_endpoint(server.url, chat=True)).chat

@@ -33,10 +33,10 @@ async def test_the_stream_is_measured_beside_bare_tcp(tmp_path: Path) -> None:
 
 
 async def test_the_frontend_is_measured_beside_vllms_app(tmp_path: Path) -> None:
-    options = HopOptions(tmp_path, seconds=0.8, rounds=1)
+    options = HopOptions(tmp_path, seconds=0.8, rounds=2)
     report = await _last(frontend.measure(options, Schedule(), (4,)))
     turns = report.data["turns"]
-    assert [turn["system"] for turn in turns] == list(frontend.NAMES)
+    assert [turn["system"] for turn in turns] == [*frontend.NAMES, *frontend.NAMES[::-1]]
     for turn in turns:
         assert 0 < turn["figures"]["tokens"] < 4 * tokens_needed(4, options.seconds), "no stream ended"
 

@@ -95,26 +95,23 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_run_in_order(number: int) -> None:
-    command = [sys.executable, "-c", PROGRAM.format(stopping=0)]
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        *(([number], 3) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+        ([signal.SIGINT, signal.SIGTERM], -signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_a_run_in_order_and_a_second_one_at_once(numbers: list[int], code: int) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(stopping=60 * (len(numbers) - 1))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_env()) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "works\n"
-        process.send_signal(number)
-        assert process.stdout.read() == "stops what it has started\nstopped\n"
-    assert process.returncode == 3
-
-
-def test_a_second_signal_does_not_wait() -> None:
-    command = [sys.executable, "-c", PROGRAM.format(stopping=60)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_env()) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "works\n"
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "stops what it has started\n"
-        process.send_signal(signal.SIGTERM)
-    assert process.returncode == -signal.SIGTERM
+        for number, said in zip(numbers, ("works\n", "stops what it has started\n"), strict=False):
+            assert process.stdout.readline() == said
+            process.send_signal(number)
+        if code == 3:
+            assert process.stdout.read() == "stops what it has started\nstopped\n"
+    assert process.returncode == code
 
 
 def _env() -> dict[str, str]:

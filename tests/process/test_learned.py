@@ -26,34 +26,26 @@ def test_a_mishap_is_not_believed_and_a_change_is(measured: list[float], value: 
     assert mean.at == len(measured) - 1
 
 
-def test_the_speed_of_single_prompts() -> None:
+@pytest.mark.parametrize(
+    ("prompts", "tolerance"),
+    [
+        ([(1000, 5.0, 6.0), (1000, 10.0, 11.0)], 0.0),
+        ([(1000, 10.0 * pair, 10.0 * pair + end) for pair in range(10) for end in (1.5, 2.0)], 0.3),
+        ([(1000, 0.0, float(number)) for number in range(1, 100)], 0.0),
+        ([(1000, 0.0, 1.0), (10, 5.0, 5.5)], 0.0),
+    ],
+    ids=[
+        "single",
+        "the second half computed when the first was done",
+        "a row from its middle",
+        "a short one",
+    ],
+)
+def test_the_speed_of_prompts(prompts: list[tuple[int, float, float]], tolerance: float) -> None:
     speed = PrefillSpeed()
-    speed.done(1000, 5.0, 6.0)
-    speed.done(1000, 10.0, 11.0)
-    assert speed.token_seconds.value == pytest.approx(0.001)
-
-
-def test_prompts_that_waited_for_each_other_are_measured_together() -> None:
-    """The second of each pair was half computed when the first was done."""
-    speed = PrefillSpeed()
-    for pair in range(10):
-        speed.done(1000, 10.0 * pair, 10.0 * pair + 1.5)
-        speed.done(1000, 10.0 * pair, 10.0 * pair + 2.0)
-    assert speed.token_seconds.value == pytest.approx(0.001, rel=0.3)
-
-
-def test_without_a_pause_a_row_is_measured_from_its_middle() -> None:
-    speed = PrefillSpeed()
-    for number in range(1, 100):
-        speed.done(1000, 0.0, float(number))
-    assert speed.token_seconds.value == pytest.approx(0.001)
-
-
-def test_short_prompts_say_little_of_long_ones() -> None:
-    speed = PrefillSpeed()
-    speed.done(1000, 0.0, 1.0)
-    speed.done(10, 5.0, 5.5)
-    assert speed.token_seconds.value == pytest.approx(0.001)
+    for prompt in prompts:
+        speed.done(*prompt)
+    assert speed.token_seconds.value == pytest.approx(0.001, rel=tolerance or None)
 
 
 @pytest.mark.parametrize(

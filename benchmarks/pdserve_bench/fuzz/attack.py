@@ -171,7 +171,6 @@ async def attacked(
     seconds: float,
     say: Callable[[str], None],
     beyond: float = BEYOND,
-    quiet_for: float = QUIET,
 ) -> FuzzReport:
     """Start the graph of the file, and attack it."""
     made = create(folder / "tls")
@@ -190,7 +189,7 @@ async def attacked(
     ) as running:
         fuzzer = Fuzzer(running.graph, running.state_dir / "logs", say, key_headers(_key(CANARY)))
         async with fuzzer.watching() as load:
-            await asyncio.sleep(quiet_for)
+            await asyncio.sleep(QUIET)
             quiet, _ = _longest(load, 0)
             asked = len(load.done)
             child = _attackers(fuzzer, folder, await fuzzer.max_model_len(), kinds)
