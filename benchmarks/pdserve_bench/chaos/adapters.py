@@ -19,6 +19,8 @@ from pdserve_bench.client import LoadClient
 NAME = "chaos"
 ROUNDS = 3
 AT_ONCE = 6
+MANY = 20
+"""connections, which reach each of the frontends"""
 LOOK_EVERY = 0.01
 """seconds"""
 OUTPUT = 400
@@ -37,6 +39,7 @@ async def unload(scene: Scene) -> float | None:
     right = await _answers(client, known, cases, "alone", within)
     for turn in range(ROUNDS):
         await _post(scene, "load", {"lora_name": NAME, "lora_path": path})
+        await _until_listed(scene)
         asked = [Attempt.of(replace(case, salt=f"{NAME}-{turn}"), NAME) for case in cases]
         running = asyncio.gather(*(client.ask(attempt, within) for attempt in asked))
         while not running.done() and not all(attempt.arrivals for attempt in asked):  # noqa: ASYNC110
@@ -84,6 +87,16 @@ async def _post(scene: Scene, what: str, body: dict[str, str]) -> None:
         raise LookupError("set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: nothing may be loaded at run time")
     if answer.status_code != 200:
         scene.amiss.append(f"{what} of an adapter was answered {answer.status_code}: {answer.text}")
+
+
+async def _until_listed(scene: Scene) -> None:
+    """By all frontends, which share a port: those that were not asked to load it read of it a moment later."""
+    listed = 0
+    async with asyncio.timeout(scene.options.recover_within):
+        while listed < MANY:
+            async with httpx.AsyncClient(base_url=scene.running.graph.url, trust_env=False) as client:
+                found = (await client.get("/v1/models")).json()["data"]
+            listed = listed + 1 if NAME in {each["id"] for each in found} else 0
 
 
 async def _kill_decode(scene: Scene) -> None:
