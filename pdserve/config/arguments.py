@@ -17,8 +17,8 @@ T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 PATH = Path(__file__).with_name("vllm_arguments.json")
-KV_ROLES = {Role.DECODE: "kv_consumer", Role.PREFILL: "kv_producer", Role.BOTH: "kv_both"}
-"""what vLLM's `kv-transfer-config` calls them"""
+KV_ROLES = {Role.DECODE: "kv_consumer", Role.PREFILL: "kv_producer", Role.BOTH: "kv_consumer"}
+"""what vLLM's `kv-transfer-config` calls them. With NIXL any of them hands out KV, and `kv_both` is deprecated"""
 
 
 class Argument(msgspec.Struct, frozen=True):

@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.engine.vllm.cache import CacheMirror
+from pdserve.engine.vllm.process import VllmProcess
+from pdserve.records import Role
 
 PROMPT = list(range(33))
 
@@ -64,3 +67,9 @@ def test_nothing_is_left_of_blocks_that_are_gone() -> None:
     cache = mirror(*[stored([1, 2], PROMPT[:16])] * 2, *[api.BlockRemoved([1, 2], "GPU")] * 2)
     assert cache._blocks == {}
     assert cache.prefixes.known() == []
+
+
+@pytest.mark.parametrize(("role", "publishes"), [(Role.DECODE, 1), (Role.BOTH, 1), (Role.PREFILL, 0)])
+def test_engines_of_workers_that_decode_publish_their_events(role: Role, publishes: int) -> None:
+    argv = VllmProcess(EngineSpec(role, f"{role.value}-0-test", "demo"))._argv("ipc:///events")
+    assert sum("ipc:///events" in word for word in argv) == publishes

@@ -668,7 +668,7 @@ def test_a_plan_of_workers_that_do_both(tmp_path: Path) -> None:
     assert [slot.name for slot in found.slots] == ["both-0", "both-1"]
     lines = [" ".join(line.split()) for line in shown(found).splitlines()]
     assert any(line.startswith("both-1 vllm CPU") and "5601 decode; prefill for" in line for line in lines)
-    assert "both kv-transfer-config NIXL, kv_both, recompute pdserve (graph)" in lines
+    assert "both kv-transfer-config NIXL, kv_consumer, recompute pdserve (graph)" in lines
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:

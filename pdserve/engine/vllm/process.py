@@ -15,7 +15,7 @@ from tempfile import gettempdir
 
 import psutil
 
-from pdserve.config.arguments import for_engine, to_argv
+from pdserve.config.arguments import KV_ROLES, for_engine, to_argv
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.errors import ConfigError, EngineDead
@@ -165,7 +165,7 @@ class VllmProcess:
             arguments["kv-transfer-config"] = {
                 "kv_connector": "PdserveConnector",
                 "kv_connector_module_path": "pdserve.kv.connector",
-                "kv_role": "kv_producer" if spec.role is Role.PREFILL else "kv_consumer",
+                "kv_role": KV_ROLES[spec.role],
                 "engine_id": spec.instance,
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
@@ -173,7 +173,7 @@ class VllmProcess:
                     CREDENTIALS: str(spec.credentials.folder.absolute()) if spec.credentials else None,
                 },
             }
-        if spec.role is Role.DECODE:
+        if spec.role.does(Role.DECODE):
             arguments["kv-events-config"] = {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
