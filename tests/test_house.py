@@ -33,7 +33,7 @@ ALLOWED = {
     "fastapi": ("frontend/model/vllm_",),
     "starlette": ("frontend/",),
     "uvicorn": ("frontend/",),
-    "torch": ("engine/vllm/cpu_faults.py", "imports.py", "kv/"),
+    "torch": ("engine/vllm/cpu_faults.py", "kv/"),
     "opentelemetry": ("observe/otlp.py", "observe/tracing.py"),
     "requests": ("observe/otlp.py",),
     "rich": ("cli/", "observe/tables.py", "plan/render.py"),

@@ -329,6 +329,6 @@ async def _import_processor() -> ModuleType:
 def _import() -> ModuleType:
     """Import the processor, and freeze all objects of the import: a full garbage collection then takes 20-45 ms instead
     of 500. Models are not frozen, since those that go would never be collected."""
-    module = import_large("pdserve.frontend.model.processor", compiler=False)
+    module = import_large("pdserve.frontend.model.processor")
     garbage.freeze()
     return module
