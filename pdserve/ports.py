@@ -51,6 +51,11 @@ def in_url(host: str, everywhere: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def servers_of(text: str | None) -> list[str]:
+    """The addresses of a server or, separated by commas, of all servers of a cluster; none for an empty text."""
+    return [server.strip() for server in text.split(",")] if text else []
+
+
 def free_port(host: str, count: int = 1) -> int:
     """Return the first of `count` free ports in a row. None of them was given to any process lately, since a server may
     take seconds until it listens on its port. Raises OSError where there are none."""

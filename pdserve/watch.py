@@ -10,28 +10,19 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from pdserve.messages import Hop, Load
-
-HOPS = {
-    "admission": "the frontend holds the request until it is its client's turn and a worker has room",
-    "queue": "in the prefill queue: published by the decode worker, to be pulled by a prefill worker",
-    "turn": "the decode worker holds the prompt while its engine computes those before it",
-    "engine-queue": "an engine has the prompt and no room for it: as many sequences as it runs at once, or no free KV "
-    "blocks; left out below 0.1 s",
-    "prefill": "the prompt is computed: at a prefill worker until its KV is there, at a decode worker until the first "
-    "token",
-    "transfer": "the decode engine waits for room and for the KV that it reads from the prefill engine",
-    "first-step": "from the KV in its place to the end of the decode engine's first step for the request",
-    "decode": "from the first token to the last",
-    "fallback": "remote prefill came to nothing, and the decode worker computes the prompt; takes no time itself",
-    "migration": "a decode worker lost the request, which goes on at another one; takes no time itself",
-}
-"""the parts of a request's life: in receipts, in the `server-timing` header, and as spans of a trace"""
-
-BRIEF = 0.1
-"""seconds of a wait in an engine that are no hop of their own: mostly the rest of the step that runs"""
+from pdserve.ports import servers_of
 
 DETOURS = ("fallback", "migration")
 """hops without a duration, which say that something failed and the request took another way"""
+HOPS = (
+    *("admission", "queue", "turn", "engine-queue", "prefill", "transfer", "first-step", "decode"),
+    *DETOURS,
+)
+"""the parts of a request's life, as `pdserve trace --help` and docs/traces.md explain them: in receipts, in the
+`server-timing` header, and as spans of a trace"""
+
+BRIEF = 0.1
+"""seconds of a wait in an engine that are no hop of their own: mostly the rest of the step that runs"""
 
 BUCKETS = (
     *(0.001, 0.0015, 0.0025, 0.004, 0.006, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6),
@@ -202,8 +193,7 @@ class Connections:
         """by server: monotonic time of the first look that found it lost"""
 
     def add(self, server: str, url: str, connected: Callable[[], bool]) -> None:
-        """`url`: several of them are separated by commas."""
-        hosts = [each.rpartition("://")[2].rpartition("@")[2].strip() for each in url.split(",")]
+        hosts = [each.rpartition("://")[2].rpartition("@")[2] for each in servers_of(url)]
         self._servers.append((server, ",".join(hosts), connected))
 
     def outages(self) -> list[Outage]:

@@ -11,8 +11,7 @@ import pytest
 from pdserve import clock
 from pdserve.cli import hosts
 from pdserve.cli.doctor import check_etcd, check_graph, check_nats, check_ports
-from pdserve.cli.finding import Finding
-from pdserve.cli.hosts import check_hosts, decoded
+from pdserve.cli.hosts import Finding, check_hosts, decoded
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create

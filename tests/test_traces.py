@@ -52,9 +52,9 @@ def test_the_page_lists_each_span_event_and_attribute() -> None:
     attributes = re.compile(rf'"(?!{of_asgi})(pdserve\.[a-z_]+|(?:gen_ai|http|url|error|service)\.[a-z_.]+)"')
     assert {name for text in sources for name in attributes.findall(text)} == documented("Attributes").keys()
     events = documented("Events").keys()
-    assert events == {"fallback", "migration"} <= HOPS.keys()
+    assert events == {"fallback", "migration"} <= set(HOPS)
     spans = {name for text in sources for name in re.findall(r'\.(?:begin|part)\(\s*"([^"]+)"', text)}
-    assert spans | HOPS.keys() - events | {ROUTE} == documented("Spans").keys()
+    assert spans | set(HOPS) - events | {ROUTE} == documented("Spans").keys()
 
 
 def test_the_sdk_is_not_imported_where_nothing_is_traced() -> None:

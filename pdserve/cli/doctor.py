@@ -5,11 +5,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from uuid import uuid4
 
-import psutil
-
 from pdserve import queue
-from pdserve.cli.finding import Finding
-from pdserve.cli.hosts import check_hosts, decoded
+from pdserve.cli.hosts import Finding, check_hosts, decoded
 from pdserve.cli.options import DemoFile
 from pdserve.config.load import load
 from pdserve.config.schema import Config
@@ -18,9 +15,11 @@ from pdserve.demo import FILE
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
+from pdserve.ports import servers_of
 from pdserve.records import Instance
 from pdserve.registry import connect, etcd_version, keys
 from pdserve.supervisor.checks import busy_ports, running_graph
+from pdserve.supervisor.exits import family
 
 _CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
 """versions of etcd that its makers have warned of"""
@@ -84,9 +83,7 @@ def check_ports(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Find
     ours, problem = running_graph(plan.config)
     for instance in instances:
         if instance.host == plan.config.host:
-            with suppress(psutil.Error):
-                process = psutil.Process(instance.pid)
-                ours |= {process.pid, *(child.pid for child in process.children(recursive=True))}
+            ours |= family(instance.pid)
     if problem:
         yield Finding("fail", "state", problem)
     try:
@@ -100,7 +97,7 @@ def check_ports(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Find
 
 async def check_nats(urls: str, credentials: Credentials | None) -> list[Finding]:
     """A cluster serves while most of its servers do."""
-    servers = urls.split(",")
+    servers = servers_of(urls)
     found = [await _check_nats(url, credentials, len(servers) > 1) for url in servers]
     serves = 2 * sum(each.grade == "ok" for each in found) > len(found)
     return [each._replace(grade="warn") if serves and each.grade == "fail" else each for each in found]
@@ -120,7 +117,7 @@ async def _check_nats(url: str, credentials: Credentials | None, of_cluster: boo
 
 async def check_members(etcd: str, credentials: Credentials | None) -> AsyncIterator[Finding]:
     """Of an etcd that answers: the members that do not, and versions that lose data."""
-    for address in etcd.split(","):
+    for address in servers_of(etcd):
         try:
             version = await etcd_version(address, credentials)
         except RegistryUnavailable as error:

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from pdserve import clock
-from pdserve.cli.finding import Finding
 from pdserve.errors import ProtocolError
+from pdserve.observe.graph_state import slot_name
 from pdserve.observe.pages import LIVE, METRICS
 from pdserve.plan.plan import Plan
 from pdserve.records import Instance, Role, decode_instance
@@ -28,6 +28,13 @@ MOST_MEASURED = 8
 """hosts whose KV is measured, one after the other, since they share this host's network"""
 SKEW = 2.0
 """seconds by which a clock may differ; the pages say whole ones"""
+
+
+class Finding(NamedTuple):
+    grade: str
+    """ok, warn or fail"""
+    subject: str
+    text: str
 
 
 class Door(NamedTuple):
@@ -117,7 +124,7 @@ def _doors_of(host: str, tried: dict[Door, Knocked]) -> Iterator[Finding]:
     """One line for what is open, one for each closed door."""
     reached = {door: knocked.seconds for door, knocked in tried.items() if not knocked.problem}
     if reached:
-        ports = ", ".join(f"{door.port} ({door.use} of {_short(door.process)})" for door in reached)
+        ports = ", ".join(f"{door.port} ({door.use} of {slot_name(door.process)})" for door in reached)
         yield Finding("ok", "hosts", f"{host} is reached at {ports}; {_ms(min(reached.values()))}")
     for door, (_, problem) in tried.items():
         if problem:
@@ -126,10 +133,6 @@ def _doors_of(host: str, tried: dict[Door, Knocked]) -> Iterator[Finding]:
             yield Finding(
                 "fail", "hosts", f"{host}:{door.port}, {door.use} of {door.process}: {problem}: {advice}"
             )
-
-
-def _short(process: str) -> str:
-    return process.rpartition("-")[0] or process
 
 
 def _ms(seconds: float) -> str:

@@ -6,6 +6,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic_core import PydanticCustomError
 
+from pdserve.ports import servers_of
+
 
 def nats_url(url: str) -> str:
     """The URL with a lower-case scheme."""
@@ -37,7 +39,7 @@ def each(check: Callable[[str], str]) -> Callable[[object], str]:
     """The check of one address, several separated by commas, or a list of them: it returns all, separated by commas."""
 
     def check_each(value: object) -> str:
-        texts = value.split(",") if isinstance(value, str) else value
+        texts = servers_of(value) if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
             raise PydanticCustomError("addresses", "not addresses")
         servers = [check(text.strip()) for text in texts]

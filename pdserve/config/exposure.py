@@ -7,15 +7,16 @@ from urllib.parse import urlsplit
 
 from pdserve.command import command
 from pdserve.config.schema import Allowance, FrontendConfig, GraphSection, SecuritySection
-from pdserve.ports import is_loopback
+from pdserve.ports import is_loopback, servers_of
 
 _MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"
 
 
 @dataclass(frozen=True)
 class Opening:
+    section: str
     key: str
-    """of the address, such as `Graph.host`"""
+    """of the address"""
     what: str
     """the problem, as the end of a sentence that begins with the key"""
     advice: str
@@ -31,16 +32,13 @@ class Opening:
         return f"{self.what}: {self.advice}{otherwise if self.allowances else ''}."
 
 
-def has_credentials(graph: GraphSection, security: SecuritySection) -> bool:
-    """Whether the graph has credentials: configured, or made by `serve` when it starts both servers."""
-    return security.credentials is not None or (graph.nats is None and graph.etcd is None)
-
-
 def openings(
     graph: GraphSection, frontend: FrontendConfig | None, security: SecuritySection, keys: bool
 ) -> Iterator[Opening]:
     """All openings, allowed or not. `keys`: whether the API requires a key."""
-    if not has_credentials(graph, security):
+    if security.credentials is None and (
+        graph.nats or graph.etcd
+    ):  # else `serve` starts both, and makes some
         yield from _of_graph(graph)
     if frontend is not None and not is_loopback(frontend.host):
         lacks: dict[Allowance, tuple[str, str]] = {}
@@ -52,24 +50,22 @@ def openings(
             missing = " and no ".join(name for name, _ in lacks.values())
             what = f"is {frontend.host}, which other machines reach, but the API has no {missing}"
             advice = f"set {' and '.join(keys for _, keys in lacks.values())}"
-            yield Opening("Frontend.host", what, advice, tuple(lacks))
+            yield Opening("Frontend", "host", what, advice, tuple(lacks))
 
 
 def _of_graph(graph: GraphSection) -> Iterator[Opening]:
-    named = [("nats", "tls", each) for each in (graph.nats or "").split(",")]
-    named += [("etcd", "https", each) for each in (graph.etcd or "").split(",")]
+    named = [("nats", "tls", each) for each in servers_of(graph.nats)]
+    named += [("etcd", "https", each) for each in servers_of(graph.etcd)]
     for key, scheme, address in named:
-        if not address:
-            continue
         if address.startswith(f"{scheme}://"):
             what = f"is {address}, which asks for TLS, but the graph has no credentials"
-            yield Opening(f"Graph.{key}", what, _MAKE, ())
+            yield Opening("Graph", key, what, _MAKE, ())
         elif not is_loopback(_host(address)):
             what = f"is {_host(address)}, which is reached over the network, but nothing there would be encrypted"
-            yield Opening(f"Graph.{key}", what, _MAKE, ("plain-graph",))
+            yield Opening("Graph", key, what, _MAKE, ("plain-graph",))
     if not is_loopback(graph.host):
         what = f"is {graph.host}, where other machines reach the workers' streams, but the graph has no credentials"
-        yield Opening("Graph.host", what, _MAKE, ("plain-graph",))
+        yield Opening("Graph", "host", what, _MAKE, ("plain-graph",))
 
 
 def _host(address: str) -> str:

@@ -17,7 +17,7 @@ from pdserve.config.addresses import collector_url, traces_url
 from pdserve.config.api_keys import configured
 from pdserve.config.arguments import ANSWERS, SPECULATION, arguments, draft_model, shapes_answers
 from pdserve.config.environment import with_environment
-from pdserve.config.exposure import Opening, openings
+from pdserve.config.exposure import openings
 from pdserve.config.host import resolve_model, with_home
 from pdserve.config.schema import (
     Config,
@@ -96,12 +96,10 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     frontend_config = _frontend(frontend, processor.values, findings)
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
-    _check_exposure(
-        openings(places, frontend_config, files, configured(files, env)),
-        {"Graph": graph.own, "Frontend": frontend.own},
-        files,
-        findings,
-    )
+    addresses = {"Graph": graph.own, "Frontend": frontend.own}
+    for opening in openings(places, frontend_config, files, configured(files, env)):
+        if not opening.allowed(files):
+            findings.problem(addresses[opening.section][opening.key], opening.problem)
     findings.raise_if_any()
     return Config(
         **vars(places),
@@ -377,18 +375,6 @@ def _with_files(security: SectionRead[SecuritySection], findings: Findings) -> S
         tls_certificate=beside(values.tls_certificate),
         tls_key=beside(values.tls_key),
     )
-
-
-def _check_exposure(
-    all_openings: Iterable[Opening],
-    own: Mapping[str, Mapping[str, Entry]],
-    security: SecuritySection,
-    findings: Findings,
-) -> None:
-    for opening in all_openings:
-        section, _, key = opening.key.partition(".")
-        if not opening.allowed(security):
-            findings.problem(own[section][key], opening.problem)
 
 
 def _state_dir(graph: GraphSection, findings: Findings) -> Path:

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from pdserve.config.addresses import each, etcd_address, nats_url, traces_url
 from pdserve.config.host import with_home
+from pdserve.ports import in_url
 from pdserve.settings import PrefillPolicy, RouterPolicy
 from pdserve.slo import DURATION, NO_PROMISE, Promised, seconds
 
@@ -365,3 +366,10 @@ class Config(GraphSection):
     @property
     def scheme(self) -> str:
         return "https" if self.security.tls_certificate else "http"
+
+    @property
+    def url(self) -> str:
+        """Of the frontends of this machine; empty where it has none."""
+        if self.frontend is None:
+            return ""
+        return f"{self.scheme}://{in_url(self.frontend.host, '127.0.0.1')}:{self.frontend.port}"

@@ -110,10 +110,7 @@ def _heading(plan: Plan) -> Text:
 
 
 def _url(plan: Plan) -> str | None:
-    frontend = plan.config.frontend
-    if frontend is None or not plan.frontends:
-        return None
-    return f"{plan.config.scheme}://{frontend.host}:{frontend.port}/v1"
+    return f"{plan.config.url}/v1" if plan.frontends else None
 
 
 def _processes(plan: Plan) -> Table:

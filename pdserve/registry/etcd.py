@@ -20,6 +20,7 @@ from itertools import cycle
 
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, RegistryUnavailable
+from pdserve.ports import servers_of
 from pdserve.registry.base import Change, Registry, apply, difference
 from pdserve.registry.etcd_session import EtcdSession, SessionLost, channel_credentials
 from pdserve.tasks import Owner, asked_to_stop
@@ -235,11 +236,9 @@ async def version(address: str, credentials: Credentials | None) -> str:
 def _endpoints(etcd: str) -> list[tuple[str, int]]:
     """Parse `host:port,host:port`. A leading `http://` or `https://` means nothing: credentials alone mean TLS."""
     endpoints = []
-    for address in etcd.split(","):
-        host, colon, port = (
-            address.strip().removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")
-        )
-        if not colon or not host or not port.isdecimal():
-            raise ConfigError([f"etcd: {address.strip()!r} is not host:port."])
+    for address in servers_of(etcd):
+        host, _, port = address.removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError([f"etcd: {address!r} is not host:port."])
         endpoints.append((host, int(port)))
     return endpoints

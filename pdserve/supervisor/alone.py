@@ -20,7 +20,7 @@ import psutil
 
 from pdserve.process.signals import DRAINS, SERVES, STOPPERS
 from pdserve.supervisor.exits import adopt_orphans
-from pdserve.supervisor.guardian import TRACKER_PATIENCE, is_tracker, release, send, shared_memory
+from pdserve.supervisor.guardian import kill
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,8 @@ def run_alone(role: Callable[[Callable[[bytes], None]], int]) -> int:
     try:
         return _Above(child, heard).watch()
     finally:
-        _end_left()
+        for _ in kill(_left):
+            time.sleep(0.02)
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -152,25 +153,9 @@ def _notify(state: str) -> None:
             to.sendto(state.encode(), "\0" + path[1:] if path.startswith("@") else path)
 
 
-def _end_left() -> None:
-    """Kill what is left of the role, and remove its shared memory. multiprocessing's resource tracker ends by itself
-    when the others are gone."""
-    memory = shared_memory(child.pid for child in _left())
-    deadline = time.monotonic() + TRACKER_PATIENCE
-    while left := _left():
-        patient = time.monotonic() < deadline
-        send((child.pid for child in left if not (patient and is_tracker(child.pid))), signal.SIGKILL)
-        if time.monotonic() > deadline + TRACKER_PATIENCE:
-            log.warning("processes that do not end: %s", ", ".join(str(child.pid) for child in left))
-            break
-        time.sleep(0.02)
-    release(memory)
-
-
-def _left() -> list[psutil.Process]:
-    """The processes below this one, without zombies, which are reaped where they are its own."""
+def _left() -> list[int]:
+    """The processes below this one: what is left of the role. Zombies are reaped where they are its own."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    left: list[psutil.Process] = psutil.Process().children(recursive=True)
-    return left
+    return [child.pid for child in psutil.Process().children(recursive=True)]

@@ -3,14 +3,12 @@ state directory."""
 
 import os
 from collections.abc import Collection, Iterable
-from contextlib import suppress
-
-import psutil
 
 from pdserve.config.schema import Config
 from pdserve.plan.slots import Slot
 from pdserve.ports import port_holder
 from pdserve.supervisor import state
+from pdserve.supervisor.exits import family
 
 
 def running_graph(config: Config) -> tuple[set[int], str]:
@@ -22,12 +20,9 @@ def running_graph(config: Config) -> tuple[set[int], str]:
         if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
             return set(), ""
         return set(), f"The state directory {config.state_dir} cannot be written (Graph: state-dir)."
-    pids = {graph.pid}
-    with suppress(psutil.Error):
-        pids |= {process.pid for process in psutil.Process(graph.pid).children(recursive=True)}
     if graph.config == str(config.path.resolve()):
-        return pids, ""
-    return pids, (
+        return family(graph.pid), ""
+    return family(graph.pid), (
         f"Another graph runs on {config.state_dir} (of {graph.config}, pid {graph.pid}): stop it, or give this one a "
         "folder of its own (Graph: state-dir)."
     )

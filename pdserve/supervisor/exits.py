@@ -1,4 +1,4 @@
-"""The ends of processes: wait for them, end what is left of a process group, and keep a guardian, a small process that
+"""The ends of processes: wait for them, kill what is left of a process group, and keep a guardian, a small process that
 stops the graph when the supervisor was killed."""
 
 import asyncio
@@ -6,14 +6,15 @@ import contextlib
 import ctypes
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Collection
 from typing import Self
 
+import psutil
+
 from pdserve.supervisor import guardian
-from pdserve.supervisor.guardian import TRACKER_PATIENCE, is_tracker, members, release, send, shared_memory
+from pdserve.supervisor.guardian import kill, members
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,13 @@ def adopt_orphans() -> None:
     """Make this process the parent of every orphan below it, so that `end_group` can reap them: in a container, process
     1 may not."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def family(pid: int) -> set[int]:
+    """The process and all below it; empty where it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    return set()
 
 
 async def exit_of(process: "subprocess.Popen[bytes]") -> int:
@@ -41,37 +49,16 @@ async def exit_of(process: "subprocess.Popen[bytes]") -> int:
 
 
 async def end_group(group: int, memory: Collection[str] = ()) -> None:
-    """Kill what is left of a process group whose leader is gone, and return when nothing is. Then remove the shared
-    memory of the killed processes, and `memory`, segments that were known before.
+    """Kill what is left of a process group whose leader is gone, and return when nothing is. `memory`: as in `kill`."""
 
-    multiprocessing's resource tracker removes the shared memory of killed processes and ends by itself when they are
-    gone, so it is only killed after `TRACKER_PATIENCE`.
-    """
-    left = members(group)
-    memory = shared_memory(left) | set(memory)
-    send((pid for pid in left if not is_tracker(pid)), signal.SIGKILL)
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    while _exists(group):
-        if loop.time() > started + 2 * TRACKER_PATIENCE:
-            log.warning("process group %d does not end", group)  # a zombie of another parent, or stuck in I/O
-            break
-        if loop.time() > started + TRACKER_PATIENCE:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-        await asyncio.sleep(0.01)
-    release(memory)
+    def left() -> list[int]:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-group, os.WNOHANG)[0]:
+                pass
+        return members(group)
 
-
-def _exists(group: int) -> bool:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-group, os.WNOHANG)[0]:
-            pass
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    for _ in kill(left, memory):
+        await asyncio.sleep(0.02)
 
 
 class Guardian:

@@ -6,12 +6,13 @@ wave by wave, so that running requests can finish: SIGTERM, the patience of the 
 """
 
 import contextlib
+import logging
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 SERVERS = 99
 """wave of the servers: after all roles"""
@@ -46,8 +47,8 @@ def stop_in_waves(groups: Mapping[int, int], patience: float) -> None:
 
 
 def stop(groups: Mapping[int, int], patience: float) -> None:
-    """Send SIGTERM to the leaders, each of which stops the processes below it in its own order; then SIGKILL to what is
-    left of the groups when all leaders are gone, or after `patience` seconds. `groups` have the start times of their
+    """Send SIGTERM to the leaders, each of which stops the processes below it in its own order; then kill what is left
+    of the groups when all leaders are gone, or after `patience` seconds. `groups` have the start times of their
     leaders: one with another start time only has the pid of a leader that ended."""
 
     def left() -> list[int]:
@@ -57,15 +58,27 @@ def stop(groups: Mapping[int, int], patience: float) -> None:
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and any(alive(leader) for leader in left()):
         time.sleep(0.05)
-    memory = {name for group in left() for name in shared_memory(members(group))}
-    for group in left():
-        send((pid for pid in members(group) if not is_tracker(pid)), signal.SIGKILL)
-    deadline = time.monotonic() + TRACKER_PATIENCE
-    while time.monotonic() < deadline and any(members(group) for group in left()):
+    for _ in kill(lambda: [pid for group in left() for pid in members(group)]):
         time.sleep(0.05)
-    for group in left():
-        send(members(group), signal.SIGKILL)
-    release(memory)
+
+
+def kill(left: Callable[[], Collection[int]], memory: Collection[str] = ()) -> Iterator[None]:
+    """Kill the processes that `left` lists, again and again, and yield between two looks, until none is left. Then
+    remove their shared memory, and `memory`, segments that were known before.
+
+    multiprocessing's resource tracker removes the shared memory of killed processes and ends by itself when they are
+    gone, so it is only killed after `TRACKER_PATIENCE`. After twice that time, what is left does not end."""
+    started, pids = time.monotonic(), left()
+    segments = shared_memory(pids) | set(memory)
+    while pids:
+        waited = time.monotonic() - started
+        if waited > 2 * TRACKER_PATIENCE:
+            logging.getLogger(__name__).warning("processes that do not end: %s", ", ".join(map(str, pids)))
+            break
+        send((pid for pid in pids if waited > TRACKER_PATIENCE or not is_tracker(pid)), signal.SIGKILL)
+        yield
+        pids = left()
+    release(segments)
 
 
 def send(pids: Iterable[int], number: int) -> None:

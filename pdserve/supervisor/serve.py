@@ -30,7 +30,7 @@ from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_ready
 from pdserve.supervisor.restarts import CannotStart, RestartPolicy
 from pdserve.supervisor.roles import RoleSupervisor
-from pdserve.supervisor.summary import summary, url_of
+from pdserve.supervisor.summary import summary
 from pdserve.supervisor.terminal import own_foreground
 from pdserve.tasks import Owner
 
@@ -153,7 +153,7 @@ def _record(
         namespace=config.namespace,
         etcd=config.etcd or embedded["etcd"],
         nats=config.nats or embedded["nats"],
-        url=url_of(config),
+        url=config.url,
         credentials=str(credentials.folder) if credentials else "",
     )
 

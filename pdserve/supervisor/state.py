@@ -23,6 +23,7 @@ from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError
 from pdserve.registry.view import RegistryView, Snapshot
+from pdserve.supervisor.exits import family
 from pdserve.supervisor.guardian import alive, groups_of, stop_in_waves
 
 log = logging.getLogger(__name__)
@@ -248,18 +249,12 @@ def _stop_leftovers(pid: int, run: str, patience: float) -> None:
     """Stop the processes of a graph whose supervisor and guardian have both been killed. Where the supervisor lives,
     this folder is a copy of its folder."""
     left = groups_of(run) if run else {}
-    if left and not left.keys() & _children(pid):
+    if left and not left.keys() & family(pid):
         log.warning(
             "stopping what is left of a graph whose supervisor and guardian were killed (process groups %s)",
             ", ".join(map(str, left)),
         )
         stop_in_waves(left, patience)
-
-
-def _children(pid: int) -> set[int]:
-    with contextlib.suppress(psutil.Error):
-        return {child.pid for child in psutil.Process(pid).children()}
-    return set()
 
 
 def make_private(folder: Path) -> None:

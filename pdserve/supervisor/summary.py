@@ -10,7 +10,7 @@ from pdserve.command import command
 from pdserve.config.api_keys import configured
 from pdserve.config.schema import Config
 from pdserve.demo import FILE
-from pdserve.ports import in_url
+from pdserve.observe.graph_state import slot_name
 from pdserve.records import Instance
 from pdserve.settings import changed, of_files
 
@@ -38,24 +38,17 @@ def _facts(
     config: Config, instances: Sequence[Instance], log_dir: Path, live: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     if config.frontend is not None:
-        yield "URL", f"{url_of(config)}/v1"
-        yield "dashboard", f"{url_of(config)}/dashboard"
+        yield "URL", f"{config.url}/v1"
+        yield "dashboard", f"{config.url}/dashboard"
     for worker in instances:
         if worker.kv_blocks:
             where = f"GPU {','.join(map(str, worker.gpus))}" if worker.gpus else "CPU"
             room = f"{worker.max_concurrency:.1f} requests of {worker.max_model_len:,}"
-            yield worker.id.rpartition("-")[0], f"{where}, {worker.kv_tokens:,} tokens of KV cache: {room}"
+            yield slot_name(worker.id), f"{where}, {worker.kv_tokens:,} tokens of KV cache: {room}"
     for line in changed(of_files(each.settings for each in instances), live):
         yield "set", f"{line}  (pdserve set --unset {line.partition(' ')[0]})"
     yield "logs", str(log_dir)
     yield "stop", "Ctrl-C"
-
-
-def url_of(config: Config) -> str:
-    """The URL of the frontends of this machine; empty where it has none."""
-    if config.frontend is None:
-        return ""
-    return f"{config.scheme}://{in_url(config.frontend.host, '127.0.0.1')}:{config.frontend.port}"
 
 
 def curl(config: Config) -> str:
@@ -74,5 +67,5 @@ def curl(config: Config) -> str:
     text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
     unverified = "k" * (config.scheme == "https")  # the certificate need not be for this address
     key = '-H "Authorization: Bearer $KEY" ' if configured(config.security, os.environ) else ""
-    program = f"curl -Ni{unverified} {url_of(config)}/v1/chat/completions {key}"
+    program = f"curl -Ni{unverified} {config.url}/v1/chat/completions {key}"
     return f"{program}-H 'Content-Type: application/json' -d " + shlex.quote(f"{{\n  {text}\n}}")

@@ -12,6 +12,7 @@ from nats.aio.client import Client
 
 from pdserve.command import command
 from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.ports import servers_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[Non
     is not of this graph."""
     try:
         await client.connect(
-            [server.strip() for server in client.url.split(",")],
+            servers_of(client.url),
             allow_reconnect=False,
             max_reconnect_attempts=1,
             reconnect_time_wait=0,

@@ -21,6 +21,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable
+from pdserve.ports import servers_of
 from pdserve.queue.jetstream.client import (
     PASSING,
     GraphClient,
@@ -82,7 +83,7 @@ class NatsConnection(Lifetime):
         prepare: Callable[[Client], Awaitable[None]] | None = None,
     ) -> None:
         self.url = url
-        servers = [server.strip() for server in url.split(",")]
+        servers = servers_of(url)
         self.of_cluster = len(servers) > 1
         self.lost: asyncio.Future[None] | None = None
         """done when the present client is lost"""

@@ -29,6 +29,7 @@ from nats.js.api import (
 
 from pdserve.errors import ConfigError
 from pdserve.messages import QueueState
+from pdserve.ports import servers_of
 from pdserve.queue.jetstream.client import available, require_cluster, short_connection
 
 log = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ async def check_once(url: str, tls: SSLContext | None, of_cluster: bool) -> None
 
 def default_replicas(nats: str) -> int | None:
     """None: as many as there are."""
-    return REPLICAS if len(nats.split(",")) >= REPLICAS else None
+    return REPLICAS if len(servers_of(nats)) >= REPLICAS else None
 
 
 async def ensure(

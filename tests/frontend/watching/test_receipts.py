@@ -47,7 +47,7 @@ def newest(graph: Graph) -> Receipt:
 def way(receipt: Receipt) -> list[tuple[str, str, str]]:
     assert all(early.start <= late.start for early, late in pairwise(receipt.hops))
     assert all(hop.start >= 0 and hop.start + hop.seconds <= receipt.seconds + 0.02 for hop in receipt.hops)
-    assert {hop.name for hop in receipt.hops} <= watch.HOPS.keys()
+    assert {hop.name for hop in receipt.hops} <= set(watch.HOPS)
     return [(hop.name, hop.instance, hop.why) for hop in receipt.hops]
 
 
@@ -278,7 +278,7 @@ async def other_frontend(graph: Graph, kept: list[Receipt]) -> AsyncIterator[lis
         instance = Instance("frontend-1-test", Role.FRONTEND, metrics=page.metrics)
         async with MemoryRegistry(graph.registry) as registry:
             await registry.put(keys.instance(instance), encode_record(instance))
-            await until(lambda: any(found.id == instance.id for found in graph.models.frontends()))
+            await until(lambda: instance in graph.context.view.instances(Role.FRONTEND))
             yield asked
 
 
@@ -352,7 +352,7 @@ async def test_what_a_worker_reports_wrongly_is_bounded(graph: Graph) -> None:
     assert answer.headers["x-pdserve-prefill"] == "unknown"
     assert len(answer.headers["x-pdserve-reason"]) == 300
     (receipt,) = msgspec.json.decode(msgspec.json.encode(found.json()["data"]), type=list[Receipt])
-    assert {hop.name for hop in receipt.hops} <= watch.HOPS.keys()
+    assert {hop.name for hop in receipt.hops} <= set(watch.HOPS)
     assert len(receipt.hops) < 40
     assert all(0 <= hop.start < 2e6 and 0 <= hop.seconds <= 1e6 for hop in receipt.hops)
     assert max(len(hop.instance) + len(hop.why) for hop in receipt.hops) == 600
