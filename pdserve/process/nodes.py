@@ -86,15 +86,10 @@ class Leader(Lifetime):
             log.info("spans %d hosts, with %s", self.record.nodes, ", ".join(taken))
             yield
 
-    async def watch_start(self) -> None:
-        """Raises EngineDead where a follower is lost while the engine starts; never returns."""
-        async for _ in _looks(self._followers, self.record.followers, "a follower", AWAY_AT_START):
-            pass
-
-    async def watch(self, stop: Callable[[], None]) -> None:
+    async def watch(self, patience: float = AWAY, stop: Callable[[], None] = lambda: None) -> None:
         """Call `stop` where a follower is to stop, so that running requests finish. Raises EngineDead where one is
         lost; never returns."""
-        async for there in _looks(self._followers, self.record.followers, "a follower", AWAY):
+        async for there in _looks(self._followers, self.record.followers, "a follower", patience):
             if any(follower.stopping for follower in there.values()):
                 stop()
 
@@ -136,14 +131,8 @@ class Follower(Lifetime):
             log.info("node %d of %s, which %s leads", self.record.rank, self.leader.id, self.leader.host)
             yield
 
-    async def watch_start(self) -> None:
-        await self._watch(AWAY_AT_START)
-
-    async def watch(self) -> None:
+    async def watch(self, patience: float = AWAY) -> None:
         """Raises EngineDead where the leader is lost; never returns."""
-        await self._watch(AWAY)
-
-    async def _watch(self, patience: float) -> None:
         async for _ in _looks(self._leaders, [self.leader.id], "its leader", patience):
             pass
 
@@ -179,7 +168,7 @@ class Follower(Lifetime):
 async def start_while_there(start: Awaitable[T], others: Leader | Follower) -> T:
     """Start this host's part of the engine. Raises a group with EngineDead where another host is lost meanwhile."""
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(others.watch_start())
+        watching = group.create_task(others.watch(AWAY_AT_START))
         result = await start
         watching.cancel()
     return result

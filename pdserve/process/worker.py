@@ -177,13 +177,9 @@ class EngineWorker(Service):
                 raise EngineDead(f"a step of it cannot be read: {error or type(error).__name__}") from error
             await self._read_step(step)
 
-    async def _watch_followers(self) -> None:
-        assert self._leader is not None
-        await self._leader.watch(self.stop)
-
     def permanent(self) -> Mapping[str, Work]:
-        followers = {"followers": self._watch_followers} if self._leader else {}
-        takes = self._engine.max_adapters > 0
+        leader, takes = self._leader, self._engine.max_adapters > 0
+        followers = {"followers": partial(leader.watch, stop=self.stop)} if leader else {}
         return {
             **followers,
             **({"adapters": partial(self._adapters.follow, self._presence.have)} if takes else {}),

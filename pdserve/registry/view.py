@@ -60,31 +60,26 @@ class RegistryView(Lifetime):
         """counts the changes; 0 until the present keys have been read"""
         self._registry = registry
         self._prefixes = prefixes or ("",)
-        self._instances = _Records(keys.INSTANCES, decode_instance)
-        self._cards = _Records(keys.CARDS, decode_card)
-        self._newcomers = _Records(keys.NEWCOMERS, decode_instance)
-        self._settings = _Records(keys.SETTINGS, bytes.decode)
-        self._slots = _Records(keys.SLOTS, decode_slot_state)
-        self._leaders = _Records(keys.LEADERS, decode_leader)
-        self._followers = _Records(keys.FOLLOWERS, decode_follower)
-        self._adapters = _Records(keys.ADAPTERS, decode_adapter)
-        self._loading = _Records(keys.LOADING, decode_adapter)
-        self._all: tuple[_Records[Any], ...] = (
-            self._instances,
-            self._cards,
-            self._newcomers,
-            self._settings,
-            self._slots,
-            self._leaders,
-            self._followers,
-            self._adapters,
-            self._loading,
-        )
+        self._all: list[_Records[Any]] = []
+        self._instances = self._records(keys.INSTANCES, decode_instance)
+        self._cards = self._records(keys.CARDS, decode_card)
+        self._newcomers = self._records(keys.NEWCOMERS, decode_instance)
+        self._settings = self._records(keys.SETTINGS, bytes.decode)
+        self._slots = self._records(keys.SLOTS, decode_slot_state)
+        self._leaders = self._records(keys.LEADERS, decode_leader)
+        self._followers = self._records(keys.FOLLOWERS, decode_follower)
+        self._adapters = self._records(keys.ADAPTERS, decode_adapter)
+        self._loading = self._records(keys.LOADING, decode_adapter)
         self._gone: dict[str, tuple[Instance, float]] = {}
         """workers whose lease ended while they were not draining, and when (monotonic)"""
         self._chosen: dict[tuple[Role | None, str | None], list[Instance]] = {}
         """cached answers of `instances`, until something changes"""
         self._changed = asyncio.Condition()
+
+    def _records(self, prefix: str, decode: Callable[[bytes], T]) -> "_Records[T]":
+        records = _Records(prefix, decode)
+        self._all.append(records)
+        return records
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:

@@ -138,10 +138,6 @@ class ServedModels:
         """By model: how many decode workers would take a request now."""
         return {name: model.live for name, model in sorted(self._models.items())}
 
-    def degraded(self) -> dict[str, str]:
-        """By name: the state of each supervised process that is not ready."""
-        return {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
-
     def load(self) -> int:
         """How many requests of this frontend need a decode worker and are not over."""
         return sum(model.admission.requests for model in self._all())
@@ -155,10 +151,6 @@ class ServedModels:
     def links(self) -> list[LinkState]:
         """The links to the decode workers of all models."""
         return [link for model in self._all() for link in model.links()]
-
-    def frontends(self) -> list[Instance]:
-        """All frontends of the graph."""
-        return self._view.instances(Role.FRONTEND)
 
     # following the registry
 

@@ -18,7 +18,8 @@ class HealthPages(Rib):
     local_paths = frozenset({"/load", "/version"})
 
     def __init__(self, context: RibContext) -> None:
-        self._own, self._models, self._keys = context.id, context.models, context.keys
+        self._own, self._models = context.id, context.models
+        self._keys, self._view = context.keys, context.view
         self.routes = [
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
@@ -27,7 +28,8 @@ class HealthPages(Rib):
         ]
 
     async def _health(self, request: Request) -> Response:
-        missing, degraded = self._models.missing(), self._models.degraded()
+        missing = self._models.missing()
+        degraded = {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
         status = "unavailable" if missing else "degraded" if degraded else "ok"
         health: dict[str, object] = {"status": status}
         if not is_local(request.scope) and not self._keys.knows(request.headers):

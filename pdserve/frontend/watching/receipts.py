@@ -18,6 +18,7 @@ from pdserve.frontend.edge.record import RequestRecord, receipt_of
 from pdserve.frontend.ribs import Rib, RibContext
 from pdserve.observe.metrics import ITL, TTFT
 from pdserve.observe.pages import read_receipts
+from pdserve.records import Role
 from pdserve.watch import (
     BUCKETS,
     KEPT_FOR,
@@ -39,7 +40,7 @@ MAX_ASKING = 4
 class Receipts(Rib):
     def __init__(self, context: RibContext) -> None:
         self._own, self._running = context.id, context.running
-        self._models, self._keys = context.models, context.keys
+        self._view, self._keys = context.view, context.keys
         self.routes = [Route("/requests", self._list), Route("/requests/{id}", self._one)]
         self.work = {"receipts": self.tick}
         self._asking = asyncio.Semaphore(MAX_ASKING)
@@ -139,7 +140,7 @@ class Receipts(Rib):
         viewer = self._keys.viewer(request.headers)
         asked = limit, None if viewer.everything else viewer.key, request_id
         receipts = self.receipts(*asked)
-        others = [other for other in self._models.frontends() if other.id != self._own]
+        others = [other for other in self._view.instances(Role.FRONTEND) if other.id != self._own]
         if others and not (request_id and receipts):
             async with self._asking:
                 receipts = newest(limit, receipts, await read_receipts(others, *asked))
