@@ -60,10 +60,7 @@ class SubjectMessages:
         except asyncio.QueueFull:
             log.warning("%s is not read: message dropped", self.subject)
 
-    def __aiter__(self) -> AsyncIterator[Msg]:
-        return self
-
-    async def __anext__(self) -> Msg:
+    async def next(self) -> Msg:
         return await self._waiting.get()
 
 
@@ -169,7 +166,8 @@ class NatsConnection(Lifetime):
         """Yield the messages of an inbox that is listened to; those that cannot be read are logged and skipped."""
         with suppress(QueueUnavailable):
             await self.subscribe()
-        async for message in inbox:
+        while True:
+            message = await inbox.next()
             try:
                 yield decode(message.data)
             except ProtocolError as error:

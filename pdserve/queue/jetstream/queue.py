@@ -31,6 +31,7 @@ from pdserve.messages import (
     decode_to_prefill,
     encode,
 )
+from pdserve.ports import servers_of
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller, QueueDepth
 from pdserve.queue.jetstream.acks import Acks, JetStreamDelivery
@@ -42,10 +43,10 @@ from pdserve.queue.jetstream.pull import ANSWER_WITHIN, ConsumerMissing, PullCon
 from pdserve.queue.jetstream.stream import (
     CONSUMER,
     MEASURE_EVERY,
+    REPLICAS,
     QueueNames,
     ServerClock,
     StreamLimits,
-    default_replicas,
     ensure,
     measure,
     read_state,
@@ -76,7 +77,7 @@ class JetStreamQueue(PrefillQueue):
     ) -> None:
         self._names = QueueNames(namespace, model)
         self._limits = limits or StreamLimits()
-        self._replicas = replicas or default_replicas(nats)
+        self._replicas = replicas or (REPLICAS if len(servers_of(nats)) >= REPLICAS else None)
         tls = credentials.client if credentials else None
         self._connection = NatsConnection(nats, tls, meanwhile, self._prepare)
         self._acks = Acks(self._connection)

@@ -29,7 +29,6 @@ from nats.js.api import (
 
 from pdserve.errors import ConfigError
 from pdserve.messages import QueueState
-from pdserve.ports import servers_of
 from pdserve.queue.jetstream.client import available, require_cluster, short_connection
 
 log = logging.getLogger(__name__)
@@ -165,11 +164,6 @@ async def check_once(url: str, tls: SSLContext | None, of_cluster: bool) -> None
             if of_cluster:
                 require_cluster(client)
             await require_jetstream(client, url)
-
-
-def default_replicas(nats: str) -> int | None:
-    """None: as many as there are."""
-    return REPLICAS if len(servers_of(nats)) >= REPLICAS else None
 
 
 async def ensure(
