@@ -86,7 +86,7 @@ class Leader(Lifetime):
             log.info("spans %d hosts, with %s", self.record.nodes, ", ".join(taken))
             yield
 
-    async def watch(self, patience: float = AWAY, stop: Callable[[], None] = lambda: None) -> None:
+    async def watch(self, stop: Callable[[], None] = lambda: None, patience: float = AWAY) -> None:
         """Call `stop` where a follower is to stop, so that running requests finish. Raises EngineDead where one is
         lost; never returns."""
         async for there in _looks(self._followers, self.record.followers, "a follower", patience):
@@ -168,7 +168,7 @@ class Follower(Lifetime):
 async def start_while_there(start: Awaitable[T], others: Leader | Follower) -> T:
     """Start this host's part of the engine. Raises a group with EngineDead where another host is lost meanwhile."""
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(others.watch(AWAY_AT_START))
+        watching = group.create_task(others.watch(patience=AWAY_AT_START))
         result = await start
         watching.cancel()
     return result

@@ -179,7 +179,7 @@ class EngineWorker(Service):
 
     def permanent(self) -> Mapping[str, Work]:
         leader, takes = self._leader, self._engine.max_adapters > 0
-        followers = {"followers": partial(leader.watch, stop=self.stop)} if leader else {}
+        followers = {"followers": partial(leader.watch, self.stop)} if leader else {}
         return {
             **followers,
             **({"adapters": partial(self._adapters.follow, self._presence.have)} if takes else {}),

@@ -263,7 +263,7 @@ async def test_a_late_answer_to_a_ping_is_no_end_of_reading(
         ping.cancel()
         await until(lambda: not client._pongs)
         await connected.publish(inbox.subject, b"after it")
-        assert (await asyncio.wait_for(anext(inbox), 30)).data == b"after it"
+        assert (await asyncio.wait_for(inbox.next(), 30)).data == b"after it"
         assert connected.client() is client
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
