@@ -53,14 +53,11 @@ class Estimates:
 
     @property
     def better(self) -> Literal["here", "there"]:
-        """Where fewer promises are expected to break, or else where it costs less: with a promise, an idle engine's
-        own computing costs nothing."""
+        """Where fewer promises are expected to break, or else where it costs less."""
         if self.breaks is not None:
             here, there = self.breaks
             if abs(here - there) > MATTERS:
                 return "here" if here < there else "there"
-            if self.idle:
-                return "here"
         return "there" if self.remote < self.local else "here"
 
     def __str__(self) -> str:

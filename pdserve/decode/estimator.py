@@ -14,7 +14,7 @@ import msgspec
 from pdserve.decode.estimate import Estimates, SeenLoad, estimate
 from pdserve.decode.order import rank
 from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.promises import Stakes, chunk_of, longest_first, longest_step
+from pdserve.decode.promises import Stakes, chunk_of, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, revised
@@ -144,53 +144,25 @@ class Estimator:
         )
         if due == gap == math.inf:
             return estimates
-        steps = self._steps(requests, compute, gap, here)
-        stakes = self._stakes(estimates, requests, due - now, gap, steps, spacing)
-        stakes = replace(
-            stakes,
+        plain, token = self._plain.value or 0.0, self._token.value or here
+        stakes = Stakes(
+            left=due - now,
+            gap=gap,
+            plain=plain,
+            step=plain + min(self._chunk(requests) or compute, compute) * token,
+            gaps=[
+                each.gap
+                for each in requests
+                if not each.broken and (each.proven or (now < each.due and each.computes))
+            ],
             here=behind_here.expected(estimates.wait_here, now),
             there=behind_there.expected(estimates.wait_there, now),
         )
         breaks = (
             stakes.broken_here(estimates.wait_here, estimates.compute_here),
-            stakes.broken_there(estimates.wait_there, estimates.compute_there, prompt * spread),
+            stakes.broken_there(estimates.wait_there + estimates.compute_there, prompt * spread),
         )
         return replace(estimates, breaks=breaks)
-
-    def _stakes(
-        self,
-        estimates: Estimates,
-        requests: Collection[DecodeRequest],
-        left: float,
-        gap: float,
-        steps: tuple[float, float, float],
-        spacing: float,
-    ) -> Stakes:
-        """What may break of the requests that run or whose KV comes. `spacing`: seconds between two prompts."""
-        there = estimates.wait_there + estimates.compute_there
-        whole = [each for each in requests if not each.torn]
-        return Stakes(
-            left,
-            gap,
-            *steps,
-            chunks=estimates.wait_here > there,
-            handover=estimates.handover,
-            gaps=[each.gap for each in whole if each.proven or each.computes],
-            coming=[each.gap for each in whole if not (each.proven or each.computes)],
-            newcomers=max(0.0, estimates.compute_here - there) / spacing,
-        )
-
-    def _steps(
-        self, requests: Collection[DecodeRequest], compute: int, gap: float, here: float
-    ) -> tuple[float, float, float]:
-        """Return the seconds of a step without a chunk of this prompt, with one, and with one while KV comes."""
-        plain, token = self._plain.value or 0.0, self._token.value or here
-        chunk, beside = self._chunk(requests), self._chunk(requests, [gap])
-        return (
-            plain,
-            plain + min(chunk or compute, compute) * token,
-            plain + min(beside or compute, compute) * token,
-        )
 
     def _arrived(self, now: float) -> float:
         """A prompt comes; return the mean time between two."""
@@ -204,17 +176,9 @@ class Estimator:
         """Tokens of prompts in a step, for what is here now."""
         return self._chunk(self.requests.clients())
 
-    def _chunk(self, requests: Iterable[DecodeRequest], newcomers: Iterable[float] = ()) -> int:
-        """`newcomers`: gaps promised to requests whose KV will come, beside those that are here."""
-        plain, handover = self._plain.value or 0.0, self._handover.value or FIRST_HANDOVER
-        steps = [longest_first(gap, handover) for gap in newcomers]
-        for request in requests:
-            if request.torn or request.gap == math.inf:
-                continue
-            if request.proven:
-                steps.append(longest_step(request.gap, plain))
-            elif not request.computes:
-                steps.append(longest_first(request.gap, handover))
+    def _chunk(self, requests: Iterable[DecodeRequest]) -> int:
+        plain = self._plain.value or 0.0
+        steps = (longest_step(each.gap, plain) for each in requests if each.proven and not each.broken)
         return chunk_of(
             min(steps, default=math.inf), plain, self._token.value or 0.0, self.usual, self.block()
         )

@@ -74,8 +74,8 @@ class DecodeRequest:
     """output tokens sent from here, the prefill worker's first token included"""
     since: float = 0.0
     """while RUNNING: when it entered the engine, or its last token came; monotonic seconds"""
-    torn: bool = False
-    """two of its tokens came further apart than promised"""
+    broken: bool = False
+    """its first token came later, or two tokens further apart, than promised"""
     warms: str = ""
     """of a warm-up, which no frontend sent: instance id of the prefill worker"""
     unread: bool = False
@@ -119,6 +119,11 @@ class DecodeRequest:
     def published(self) -> bool:
         """Whether its prompt is in the prefill queue, or was."""
         return self.kv_age is not None
+
+    def came(self, tokens: int, now: float) -> None:
+        """So many output tokens came `now`."""
+        self.broken |= now - self.since > self.gap if self.tokens else now > self.due
+        self.tokens += tokens
 
     def resolve(self, answer: Outcome) -> None:
         """End the wait for the prefill worker; no effect if there is none."""

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pdserve.config.schema import DecodeSection
-from pdserve.decode.promises import chunk_of, longest_first, longest_step
+from pdserve.decode.promises import chunk_of, longest_step
 from pdserve.engine.base import Step
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.messages import Promise
@@ -23,18 +23,6 @@ def test_a_step_is_as_long_as_keeps_the_gap(plain: float) -> None:
     step = longest_step(0.06, plain)
     assert (step == math.inf) == (torn(plain, 0.06) == 1.0), "what breaks in any case is not spared"
     assert step == math.inf or torn(step, 0.06) == 0.0
-
-
-@pytest.mark.parametrize("handover", [0.005, 0.03])
-def test_and_as_keeps_the_first_gap_of_what_comes(handover: float) -> None:
-    step = longest_first(0.06, handover)
-    assert torn(handover + step / 2, 0.06) == pytest.approx(0.0)
-
-
-def test_a_first_gap_that_is_not_sure_to_break_is_spared_all_that_can_be() -> None:
-    assert longest_first(0.06, 0.05) == 0.0
-    assert chunk_of(longest_first(0.06, 0.05), 0.01, 0.0001, 256, BLOCK) == BLOCK
-    assert longest_first(0.06, 0.06) == math.inf
 
 
 def test_an_engine_that_computes_prompts_whole_has_no_chunk() -> None:

@@ -56,7 +56,9 @@ class RoutedGraph(VirtualGraph):
 def kept(slower: float, rate: float, promised: Promised, *, routed: bool) -> float:
     graph = RoutedGraph(promised, slower, routed=routed)
     done = graph.poisson(rate, 60)
-    return sum(each.kept for each in done) / (len(done) + sum(len(worker.live) for worker in graph.decode))
+    return sum(each.keeps(promised) for each in done) / (
+        len(done) + sum(len(worker.live) for worker in graph.decode)
+    )
 
 
 @pytest.mark.parametrize("rate", [2.0, 10.0])
@@ -74,8 +76,7 @@ def test_with_a_slow_worker_beside_a_fast_one_more_promises_are_kept(
     promised: Promised, slower: float, rate: float
 ) -> None:
     without, with_it = (kept(slower, rate, promised, routed=routed) for routed in (False, True))
-    assert without < 0.82
-    assert with_it > without + 0.09
+    assert with_it > min(without + 0.09, 0.95)
 
 
 @pytest.mark.parametrize("rate", [2.0, 14.0])

@@ -22,6 +22,8 @@ from pdserve.engine.sim.model import SimModel
 from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.plan.plan import DECODE_CHUNK
 from pdserve.process.learned import PrefillSpeed
+from pdserve.slo import Promised as Pacing
+from tests.frontend.model.test_pacing import left, longest
 
 SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00015)
 """about that of the demo model on one core"""
@@ -65,7 +67,7 @@ class VirtualRequest:
     outcome: Any = None
     times: list[float] = field(default_factory=list)
     published: bool = False
-    torn: bool = False
+    broken: bool = False
 
     @property
     def submit(self) -> Any:
@@ -79,9 +81,18 @@ class VirtualRequest:
     def gap(self) -> float:
         return self.decode.graph.promised.gap
 
-    @property
-    def kept(self) -> bool:
-        return self.ttft <= self.due - self.begun and self.longest_gap <= self.gap
+    def came(self) -> None:
+        """A token came."""
+        now, last = self.decode.graph.now, self.times[-1:]
+        self.broken |= now - last[0] > self.gap if last else now > self.due
+        self.times.append(now)
+
+    def keeps(self, promised: Promised) -> bool:
+        """As its tokens leave the frontend, which paces them if it knows of a promise."""
+        slo, times = self.decode.graph.promised, self.times
+        if slo.gap < math.inf:
+            times = left(Pacing(slo.ttft, slo.gap), times, started=self.begun)
+        return times[0] - self.begun <= promised.ttft and longest(times) <= promised.gap
 
     @property
     def awaits(self) -> bool:
@@ -103,7 +114,7 @@ class VirtualRequest:
 
     @property
     def longest_gap(self) -> float:
-        return max(after - before for before, after in itertools.pairwise(self.times))
+        return longest(self.times)
 
 
 class VirtualEngine:
@@ -209,7 +220,7 @@ class VirtualDecode(VirtualEngine):
 
     def answered(self, request: VirtualRequest) -> None:
         request.awaits_tokens, request.since = 0, self.graph.now
-        request.times.append(self.graph.now)
+        request.came()
         self.turns.over(request)  # type: ignore[arg-type]
         self.graph.after(TRANSFER, lambda: self.add(request))
 
@@ -217,8 +228,7 @@ class VirtualDecode(VirtualEngine):
         self.estimator.stepped(self.graph.now, self.prompt_tokens)
 
     def token(self, request: VirtualRequest) -> None:
-        request.torn |= bool(request.times) and self.graph.now - request.times[-1] > request.gap
-        request.times.append(self.graph.now)
+        request.came()
         if not request.proven:
             self.estimator.first_token(request, self.graph.now)  # type: ignore[arg-type]
             request.proven, request.computes = True, 0

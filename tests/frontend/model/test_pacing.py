@@ -16,9 +16,11 @@ PREFILL = 0.1
 """seconds from a request to its first output"""
 
 
-def left(promised: Promised, arrivals: Sequence[float], deadline: float = math.inf) -> list[float]:
+def left(
+    promised: Promised, arrivals: Sequence[float], deadline: float = math.inf, started: float = STARTED
+) -> list[float]:
     """When each output leaves that comes at these times; the last of them ends the answer."""
-    reserve = Reserve[int].of(promised, STARTED, deadline)
+    reserve = Reserve[int].of(promised, started, deadline)
     assert reserve is not None
     leaves, times = list[int](), list[float]()
     for number, arrival in enumerate(arrivals):
