@@ -118,7 +118,7 @@ def test_answers_end_as_soon_as_without_the_promise(
     args = ADAPTIVE, promised, prompt, slow, rate * 1300 / prompt
     (blind, without), (knows, finish) = (run(*args, known=known) for known in (False, True))
     assert finish <= 1.05 * without
-    assert knows >= blind - 0.02
+    assert knows >= blind - 0.04
 
 
 async def test_the_earliest_is_published_first(
