@@ -120,11 +120,6 @@ class DecodeRequest:
         """Whether its prompt is in the prefill queue, or was."""
         return self.kv_age is not None
 
-    def came(self, tokens: int, now: float) -> None:
-        """So many output tokens came `now`."""
-        self.broken |= now - self.since > self.gap if self.tokens else now > self.due
-        self.tokens += tokens
-
     def resolve(self, answer: Outcome) -> None:
         """End the wait for the prefill worker; no effect if there is none."""
         if self.answer is not None and not self.answer.done():

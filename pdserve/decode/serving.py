@@ -130,7 +130,7 @@ class RequestRunner:
             return None
         first = self.engine.first_output(request.id, request.submit.prompt, request.submit.body, packed)
         if first is not None:
-            request.came(len(first.tokens), time.monotonic())
+            request.tokens, request.broken = len(first.tokens), time.monotonic() > request.due
             await self.frontends.send_outputs(request.frontend, [first])
         return first
 
@@ -236,7 +236,8 @@ class RequestRunner:
             text = output.refused or "the engine failed this request"
             await self.frontends.fail(request, text, retry=not output.refused, invalid=bool(output.refused))
             return False
-        request.came(len(output.tokens), now)
+        request.broken |= now - request.since > request.gap if request.tokens else now > request.due
+        request.tokens += len(output.tokens)
         if not request.proven:
             if output.recomputed and not request.unread:
                 self.links.unread(request, "it had to be computed again")
