@@ -1,14 +1,16 @@
-"""What pdserve replaces of vLLM's verification of drafts on the CPU, without an engine."""
+"""What pdserve replaces of vLLM on the CPU, without an engine: the verification of drafts, and LoRA's kernels."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
-from pdserve.engine.vllm.cpu_faults import verify_drafts
+from pdserve.engine.vllm.cpu_faults import leave_out_adapters, verify_drafts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 VOCABULARY = 10
@@ -71,3 +73,21 @@ def test_a_placeholder_is_rejected() -> None:
         None,
     )
     assert tokens.tolist() == [[3, -1]]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["tokens", "prompts"])
+def test_tokens_without_an_adapter_get_nothing_of_one(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three tokens, the second has the adapter in the last of two slots, the others have none."""
+    for module in (lora_ops, punica_cpu):
+        for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+            monkeypatch.setattr(module, name, getattr(module, name))
+    leave_out_adapters()
+    punica = punica_cpu.PunicaWrapperCPU(8, 4, "cpu")
+    punica.is_prefill, punica.no_lora = whole, False
+    punica._token_lora_indices[:3] = torch.tensor([-1, 1, -1])
+    punica.indices_len[0] = 3
+    punica._update_prefill_metadata(punica.token_lora_indices)
+    outputs = torch.full((3, 2), 7.0)
+    weights = torch.ones(2, 1, 4, 2), torch.ones(2, 1, 2, 4)
+    punica.add_lora_linear(outputs, torch.ones(3, 2), (weights[0],), (weights[1],), 1.0, (2,))
+    assert outputs.tolist() == [[7.0, 7.0], [15.0, 15.0], [7.0, 7.0]]

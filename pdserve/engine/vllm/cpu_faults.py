@@ -9,6 +9,8 @@ None was reported for vLLM itself in November 2026.
 - `verify_drafts`: with speculative decoding, requests that sample get uninitialized temperatures, top_k and top_p, end
   the engine in a step without drafts, or get tokens of the wrong place. Goes when vLLM's `cpu_triton_utils` copies back
   what `expand_kernel_impl` writes and rejects drafts of -1, and `apply_top_k_only` takes no rows.
+- `leave_out_adapters`: tokens without a LoRA adapter are computed with the adapter in the last slot. Goes when
+  `torch_ops/lora_ops.py` leaves out rows whose index is -1.
 - `request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when vLLM's CPU
   worker asks for the tiles itself.
 - `api.compute_in_core`: an engine of one rank computes in a second process, and both spin. By design; goes when a CPU
@@ -21,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -32,6 +36,7 @@ def work_around() -> None:
     keep_generators(CPUModelRunner)
     rank_without_compiler()
     verify_drafts()
+    leave_out_adapters()
 
 
 def request_amx() -> None:
@@ -69,6 +74,22 @@ def verify_drafts() -> None:
     rejection_sampler.expand_batch_to_tokens = expand
     rejection_sampler.apply_sampling_constraints = constrained
     rejection_sampler._rejection_random_sample = verified
+
+
+def leave_out_adapters() -> None:
+    """Add nothing to tokens without an adapter: their index is -1, with which vLLM takes the weights of the last slot.
+    The kernels of whole prompts (sgmv) call those of tokens (bgmv)."""
+
+    def without(kernel: Callable[..., None]) -> Callable[..., None]:
+        def masked(inputs: Any, weights: Any, output: Any, indices: Any, *args: Any, **named: Any) -> None:
+            kernel(inputs.masked_fill((indices < 0).unsqueeze(1), 0), weights, output, indices, *args, **named)
+
+        return masked
+
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        kernel = without(getattr(lora_ops, name))
+        for module in (lora_ops, punica_cpu):
+            setattr(module, name, kernel)
 
 
 def keep_generators(runner: type) -> None:
