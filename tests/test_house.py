@@ -356,27 +356,27 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 
 ROOMS = {
     "both": 185,
-    "cli": 1620,
-    "config": 1860,
-    "decode": 2840,
-    "engine": 2635,
-    "files beside the rooms": 2160,
-    "frontend": 7175,
+    "cli": 1614,
+    "config": 1928,
+    "decode": 2765,
+    "engine": 2890,
+    "files beside the rooms": 2111,
+    "frontend": 7362,
     "install": 265,
-    "kv": 1110,
+    "kv": 1107,
     "observe": 1375,
-    "plan": 1603,
-    "prefill": 680,
-    "process": 1375,
-    "queue": 1760,
-    "registry": 805,
-    "stream": 810,
-    "supervisor": 2535,
+    "plan": 1784,
+    "prefill": 676,
+    "process": 1473,
+    "queue": 1756,
+    "registry": 821,
+    "stream": 808,
+    "supervisor": 2500,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 13530, "tests": 41520, "tools": 2050}
+BESIDE = {"benchmarks": 13670, "tests": 42615, "tools": 2117}
 """lines of what is beside it"""
-WORDS, RECORD = 23950, 350
+WORDS, RECORD = 24493, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
