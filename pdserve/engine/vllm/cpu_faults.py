@@ -82,7 +82,9 @@ def leave_out_adapters() -> None:
 
     def without(kernel: Callable[..., None]) -> Callable[..., None]:
         def masked(inputs: Any, weights: Any, output: Any, indices: Any, *args: Any, **named: Any) -> None:
-            kernel(inputs.masked_fill((indices < 0).unsqueeze(1), 0), weights, output, indices, *args, **named)
+            kernel(
+                inputs.masked_fill((indices < 0).unsqueeze(1), 0), weights, output, indices, *args, **named
+            )
 
         return masked
 
