@@ -185,6 +185,7 @@ class VllmEngine(Engine):
         except EngineDead:
             raise
         except Exception as error:  # whatever vLLM finds wrong with its files
+            await self._remove_half(id)
             raise ConfigError([str(error)]) from error
         self._adapters[id] = request
 
@@ -249,6 +250,14 @@ class VllmEngine(Engine):
             if self._process.dead:
                 raise EngineDead("vLLM's engine core died") from error
             raise
+
+    async def _remove_half(self, id: int) -> None:
+        """vLLM registers an adapter before it copies the weights, and would say later that it is there. Raises
+        EngineDead where vLLM keeps it."""
+        try:
+            await self._call(self._core.remove_lora_async(id))
+        except Exception as error:
+            raise EngineDead(f"adapter {id:x} was loaded in part and cannot be removed: {error}") from error
 
     def _set_adapter(self, request: api.EngineCoreRequest) -> int:
         """Name the adapter to vLLM by its number, and by its folder on this host; 0: the request has none."""
