@@ -2,6 +2,15 @@
 
 from collections.abc import Mapping
 
+READ_BY = (
+    "enable-mixed-moe-lora-format",
+    "enable-moe-shared-loras",
+    "enable-tower-connector-lora",
+    "lora-dtype",
+    "lora-target-modules",
+)
+"""engine arguments that change what is computed with the same adapter"""
+
 
 def most_adapters(engine_args: Mapping[str, object]) -> int:
     """How many adapters an engine with these arguments holds."""

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdserve.config.adapters import most_adapters, static_adapters
+from pdserve.config.adapters import READ_BY, most_adapters, static_adapters
 from pdserve.config.addresses import collector_url, traces_url
 from pdserve.config.api_keys import configured
 from pdserve.config.arguments import ANSWERS, SPECULATION, arguments, draft_model, shapes_answers
@@ -54,8 +54,7 @@ _ALIKE = {
     "quantization": "KV blocks are moved byte by byte",
     "block-size": "unequal KV blocks give wrong tokens",
     "max-model-len": "a prompt that one side takes must fit the other",
-    "enable-lora": "both compute with the same adapters",
-    "lora-dtype": "both compute with the same adapters",
+    **dict.fromkeys(("enable-lora", *READ_BY), "both compute with the same adapters"),
 }
 """vLLM arguments that must be equal in decode and prefill workers, because KV blocks move from one engine's cache into
 the other's, and the reason"""

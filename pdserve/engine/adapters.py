@@ -6,15 +6,21 @@ the number, so that KV of one adapter is never used for another, nor for the mod
 
 import hashlib
 import json
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-from pdserve.engine.fingerprint import digest_folder
+from pdserve.config.adapters import READ_BY
+from pdserve.config.arguments import arguments
+from pdserve.engine.fingerprint import whole_digest
 from pdserve.errors import ConfigError
 
 _ID = 15
 """hex digits: a number that fits vLLM's 64 bits, signed"""
+_FILES = re.compile(r"adapter_(config\.json|model\..*)")
+"""what vLLM reads of an adapter: of its weights, the file of the first format that it knows"""
 
 
 class AdapterEngine(ABC):
@@ -45,7 +51,7 @@ def with_adapter(fingerprint: str, adapter: int) -> str:
 
 def adapter_folder(name: str, path: str) -> str:
     """The adapter's folder on this host. Raises ConfigError, in vLLM's words."""
-    folder = Path(path).expanduser().absolute()
+    folder = Path(os.path.expanduser(path)).absolute()  # of an unknown user: as it is
     if not (folder / "adapter_config.json").is_file():
         raise ConfigError([f"Loading lora {name} failed: No adapter found for {path}"])
     return str(folder)
@@ -53,5 +59,9 @@ def adapter_folder(name: str, path: str) -> str:
 
 def adapter_id(folder: str, engine_args: Mapping[str, object]) -> int:
     """The number of the adapter that this folder holds now."""
-    facts = json.dumps([digest_folder(Path(folder)), engine_args.get("lora-dtype", "auto")], sort_keys=True)
+    known = arguments()
+    settings = {name: engine_args.get(name, known[name].default) for name in READ_BY}
+    paths = (path for path in Path(folder).iterdir() if _FILES.fullmatch(path.name) and path.is_file())
+    files = {path.name: whole_digest(path) for path in paths}
+    facts = json.dumps([files, settings], sort_keys=True, default=str)
     return int(hashlib.sha256(facts.encode()).hexdigest()[:_ID], 16) or 1

@@ -105,19 +105,20 @@ def _source(model: str, revision: str) -> object:
     if Path(model).is_file():  # a single GGUF file
         return _weights_digest(Path(model))
     folder = find_folder(model, revision)
-    return f"{model}@{revision}" if folder is None else digest_folder(folder)
+    return f"{model}@{revision}" if folder is None else _digest_folder(folder)
 
 
-def digest_folder(folder: Path) -> dict[str, str]:
+def _digest_folder(folder: Path) -> dict[str, str]:
     """File name -> digest, of the files that count; subfolders have only other copies of the weights."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    digests = {path.name: _whole_digest(path) for path in files if path.suffix in _CODE}
+    digests = {path.name: whole_digest(path) for path in files if path.suffix in _CODE}
     weights = [path for path in files if not path.name.startswith("consolidated")]
     kind = next((kind for kind in _WEIGHTS if any(path.suffix == kind for path in weights)), "")
     return digests | {path.name: _weights_digest(path) for path in weights if kind and path.suffix == kind}
 
 
-def _whole_digest(path: Path) -> str:
+def whole_digest(path: Path) -> str:
+    """SHA-256 of a file, in hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -125,7 +126,7 @@ def _whole_digest(path: Path) -> str:
 def _weights_digest(path: Path) -> str:
     size = path.stat().st_size
     if size <= _WHOLE:
-        return _whole_digest(path)
+        return whole_digest(path)
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with path.open("rb") as file:
         for start, length in _places(file.fileno(), path.suffix, size):

@@ -411,9 +411,12 @@ def test_adapters_that_a_worker_cannot_hold(tmp_path: Path, modules: str, withou
     assert any(problem in each and "VllmWorker.lora-modules" in each for each in caught.value.problems)
 
 
-def test_both_kinds_of_workers_take_adapters_or_none_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "own", ["enable-lora: true", "lora-target-modules: [q_proj]", "enable-moe-shared-loras: true"]
+)
+def test_both_kinds_of_workers_compute_alike_with_adapters(tmp_path: Path, own: str) -> None:
     file = tmp_path / "graph.yaml"
-    file.write_text(GOOD.replace("remote-prefill: true", "remote-prefill: true\n  enable-lora: true"))
+    file.write_text(GOOD.replace("remote-prefill: true", f"remote-prefill: true\n  {own}"))
     with pytest.raises(ConfigError, match="both compute with the same adapters"):
         load(file)
 
