@@ -3,6 +3,7 @@ registry keeps. What the worker has is in its own record, by which frontends cho
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from msgspec.structs import replace
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from pdserve.config.adapters import static_adapters
 from pdserve.engine.adapters import adapter_folder, adapter_id
 from pdserve.engine.base import Engine
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, EngineDead
 from pdserve.records import OF_FILE, Adapter
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
@@ -19,6 +20,10 @@ from pdserve.registry.view import RegistryView
 log = logging.getLogger(__name__)
 Key = tuple[str, str]
 """name, and by which call it is there"""
+AGAIN = 30.0
+"""seconds until a wanted adapter that could not be loaded is tried again"""
+LONGEST = 500
+"""characters of a problem: it is part of the worker's record"""
 
 
 class WorkerAdapters:
@@ -33,6 +38,9 @@ class WorkerAdapters:
         self._model = model
         self._registry = registry
         self._there: dict[Key, Adapter] = {}
+        self._published: list[Adapter] | None = None
+        self._tried = time.monotonic()
+        """when those that could not be loaded were last tried again"""
 
     @property
     def there(self) -> list[Adapter] | None:
@@ -46,15 +54,16 @@ class WorkerAdapters:
         problems = [each.problem for each in self._there.values() if each.asked == OF_FILE and each.problem]
         if problems:
             raise ConfigError(problems)
+        self._published = self.there
 
     async def follow(self, changed: Callable[[list[Adapter] | None], Awaitable[None]]) -> None:
         """Load what is wanted as it changes, for ever; `changed` is called with what is there then."""
         async with self._view() as view:
-            async for _ in view.changes():
-                before = self.there
+            async for _ in view.changes(every=AGAIN):
                 await self._load(self._wanted(view))
-                if self.there != before:
-                    await changed(self.there)
+                if self.there != self._published:
+                    await changed(there := self.there)
+                    self._published = there
 
     def _view(self) -> RegistryView:
         return RegistryView(self._registry, keys.ADAPTERS, keys.LOADING)
@@ -68,14 +77,28 @@ class WorkerAdapters:
         return {(each.name, each.asked): each for each in wanted}
 
     async def _load(self, wanted: Mapping[Key, Adapter]) -> None:
-        for key in [key for key, each in self._there.items() if each.problem and key not in wanted]:
-            del self._there[key]
+        if again := time.monotonic() >= self._tried + AGAIN:
+            self._tried = time.monotonic()
         for key, adapter in wanted.items():
-            if key not in self._there:
+            before = self._there.get(key)
+            answered = not adapter.id and adapter.asked != OF_FILE  # a frontend has seen that it failed
+            if before is None or (again and before.problem and not answered):
                 loaded = await self._load_one(replace(adapter, model=""), wanted)
                 self._there[key] = loaded
-                text = "adapter %s of %s: %s"
-                log.info(text, adapter.name, adapter.path, loaded.problem or f"loaded as {loaded.id:x}")
+                if loaded != before:
+                    level, found = logging.INFO, f"loaded as {loaded.id:x}"
+                    if loaded.problem:
+                        level, found = logging.WARNING, loaded.problem
+                    log.log(level, "adapter %s of %s: %s", adapter.name, adapter.path, found)
+        self._drop(wanted)
+
+    def _drop(self, wanted: Mapping[Key, Adapter]) -> None:
+        """Of those that are not wanted, leave one entry for each adapter that the engine holds."""
+        held = {0} | {each.id for key, each in self._there.items() if key in wanted}
+        for key, each in list(self._there.items()):
+            if key not in wanted and each.id in held:
+                del self._there[key]
+            held.add(each.id)
 
     async def _load_one(self, adapter: Adapter, wanted: Mapping[Key, Adapter]) -> Adapter:
         try:
@@ -90,8 +113,10 @@ class WorkerAdapters:
                     await self._engine.unload_adapter(id)
                     raise ConfigError([f"the files of {adapter.path} changed while they were loaded"])
             return replace(adapter, id=id)
-        except (ConfigError, OSError) as error:
-            return replace(adapter, id=0, problem=str(error))
+        except EngineDead:
+            raise
+        except Exception as error:  # whatever is wrong with its path or its files
+            return replace(adapter, id=0, problem=(str(error) or repr(error))[:LONGEST])
 
     async def _make_room(self, wanted: Mapping[Key, Adapter]) -> None:
         """Unload an adapter that is not wanted and not used, if the engine is full. Raises ConfigError."""

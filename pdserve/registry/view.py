@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from pdserve.errors import ProtocolError, RegistryUnavailable
@@ -150,19 +150,22 @@ class RegistryView(Lifetime):
             if worker.id not in there and now - since < GONE_FOR
         ]
 
-    async def changes(self) -> AsyncIterator[None]:
-        """Yield when the present keys have been read, and then after every change. Several changes may be yielded as
-        one, so that a caller may read everything each time even while hundreds of processes come or go."""
+    async def changes(self, every: float | None = None) -> AsyncIterator[None]:
+        """Yield when the present keys have been read, and then after every change, or `every` seconds. Several changes
+        may be yielded as one, so that a caller may read everything each time even while hundreds of processes come or
+        go."""
         seen = 0
         while True:
-            seen = await self._newer_than(seen)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(every if seen else None):
+                    await self._newer_than(seen)
+            seen = self.version
             yield
             await asyncio.sleep(PAUSE)
 
-    async def _newer_than(self, version: int) -> int:
+    async def _newer_than(self, version: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self.version != version)
-        return self.version
 
     async def _follow(self) -> None:
         """A watch begins with all present keys."""

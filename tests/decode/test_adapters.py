@@ -17,12 +17,13 @@ from pdserve.engine.adapters import adapter_id, with_adapter
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
 from pdserve.engine.sim.wire import CoreRequest, Lora, Sampling
-from pdserve.errors import ConfigError, ProtocolError, Unavailable
+from pdserve.errors import ConfigError, EngineDead, ProtocolError, Unavailable
 from pdserve.frontend.model.adapters import AdapterStore, served
 from pdserve.messages import Submit
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.adapters import WorkerAdapters
-from pdserve.records import Adapter, Instance, Role
+from pdserve.records import Adapter, Instance, Role, encode_record
+from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.decode.graph import LONG, Answered, Seams, W, config, sees
@@ -110,8 +111,25 @@ def test_the_number_is_that_of_the_files(tmp_path: Path) -> None:
     assert first == adapter_id(str(red), {"enable-lora": True})
     assert first != adapter_id(str(blue), {})
     assert first != adapter_id(str(red), {"lora-dtype": "float16"})
+    assert first != adapter_id(str(red), {"lora-target-modules": ["q_proj"]})
+    assert first == adapter_id(str(red), {"enable-moe-shared-loras": False})
+    assert first != adapter_id(str(red), {"enable-moe-shared-loras": True})
     (red / "adapter_config.json").write_text("{}")
     assert first != adapter_id(str(red), {})
+
+
+def test_the_number_is_that_of_all_that_vllm_may_read(tmp_path: Path) -> None:
+    red = folder(tmp_path, "red")
+    (red / "a.safetensors").write_bytes(b"not read")
+    weights = red / "adapter_model.bin"
+    weights.write_bytes(bytes(8 << 20))
+    first = adapter_id(str(red), {})
+    with weights.open("r+b") as file:
+        file.seek(5_000_001)
+        file.write(b"1")
+    second = adapter_id(str(red), {})
+    (red / "adapter_model.safetensors").write_bytes((8).to_bytes(8, "little") + b"not json" * (1 << 20))
+    assert len({first, second, adapter_id(str(red), {})}) == 3
 
 
 # ── workers ──
@@ -256,6 +274,100 @@ async def test_a_request_whose_adapter_is_not_there_may_go_elsewhere() -> None:
         failed = (await graph.ask(RED)).failed
         assert failed is not None
         assert failed.retry
+
+
+# ── a worker by itself ──
+
+
+class Refusing(SimEngine):
+    problem: Exception | None = None
+
+    async def load_adapter(self, id: int, folder: str) -> None:
+        if self.problem is not None:
+            raise self.problem
+        await super().load_adapter(id, folder)
+
+
+class Alone:
+    """The adapters of one worker, and what it has said of them."""
+
+    def __init__(self, engine: Refusing, path: Path) -> None:
+        self.engine = engine
+        self.adapters = WorkerAdapters(engine, {}, "demo", MemoryRegistry(MemoryServer(), "t"))
+        self.path = str(folder(path, "red"))
+
+    async def have(self, *calls: str, path: str = "", id: int = 0) -> list[Adapter]:
+        wanted = {("red", call): Adapter("red", path or self.path, id, call) for call in calls}
+        await self.adapters._load(wanted)
+        assert self.adapters.there is not None
+        return self.adapters.there
+
+
+@pytest.fixture
+async def alone(tmp_path: Path) -> AsyncIterator[Alone]:
+    async with Refusing(spec(Role.DECODE, "d", **LORA)) as engine:
+        yield Alone(engine, tmp_path)
+
+
+@pytest.mark.parametrize("problem", [OverflowError("too far"), AssertionError(), RuntimeError("x" * 9999)])
+async def test_whatever_fails_is_a_short_problem_of_that_adapter(alone: Alone, problem: Exception) -> None:
+    alone.engine.problem = problem
+    (red,) = await alone.have("a")
+    assert red.problem == (str(problem) or "AssertionError()")[:500]
+    assert red.id == 0
+
+
+async def test_a_folder_of_an_unknown_user_is_not_there(alone: Alone) -> None:
+    (red,) = await alone.have("a", path="~nosuchuser/x")
+    assert red.problem == "Loading lora red failed: No adapter found for ~nosuchuser/x"
+
+
+async def test_a_dead_engine_ends_its_worker(alone: Alone) -> None:
+    alone.engine.problem = EngineDead("gone")
+    with pytest.raises(EngineDead):
+        await alone.have("a")
+
+
+async def test_a_record_has_one_entry_for_an_adapter_that_comes_and_goes(alone: Alone) -> None:
+    for call in "abcd":
+        assert ("red", call) in [(each.name, each.asked) for each in await alone.have(call)]
+        assert len(await alone.have()) == 1
+    assert len(await alone.have("e", "f")) == 2
+
+
+async def test_a_kept_adapter_that_failed_is_tried_again(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = adapter_id(alone.path, {})
+    alone.engine.problem = OSError("the disk is away")
+    assert (await alone.have("a", id=id))[0].problem
+    alone.engine.problem = None
+    assert (await alone.have("a", id=id))[0].problem
+    monkeypatch.setattr("pdserve.process.adapters.AGAIN", 0.0)
+    assert (await alone.have("a"))[0].problem  # a frontend's call has had its answer
+    assert (await alone.have("a", id=id))[0].id == id
+
+
+async def test_what_could_not_be_said_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.process.adapters.AGAIN", 0.05)
+    said: list[list[Adapter] | None] = []
+
+    async def changed(there: list[Adapter] | None) -> None:
+        said.append(there)
+        if len(said) == 1:
+            raise RuntimeError("etcd")
+
+    async with MemoryRegistry(MemoryServer(), "t") as registry, sim(Role.DECODE, "d", **LORA) as engine:
+        red = Adapter("red", str(folder(tmp_path, "red")), asked="a", model="demo")
+        adapters = WorkerAdapters(engine, {}, "demo", registry)
+        await adapters.start()
+        await registry.put(keys.loading(red), encode_record(red))
+        with pytest.raises(RuntimeError, match="etcd"):
+            await adapters.follow(changed)
+        following = asyncio.create_task(adapters.follow(changed))
+        await until(lambda: len(said) == 2)
+        following.cancel()
+    assert said[0] == said[1] == adapters.there
 
 
 def test_the_served_names() -> None:
