@@ -4,7 +4,7 @@ workers of a model or on none (docs/decisions/0075-lora-adapters.md)."""
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -18,11 +18,15 @@ WITHIN = 60.0
 """seconds for all workers to load an adapter"""
 
 
-def served(kept: Mapping[str, Adapter], workers: Iterable[Instance]) -> dict[str, Adapter]:
+def served(
+    kept: Mapping[str, Adapter], workers: Sequence[Instance], before: Mapping[str, Adapter] = {}
+) -> dict[str, Adapter]:
     """The adapters that clients may name, by name: what was loaded at run time, and what the workers' files name unless
-    that was unloaded. Where the files of two hosts differ, the one that most workers have. Pure."""
+    that was unloaded. Where the files of two hosts differ, the one that most workers have. While there is no worker,
+    those of `before`, whose requests wait as the model's own do. Pure."""
     found: dict[str, Counter[Adapter]] = {}
-    for each in (each for worker in workers for each in worker.adapters or ()):
+    theirs = (each for worker in workers for each in worker.adapters or ())
+    for each in theirs if workers else before.values():
         if not each.problem and each.asked == (kept[each.name].asked if each.name in kept else OF_FILE):
             found.setdefault(each.name, Counter())[each] += 1
     return {name: counts.most_common(1)[0][0] for name, counts in sorted(found.items())}

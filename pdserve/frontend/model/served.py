@@ -219,7 +219,7 @@ class ServedModels:
         workers = self._workers(model.card)
         places = (each.max_num_seqs for each in workers if not each.stands_in)
         model.places = max(places, default=0) or model.places
-        model.adapters = served(self._view.adapters(model.card.name), workers)
+        model.adapters = served(self._view.adapters(model.card.name), workers, model.adapters)
         if model.processor is not None:
             model.processor.adapters.set(model.adapters.values())
             frontends = len(self._view.instances(Role.FRONTEND))

@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any
 
 from vllm.config import LoRAConfig
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
 from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.records import Adapter
 from pdserve.tasks import on_loop
+
+LONGEST_NAME, LONGEST_PATH = 256, 4096
+"""bytes, since all that workers say of an adapter must fit into their records in etcd"""
 
 
 class AppAdapters:
@@ -40,6 +45,8 @@ class AppAdapters:
         return True
 
     async def _load(self, request: LoadLoRAAdapterRequest, **options: Any) -> ErrorResponse | str:
+        if problem := _too_long(request):
+            return create_error_response(problem, "InvalidUserInput", HTTPStatus.BAD_REQUEST)
         answer: ErrorResponse | str = await self._loads(request, **options)
         await on_loop(self._home, self._look())
         return answer
@@ -54,3 +61,12 @@ class AppAdapters:
             await on_loop(self._home, self._store.unload(self._model, request.lora_name))
         await on_loop(self._home, self._look())
         return answer
+
+
+def _too_long(request: LoadLoRAAdapterRequest) -> str:
+    """Which of its texts is, and how long it may be; empty: none."""
+    texts = (("lora_name", request.lora_name, LONGEST_NAME), ("lora_path", request.lora_path, LONGEST_PATH))
+    for key, text, longest in texts:
+        if (size := len(text.encode())) > longest:
+            return f"'{key}' has {size:,} bytes, but may have {longest:,}."
+    return ""

@@ -13,9 +13,12 @@ import pytest_asyncio
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
 from pdserve.frontend.edge import paths
+from pdserve.records import Adapter, Instance, Role, encode_record
+from pdserve.registry import keys
 from tests.conditions import until
-from tests.frontend.conftest import Graph
+from tests.frontend.conftest import Graph, card, running_graph
 from tests.frontend.model.sims import sim_engines
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [300 + (7 * number) % 600 for number in range(300)]
@@ -114,6 +117,8 @@ async def test_an_adapter_that_is_loaded_and_unloaded(adapted: Adapted, tmp_path
         (LOAD, {"lora_name": "demo", "lora_path": "/x"}, 400, INVALID, "conflicts with a served base model"),
         (LOAD, {"lora_name": "x", "lora_path": "/x"}, 404, MISSING, "failed: No adapter found for /x"),
         (LOAD, {"lora_name": "x"}, 400, "Bad Request", "lora_path"),
+        (LOAD, {"lora_name": "\u00e9" * 129, "lora_path": "/x"}, 400, INVALID, "'lora_name' has 258 bytes"),
+        (LOAD, {"lora_name": "x", "lora_path": "/" * 4097}, 400, INVALID, "bytes, but may have 4,096."),
         (UNLOAD, {"lora_name": "x"}, 404, MISSING, "The lora adapter 'x' cannot be found."),
         (UNLOAD, {"lora_name": ""}, 400, INVALID, "'lora_name' needs to be provided"),
     ],
@@ -150,3 +155,16 @@ async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
             found.append(SimModel().next_token(found, green if number < 6 else 0))
         assert answer.json()["choices"][0]["token_ids"] == found[len(PROMPT) :]
     assert (await adapted.complete("green")).status_code == 404
+
+
+async def test_without_workers_an_adapter_waits_as_its_model_does(tmp_path: Path) -> None:
+    red = Adapter("red", "/red", 5)
+    worker = Instance("decode-0-gone", Role.DECODE, "demo", "tcp://127.0.0.1:9", adapters=[red])
+    async with running_graph(tmp_path) as graph:
+        async with MemoryRegistry(graph.registry) as registry:
+            await registry.put(keys.instance(worker), encode_record(worker))
+            await registry.put(keys.card("demo", worker.id), encode_record(card()))
+            await until(lambda: bool(graph.models.known()))
+            assert "red" in graph.models.find("red").adapters
+        await until(lambda: not graph.models.known())
+        assert graph.models.find("red") is graph.models.find("demo")
