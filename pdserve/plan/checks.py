@@ -195,7 +195,9 @@ def _layers_move(config: Config, model: ModelFacts | None, workers: Sequence[Pla
         )
     longest = max(max_model_len(model, worker.config.engine_args) for worker in workers)
     whole = all(worker.config.engine_args.get("disable-sliding-window") is True for worker in workers)
-    if model.only_windows and longest > model.window and not whole:
+    overrides = "".join(str(worker.config.engine_args.get("hf-overrides", "")) for worker in workers)
+    changed = "sliding_window" in overrides or "layer_types" in overrides
+    if model.only_windows and longest > model.window and not whole and not changed:
         yield (
             f"All layers of the model have a sliding window of {model.window:,} tokens, and the KV of prompts longer "
             f"than it cannot move from prefill to decode workers: set disable-sliding-window: true and max-model-len: "

@@ -134,7 +134,7 @@ def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFa
         odd_layers=_odd_layers(config),
         window=window,
         only_windows=bool(window) and not _mixed(config),
-        experts=next((int(config[key]) for key in _EXPERTS if config.get(key)), 0),
+        experts=next((_largest(config[key]) for key in _EXPERTS if config.get(key)), 0),
         latent=int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
         if config.get("kv_lora_rank")
         else 0,
@@ -144,19 +144,25 @@ def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFa
     )
 
 
+def _largest(count: Any) -> int:
+    """Of all layers, where each has its own."""
+    return max(map(int, count)) if isinstance(count, list) else int(count)
+
+
 def _odd_layers(config: dict[str, Any]) -> tuple[str, ...]:
     """By the list of layers, or where there is none by the sizes of a state."""
     if kinds := config.get("layer_types"):
-        return tuple(sorted(set(kinds) - _ATTENTION))
-    return ("Mamba or linear attention",) if any(_STATE.match(key) for key in config) else ()
+        return tuple(sorted(set(map(str, kinds)) - _ATTENTION))
+    sizes = (key for key, value in config.items() if value and _STATE.match(key))
+    return ("Mamba or linear attention",) if any(sizes) else ()
 
 
 def _window(config: dict[str, Any]) -> int:
     """0 also where no prompt is longer."""
-    window, longest = config.get("sliding_window") or 0, config.get("max_position_embeddings") or 0
+    window, longest = (int(config.get(key) or 0) for key in ("sliding_window", "max_position_embeddings"))
     kinds = config.get("layer_types") or ("sliding_attention",)
     used = config.get("use_sliding_window", True) and "sliding_attention" in kinds
-    return window if used and (not longest or window < longest) else 0
+    return window if used and window > 0 and (not longest or window < longest) else 0
 
 
 def _mixed(config: dict[str, Any]) -> bool:
@@ -165,14 +171,15 @@ def _mixed(config: dict[str, Any]) -> bool:
     return (
         len(kinds) > 1
         or config.get("model_type") in _ALTERNATING
-        or any("sliding_window_pattern" in key for key in config)
+        or any(key.endswith(("sliding_window_pattern", "hybrid_layer_pattern")) for key in config)
     )
 
 
 def _max_len(config: dict[str, Any]) -> int | None:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    return None if scaled else config.get("max_position_embeddings")
+    longest = config.get("max_position_embeddings")
+    return None if scaled or longest is None else int(longest)
 
 
 def has_weights(folder: Path) -> bool:

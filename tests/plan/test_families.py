@@ -97,7 +97,40 @@ def test_where_nothing_moves_all_are_served(tmp_path: Path, family: str) -> None
 
 
 @pytest.mark.parametrize(
-    "keys", [", max-model-len: 4096", ", disable-sliding-window: true, max-model-len: 4096"]
+    "keys",
+    [
+        ", max-model-len: 4096",
+        ", disable-sliding-window: true, max-model-len: 4096",
+        ", hf-overrides: {sliding_window: null}",
+    ],
 )
 def test_prompts_within_the_window_move(tmp_path: Path, keys: str) -> None:
     assert planned(tmp_path, "Mistral-7B-v0.1", keys).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("Mistral-7B-v0.1", {"sliding_window": -1}, (0, False, ())),
+        ("Mistral-7B-v0.1", {"hybrid_layer_pattern": [0, 1] * 16}, (4096, True, ())),
+        ("Mistral-7B-v0.1", {"max_position_embeddings": "32768"}, (4096, False, ())),
+        ("Mistral-7B-v0.1", {"mamba_d_state": None}, (4096, False, ())),
+        ("Mistral-7B-v0.1", {"mamba_d_state": 16}, (4096, False, ("Mamba or linear attention",))),
+        ("Qwen2.5-7B", {"layer_types": [0, 1] * 14}, (0, False, ())),
+        ("Qwen2.5-7B", {"num_experts": [8, 64]}, (0, False, ())),
+    ],
+)
+def test_configs_that_are_written_otherwise(
+    tmp_path: Path, family: str, changes: dict[str, object], expected: tuple[int, bool, tuple[str, ...]]
+) -> None:
+    config = json.loads((FOLDERS / family / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    facts = read_model(tmp_path)
+    window, mixed, stateful = expected
+    assert (facts.window, facts.only_windows, facts.stateful_layers) == (
+        window,
+        bool(window) and not mixed,
+        stateful,
+    )
+    assert facts.experts == (64 if "num_experts" in changes else 0)
+    assert facts.positions == int(config["max_position_embeddings"])
