@@ -46,6 +46,8 @@ class _ArgumentFile(msgspec.Struct):
 _AT_LEAST_ONE = {
     "block-size",
     "kv-cache-memory-bytes",
+    "max-cpu-loras",
+    "max-loras",
     "max-model-len",
     "max-num-batched-tokens",
     "max-num-seqs",
@@ -174,7 +176,7 @@ def draft_model(args: Mapping[str, object]) -> dict[str, object] | None:
     """The speculative decoding whose drafts come from layers of their own (a draft model, EAGLE, MTP), with weights and
     KV; None if there is none."""
     found = speculation(args)
-    looked_up = found.get("method", found.get("model")) in _LOOKED_UP
+    looked_up = str(found.get("method", found.get("model"))) in _LOOKED_UP
     return None if looked_up or not found else found
 
 

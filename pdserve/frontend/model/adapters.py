@@ -59,9 +59,11 @@ class AdapterStore:
         await self._keep(Adapter(name, asked=secrets.token_hex(8), model=model))
 
     async def _keep(self, adapter: Adapter) -> None:
+        """Return when the view has it, or what another frontend has written since."""
+        before = self._view.adapters(adapter.model).get(adapter.name)
         await self._registry.put(keys.adapter(adapter), encode_record(adapter), leased=False)
         async for _ in self._view.changes():
-            if self._view.adapters(adapter.model).get(adapter.name) == adapter:
+            if self._view.adapters(adapter.model).get(adapter.name) != before:
                 return
 
     async def _loaded(self, asked: Adapter) -> int:

@@ -13,12 +13,14 @@ import pytest_asyncio
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
 from pdserve.frontend.edge import paths
+from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.records import Adapter, Instance, Role, encode_record
 from pdserve.registry import keys
+from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card, running_graph
 from tests.frontend.model.sims import sim_engines
-from tests.memory.registry import MemoryRegistry
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [300 + (7 * number) % 600 for number in range(300)]
@@ -168,3 +170,16 @@ async def test_without_workers_an_adapter_waits_as_its_model_does(tmp_path: Path
             assert "red" in graph.models.find("red").adapters
         await until(lambda: not graph.models.known())
         assert graph.models.find("red") is graph.models.find("demo")
+
+
+async def test_what_another_frontend_writes_at_once_ends_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with MemoryRegistry(MemoryServer()) as registry, RegistryView(registry) as view:
+        put = registry.put
+
+        async def overtaken(key: str, value: bytes, *, leased: bool = True) -> None:
+            await put(key, value, leased=leased)
+            await put(key, encode_record(Adapter("red", asked="theirs", model="demo")), leased=False)
+
+        monkeypatch.setattr(registry, "put", overtaken)
+        async with asyncio.timeout(10):
+            await AdapterStore(registry, view).unload("demo", "red")
