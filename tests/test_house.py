@@ -357,24 +357,24 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 ROOMS = {
     "both": 185,
     "cli": 1614,
-    "config": 1928,
+    "config": 1940,
     "decode": 2765,
-    "engine": 2890,
+    "engine": 2912,
     "files beside the rooms": 2111,
-    "frontend": 7362,
+    "frontend": 7384,
     "install": 265,
     "kv": 1107,
     "observe": 1375,
-    "plan": 1784,
+    "plan": 1793,
     "prefill": 676,
-    "process": 1473,
+    "process": 1498,
     "queue": 1756,
-    "registry": 821,
+    "registry": 824,
     "stream": 808,
     "supervisor": 2500,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 13670, "tests": 42615, "tools": 2117}
+BESIDE = {"benchmarks": 13670, "tests": 42856, "tools": 2117}
 """lines of what is beside it"""
 WORDS, RECORD = 24493, 350
 """words of docs/ without the decisions, and of one decision record"""
