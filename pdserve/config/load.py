@@ -250,7 +250,7 @@ def _check_adapters(args: Arguments, findings: Findings) -> None:
     most = most_adapters(_values(args))
     if not all(found) or not all(found.values()):
         findings.problem(entry, "must be a list of name=folder, or of mappings with name and path.")
-    elif len(found) < len(list(entry.value)):
+    elif isinstance(entry.value, list) and len(found) < len(entry.value):
         findings.problem(entry, "names an adapter twice.")
     elif not most:
         findings.problem(entry, "needs enable-lora: true beside it, for all workers.")
