@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from anyio.from_thread import start_blocking_portal
 from pdserve_bench.launch import plain_vllm
@@ -74,8 +75,9 @@ def one_vllm(
     folder: Path, model: Path = MODEL_DIR, arguments: Sequence[str] = tuple(ARGUMENTS.split())
 ) -> Iterator[Reference]:
     arguments = [*arguments, "--api-key", KEY]
-    with start_blocking_portal() as portal:
-        variables = IN_CORE | {"VLLM_RPC_BASE_PATH": str(folder)}  # its sockets, which it leaves there
+    # its sockets, which it leaves there, have names of at most 107 characters
+    with TemporaryDirectory(prefix="vllm-") as sockets, start_blocking_portal() as portal:
+        variables = IN_CORE | {"VLLM_RPC_BASE_PATH": sockets}
         server = plain_vllm(model, arguments, folder, lambda _: None, variables)
         with portal.wrap_async_context_manager(server) as (url, _):
             yield Reference(url)

@@ -236,7 +236,7 @@ async def version(address: str, credentials: Credentials | None) -> str:
 def _endpoints(etcd: str) -> list[tuple[str, int]]:
     """Parse `host:port,host:port`. A leading `http://` or `https://` means nothing: credentials alone mean TLS."""
     endpoints = []
-    for address in servers_of(etcd):
+    for address in servers_of(etcd) or [etcd]:
         host, _, port = address.removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")
         if not host or not port.isdecimal():
             raise ConfigError([f"etcd: {address!r} is not host:port."])

@@ -70,6 +70,9 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        patch.setattr(
+            "vllm.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING", True, raising=False
+        )  # it may have been read
         routes = frozenset({LOAD, UNLOAD})
         patch.setattr("pdserve.frontend.app.WITH_BODY", paths.WITH_BODY | routes)
         graph = Adapted()
