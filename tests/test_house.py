@@ -374,7 +374,7 @@ ROOMS = {
     "supervisor": 2500,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 13670, "tests": 42864, "tools": 2117}
+BESIDE = {"benchmarks": 13670, "tests": 42867, "tools": 2117}
 """lines of what is beside it"""
 WORDS, RECORD = 24493, 350
 """words of docs/ without the decisions, and of one decision record"""

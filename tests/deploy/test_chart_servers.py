@@ -19,6 +19,7 @@ from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry
 from pdserve.supervisor.child import Child
 from pdserve.supervisor.embedded import etcd_binary, nats_binary
+from tests.conditions import until
 from tests.deploy.compose import replaced
 from tests.deploy.helm import Container, combination
 from tests.queue.requests import publish
@@ -67,6 +68,7 @@ async def test_one_nats(tmp_path: Path, credentials: Credentials) -> None:
     async with _OneNats(tmp_path, 0, [0], credentials) as server:
         await _healthy(server)
         async with connect_queue(server.url, "ns", "m", credentials) as queue:
+            await until(lambda: queue.connected, 60)  # the first attempt may come before there is a leader
             await publish(queue, "r")
             assert queue.max_payload == 8 << 20
 
@@ -77,6 +79,7 @@ async def test_three_of_nats_keep_the_queue(tmp_path: Path, credentials: Credent
             assert isinstance(member, _ChartNats)
             await _healthy(member)
         async with connect_queue(members[0].url, "ns", "m", credentials) as queue:
+            await until(lambda: queue.connected, 60)  # the first attempt may come before there is a leader
             await publish(queue, "r")
 
 
