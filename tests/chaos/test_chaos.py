@@ -12,7 +12,7 @@ from tests.chaos.command import Run
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 SHARES = (
-    (4, "kill,garbage,nats-cut,etcd-cut,mixed,state,keys,adapter-unload"),
+    (4, "kill,garbage,nats-cut,etcd-cut,mixed,state,keys"),
     (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,disk,unread"),
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
 )
@@ -21,6 +21,8 @@ a frontend is away, and the faults. 200 unread streams take all of a small machi
 nearly through"""
 
 
+APART = {"adapter-unload"}
+"""needs a graph with adapters (tests/frontend/model/test_adapters.py unloads them under load)"""
 BETWEEN_HOSTS = (
     "servers-link-cut-10s",
     "decode-link-cut-10s",
@@ -33,23 +35,17 @@ BETWEEN_HOSTS = (
 
 
 def _file(folder: Path, write_timeout: int) -> Path:
-    adapter = folder / "adapter"
-    adapter.mkdir(exist_ok=True)
-    (adapter / "adapter_config.json").write_text("{}")
     sections = simulated(
-        decode={"max-prefill-queue-size": 4, "lora-modules": [f"known={adapter}"]},
+        decode={"max-prefill-queue-size": 4},
         frontend={"write-timeout": write_timeout},
         graph={"drain-timeout": 5},
-        common={"num-gpu-blocks-override": 3000, "enable-lora": True, "max-cpu-loras": 2},
+        common={"num-gpu-blocks-override": 3000},
     )
     return write(sections, folder / f"sim-{write_timeout}.yaml")
 
 
-def test_no_fault_drops_anything(
-    tmp_path: Path, chaos: Callable[..., Run], may_have_hosts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run], may_have_hosts: bool) -> None:
     """Nor does one between hosts, where this machine can have them (tests/bench/test_hosts.py says why not)."""
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     options = ("--hosts", "--only", ",".join(BETWEEN_HOSTS), "--seconds", "3", "--hold", "5")
     between = [chaos(_file(tmp_path, 10), *options)] if may_have_hosts else []
     runs = [
@@ -57,5 +53,5 @@ def test_no_fault_drops_anything(
         for write_timeout, share in SHARES
     ]
     rows = [row for run in runs for row in run.good()]
-    assert sorted(row["fault"] for row in rows) == sorted(fault.name for fault in FAULTS)
+    assert sorted(row["fault"] for row in rows) == sorted({fault.name for fault in FAULTS} - APART)
     assert [[row["fault"] for row in run.good()] for run in between] in ([], [list(BETWEEN_HOSTS)])
