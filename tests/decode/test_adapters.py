@@ -1,7 +1,6 @@
 """LoRA adapters in workers: what the file names, what is loaded at run time, and that KV of one is never another's."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from pdserve.config.schema import DecodeConfig, PrefillConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.adapters import adapter_id, with_adapter
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.model import SimModel
 from pdserve.engine.sim.wire import CoreRequest, Lora, Sampling
 from pdserve.errors import ConfigError, EngineDead, ProtocolError, Unavailable
 from pdserve.frontend.model.adapters import AdapterStore, served
@@ -27,7 +25,7 @@ from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.decode.graph import LONG, Answered, Seams, W, config, sees
-from tests.engine.sims import LOADED, collect, sim, spec, tokens
+from tests.engine.sims import LOADED, adapter_in, collect, generated, sim, spec, tokens
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
 LORA = {"enable-lora": True, "max-loras": 2}
@@ -37,19 +35,6 @@ RED, BLUE = 7, 8
 def body(adapter: int, max_tokens: int = 4) -> list[bytes]:
     lora = Lora(f"of-{adapter}", adapter, "/p") if adapter else None
     return [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(max_tokens), lora_request=lora))]
-
-
-def expected(prompt: list[int], count: int, adapter: int) -> list[int]:
-    found = list(prompt)
-    for _ in range(count):
-        found.append(SimModel().next_token(found, adapter))
-    return found[len(prompt) :]
-
-
-def folder(at: Path, name: str) -> Path:
-    (at / name).mkdir(exist_ok=True)
-    (at / name / "adapter_config.json").write_text(json.dumps({"name": name}))
-    return at / name
 
 
 @pytest.fixture
@@ -71,7 +56,7 @@ async def test_kv_of_an_adapter_is_read_by_its_own_requests(
     assert handle is not None
     assert handle.fingerprint == with_adapter(LOADED, adapter) == decode.kv_fingerprint(body(adapter))
     await decode.generate("r", LONG, body(adapter), handle)
-    assert tokens(await collect(decode, "r")) == expected(LONG, 4, adapter)
+    assert tokens(await collect(decode, "r")) == generated(LONG, 4, adapter)
 
 
 @pytest.mark.parametrize(("computed", "asked"), [(0, RED), (RED, 0), (RED, BLUE)])
@@ -91,7 +76,7 @@ async def test_the_prefix_cache_knows_adapters_apart(engines: tuple[SimEngine, S
     for number, adapter in enumerate((0, RED, BLUE)):
         assert engine.prefix_hit(LONG, body(adapter)) == 0
         await engine.generate(f"r{number}", LONG, body(adapter), None)
-        assert tokens(await collect(engine, f"r{number}")) == expected(LONG, 4, adapter)
+        assert tokens(await collect(engine, f"r{number}")) == generated(LONG, 4, adapter)
         assert engine.prefix_hit(LONG, body(adapter)) == 496
 
 
@@ -106,7 +91,7 @@ async def test_an_adapter_in_use_is_not_unloaded(engines: tuple[SimEngine, SimEn
 
 
 def test_the_number_is_that_of_the_files(tmp_path: Path) -> None:
-    red, blue = folder(tmp_path, "red"), folder(tmp_path, "blue")
+    red, blue = adapter_in(tmp_path, "red"), adapter_in(tmp_path, "blue")
     first = adapter_id(str(red), {})
     assert first == adapter_id(str(red), {"enable-lora": True})
     assert first != adapter_id(str(blue), {})
@@ -119,7 +104,7 @@ def test_the_number_is_that_of_the_files(tmp_path: Path) -> None:
 
 
 def test_the_number_is_that_of_all_that_vllm_may_read(tmp_path: Path) -> None:
-    red = folder(tmp_path, "red")
+    red = adapter_in(tmp_path, "red")
     (red / "a.safetensors").write_bytes(b"not read")
     weights = red / "adapter_model.bin"
     weights.write_bytes(bytes(8 << 20))
@@ -175,14 +160,14 @@ class LoraGraph(Seams):
 
 
 async def test_adapters_of_the_file_answer_with_kv_of_the_prefill_worker(tmp_path: Path) -> None:
-    files = {name: folder(tmp_path, name) for name in ("red", "blue")}
+    files = {name: adapter_in(tmp_path, name) for name in ("red", "blue")}
     async with LoraGraph(files) as graph:
         names = graph.names()
         assert {name: each.path for name, each in names.items()} == {k: str(v) for k, v in files.items()}
         for adapter in (names["red"].id, names["blue"].id, 0):
             answered = await graph.ask(adapter)
             assert answered.way[0] == "remote"
-            assert answered.tokens == expected(LONG, 4, adapter)
+            assert answered.tokens == generated(LONG, 4, adapter)
 
 
 async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there(tmp_path: Path) -> None:
@@ -196,11 +181,11 @@ async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there(tmp_pat
 
 async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(tmp_path: Path) -> None:
     async with LoraGraph() as graph:
-        await graph.store.load("demo", "red", str(folder(tmp_path, "red")))
+        await graph.store.load("demo", "red", str(adapter_in(tmp_path, "red")))
         red = graph.names()["red"]
         assert all(worker.has(red.id) for worker in graph.view.instances(model="demo"))
         answered = await graph.ask(red.id)
-        assert (answered.way[0], answered.tokens) == ("remote", expected(LONG, 4, red.id))
+        assert (answered.way[0], answered.tokens) == ("remote", generated(LONG, 4, red.id))
         later = (await graph.start(graph.worker(PrefillWorker, "prefill-1"))).worker
         await until(lambda: len(graph.view.instances(Role.PREFILL)) == 2)
         assert all(worker.has(red.id) for worker in graph.view.instances(Role.PREFILL)), later.id
@@ -209,12 +194,12 @@ async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(
 @pytest.mark.parametrize("what", ["missing", "full", "not enabled", "other files"])
 async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str) -> None:
     async with LoraGraph() as graph:
-        red = folder(tmp_path, "red")
+        red = adapter_in(tmp_path, "red")
         problem = "No adapter found for"
         if what == "full":
             problem = r"all places for adapters are taken \(max-cpu-loras: 2\): unload one first"
             for name in ("one", "two"):
-                await graph.store.load("demo", name, str(folder(tmp_path, name)))
+                await graph.store.load("demo", name, str(adapter_in(tmp_path, name)))
         elif what == "not enabled":
             problem = "prefill-1 runs without enable-lora"
             engine = SimEngine(spec(Role.PREFILL, "prefill-1"))
@@ -237,7 +222,7 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
 
 
 async def test_an_unloaded_adapter_has_no_name_and_its_requests_finish(tmp_path: Path) -> None:
-    files = {"red": folder(tmp_path, "red")}
+    files = {"red": adapter_in(tmp_path, "red")}
     async with LoraGraph(files) as graph:
         red = graph.names()["red"]
         running = await graph.begin(red.id, 400)
@@ -246,25 +231,25 @@ async def test_an_unloaded_adapter_has_no_name_and_its_requests_finish(tmp_path:
         assert graph.names() == {}
         for name in ("one", "two"):  # the second needs the place of the one in use
             await asyncio.gather(
-                graph.store.load("demo", name, str(folder(tmp_path, name))), return_exceptions=True
+                graph.store.load("demo", name, str(adapter_in(tmp_path, name))), return_exceptions=True
             )
         await until(lambda: running.over)
-        assert running.tokens == expected(LONG, 400, red.id)
+        assert running.tokens == generated(LONG, 400, red.id)
 
 
 async def test_a_name_that_is_loaded_again_with_other_weights_is_another_adapter(tmp_path: Path) -> None:
     async with LoraGraph() as graph:
-        path = folder(tmp_path, "red")
+        path = adapter_in(tmp_path, "red")
         await graph.store.load("demo", "red", str(path))
         first = graph.names()["red"]
-        assert (await graph.ask(first.id)).tokens == expected(LONG, 4, first.id)
+        assert (await graph.ask(first.id)).tokens == generated(LONG, 4, first.id)
         await graph.store.unload("demo", "red")
         (path / "adapter_config.json").write_text("{}")
         await graph.store.load("demo", "red", str(path))
         second = graph.names()["red"]
         assert second.id != first.id
         answered = await graph.ask(second.id)
-        assert answered.tokens == expected(LONG, 4, second.id)
+        assert answered.tokens == generated(LONG, 4, second.id)
         assert answered.placed is not None
         assert answered.placed.cached == 0
 
@@ -294,7 +279,7 @@ class Alone:
     def __init__(self, engine: Refusing, path: Path) -> None:
         self.engine = engine
         self.adapters = WorkerAdapters(engine, {}, "demo", MemoryRegistry(MemoryServer(), "t"))
-        self.path = str(folder(path, "red"))
+        self.path = str(adapter_in(path, "red"))
 
     async def have(self, *calls: str, path: str = "", id: int = 0) -> list[Adapter]:
         wanted = {("red", call): Adapter("red", path or self.path, id, call) for call in calls}
@@ -358,7 +343,7 @@ async def test_what_could_not_be_said_is_said_again(tmp_path: Path, monkeypatch:
             raise RuntimeError("etcd")
 
     async with MemoryRegistry(MemoryServer(), "t") as registry, sim(Role.DECODE, "d", **LORA) as engine:
-        red = Adapter("red", str(folder(tmp_path, "red")), asked="a", model="demo")
+        red = Adapter("red", str(adapter_in(tmp_path, "red")), asked="a", model="demo")
         adapters = WorkerAdapters(engine, {}, "demo", registry)
         await adapters.start()
         await registry.put(keys.loading(red), encode_record(red))

@@ -1,5 +1,8 @@
 """Simulated engines for tests: small, quick, and asked through the contract only."""
 
+import json
+from pathlib import Path
+
 import msgspec
 
 from pdserve.config.host import VLLM_VERSION
@@ -58,3 +61,18 @@ async def collect(engine: SimEngine, request_id: str) -> list[Output]:
 
 def tokens(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
+
+
+def generated(prompt: list[int], count: int, adapter: int) -> list[int]:
+    """What a simulated engine answers with this LoRA adapter; 0: with none."""
+    found = list(prompt)
+    for _ in range(count):
+        found.append(SimModel().next_token(found, adapter))
+    return found[len(prompt) :]
+
+
+def adapter_in(at: Path, name: str) -> Path:
+    """The folder of an adapter for simulated engines."""
+    (at / name).mkdir(exist_ok=True)
+    (at / name / "adapter_config.json").write_text(json.dumps({"name": name}))
+    return at / name

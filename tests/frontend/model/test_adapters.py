@@ -1,7 +1,6 @@
 """LoRA adapters as clients see them: vLLM's names, routes and errors, over workers with simulated engines."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from pdserve.records import Adapter, Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
+from tests.engine.sims import adapter_in, generated
 from tests.frontend.conftest import Graph, card, running_graph
 from tests.frontend.model.sims import sim_engines
 from tests.memory.registry import MemoryRegistry, MemoryServer
@@ -27,19 +27,6 @@ PROMPT = [300 + (7 * number) % 600 for number in range(300)]
 LORA = {"enable-lora": True, "max-loras": 2, "max-cpu-loras": 3}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 INVALID, MISSING, FAILED = "InvalidUserInput", "NotFoundError", "InternalServerError"
-
-
-def expected(adapter: int, count: int) -> list[int]:
-    found = list(PROMPT)
-    for _ in range(count):
-        found.append(SimModel().next_token(found, adapter))
-    return found[len(PROMPT) :]
-
-
-def folder(at: Path, name: str) -> str:
-    (at / name).mkdir(exist_ok=True)
-    (at / name / "adapter_config.json").write_text(json.dumps({"name": name}))
-    return str(at / name)
 
 
 class Adapted(Graph):
@@ -77,7 +64,7 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
         patch.setattr("pdserve.frontend.app.WITH_BODY", paths.WITH_BODY | routes)
         graph = Adapted()
         await graph.start(stack, graph.registry, at)
-        modules = [f"red={folder(at, 'red')}"]
+        modules = [f"red={adapter_in(at, 'red')}"]
         engines = sim_engines(graph, 2, 1, args={**LORA, "lora-modules": modules})
         graph.engines = await stack.enter_async_context(engines)
         await until(lambda: bool(graph.models.adapters()))
@@ -92,8 +79,8 @@ async def test_an_adapter_is_a_name_beside_its_model(adapted: Adapted, tmp_path:
     assert (await adapted.http.get("/v1/models/red")).json() == listed["red"]
     answer = (await adapted.complete("red")).json()
     assert answer["model"] == "red"
-    assert answer["choices"][0]["token_ids"] == expected(adapted.number("red"), 8)
-    assert await adapted.ask("demo") == expected(0, 8)
+    assert answer["choices"][0]["token_ids"] == generated(PROMPT, 8, adapted.number("red"))
+    assert await adapted.ask("demo") == generated(PROMPT, 8, 0)
     unknown = await adapted.complete("green")
     assert unknown.status_code == 404
     message = unknown.json()["error"]["message"]
@@ -101,12 +88,12 @@ async def test_an_adapter_is_a_name_beside_its_model(adapted: Adapted, tmp_path:
 
 
 async def test_an_adapter_that_is_loaded_and_unloaded(adapted: Adapted, tmp_path: Path) -> None:
-    path = folder(tmp_path, "blue")
+    path = str(adapter_in(tmp_path, "blue"))
     loaded = await adapted.post(LOAD, lora_name="blue", lora_path=path)
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'blue' added successfully.")
     blue = adapted.number("blue")
     assert blue not in (0, adapted.number("red"))
-    assert await adapted.ask("blue") == expected(blue, 8)
+    assert await adapted.ask("blue") == generated(PROMPT, 8, blue)
     again = await adapted.post(LOAD, lora_name="blue", lora_path=path)
     assert (again.status_code, again.json()["error"]["type"]) == (400, INVALID)
     unloaded = await adapted.post(UNLOAD, lora_name="blue")
@@ -142,7 +129,7 @@ async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
     adapted: Adapted, tmp_path: Path
 ) -> None:
     """And while the adapter is unloaded."""
-    path = folder(tmp_path, "green")
+    path = str(adapter_in(tmp_path, "green"))
     await adapted.post(LOAD, lora_name="green", lora_path=path)
     green = adapted.number("green")
     prompts = [[PROMPT[number], *PROMPT[1:]] for number in range(6)]
