@@ -45,6 +45,8 @@ class CachedPrefixes:
         """only every `stride`th block of a prompt is reported"""
         self._copies: dict[bytes, int] = {}
         """blocks with the same name"""
+        self._host: set[bytes] = set()
+        """those in host memory, which holds blocks that may have left the cache"""
         self._known: set[bytes] = set()
         self._changed: set[bytes] = set()
         self.followed = False
@@ -56,15 +58,23 @@ class CachedPrefixes:
         while blocks > self.stride * MAX_REPORTED:
             self.stride *= 2
 
-    def add(self, name: bytes, depth: int) -> None:
-        """A block entered the cache, the `depth`th of its prompt, counted from 1."""
+    def add(self, name: bytes, depth: int, *, host: bool = False) -> None:
+        """A block entered the cache, or host memory, the `depth`th of its prompt, counted from 1."""
+        if host and name in self._host:
+            return
+        if host:
+            self._host.add(name)
         copies = self._copies[name] = self._copies.get(name, 0) + 1
         if copies == 1 and depth % self.stride == 0:
             self._known.add(name)
             self._note([name])
 
-    def remove(self, name: bytes) -> bool:
-        """A block left the cache; return whether it was the last of this name."""
+    def remove(self, name: bytes, *, host: bool = False) -> bool:
+        """A block left the cache, or host memory; return whether it was the last of this name."""
+        if host and name not in self._host:
+            return False
+        if host:
+            self._host.remove(name)
         copies = self._copies.pop(name, 0) - 1
         if copies > 0:
             self._copies[name] = copies
@@ -72,24 +82,30 @@ class CachedPrefixes:
         if name in self._known:
             self._known.discard(name)
             self._note([name])
+        self._host.discard(name)
         return True
 
     def clear(self) -> None:
         self._note(self._known)
         self._known.clear()
+        self._host.clear()
         self._copies.clear()
 
     def _note(self, changed: Iterable[bytes]) -> None:
         if self.followed:
             self._changed.update(changed)
 
-    def hit(self, prompt: Sequence[int], salt: str | None, adapter: int = 0) -> int:
-        """Return how many leading tokens of the prompt are cached; as in vLLM never all, for the last token has to be
-        computed."""
+    def hit(self, prompt: Sequence[int], salt: str | None, adapter: int = 0, *, host: bool = True) -> int:
+        """Return how many leading tokens of the prompt are cached, with `host` also in host memory; as in vLLM never
+        all, for the last token has to be computed."""
         if not self._copies:
             return 0
+        known = self._copies.__contains__ if host or not self._host else self._in_cache
         prefixes = names(prompt, self.block_size, root(salt, adapter), len(prompt) - 1)
-        return self.block_size * sum(1 for _ in takewhile(self._copies.__contains__, prefixes))
+        return self.block_size * sum(1 for _ in takewhile(known, prefixes))
+
+    def _in_cache(self, name: bytes) -> bool:
+        return self._copies.get(name, 0) > (name in self._host)
 
     def known(self) -> list[bytes]:
         return list(self._known)

@@ -72,6 +72,8 @@ class Instance(Struct, frozen=True):
     block_size: int = 0
     """tokens in a KV block"""
     kv_tokens: int = 0
+    host_tokens: int = 0
+    """for whose KV it has host memory beside its cache"""
     max_model_len: int = 0
     max_num_seqs: int = 0
     """requests that its engine runs at once; 0: unknown"""

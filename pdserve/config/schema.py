@@ -65,6 +65,13 @@ def share_of_gpu(value: object) -> float:
     return value if isinstance(value, float) and 0 < value < 1 else 1.0
 
 
+def _size(value: object) -> object:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT])iB", value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise PydanticCustomError("size", "not a size")
+    return int(float(match[1]) * 2 ** {"M": 20, "G": 30, "T": 40}[match[2]])
+
+
 def _duration(value: object) -> object:
     try:
         return seconds(value) if isinstance(value, str) else seconds("")
@@ -98,6 +105,7 @@ OneOrMore = Annotated[int, Field(strict=True, ge=1)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 SecondsOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Duration = Annotated[float | None, BeforeValidator(_duration), Field(json_schema_extra={"is": DURATION})]
+Size = Annotated[int, BeforeValidator(_size), Field(json_schema_extra={"is": "a size as in 32GiB"})]
 Flag = Annotated[bool, Field(strict=True)]
 CommonKeys = Annotated[
     tuple[Text, ...], Field(json_schema_extra={"is": "a list of keys of Common, as in [model, block-size]"})
@@ -217,6 +225,10 @@ class WorkerSection(Section):
     gpu_ids: Annotated[GpuNumbers, Field(validation_alias="ServiceArgs.resources.gpu-ids")] = ()
     """exactly these GPUs: one for each rank of the first worker, then of the second, and so on; workers may share a
     GPU; empty: the placement chooses"""
+
+    kv_offload: Size = 0
+    """host memory of each worker for KV that leaves its cache: prompts that begin with it load it from there
+    ([memory.md](memory.md#kv-in-host-memory)); not set: none"""
 
 
 @dataclass(frozen=True)

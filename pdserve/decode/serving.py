@@ -159,6 +159,8 @@ class RequestRunner:
         elif decision.mode == "remote" and self.has_time():
             decision = Decision("local", OWN)
         remote = decision.mode == "remote"  # the next requests' estimates count this one from here on
+        if remote and hit:  # all that is not in the cache is read from there
+            request.hit = self.engine.prefix_hit(submit.prompt, submit.body, host=False) or 0
         request.awaits_tokens, request.computes = (prompt, 0) if remote else (0, prompt - hit)
         text = "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s"
         numbers = prompt, hit, depth, workers, estimates or thresholds(settings)

@@ -30,6 +30,8 @@ class EngineFacts:
     supported_tasks: list[str]
     fingerprint: str = ""
     """of the loaded model (`engine/fingerprint.py`); the engine cannot use KV of another fingerprint"""
+    host_blocks: int = 0
+    """KV blocks in host memory, for what leaves the cache (`kv-offload`)"""
     side_channel: str = ""
     """host:port at which other engines ask how to read its KV; empty: there is none"""
 
@@ -147,8 +149,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        """Run the prompt for one token and keep its KV blocks until the lease ends; the finishing output has the
-        handle."""
+        """Run the prompt for one token; keep its KV until the lease ends. The finishing output has the handle."""
 
     @abstractmethod
     def first_output(
@@ -174,8 +175,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def release(self, kv: KvHandle) -> None:
-        """Free the KV of a prefill of this engine that no other engine will read. A step then names it as released. An
-        unknown handle is ignored."""
+        """Free the KV of a prefill, if this engine has it, that none will read. A step then names it as released."""
 
     @abstractmethod
     async def limit_chunk(self, tokens: int) -> None:
@@ -199,11 +199,11 @@ class Engine(Lifetime, AdapterEngine):
         """The body of a request that this process makes itself: greedy, for exactly `max_tokens` tokens."""
 
     @abstractmethod
-    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
-        """How many leading tokens of the prompt have their KV in this engine's prefix cache. An estimate: it may be
-        stale, and 0 is always allowed. None if no other engine may prefill the prompt, because the request needs more
-        of it than the KV of its token ids (prompt logprobs, images, embeddings): such a request is generated with
-        `kv=None`. Raises ProtocolError for a body that cannot be read."""
+    def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
+        """How many leading tokens of the prompt have their KV in this engine's prefix cache or, with `host`, in host
+        memory. An estimate: it may be stale, and 0 is always allowed. None if no other engine may prefill the prompt,
+        because the request needs more of it than the KV of its token ids (prompt logprobs, images, embeddings): such a
+        request is generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
 
     @property
     @abstractmethod
@@ -215,13 +215,11 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def probe(self) -> None:
-        """Return when the engine has answered a trivial question, which it does between two steps. An engine that hangs
-        never answers."""
+        """Return when the engine has answered a trivial question, as it does between two steps unless it hangs."""
 
     @abstractmethod
     async def reach(self) -> None:
-        """Ask this prefill engine for KV as a decode engine would. Raises TimeoutError if no answer comes within a few
-        seconds."""
+        """Ask this prefill engine for KV as a decode engine would. Raises TimeoutError after a few seconds."""
 
     @abstractmethod
     def cpu_seconds(self) -> float:

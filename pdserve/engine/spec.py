@@ -43,6 +43,8 @@ class EngineSpec:
     """address at which other engines reach this engine"""
     credentials: Credentials | None = None
     """that prove to other engines that this engine is of the graph"""
+    kv_offload: int = 0
+    """bytes of host memory, for all its ranks, in which KV blocks stay that leave its cache"""
     kv_port: int = 0
     """port of the KV side channel, one for all ranks of the engine; 0: a free one"""
     node: EngineNode | None = None

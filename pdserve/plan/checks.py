@@ -10,6 +10,7 @@ from pathlib import Path
 from pdserve.certificate import ServerCertificate
 from pdserve.command import command
 from pdserve.config.api_keys import read_keys
+from pdserve.config.arguments import draft_model
 from pdserve.config.host import BOTH_BUILDS, VLLM_VERSION, installed_vllm
 from pdserve.config.schema import Config, SecuritySection
 from pdserve.credentials import Credentials
@@ -61,6 +62,8 @@ def problems(
         yield from _block_size(worker)
         yield from _model_fits(worker, model)
         yield from _memory_fits(worker, model, machine)
+    for worker in _one_per_role(workers):
+        yield from _offload(worker, model)
     for host in hosts_of(real):
         yield from _shared_gpus(host)
         yield from _ram(machine, host, len(frontends))
@@ -225,6 +228,20 @@ def _block_size(worker: PlannedWorker) -> Iterator[str]:
         yield f"block-size {size} does not run on {where}: make it a multiple of {unit} for all workers."
 
 
+def _offload(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
+    """What is known to go wrong in vLLM 0.32 (stages count host blocks apart: vllm#50653), or was not tried."""
+    config = worker.config
+    alone = {
+        "engine: sim": config.engine == "sim",
+        "pipeline-parallel-size": int(str(config.engine_args.get("pipeline-parallel-size", 1))) > 1,
+        "nnodes": config.nodes > 1,
+        "a draft model": draft_model(config.engine_args) is not None,
+        "layers that are not all of one kind": model is not None and bool(model.odd_layers or model.window),
+    }
+    if names := [name for name, there in alone.items() if there and config.kv_offload]:
+        yield f"kv-offload of {worker.slot.role.value} does not go with {' or '.join(names)}: remove it."
+
+
 def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
     if model is None:
         return
@@ -307,6 +324,7 @@ def _shared_gpus(workers: Sequence[PlannedWorker]) -> Iterator[str]:
 def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> Iterator[str]:
     need = frontends * FRONTEND_BYTES
     for worker in workers:
+        need += worker.config.kv_offload
         if worker.memory is not None and not worker.gpus:
             rank = worker.memory.weights + (worker.memory.kv_space or 0) + CPU_RANK_BYTES
             need += CPU_ENGINE_BYTES + worker.config.ranks_per_node * rank
@@ -315,7 +333,9 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
             worker.config.ranks_per_node * worker.memory.weights for worker in workers if worker.memory
         )
         ways = "lower kv-cache-memory-bytes or ServiceArgs.workers"
-        if (room := machine.memory - (need - weights)) < weights:
+        if any(worker.config.kv_offload for worker in workers):
+            ways = "lower kv-offload or ServiceArgs.workers"
+        elif (room := machine.memory - (need - weights)) < weights:
             ways = f"take a smaller model or weights of fewer bits (up to {in_gib(max(0, room))} of weights in all)"
         yield (
             f"The graph needs about {in_gib(need)} of RAM, but this machine has {in_gib(machine.memory)}: "

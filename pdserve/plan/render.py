@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pdserve.config.arguments import KV_ROLES
 from pdserve.observe.tables import table
-from pdserve.plan.machine import GIB
+from pdserve.plan.machine import GIB, in_gib
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import PlannedWorker
@@ -72,6 +72,7 @@ def _worker_as_dict(worker: PlannedWorker, plan: Plan) -> dict[str, Any]:
         "arguments": {
             name: {"value": value, "from": origin} for name, value, origin in _origins(worker, plan)
         },
+        "kv_offload": worker.config.kv_offload,
         "memory": memory and {**dataclasses.asdict(memory), **_derived(memory)},
     }
 
@@ -219,8 +220,18 @@ def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, s
     decode = plan.config.decode
     if config.engine == "vllm" and (decode is None or decode.remote_prefill):  # KV moves between workers
         yield "kv-transfer-config", f"NIXL, {KV_ROLES[role]}, recompute", "pdserve (graph)"
+    if config.kv_offload:
+        yield "kv-offload", _offload(worker), "pdserve (host memory)"
     for name, text in worker.slot.env.items():
         yield name, text, "pdserve (environment)"
+
+
+def _offload(worker: PlannedWorker) -> str:
+    """Its host memory, and for how much KV that is."""
+    size, memory = worker.config.kv_offload, worker.memory
+    if memory is None:
+        return in_gib(size)
+    return f"{in_gib(size)}, {size // (worker.config.ranks * memory.kv_per_token):,} tokens"
 
 
 def _sentences(plan: Plan) -> Iterator[Text]:

@@ -74,6 +74,7 @@ def worker_instance(
         kv_blocks=facts.kv_blocks,
         block_size=facts.block_size,
         kv_tokens=facts.kv_tokens,
+        host_tokens=facts.host_blocks * facts.block_size,
         max_model_len=facts.max_model_len,
         max_num_seqs=facts.max_num_seqs,
         max_concurrency=round(facts.max_concurrency, 2),

@@ -202,6 +202,7 @@ def engine_spec(
         or (config.decode is not None and config.decode.remote_prefill),
         host=config.host,
         credentials=credentials,
+        kv_offload=section_of(config, slot).kv_offload,
         kv_port=slot.kv_port,
         node=node,
     )

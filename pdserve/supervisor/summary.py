@@ -44,7 +44,8 @@ def _facts(
         if worker.kv_blocks:
             where = f"GPU {','.join(map(str, worker.gpus))}" if worker.gpus else "CPU"
             room = f"{worker.max_concurrency:.1f} requests of {worker.max_model_len:,}"
-            yield slot_name(worker.id), f"{where}, {worker.kv_tokens:,} tokens of KV cache: {room}"
+            host = f" and {worker.host_tokens:,} in host memory" if worker.host_tokens else ""
+            yield slot_name(worker.id), f"{where}, {worker.kv_tokens:,} tokens of KV cache{host}: {room}"
     for line in changed(of_files(each.settings for each in instances), live):
         yield "set", f"{line}  (pdserve set --unset {line.partition(' ')[0]})"
     yield "logs", str(log_dir)

@@ -548,6 +548,11 @@ BAD = {
     GOOD.replace("8000", "eighty"): (
         "FILE:5: Frontend.port is 'eighty', but must be a whole number, 1 to 65535."
     ),
+    worker("kv-offload: 32"): "FILE:8: VllmWorker.kv-offload is 32, but must be a size as in 32GiB.",
+    worker("kv-offload: 32GB"): "FILE:8: VllmWorker.kv-offload is '32GB', but must be a size as in 32GiB.",
+    worker(
+        "kv-offloading-size: 32"
+    ): "FILE:8: VllmWorker.kv-offloading-size is kv-offload in pdserve, as in kv-offload",
     GOOD.replace("32", "true"): "FILE:3: Common.block-size is True, but must be a whole number.",
     GOOD.replace("prefill: true", "prefill: 'yes'"): (
         "FILE:7: VllmWorker.remote-prefill is 'yes', but must be true or false."

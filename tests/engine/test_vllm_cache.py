@@ -17,6 +17,11 @@ def stored(hashes: list[int], tokens: list[int], parent: int | None = None, **mo
     return api.BlockStored(hashes, parent, tokens, 8, None, "GPU", more.pop("lora_name", None), **more)
 
 
+def in_host(hashes: list[int]) -> api.BlockStored:
+    """Without tokens, as vLLM's OffloadingConnector reports it."""
+    return api.BlockStored(hashes, None, [], 0, None, "CPU", None, group_idx=0)
+
+
 def mirror(*events: object) -> CacheMirror:
     cache = CacheMirror()
     cache.prefixes.resize(100, 8)
@@ -36,6 +41,12 @@ def mirror(*events: object) -> CacheMirror:
         ([stored([1], PROMPT[:8]), api.BlockRemoved([1], "GPU", 1)], None, 8),
         ([stored([1], PROMPT[:8]), api.BlockRemoved([7], "GPU")], None, 8),
         ([stored([1], PROMPT[:8]), api.AllBlocksCleared()], None, 0),
+        ([stored([1, 2], PROMPT[:16]), in_host([1, 2]), api.BlockRemoved([1, 2], "GPU")], None, 16),
+        ([stored([1, 2], PROMPT[:16]), in_host([1]), api.BlockRemoved([1, 2], "GPU")], None, 8),
+        ([stored([1], PROMPT[:8]), in_host([1]), api.BlockRemoved([1], "CPU")], None, 8),
+        ([stored([1], PROMPT[:8]), api.BlockRemoved([1], "CPU")], None, 8),  # it never was there
+        ([stored([1], PROMPT[:8]), in_host([1]), in_host([1]), api.BlockRemoved([1], "CPU")], None, 8),
+        ([in_host([1])], None, 0),  # its tokens are not known
         ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], None, 0),
         ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], "salt", 16),
         ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], "other", 0),
@@ -61,6 +72,13 @@ def test_events_of_adapters() -> None:
     hits = [("salt", 7, 24), (None, 7, 0), ("salt", 0, 0), (None, 10, 8), ("salt", 10, 0), (None, 0, 0)]
     for salt, adapter, hit in hits:
         assert cache.prefixes.hit(PROMPT, salt, adapter) == hit
+
+
+def test_what_only_host_memory_has_is_no_hit_in_the_cache() -> None:
+    events = [stored([1, 2], PROMPT[:16]), in_host([1, 2]), api.BlockRemoved([2], "GPU")]
+    assert mirror(*events).prefixes.hit(PROMPT, None, host=False) == 8
+    cache = mirror(*events, api.BlockRemoved([1], "GPU"), api.BlockRemoved([1, 2], "CPU"))
+    assert (cache._blocks, cache.prefixes.known()) == ({}, [])
 
 
 def test_nothing_is_left_of_blocks_that_are_gone() -> None:

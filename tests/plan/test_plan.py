@@ -419,6 +419,10 @@ def test_shares_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         plan(tmp_path, halves("1.5"), machine(("H100", 80)))
 
 
+def offload(size: str, key: str = "ServiceArgs: {workers: 1}") -> str:
+    return local(("remote-prefill: true", f"remote-prefill: true\n  kv-offload: {size}\n  {key}"))
+
+
 DOES_NOT_FIT = [
     (local(("block-size: 32", "block-size: 16")), machine(), "block-size 16 does not run on the CPU: "),
     (
@@ -449,6 +453,17 @@ DOES_NOT_FIT = [
         LOCAL + "Graph: {stream-port: 9001, pages-port: 9002}\n",
         machine(),
         "FILE: port 9002 is one of Graph.stream-port",
+    ),
+    (offload("12GiB"), machine(ram=16), "The graph needs about "),
+    (
+        offload("1GiB", "pipeline-parallel-size: 2"),
+        machine(),
+        "kv-offload of decode does not go with pipeline-p",
+    ),
+    (
+        offload("1GiB", "engine: sim"),
+        machine(),
+        "kv-offload of decode does not go with engine: sim: remove it.",
     ),
     (LOCAL, machine(build="cuda"), "vllm is installed, vLLM's GPU build, but the plan runs on the CPU"),
     (
@@ -660,6 +675,14 @@ def test_printed_plan(tmp_path: Path) -> None:
     assert any(line.startswith("decode-0 13.95 0.15 0.54") and "96 KiB" in line for line in lines)
     assert "http://127.0.0.1:8009/v1" in text
     assert lines[-1] == "It fits." or lines[-2] == "It fits."
+
+
+def test_host_memory_for_kv_is_counted_and_shown(tmp_path: Path) -> None:
+    found = plan(tmp_path, offload("1.5GiB"), machine())
+    assert found.problems == ()
+    lines = [" ".join(line.split()) for line in shown(found).splitlines()]
+    assert "decode kv-offload 1.5 GiB, 786,432 tokens pdserve (host memory)" in lines  # of 2 KiB
+    assert [worker["kv_offload"] for worker in plan_as_dict(found)["workers"]] == [3 << 29, 0, 0]
 
 
 def test_a_plan_of_workers_that_do_both(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ class SimEngine(SimAdapters, Engine):
     def plain_body(self, max_tokens: int) -> list[bytes]:
         return wire.write_request(wire.Sampling(max_tokens))
 
-    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
+    def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
         request = wire.read_request(body)
         if request.mm_features or request.sampling.prompt_logprobs is not None:
             return None

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from vllm import __version__
 from vllm.config import VllmConfig as VllmConfig
+from vllm.distributed.kv_events import MEDIUM_CPU as MEDIUM_CPU
 from vllm.distributed.kv_events import AllBlocksCleared as AllBlocksCleared
 from vllm.distributed.kv_events import BlockRemoved as BlockRemoved
 from vllm.distributed.kv_events import BlockStored as BlockStored

@@ -60,14 +60,23 @@ class CacheMirror(Lifetime):
 
     def _apply(self, event: object) -> None:
         match event:
+            case api.BlockStored(medium=api.MEDIUM_CPU):
+                self._store_in_host(event)
             case api.BlockStored():
                 self._store(event)
             case api.BlockRemoved() if not event.group_idx:
+                host = event.medium == api.MEDIUM_CPU
                 for block in event.block_hashes:
-                    if block in self._blocks and self.prefixes.remove(self._blocks[block][0]):
+                    if block in self._blocks and self.prefixes.remove(self._blocks[block][0], host=host):
                         del self._blocks[block]
             case api.AllBlocksCleared():
                 self.clear()
+
+    def _store_in_host(self, event: api.BlockStored) -> None:
+        """The event has no tokens, but the block was in the cache before."""
+        for block in event.block_hashes:
+            if block in self._blocks:
+                self.prefixes.add(*self._blocks[block], host=True)
 
     def _store(self, event: api.BlockStored) -> None:
         """Note full blocks that a text prompt can hit; not blocks of images or embeddings, nor of a second cache group.

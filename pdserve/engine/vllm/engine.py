@@ -47,6 +47,7 @@ class VllmEngine(Engine):
         self._timestamp = 0.0
         self._own_token = not SAMPLING & spec.engine_args.keys()
         self._spans_hosts = spec.node is not None
+        self._offloads = spec.kv_offload > 0
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -60,7 +61,7 @@ class VllmEngine(Engine):
             self.facts = await self._facts()
             lora = self._process.config.lora_config
             self.max_adapters = lora.max_cpu_loras if lora is not None else 0
-            self.prefixes.resize(self.facts.kv_blocks, self.facts.block_size)
+            self.prefixes.resize(self.facts.kv_blocks + self.facts.host_blocks, self.facts.block_size)
             yield
 
     async def _facts(self) -> EngineFacts:
@@ -76,8 +77,15 @@ class VllmEngine(Engine):
             vllm_version=api.VERSION,
             supported_tasks=list(await self._call(self._core.get_supported_tasks_async())),
             fingerprint=await self._fingerprint.after(),
+            host_blocks=await self._host_blocks(),
             side_channel=self._process.asked_for_kv,
         )
+
+    async def _host_blocks(self) -> int:
+        if not self._offloads:
+            return 0
+        found: list[int] = await self._call(self._core.collective_rpc_async("pdserve_host_blocks"))
+        return min(found)
 
     # the contract
 
@@ -173,10 +181,11 @@ class VllmEngine(Engine):
     def plain_body(self, max_tokens: int) -> list[bytes]:
         return requests.plain_body(max_tokens)
 
-    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
+    def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
         request = requests.read_body(body)
-        adapter = requests.adapter_of(request)
-        return self.prefixes.hit(prompt, request.cache_salt, adapter) if requests.remote_ok(request) else None
+        if not requests.remote_ok(request):
+            return None
+        return self.prefixes.hit(prompt, request.cache_salt, requests.adapter_of(request), host=host)
 
     async def load_adapter(self, id: int, folder: str) -> None:
         request = api.LoRARequest(f"{id:x}", id, folder)
@@ -321,7 +330,7 @@ class VllmEngine(Engine):
         return self._handle(params, tokens, request.adapter if request is not None else 0)
 
     async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
-        """Note the usage; return what the KV connectors of all ranks report, which is mostly nothing."""
+        """Note the usage; return what our KV connector reports of all ranks, which is mostly nothing."""
         if stats is None:
             return {}
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
@@ -331,6 +340,8 @@ class VllmEngine(Engine):
         counted = stats.prefix_cache_stats.requests or stats.spec_decoding_stats
         if usage != self._usage or moved or counted:
             self._stats.record(stats, None)
+        if self._offloads:
+            moved = (moved or {}).get("PdserveConnector")
         self._usage, self._reported = usage, time.monotonic()
         for engine_id in (moved or {}).get(FAILED, ()):
             self._note_unread(self._requests.by_engine_id(engine_id), "the read failed")

@@ -161,18 +161,9 @@ class VllmProcess:
         if spec.node is not None:
             node = spec.node
             arguments |= {"node-rank": node.rank, "master-addr": node.host, "master-port": node.port}
-        if spec.disaggregated:
-            arguments["kv-transfer-config"] = {
-                "kv_connector": "PdserveConnector",
-                "kv_connector_module_path": "pdserve.kv.connector",
-                "kv_role": KV_ROLES[spec.role],
-                "engine_id": spec.instance,
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "kv_lease_duration": LEASE,
-                    CREDENTIALS: str(spec.credentials.folder.absolute()) if spec.credentials else None,
-                },
-            }
+        if spec.disaggregated or spec.kv_offload:
+            transfer = {"engine_id": spec.instance, "kv_load_failure_policy": "recompute"}
+            arguments["kv-transfer-config"] = _connector(spec) | transfer
         if spec.role.does(Role.DECODE):
             arguments["kv-events-config"] = {
                 "enable_kv_cache_events": True,
@@ -180,6 +171,36 @@ class VllmProcess:
                 "endpoint": events_endpoint,
             }
         return to_argv({**for_engine(spec.engine_args), **arguments})
+
+
+def _connector(spec: EngineSpec) -> dict[str, object]:
+    """Which KV connectors the engine has, as vLLM's `kv-transfer-config` says it."""
+    folder = str(spec.credentials.folder.absolute()) if spec.credentials else None
+    nixl: dict[str, object] = {
+        "kv_connector": "PdserveConnector",
+        "kv_connector_module_path": "pdserve.kv.connector",
+        "kv_role": KV_ROLES[spec.role],
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE, CREDENTIALS: folder},
+    }
+    if not spec.kv_offload:
+        return nixl
+    host = {
+        "cpu_bytes_to_use": spec.kv_offload,
+        "spec_name": "HostSpec",
+        "spec_module_path": "pdserve.kv.host",
+    }
+    host["offload_prompt_only"] = False  # the next prompt of a conversation has the answer, too
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": host,
+    }
+    return {
+        "kv_connector": "PdserveConnectors",
+        "kv_connector_module_path": "pdserve.kv.host",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [nixl] * spec.disaggregated + [offloading]},
+    }
 
 
 def _fork_from_here() -> None:

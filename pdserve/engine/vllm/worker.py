@@ -16,6 +16,12 @@ class WorkerExtension:
     def pdserve_answer(self) -> None:
         """Do nothing: an answer of all ranks shows that none hangs."""
 
+    def pdserve_host_blocks(self) -> int:
+        """How many KV blocks the engine's share of host memory holds."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return int(get_kv_transfer_group().host_blocks)
+
     def pdserve_release(self, request_id: str) -> None:
         """Free the KV blocks of a finished prefill, as if another engine had read them."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

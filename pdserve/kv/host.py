@@ -1,0 +1,92 @@
+"""KV blocks that leave an engine's cache stay in host memory: vLLM's offloading beside our NIXL connector
+(docs/decisions/0084-kv-in-host-memory.md).
+
+vLLM's scheduler asks both connectors for each request, ours first: a prompt whose KV another engine has is read whole
+from there. A block is stored in the step after it was computed or read, and found by vLLM's own hash of it (tokens,
+adapter, salt); one that is still being stored is waited for, never read."""
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+
+class PdserveConnectors(MultiConnector):  # type: ignore[misc]
+    """Ours, unless no KV moves between workers, and vLLM's OffloadingConnector."""
+
+    def release(self, request_id: str) -> None:
+        self.sub_connectors[0].release(request_id)
+
+    @property
+    def host_blocks(self) -> int:
+        """In a worker: blocks that the host memory holds."""
+        return int(self.sub_connectors[-1].connector_worker.spec.num_chunks)
+
+
+class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's, also for engines on the CPU, which it refuses; and without gauges, of which each step would report."""
+
+    _manager: OffloadingManager | None
+    _worker: OffloadingWorker | None
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            events = self.kv_events_config.enable_kv_cache_events
+            self._manager = HostManager(self.num_chunks, enable_events=events)
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        if self._worker is None:
+            self._worker = HostWorker(kv_caches, self.num_chunks)
+        return self._worker
+
+
+class HostManager(CPUOffloadingManager):  # type: ignore[misc]
+    def get_stats(self) -> None:
+        super().get_stats()  # it forgets what it counted
+
+
+class HostWorker(OffloadingWorker):  # type: ignore[misc]
+    """For an engine on the CPU: copies at once, between two passes of the model."""
+
+    def __init__(self, caches: CanonicalKVCaches, blocks: int) -> None:
+        self._caches = [each.tensor for each in caches.tensors]
+        """of shape (blocks, bytes of a layer's block)"""
+        self._host = [torch.empty((blocks, each.shape[1]), dtype=each.dtype) for each in self._caches]
+        self._groups = [[ref.tensor_idx for ref in refs] for refs in caches.group_data_refs]
+        self._done: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, src_spec, self._caches, src_spec, self._host, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, dst_spec, self._host, src_spec, self._caches, dst_spec)
+
+    def _copy(
+        self, job: int, groups: Any, sources: list[Any], source: Any, targets: list[Any], target: Any
+    ) -> bool:
+        """The blocks of each cache group follow each other; a host block has as many tokens as the engine's."""
+        begin, size = 0, 0
+        for count, tensors in zip(groups.group_sizes, self._groups, strict=True):
+            end = begin + count
+            reads = torch.from_numpy(source.block_ids[begin:end]).long()
+            writes = torch.from_numpy(target.block_ids[begin:end]).long()
+            for index in tensors:
+                targets[index][writes] = sources[index][reads]
+                size += count * sources[index].shape[1]
+            begin = end
+        self._done.append(TransferResult(job, success=True, transfer_size=size, transfer_time=0.0))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """All is copied."""
