@@ -64,7 +64,7 @@ class Submit(Struct, frozen=True, tag=True):
     traceparent: str = ""
     """W3C trace context of the parent span; empty: not traced"""
     client: str = ""
-    """stands for the client, the same at all frontends; clients take turns, and places from each other"""
+    """stands for the client, the same at all frontends; clients take turns, and places from each other (`slo.SPARE`)"""
     promise: Promise | UnsetType = UNSET
     """left out where nothing is promised"""
 

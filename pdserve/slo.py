@@ -25,6 +25,8 @@ MATTERS = 0.05
 OFF = "off"
 """the value of a live setting: nothing is promised"""
 DURATION = f"a duration with its unit, 1ms to {LONGEST:g}s, as in 500ms or 2s"
+SPARE = "~"
+"""begins the names of clients as senders of spare requests, which have their turn only where no other request waits"""
 _UNITS = {"ms": 1000.0, "s": 1.0}
 
 
@@ -54,6 +56,10 @@ class Promised:
 
 
 NO_PROMISE = Promised()
+
+
+def is_spare(client: str) -> bool:
+    return client.startswith(SPARE)
 
 
 def seconds(text: str) -> float:

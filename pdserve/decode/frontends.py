@@ -3,12 +3,13 @@ their deadline, or lost with their frontend or the engine."""
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
@@ -17,6 +18,7 @@ from pdserve.engine.base import Engine, Output
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
 from pdserve.messages import Failed, Hello, Load, Outputs, PrefixesChanged, ToFrontend, WorkerLoad
 from pdserve.process.engine_checks import may_have_killed
+from pdserve.slo import is_spare
 from pdserve.stream.tcp import TcpStreamServer
 from pdserve.tasks import Apart
 
@@ -34,15 +36,20 @@ INTERNAL = "internal error in the decode worker"
 
 def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
     """Return a frontend that has requests of the client that runs the most here, and how many of these should pause,
-    for requests that wait in the engine whose clients run less than half of that; 0 if there are none. `queued`: how
-    many wait there for a place, which are the last that entered."""
+    for requests that wait in the engine whose clients run less than half of that; 0 if there are none. Spare ones pause
+    first, and for all others. `queued`: how many wait there for a place, which are the last that entered."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
     entered = sorted((request for request in inside if not request.proven), key=attrgetter("since"))
     waiting = entered[-queued:] if queued else []
     running = Counter(request.submit.client for request in inside if request not in waiting)
-    client, most = max(running.items(), key=itemgetter(1), default=("", 0))
+    client = max(running, key=lambda name: (is_spare(name), running[name]), default="")
+    most = math.inf if is_spare(client) else running[client]
     # the rule of `frontend/admission/fair_queue.py`, where the requests of the other frontends are not seen
-    short = [place for place, request in enumerate(waiting) if most > 2 * running[request.submit.client] + 1]
+    short = [
+        place
+        for place, request in enumerate(waiting)
+        if most > 2 * running[request.submit.client] + 1 and not is_spare(request.submit.client)
+    ]
     if not short:
         return "", 0
     where = Counter(request.frontend for request in inside if request.submit.client == client)

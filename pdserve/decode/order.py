@@ -1,5 +1,5 @@
 """In which order what waits has its turn: round the clients, so that nothing waits for all that another client has
-there; of a client first come, first served. Pure: times come from outside.
+there; of a client first come, first served; spare requests last. Pure: times come from outside.
 
 Where a time is promised for the first token, the earliest comes first, among the clients that have had as many turns as
 the others, and of a client. What cannot keep its promise any more waits behind what can, but not for ever."""
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, TypeVar
+
+from pdserve.slo import is_spare
 
 T = TypeVar("T")
 
@@ -84,20 +86,21 @@ class FairOrder(Generic[T]):
 
     def after(self, client: str) -> int:
         """How many of other clients have their turn after a new one of this client, where none has a promise."""
-        own = len(self._queues.get(client, ())) + 1
-        return sum(max(0, len(queue) - own) for name, queue in self._queues.items() if name != client)
+        own, spare = len(self._queues.get(client, ())) + 1, is_spare(client)
+        others = [(len(queue), is_spare(name)) for name, queue in self._queues.items() if name != client]
+        return sum(max(0, count - own * (last == spare)) for count, last in others if last >= spare)
 
     def _leave(self, client: str) -> None:
         for each in (self._queues, self._turns, self._passed):
             each.pop(client, None)
 
     def _next(self, now: float) -> str:
-        clients = list(self._queues)
-        if all(waiting.due == math.inf for waiting in chain.from_iterable(self._queues.values())):
+        clients = [name for name in self._queues if not is_spare(name)] or list(self._queues)
+        if all(waiting.due == math.inf for name in clients for waiting in self._queues[name]):
             return clients[0]
         if passed := [name for name in clients if self._passed[name] > PASSED * len(clients)]:
             return passed[0]
-        fewest = min(self._turns.values())
+        fewest = min(self._turns[name] for name in clients)
         return min(
             (name for name in clients if self._turns[name] == fewest),
             key=lambda name: self._best(name, now).rank(now),

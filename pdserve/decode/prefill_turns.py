@@ -15,6 +15,7 @@ from pdserve.decode.order import FairOrder
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import DecodeRequest
 from pdserve.queue.base import PrefillQueue
+from pdserve.slo import is_spare
 
 AHEAD = 0.05
 """seconds' worth of each prefill worker's prompts to have in the queue, where they are shorter than one: the next ones
@@ -70,8 +71,9 @@ class PrefillTurns:
         self.look()
 
     def ahead(self, client: str) -> int:
-        """How many of the queue's prompts have their turn before a new one of this client, as far as is known here."""
-        return self._queue.depth - self._held.after(client)
+        """How many of the queue's prompts have their turn before a new one of this client, as far as is known here. For
+        a spare one none counts: it waits, since computed by the decode worker it would stall streams."""
+        return 0 if is_spare(client) else self._queue.depth - self._held.after(client)
 
     def over(self, request: DecodeRequest) -> None:
         """The request waits no longer."""

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pdserve.decode.order import FairOrder
+from pdserve.slo import is_spare
 
 SHORT = 8
 """a prompt of at most a chunk divided by this is short"""
@@ -61,7 +62,8 @@ class PromptTurns:
     def _may_pass(self, prompt: _Prompt) -> bool:
         here = {each.client for each in self._inside | self._passing}
         short = prompt.tokens <= self._chunk() // SHORT
-        return short and len(self._passing) < PASSING and prompt.client not in here
+        may = short and not is_spare(prompt.client)
+        return may and len(self._passing) < PASSING and prompt.client not in here
 
     def _start_next(self) -> None:
         now, chunk = time.monotonic(), self._chunk()

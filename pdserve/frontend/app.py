@@ -17,8 +17,8 @@ from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from pdserve.config.schema import FrontendConfig
-from pdserve.frontend.admission.control import ModelReplaced
 from pdserve.frontend.admission.estimate import RequestSize
+from pdserve.frontend.admission.granted import ModelReplaced
 from pdserve.frontend.edge.answer import REFUSALS, HttpError, ResponseWriter
 from pdserve.frontend.edge.body import (
     SANE_ID,
@@ -124,10 +124,10 @@ class FrontendApp:
         begun."""
         name = body.model
         while True:
-            model = self._models.find(name)
-            trace = response.trace
+            model, trace = self._models.find(name), response.trace
             name = trace.model = model.card.name
-            trace.promised = model.promised.loosened(request.headers)
+            if not body.spare:
+                trace.promised = model.promised.loosened(request.headers)
             try:
                 with admitted(model, body, client_of(request, trace), trace) as admission:
                     await run(model, admission, body, request, response)

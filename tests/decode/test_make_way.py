@@ -36,6 +36,9 @@ def running(text: str) -> list[DecodeRequest]:
         ("0g5 1h2 1h3?", 3, ("", 0)),
         ("0a1 0b1 0c1 1d1?", 1, ("", 0)),
         ("1h1?", 1, ("", 0)),
+        ("0g8 1~1 1h7 0h1?", 1, ("1", 1)),  # what is spare pauses first, also the only one of its client
+        ("0g8 1~1?", 1, ("", 0)),
+        ("0~8 1~1?", 1, ("", 0)),
     ],
 )
 def test_make_way(inside: str, queued: int, expected: tuple[str, int]) -> None:

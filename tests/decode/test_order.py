@@ -34,6 +34,10 @@ def in_order(waiting: list[tuple[str, float]], now: float = 0.0, needs: float = 
         pytest.param([("a", 0.05), ("a", 3)], "a1 a0", id="what is late waits behind"),
         pytest.param([("a", 0.05 - LATE), ("a", 3)], "a0 a1", id="not for ever"),
         pytest.param([("a", INF), ("a", 3)], "a1 a0", id="nothing promised"),
+        pytest.param([("~a", INF), ("b", INF), ("b", INF)], "b1 b2 ~a0", id="spare"),
+        pytest.param(
+            [("~a", 1), ("~a", INF), ("b", 3), ("b", INF)], "b2 b3 ~a0 ~a1", id="spare with promises"
+        ),
     ],
 )
 def test_the_order(waiting: list[tuple[str, float]], served: str) -> None:
@@ -64,6 +68,23 @@ def test_what_has_no_promise_waits_for_a_bounded_time_behind_what_its_client_sen
             break
         now += 1.0
     assert now <= LATE + 1.0
+
+
+@pytest.mark.parametrize(
+    ("waiting", "client", "after"),
+    [
+        ("b b b", "a", 2),
+        ("a b b b", "a", 1),
+        ("~a ~a b", "a", 2),
+        ("b b ~b ~b ~b", "~a", 2),
+        ("~b ~b", "b", 2),
+    ],
+)
+def test_how_many_have_their_turn_after_a_new_one(waiting: str, client: str, after: int) -> None:
+    order: FairOrder[object] = FairOrder()
+    for each in waiting.split():
+        order.add(each, object())
+    assert order.after(client) == after
 
 
 def test_what_is_removed_has_no_turn() -> None:

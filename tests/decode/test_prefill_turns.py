@@ -51,6 +51,17 @@ async def test_the_queue_is_full_for_the_client_that_fills_it(
     assert frontend.answered[honest].placed is None
 
 
+async def test_spare_prompts_are_published_last_and_computed_nowhere_else(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    first, *greedy = await flood(graph, frontend)
+    spare = await frontend.submit(LONG[9:], client="~batch")
+    await until(lambda: graph.depth == 5)
+    honest = await frontend.submit(LONG[50:], client="honest")
+    await until(lambda: graph.depth == 6)
+    assert [await take(graph, acted) for _ in range(6)] == [first, greedy[0], honest, *greedy[1:], spare]
+
+
 async def test_what_is_held_counts_as_queued_and_is_in_the_receipt(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:

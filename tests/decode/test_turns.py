@@ -59,6 +59,18 @@ async def test_very_short_prompts_pass_a_long_one_of_another_client() -> None:
     assert prompts.inside == ["b 1", "c 1", "d 1", "a 3", "greedy 2", "e 1", "a 2"]
 
 
+async def test_spare_prompts_pass_none_and_are_last() -> None:
+    prompts = Prompts(100)
+    await prompts.come("long", 5000)
+    await prompts.come("~batch", 10)
+    await prompts.come("b", 100)
+    assert prompts.inside == ["long"]
+    await prompts.leave("long")
+    assert prompts.inside == ["b"]
+    await prompts.leave("b")
+    assert prompts.inside == ["~batch"]
+
+
 async def test_short_prompts_make_a_chunk_together() -> None:
     prompts = Prompts(100)
     for name in "abcd":

@@ -8,17 +8,18 @@ too many wait, the last one is refused. Why all of this: docs/decisions/0006-ove
 
 A permit may be taken back: the sequence pauses while a client that has far fewer runs in its place or, if its output is
 not read, while any other waits. docs/decisions/0046-places-of-others.md.
+
+Spare requests have a queue of their own: they get what nothing else waits for, and pause for all else.
+docs/decisions/0083-batches.md.
 """
 
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2s
+from itertools import chain
 from weakref import WeakValueDictionary
 
 from pdserve.config.schema import AdmissionLimits
@@ -32,100 +33,11 @@ from pdserve.frontend.admission.estimate import (
     seconds_of_turns,
     seconds_too_late,
 )
-from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry, is_short
-from pdserve.frontend.admission.granted import GrantedPermits
+from pdserve.frontend.admission.fair_queue import FairQueue, is_short
+from pdserve.frontend.admission.granted import Admission, GrantedPermits, ModelReplaced, SequencePermit
 
 GROUP = 8
 """sequences of a request that get their tags together; with more, it goes behind its client's other requests again"""
-
-
-class ModelReplaced(Exception):
-    """Another model has this one's name: the request has to wait for that one's workers."""
-
-
-class Admission(QueueEntry):
-    """One HTTP request, from its arrival to its end."""
-
-    def __init__(self, control: "AdmissionControl", client: str, size: RequestSize, deadline: float) -> None:
-        super().__init__(client)
-        self.size = size
-        self.deadline = deadline
-        """monotonic seconds"""
-        self.queued = False
-        """it was not admitted at once"""
-        self.unused = False
-        """it has the permit that let it in, until its first sequence begins"""
-        self.requested: deque[SequencePermit] = deque()
-        """permits that the engine core waits for"""
-        self.unread = False
-        """its client has stopped to read the answer"""
-        self.paused: list[SequencePermit] = []
-        """until the client reads again"""
-        self.control = control
-        self._decided = asyncio.Event()
-        self._refusal: Exception | None = None
-
-    @property
-    def short_name(self) -> str:
-        """Stands for the client at workers, which learn no names."""
-        return blake2s(self.client.encode(), digest_size=6).hexdigest()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it is neither admitted nor refused."""
-        return not self._decided.is_set()
-
-    async def wait(self) -> None:
-        """Wait until the request may go on to the model. Raises Overloaded if it is refused, and ModelReplaced."""
-        await self._decided.wait()
-        if self._refusal is not None:
-            raise self._refusal
-
-    def decide(self, refusal: Exception | None = None) -> None:
-        self._refusal = refusal
-        self._decided.set()
-
-    def permit(
-        self,
-        begin: Callable[[], None],
-        drop: Callable[[], None],
-        pause: Callable[[], bool],
-        *,
-        fixed: bool = False,
-    ) -> "SequencePermit":
-        return SequencePermit(self, begin, drop, pause, fixed)
-
-    def set_unread(self, unread: bool) -> None:
-        """Note regularly whether the client has stopped to read."""
-        if unread != self.unread:
-            self.unread = unread
-            while self.paused and not unread:
-                self.paused.pop().request()
-            self.control.advance()
-
-
-@dataclass(eq=False)
-class SequencePermit:
-    """Permission to run one sequence at a decode worker. It must be released."""
-
-    admission: Admission
-    begin: Callable[[], None]
-    """is called when it is granted, also after a pause"""
-    drop: Callable[[], None]
-    """is called if the request ends before"""
-    pause: Callable[[], bool]
-    """ends its run at the worker, to go on later; returns False if that cannot be done now, or changes nothing"""
-    fixed: bool = False
-    """it can never pause"""
-    granted: bool = False
-
-    def request(self) -> None:
-        """Queue for the permit. May call `begin` at once."""
-        self.admission.control.request(self)
-
-    def release(self) -> None:
-        """Give the permit back: the sequence is over, begun or not. May be called twice."""
-        self.admission.control.release(self)
 
 
 class AdmissionControl:
@@ -141,6 +53,7 @@ class AdmissionControl:
         self.limits = limits
         """may be changed at any time"""
         self.queue: FairQueue[Admission] = FairQueue()
+        self.spare: FairQueue[Admission] = FairQueue()
         self._capacity = capacity
         self._estimate = estimate
         self._rate = AdmissionRate()
@@ -148,7 +61,7 @@ class AdmissionControl:
         """admitted and not over"""
         self._starting: set[Admission] = set()
         """of these, requests that no decode worker has yet, and that the capacity does not reflect"""
-        self._granted = GrantedPermits[SequencePermit](lambda permit: self.queue.runs(permit.admission))
+        self._granted = GrantedPermits()
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
         """held while a long text is tokenized that is not generated from"""
@@ -156,18 +69,18 @@ class AdmissionControl:
         """by client"""
 
     def __len__(self) -> int:
-        """Requests in the queue."""
+        """Requests in the queue, without the spare ones."""
         return len(self.queue)
 
     @property
     def requests(self) -> int:
         """Requests that wait to be admitted or are inside, without those that bypassed the queue."""
-        waiting = sum(admission.waiting for admission in self.queue)
+        waiting = sum(admission.waiting for admission in chain(self.queue, self.spare))
         return waiting + sum(bool(admission.size.sequences) for admission in self._inside)
 
     # requests
 
-    def enter(self, client: str, size: RequestSize, deadline: float) -> Admission:
+    def enter(self, client: str, size: RequestSize, deadline: float, *, spare: bool = False) -> Admission:
         """Queue a request that needs a decode worker, and admit it at once if there is capacity. Raises Overloaded, and
         BadRequest for a request that is always too large."""
         if size.sequences > self.limits.max_outputs:
@@ -175,22 +88,24 @@ class AdmissionControl:
             text = f"{made} {size.sequences} outputs; one request may have {self.limits.max_outputs}"
             raise BadRequest(text, "n" if size.n > 1 else size.several)
         self._check_inside()
-        admission = Admission(self, client, size, deadline)
+        queue = self.spare if spare else self.queue
+        admission = Admission(self, queue, client, size, deadline, spare=spare)
         prompt = (1 + size.prompt_tokens + size.logprobs) / size.sequences
         admission.tokens = prompt + self._estimate().tokens(size.max_tokens)
-        self.queue.tag(admission, min(GROUP, size.sequences))
+        queue.tag(admission, min(GROUP, size.sequences))
         self._push(admission)
         self.advance()
-        if admission.waiting:
+        if admission.waiting and not spare:
             admission.queued = True
             self._check_wait(admission)
+        if admission.waiting:
             self._check_bounds(admission)
         return admission
 
     def bypass(self, client: str) -> Admission:
         """Admit a request that needs no decode worker. Raises Overloaded."""
         self._check_inside()
-        admission = Admission(self, client, RequestSize(0, None, sequences=0), math.inf)
+        admission = Admission(self, self.queue, client, RequestSize(0, None, sequences=0), math.inf)
         self._inside.add(admission)
         admission.decide()
         return admission
@@ -200,7 +115,7 @@ class AdmissionControl:
         self._withdraw(admission)
         if admission.unused:
             admission.unused = False
-            self.queue.finish(admission.client)
+            admission.queue.finish(admission.client)
         self._inside.discard(admission)
         self._starting.discard(admission)
         for permit in list(admission.requested):
@@ -217,27 +132,27 @@ class AdmissionControl:
 
     def redirect(self) -> None:
         """Send all requests that are not admitted to the model that replaces this one, in their order."""
-        for admission in [admission for admission in self.queue if admission.waiting]:
+        for admission in [admission for admission in chain(self.queue, self.spare) if admission.waiting]:
             self._withdraw(admission)
             admission.decide(ModelReplaced())
 
     async def idle(self) -> None:
         """Wait until no request waits or is inside."""
-        while self.queue or self._inside:
+        while self.queue or self.spare or self._inside:
             self._left.clear()
             await self._left.wait()
 
     def advance(self) -> None:
         """Grant permits as long as the workers have capacity, and take some back for requests that should not wait."""
         made_for: Admission | None = None  # what has paused for it may be before it in the queue
-        while self.queue:
+        while queue := self.queue or self.spare:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
             room = capacity.free_requests > len(self._starting) and capacity.free_tokens > starting
             may = partial(self._may_start, places=self._places(capacity))
-            entry = made_for if room and made_for else self.queue.first_short(may)
-            if entry is None and (room or self._granted.any_unread):
-                entry = self.queue.next(capacity.max_requests, may)
+            entry = made_for if room and made_for else queue.first_short(may)
+            if entry is None and (room or self._granted.any_yielding):
+                entry = queue.next(capacity.max_requests, may)
             if entry is None or not (room or self._make_way(entry)):
                 return
             made_for = None if room else entry
@@ -252,26 +167,26 @@ class AdmissionControl:
         if admission.unused:
             admission.unused = False
             self._starting.discard(admission)
-            self.queue.put_back(admission)
+            admission.queue.put_back(admission)
             if self._may_start(admission, self._places(self._capacity())):
-                self.queue.start(admission)
+                admission.queue.start(admission)
                 self._begin(admission.requested.popleft())
                 return
         if len(admission.requested) == 1:
             admission.queued = False
             self._push(admission)
         self.advance()
-        admission.queued = bool(admission.requested)
+        admission.queued = bool(admission.requested) and not admission.spare
 
     def release(self, permit: SequencePermit) -> None:
         admission = permit.admission
         if permit.granted:
             self._granted.remove(permit)
-            self.queue.finish(admission.client)
+            admission.queue.finish(admission.client)
         elif permit in admission.requested:
             admission.requested.remove(permit)
             if not admission.requested:
-                self.queue.remove(admission)
+                admission.queue.remove(admission)
                 self._update_rate()
         elif permit in admission.paused:
             admission.paused.remove(permit)
@@ -286,18 +201,21 @@ class AdmissionControl:
         return len(self._granted) + capacity.free_requests
 
     def _may_start(self, admission: Admission, places: int) -> bool:
-        """Whether enough places that can be taken back are left beside its next sequence."""
+        """Whether enough places that can be taken back are left beside its next sequence, and all others come before a
+        spare one."""
+        if admission.spare and self.queue:
+            return False
         fixed = bool(admission.requested) and admission.requested[0].fixed
-        return not fixed or self._granted.leave_room(places) or not self.queue.runs(admission)
+        return not fixed or self._granted.leave_room(places) or not admission.runs
 
     def _make_way(self, entry: Admission) -> bool:
         """Pause one sequence for the entry's next one; whether there is one that may be."""
-        running = self.queue.runs(entry)
         others = [
             permit
             for permit in self._granted
-            if permit.admission is not entry
-            and (permit.admission.unread or is_short(running, self.queue.runs(permit.admission)))
+            if (other := permit.admission) is not entry
+            and other.spare >= entry.spare
+            and (other.unread or other.spare > entry.spare or is_short(entry.runs, other.runs))
         ]
         return any(self._pause(permit) for permit in self._granted.to_pause(others))
 
@@ -308,12 +226,12 @@ class AdmissionControl:
         self._granted.remove(permit)
         if admission.unread:
             admission.paused.append(permit)
-            self.queue.finish(admission.client)
+            admission.queue.finish(admission.client)
             return True
         if admission.queued:
             self._rate.admitted(-admission.tokens, time.monotonic())
-        self.queue.remove(admission)
-        self.queue.put_back(admission)
+        admission.queue.remove(admission)
+        admission.queue.put_back(admission)
         admission.requested.appendleft(permit)
         self._push(admission)
         return True
@@ -326,12 +244,12 @@ class AdmissionControl:
 
     def _push(self, admission: Admission) -> None:
         if not admission.tagged:
-            self.queue.tag(admission, min(GROUP, len(admission.requested)))
-        self.queue.push(admission)
+            admission.queue.tag(admission, min(GROUP, len(admission.requested)))
+        admission.queue.push(admission)
         self._update_rate()
 
     def _withdraw(self, admission: Admission) -> None:
-        self.queue.withdraw(admission)
+        admission.queue.withdraw(admission)
         self._update_rate()
 
     def _grant(self, admission: Admission) -> None:
@@ -340,7 +258,7 @@ class AdmissionControl:
         if admission.waiting and admission.queued and end > admission.deadline:
             self._refuse(admission, "its turn has come too late for its deadline")
             return
-        self.queue.start(admission)
+        admission.queue.start(admission)
         self._update_rate()
         if admission.queued:
             self._rate.admitted(admission.tokens, time.monotonic())
@@ -390,9 +308,9 @@ class AdmissionControl:
 
     def _check_bounds(self, admission: Admission) -> None:
         limits = self.limits
-        outside = [waiting for waiting in self.queue if waiting.waiting]
+        outside = [waiting for waiting in chain(self.queue, self.spare) if waiting.waiting]
         while len(outside) > limits.max_waiting or (
-            self.queue.tokens > limits.max_waiting_tokens and len(outside) > 1
+            self.queue.tokens + self.spare.tokens > limits.max_waiting_tokens and len(outside) > 1
         ):
             last = outside.pop()
             refusal = self._refuse(last, "as many requests wait as may")

@@ -1,36 +1,144 @@
-"""The sequences that have places at the workers, and which of them have to pause for others."""
+"""A request in admission control and the permits of its sequences; which of those that have places at the workers pause
+for others."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from typing import Protocol
+
+from pdserve.frontend.admission.estimate import RequestSize
+from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry
+from pdserve.slo import SPARE
 
 KEPT = 4
 """one place of so many is kept from sequences that cannot pause"""
 
 
-class OfClient(Protocol):
-    unread: bool
-    """its client reads nothing"""
+class Control(Protocol):
+    """`AdmissionControl`, for its permits."""
+
+    def request(self, permit: "SequencePermit") -> None: ...
+
+    def release(self, permit: "SequencePermit") -> None: ...
+
+    def yield_places(self, count: int, permits: "Sequence[SequencePermit]") -> None: ...
+
+    def advance(self) -> None: ...
 
 
-class Pausable(Protocol):
-    """What has a place: a `SequencePermit`."""
+class ModelReplaced(Exception):
+    """Another model has this one's name: the request has to wait for that one's workers."""
 
-    fixed: bool
-    """it can never pause"""
-    granted: bool
+
+class Admission(QueueEntry):
+    """One HTTP request, from its arrival to its end."""
+
+    def __init__(
+        self,
+        control: Control,
+        queue: "FairQueue[Admission]",
+        client: str,
+        size: RequestSize,
+        deadline: float,
+        *,
+        spare: bool = False,
+    ) -> None:
+        super().__init__(client)
+        self.queue = queue
+        """in which it waits"""
+        self.spare = spare
+        """it has places only while no other request waits"""
+        self.size = size
+        self.deadline = deadline
+        """monotonic seconds"""
+        self.queued = False
+        """it was not admitted at once"""
+        self.unused = False
+        """it has the permit that let it in, until its first sequence begins"""
+        self.requested: deque[SequencePermit] = deque()
+        """permits that the engine core waits for"""
+        self.unread = False
+        """its client has stopped to read the answer"""
+        self.paused: list[SequencePermit] = []
+        """until the client reads again"""
+        self.control = control
+        self._decided = asyncio.Event()
+        self._refusal: Exception | None = None
 
     @property
-    def admission(self) -> OfClient: ...
+    def short_name(self) -> str:
+        """Stands for the client at workers, which learn no names."""
+        name = blake2s(self.client.encode(), digest_size=6).hexdigest()
+        return SPARE + name if self.spare else name
+
+    @property
+    def runs(self) -> int:
+        """How many sequences its client runs, of spare requests or of others."""
+        return self.queue.runs(self)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is neither admitted nor refused."""
+        return not self._decided.is_set()
+
+    async def wait(self) -> None:
+        """Wait until the request may go on to the model. Raises Overloaded if it is refused, and ModelReplaced."""
+        await self._decided.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    def decide(self, refusal: Exception | None = None) -> None:
+        self._refusal = refusal
+        self._decided.set()
+
+    def permit(
+        self,
+        begin: Callable[[], None],
+        drop: Callable[[], None],
+        pause: Callable[[], bool],
+        *,
+        fixed: bool = False,
+    ) -> "SequencePermit":
+        return SequencePermit(self, begin, drop, pause, fixed)
+
+    def set_unread(self, unread: bool) -> None:
+        """Note regularly whether the client has stopped to read."""
+        if unread != self.unread:
+            self.unread = unread
+            while self.paused and not unread:
+                self.paused.pop().request()
+            self.control.advance()
 
 
-P = TypeVar("P", bound=Pausable)
+@dataclass(eq=False)
+class SequencePermit:
+    """Permission to run one sequence at a decode worker. It must be released."""
+
+    admission: Admission
+    begin: Callable[[], None]
+    """is called when it is granted, also after a pause"""
+    drop: Callable[[], None]
+    """is called if the request ends before"""
+    pause: Callable[[], bool]
+    """ends its run at the worker, to go on later; returns False if that cannot be done now, or changes nothing"""
+    fixed: bool = False
+    """it can never pause"""
+    granted: bool = False
+
+    def request(self) -> None:
+        """Queue for the permit. May call `begin` at once."""
+        self.admission.control.request(self)
+
+    def release(self) -> None:
+        """Give the permit back: the sequence is over, begun or not. May be called twice."""
+        self.admission.control.release(self)
 
 
-class GrantedPermits(Generic[P]):
-    def __init__(self, runs: Callable[[P], int]) -> None:
-        """`runs`: how many sequences a permit's client runs."""
-        self._runs = runs
-        self._permits: dict[P, None] = {}
+class GrantedPermits:
+    def __init__(self) -> None:
+        self._permits: dict[SequencePermit, None] = {}
         """the youngest last"""
         self._fixed = 0
         """of these, those that cannot pause"""
@@ -38,37 +146,38 @@ class GrantedPermits(Generic[P]):
     def __len__(self) -> int:
         return len(self._permits)
 
-    def __iter__(self) -> Iterator[P]:
+    def __iter__(self) -> Iterator[SequencePermit]:
         return iter(self._permits)
 
-    def add(self, permit: P) -> None:
+    def add(self, permit: SequencePermit) -> None:
         permit.granted = True
         self._permits[permit] = None
         self._fixed += permit.fixed
 
-    def remove(self, permit: P) -> None:
+    def remove(self, permit: SequencePermit) -> None:
         permit.granted = False
         del self._permits[permit]
         self._fixed -= permit.fixed
 
     @property
-    def any_unread(self) -> bool:
-        return any(permit.admission.unread for permit in self._permits)
+    def any_yielding(self) -> bool:
+        """Whether any may have to pause for whatever waits."""
+        return any(permit.admission.unread or permit.admission.spare for permit in self._permits)
 
     def leave_room(self, places: int) -> bool:
         """Whether one more sequence that cannot pause leaves the places that are kept."""
         return self._fixed < places - max(1, places // KEPT)
 
-    def to_pause(self, permits: Iterable[P]) -> list[P]:
-        """Those that can pause, in the order in which they have to: what is not read, then of the client that runs the
-        most, the youngest first. Of no client the only one that is read."""
+    def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
+        """Those that can pause, in the order in which they have to: what is not read, what is spare, then of the client
+        that runs the most, the youngest first. Of no client the only one that is read and not spare."""
         age = {permit: age for age, permit in enumerate(self._permits)}
+
+        def rank(permit: SequencePermit) -> tuple[bool, bool, int, int]:
+            admission = permit.admission
+            return admission.unread, admission.spare, admission.runs, age[permit]
+
+        can = (permit for permit in permits if permit in age and not permit.fixed)
         return sorted(
-            (
-                permit
-                for permit in permits
-                if permit in age and not permit.fixed and (permit.admission.unread or self._runs(permit) > 1)
-            ),
-            key=lambda permit: (permit.admission.unread, self._runs(permit), age[permit]),
-            reverse=True,
+            (permit for permit in can if rank(permit)[:3] > (False, False, 1)), key=rank, reverse=True
         )

@@ -74,6 +74,8 @@ class ParsedBody:
     """see `_is_large`"""
     tools: bool = False
     """whether it brings tools that the answer may call"""
+    spare: bool = False
+    """whether all others come before it"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
@@ -184,7 +186,8 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     named = model if isinstance(model, str) and model else None
     has_id = given is not None
     size, large = _size(path, raw, fields), _is_large(raw, fields)
-    return ParsedBody(raw, named, size, is_plain(fields), has_id, large, bool(fields.get("tools")))
+    spare = fields.get("service_tier") == "flex"
+    return ParsedBody(raw, named, size, is_plain(fields), has_id, large, bool(fields.get("tools")), spare)
 
 
 def _parts(raw: bytes) -> int:

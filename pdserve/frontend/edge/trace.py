@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from pdserve.errors import BadRequest
-from pdserve.frontend.admission.control import Admission
+from pdserve.frontend.admission.granted import Admission
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.messages import Hop, Placed
 from pdserve.observe.tracing import TracedSpan

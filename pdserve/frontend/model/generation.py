@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.frontend.admission.control import SequencePermit
+from pdserve.frontend.admission.granted import SequencePermit
 from pdserve.frontend.edge.trace import RequestTrace, SequenceHops
 from pdserve.frontend.model.pacing import Reserve
 from pdserve.frontend.model.vllm_api import EngineCoreOutput, EngineCoreRequest

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from starlette.requests import Request
 
-from pdserve.frontend.admission.control import Admission, ModelReplaced
+from pdserve.frontend.admission.granted import Admission, ModelReplaced
 from pdserve.frontend.edge.answer import REFUSALS, HttpError, ResponseWriter
 from pdserve.frontend.edge.body import ParsedBody, app_scope, max_body, replay
 from pdserve.frontend.edge.connections import CHUNKS, UNREAD
@@ -35,7 +35,8 @@ def admitted(model: ServedModel, body: ParsedBody, client: str, trace: RequestTr
         raise HttpError(413, f"the request body is larger than {most} bytes")
     if trace.path in GENERATING:
         trace.hops.held("" if model.live else NO_WORKER)
-        trace.admission = admission = model.admission.enter(client, body.size, trace.deadline)
+        admission = model.admission.enter(client, body.size, trace.deadline, spare=body.spare)
+        trace.admission = admission
     else:
         admission = model.admission.bypass(client)
     try:
@@ -51,8 +52,7 @@ async def run(
     trace, gone = response.trace, asyncio.Event()
     current_trace.set(trace)
     extensions = request.scope.setdefault("extensions", {})
-    extensions[UNREAD] = admission.set_unread
-    trace.tools = body.tools
+    extensions[UNREAD], trace.tools = admission.set_unread, body.tools
     if body.plain and CHUNKS in extensions:
         trace.deltas = DeltaStream(extensions[CHUNKS])
 

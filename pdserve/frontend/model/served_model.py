@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.admission.control import AdmissionControl, ModelReplaced
+from pdserve.frontend.admission.control import AdmissionControl
 from pdserve.frontend.admission.estimate import RequestEstimate
+from pdserve.frontend.admission.granted import ModelReplaced
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.trace import RETRY_AFTER
 from pdserve.observe.metrics import BACKLOG, LINKS, RUNNING, WAITING

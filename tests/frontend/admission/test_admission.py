@@ -9,14 +9,9 @@ import pytest
 from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.admission.control import (
-    GROUP,
-    Admission,
-    AdmissionControl,
-    ModelReplaced,
-    SequencePermit,
-)
+from pdserve.frontend.admission.control import GROUP, AdmissionControl
 from pdserve.frontend.admission.estimate import RequestEstimate, RequestSize
+from pdserve.frontend.admission.granted import Admission, ModelReplaced, SequencePermit
 
 SIZE = RequestSize(99, 0)  # 100 tokens
 LIMITS = AdmissionLimits()
@@ -39,8 +34,10 @@ class Model:
     def capacity(self) -> Capacity:
         return Capacity(self.places, self.places - len(self.running), self.tokens)
 
-    def ask(self, client: str, size: RequestSize = SIZE, left: float = 600.0) -> Admission:
-        return self.control.enter(client, size, time.monotonic() + left)
+    def ask(
+        self, client: str, size: RequestSize = SIZE, left: float = 600.0, *, spare: bool = False
+    ) -> Admission:
+        return self.control.enter(client, size, time.monotonic() + left, spare=spare)
 
     def take(self, *admissions: Admission) -> None:
         """As the engine core: all of their sequences ask for a permit."""

@@ -3,7 +3,7 @@ turn, and the other requests are refused at once with the time to come again."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -34,8 +34,10 @@ async def worker(graph: Graph) -> AsyncIterator[SimEngine]:
 class Flood:
     """So many requests at once, from one address."""
 
-    def __init__(self, graph: Graph, count: int, **headers: str) -> None:
-        body = completion(model=NAME, max_tokens=30, stream=True)
+    def __init__(
+        self, graph: Graph, count: int, headers: Mapping[str, str] | None = None, **changes: Any
+    ) -> None:
+        body = completion(**({"model": NAME, "max_tokens": 30, "stream": True} | changes))
         self.tasks = [
             asyncio.create_task(graph.http.post("/v1/completions", json=body, headers=headers))
             for _ in range(count)
@@ -82,6 +84,19 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
             assert answer.text.endswith("data: [DONE]\n\n")
 
 
+async def test_what_is_flexible_pauses_for_the_rest_and_goes_on(graph: Graph) -> None:
+    async with worker(graph) as engine:
+        admission = graph.models.find(NAME).admission
+        flood = Flood(graph, 8, service_tier="flex", max_tokens=100)
+        await until(lambda: engine.usage.running == PLACES)
+        answers = await asyncio.gather(*(complete(graph, model=NAME, max_tokens=2) for _ in range(PLACES)))
+        assert [answer.status_code for answer in answers] == [200] * PLACES
+        assert not any(task.done() for task in flood.tasks)
+        assert {answer.text.count('"text"') for answer in await flood.answers()} == {100}
+        assert not len(admission.spare)
+        assert await engine.all_blocks_free()
+
+
 async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
     async with graph.worker(pace=None, at_once=2) as first, graph.worker(pace=None, at_once=2) as second:
         await until(lambda: graph.models.live().get("demo") == 2)
@@ -105,7 +120,7 @@ async def test_a_request_that_waits_in_vain_reaches_no_engine(graph: Graph) -> N
         engine.faults.going.clear()
         running = Flood(graph, PLACES)
         await until(lambda: engine.usage.running + engine.usage.waiting == PLACES)
-        late = await Flood(graph, 10, **{"x-request-timeout": "0.3"}).answers()
+        late = await Flood(graph, 10, headers={"x-request-timeout": "0.3"}).answers()
         engine.faults.going.set()
         assert {answer.status_code for answer in await running.answers()} == {200}
         assert len(engine._seen) == tested + PLACES

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from pdserve.messages import Promise, Submit, encode_to_decode
 from pdserve.registry import keys
-from pdserve.slo import Promised
+from pdserve.slo import SPARE, Promised
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import complete
@@ -68,6 +68,14 @@ async def test_the_next_token_of_a_migrated_request_is_due_a_gap_after_its_last(
         assert promise(other.seen[0]).ttft == pytest.approx(60.0, abs=60)
         other.go()
         assert await answer == 200
+
+
+async def test_a_flexible_request_has_none_and_its_client_comes_last_at_the_worker(graph: Graph) -> None:
+    async with graph.worker(slo=CHAT) as worker:
+        for tier in ("auto", "flex"):
+            assert (await complete(graph, service_tier=tier)).status_code == 200
+    first, flexible = worker.seen
+    assert (flexible.promise, flexible.client) == (UNSET, SPARE + first.client)
 
 
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])

@@ -1,0 +1,89 @@
+"""Spare requests in admission control: they get what nothing else waits for."""
+
+import asyncio
+
+import pytest
+
+from pdserve.config.schema import AdmissionLimits
+from pdserve.frontend.admission.granted import Admission
+from tests.frontend.admission.test_admission import Model, clients, full
+
+
+def streams(model: Model, client: str, count: int) -> list[Admission]:
+    """So many spare requests, each of which goes on as soon as it may."""
+    admissions = [model.ask(client, spare=True) for _ in range(count)]
+    model.take(*[admission for admission in admissions if not admission.waiting])
+    return admissions
+
+
+def test_spare_requests_start_only_where_no_other_waits() -> None:
+    model = full()
+    waiting = [model.ask("batch", spare=True), model.ask("b"), model.ask("other", spare=True), model.ask("b")]
+    assert model.serve(waiting) == ["b", "b", "batch", "other"]
+
+
+def test_spare_requests_may_have_every_place_until_another_comes() -> None:
+    model = Model(4, pauses=True)
+    first = streams(model, "batch", 4)
+    model.take(model.ask("a"), model.ask("a"), model.ask("a"))
+    assert clients(model) == "aaab"
+    assert not model.ask("a").waiting  # also the last one pauses
+    assert [permit.admission for permit in model.paused] == first[::-1]
+    for _ in range(3):
+        model.end(next(permit for permit in model.running if permit.admission.client == "a"))
+    assert clients(model) == "bbb"
+
+
+def test_spare_requests_take_no_place_from_others() -> None:
+    model = Model(4, pauses=True)
+    model.streams("greedy", 4)
+    model.running[0].admission.set_unread(True)
+    assert streams(model, "batch", 1)[0].waiting
+    assert not model.paused
+
+
+def test_spare_requests_share_what_is_left() -> None:
+    model = Model(4, pauses=True)
+    streams(model, "many", 8)
+    (one,) = streams(model, "other", 1)
+    assert not one.waiting
+
+
+def test_a_spare_request_that_was_let_in_waits_for_others_before_it_begins() -> None:
+    model = Model(1, pauses=True)
+    spare = model.ask("batch", spare=True)
+    other = model.ask("a")
+    assert (spare.waiting, other.waiting) == (False, True)
+    model.sequence(spare)
+    assert not other.waiting
+    model.take(other)
+    assert clients(model) == "a"
+
+
+def test_spare_requests_count_neither_in_the_wait_of_others_nor_in_the_queue() -> None:
+    model = full()
+    model.estimate.learn(0, ttft=10.0, decode_seconds=0.0)
+    for _ in range(10):
+        model.ask("batch", spare=True)
+    assert len(model.control) == 0
+    assert model.ask("a", left=40.0).waiting
+    assert model.ask("batch", left=5.0, spare=True).waiting  # it may wait in vain
+    assert model.control.requests == 13
+
+
+@pytest.mark.parametrize("limits", [AdmissionLimits(max_waiting=2), AdmissionLimits(max_waiting_tokens=250)])
+def test_a_full_queue_refuses_spare_requests_first(limits: AdmissionLimits) -> None:
+    model = full(1, limits)
+    spare, others = model.ask("batch", spare=True), [model.ask("a"), model.ask("a")]
+    assert not spare.waiting
+    assert all(other.waiting for other in others)
+
+
+async def test_idle_when_spare_requests_have_left_too() -> None:
+    model = Model(0)
+    admission = model.ask("batch", spare=True)
+    idle = asyncio.create_task(model.control.idle())
+    await asyncio.sleep(0)
+    assert not idle.done()
+    model.control.leave(admission)
+    await idle
