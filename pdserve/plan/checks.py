@@ -271,6 +271,7 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
         return
     lacking = (memory.max_model_len - memory.tokens) * memory.kv_per_token
     ways = [f"lower max-model-len to {memory.tokens:,}"] if memory.tokens else []
+    ways += ["lower max-loras or max-lora-rank"] if memory.adapters >= lacking else []
     if card is None or "kv-cache-memory-bytes" in worker.config.engine_args:
         blocks = -(-memory.max_model_len // memory.block_size)
         need = blocks * memory.block_size * memory.kv_per_token

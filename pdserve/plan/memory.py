@@ -50,13 +50,15 @@ class Memory:
     """CUDA graphs"""
     runtime: int = 0
     """what CUDA and NCCL keep for themselves"""
+    adapters: int = 0
+    """room for LoRA adapters in the layers"""
     kv_space: int | None = None
     """for the KV cache; negative if the weights do not fit; None: unknown, there is no GPU"""
 
     @property
     def fixed(self) -> int:
         """What does not grow with the batch, without the weights."""
-        return self.graphs + self.runtime
+        return self.graphs + self.runtime + self.adapters
 
     @property
     def blocks(self) -> int:
@@ -86,6 +88,8 @@ def size(
     activations = 0 if on_cpu else activation_bytes(model, args, gpu)
     graphs = 0 if on_cpu else graph_bytes(model, args, gpu)
     runtime = 0 if on_cpu else runtime_bytes(args, gpu)
+    adapters = adapter_bytes(model, args)
+    taken = weights + activations + graphs + runtime + adapters
     memory = Memory(
         weights=weights,
         kv_per_token=kv_bytes_per_token(model, args),
@@ -94,7 +98,8 @@ def size(
         activations=activations,
         graphs=graphs,
         runtime=runtime,
-        kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, weights + activations + graphs + runtime),
+        adapters=adapters,
+        kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, taken),
     )
     if (blocks := args.get("num-gpu-blocks-override")) is None:
         return memory
@@ -172,6 +177,22 @@ def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) 
     batches: list[int] = [batch for batch in sizes if batch <= tokens]
     count = sum(1 + (batch <= sequences) for batch in batches if batch <= 2 * sequences)
     return GRAPH_POOL_BYTES + count * _layers(model, args) * GRAPH_LAYER_BYTES
+
+
+def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
+    """max-loras x max-lora-rank x (columns + rows) of each matrix of attention and MLP, as vLLM allocates them whether
+    adapters are loaded or not (`lora/layers`): a share of the rows or columns for each tensor-parallel rank, the other
+    side whole. Embeddings and experts, which few adapters change, are not counted."""
+    if args.get("enable-lora") is not True:
+        return 0
+    tensor, hidden = tensor_size(args), model.hidden
+    heads, inner = model.heads * model.head_dim // tensor, model.intermediate // tensor
+    kv = max(1, model.kv_heads // tensor) * model.head_dim
+    attention = 3 * hidden + heads + 2 * kv + heads + hidden
+    mlp = 2 * hidden + 2 * inner + inner + hidden
+    loras, rank = int(str(args.get("max-loras", 1))), int(str(args.get("max-lora-rank", 16)))
+    width = DTYPE_BYTES.get(str(args.get("lora-dtype", "auto")), _dtype_bytes(model, args))
+    return loras * rank * _layers(model, args) * (attention + mlp) * width
 
 
 def block_size(args: Mapping[str, object], *, on_cpu: bool) -> int:

@@ -109,6 +109,16 @@ def test_the_demo_model_on_the_cpu() -> None:
     assert (memory.kv_per_token, memory.blocks, memory.max_concurrency) == (2048, 16_384, 128.0)
 
 
+def test_room_for_adapters_as_in_a_cpu_engine_of_the_demo_model(qwen: ModelFacts) -> None:
+    """13,631,488 bytes in vLLM 0.32: the sum of all `lora_*_stacked` of its layers."""
+    args = {"enable-lora": True, "max-loras": 4, "max-lora-rank": 64, "dtype": "float32"}
+    assert size(read_model(MODEL_DIR), args, None, cpu_kv=GIB).adapters == 13_631_488
+    without, halved = size(qwen, {}, A10), size(qwen, {**args, "dtype": "auto"}, A10)
+    assert without.kv_space is not None
+    assert halved.kv_space == without.kv_space - halved.adapters
+    assert size(qwen, {**args, "tensor-parallel-size": 2}, A10).adapters < 2 * halved.adapters
+
+
 def test_partial_blocks_count_as_whole(qwen: ModelFacts) -> None:
     memory = size(qwen, {"block-size": 64, "max-model-len": 65}, None, cpu_kv=64 * 196_608 * 4)
     assert (memory.blocks, memory.max_concurrency) == (4, 2.0)
