@@ -37,8 +37,9 @@ FIELDS = {
     "kv_cache_usage kv_connector_stats prefix_cache_stats iteration_details",
     "vllm.v1.metrics.stats.SchedulerIterationDetails": "num_ctx_tokens",
     "vllm.config.SchedulerConfig": "long_prefill_token_threshold",
-    "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids lora_name extra_keys group_idx",
-    "vllm.distributed.kv_events.BlockRemoved": "block_hashes group_idx",
+    "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids lora_name extra_keys medium "
+    "group_idx",
+    "vllm.distributed.kv_events.BlockRemoved": "block_hashes medium group_idx",
     "vllm.v1.engine.logprobs.LogprobsProcessor": "tokenizer logprobs prompt_logprobs cumulative_logprob num_logprobs "
     "num_prompt_logprobs",
 }
@@ -106,6 +107,7 @@ CALLED = {
 """function that is called, or calls ours -> the parameters that are used, in their order"""
 
 REPLACED = (
+    "vllm.v1.core.block_pool.BlockPool.get_new_blocks",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync",
     "vllm.v1.sample.rejection_sampler.apply_sampling_constraints",
@@ -121,6 +123,12 @@ REPLACED = (
 """members that pdserve wraps or replaces in objects of vLLM"""
 
 SOURCES = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": (
+        "self._current_batch_allocated_block_ids = set()",
+        "        if num_external_tokens == 0:\n            return\n",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker": ("self.spec = spec",),
+    "vllm.v1.kv_offload.cpu.spec": ("self._manager", "self._worker", "self.num_chunks"),
     f"{_NIXL}.base_worker": (
         "self._recving_metadata",
         "self.block_len_per_layer",

@@ -16,7 +16,33 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class PdserveConnectors(MultiConnector):  # type: ignore[misc]
-    """Ours, unless no KV moves between workers, and vLLM's OffloadingConnector."""
+    """Ours, unless no KV moves between workers, and vLLM's OffloadingConnector.
+
+    **The fence.** A block may be freed and given to another request while it is still copied to host memory. vLLM then
+    ends the copy before the step that writes into the block. But it looks at blocks of scheduled requests only, not at
+    those into which our connector reads, ahead or not: their KV would be kept as that of another prompt. So here all
+    blocks count that the pool gives away."""
+
+    _given: set[int]
+    """blocks that the pool gave away since the last step"""
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._given = set()
+        pool = kv_cache_manager.block_pool
+        give = pool.get_new_blocks
+
+        def get_new_blocks(num_blocks: int) -> list[Any]:
+            blocks: list[Any] = give(num_blocks)
+            self._given.update(block.block_id for block in blocks)
+            return blocks
+
+        pool.get_new_blocks = get_new_blocks
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self.sub_connectors[-1].scheduler._current_batch_allocated_block_ids |= self._given
+        self._given = set()
+        return super().build_connector_meta(scheduler_output)
 
     def release(self, request_id: str) -> None:
         self.sub_connectors[0].release(request_id)

@@ -1,9 +1,11 @@
 """Host memory of engines on the CPU: what is loaded was stored. With real engines: `tests/e2e/test_offload.py`."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -14,7 +16,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm.process import VllmProcess
-from pdserve.kv.host import HostWorker
+from pdserve.kv.host import HostWorker, PdserveConnectors
 from pdserve.records import Role
 
 
@@ -38,6 +40,31 @@ def test_blocks_come_back_into_other_places() -> None:
         (2, True, 20),
     ]
     assert worker.get_finished() == []
+
+
+class Child:
+    """A connector of a scheduler. Its metadata: the blocks before whose use vLLM ends copies."""
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(_current_batch_allocated_block_ids=set())
+
+    def bind_kv_cache_manager(self, manager: object) -> None: ...
+
+    def build_connector_meta(self, output: object) -> set[int]:
+        found: set[int] = self.scheduler._current_batch_allocated_block_ids
+        self.scheduler._current_batch_allocated_block_ids = set()
+        return found
+
+
+def test_copies_end_before_any_block_is_used_again_whatever_for() -> None:
+    connectors = PdserveConnectors.__new__(PdserveConnectors)
+    connectors._connectors, connectors._extra_async_saves = [Child(), Child()], {}
+    pool = BlockPool(8, enable_caching=True, hash_block_size=32)
+    connectors.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
+    given = {block.block_id for count in (2, 1) for block in pool.get_new_blocks(count)}
+    assert len(given) == 3
+    assert connectors.build_connector_meta(None).metadata == (set(), given)
+    assert connectors.build_connector_meta(None).metadata == (set(), set())
 
 
 @pytest.mark.parametrize(
