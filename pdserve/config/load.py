@@ -88,7 +88,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         if prefill.values.stand_in:
             _follow_decode(decode.args, prefill.args, findings)
     for worker in (decode.args, prefill.args):
-        _check_adapters(worker, findings)
+        _check_adapters(worker, frontend.values.served_model_name or Path(model).name, findings)
     places = _with_places(graph.values, env, findings)
     _check_replicas(graph, findings)
     files = _with_files(security, findings)
@@ -242,7 +242,7 @@ def _follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) ->
             findings.problem(prefill[name], f"is {_said(prefill[name].value)}, {text}")
 
 
-def _check_adapters(args: Arguments, findings: Findings) -> None:
+def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
     """Adapters are read once: an engine that has to read one again might find other weights."""
     if (entry := args.get("lora-modules")) is None:
         return
@@ -252,6 +252,8 @@ def _check_adapters(args: Arguments, findings: Findings) -> None:
         findings.problem(entry, "must be a list of name=folder, or of mappings with name and path.")
     elif isinstance(entry.value, list) and len(found) < len(entry.value):
         findings.problem(entry, "names an adapter twice.")
+    elif served in found:
+        findings.problem(entry, f"names an adapter {served}, as the model: choose another name.")
     elif not most:
         findings.problem(entry, "needs enable-lora: true beside it, for all workers.")
     elif len(found) > most:

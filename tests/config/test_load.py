@@ -399,6 +399,7 @@ def test_prefill_workers_have_the_adapters_of_decode_workers(tmp_path: Path) -> 
     [
         ("[a=/a, b=/b, c=/c]", "", "names 3 adapters, but the engine holds 2: set max-cpu-loras: 3."),
         ("[a=/a, a=/b]", "", "names an adapter twice."),
+        ("[a=/a, demo=/b]", "", "names an adapter demo, as the model: choose another name."),
         ("[a]", "", "must be a list of name=folder, or of mappings with name and path."),
         ("[a=/a]", "enable-lora: true", "needs enable-lora: true beside it, for all workers."),
     ],

@@ -42,6 +42,13 @@ class AdapterStore:
     async def load(self, model: str, name: str, path: str) -> None:
         """Return when all workers of the model have the adapter, and those that come later will. Raises ConfigError,
         and Unavailable; then none has it."""
+        others = (each for each in self._view.instances() if each.model != model)
+        if name in self._view.cards() or name in {
+            each.name for other in others for each in other.adapters or ()
+        }:
+            raise ConfigError(
+                [f"{name} is the name of another model, or of its adapter: choose another name"]
+            )
         asked = Adapter(name, path, asked=secrets.token_hex(8), model=model)
         await self._registry.put(keys.loading(asked), encode_record(asked))
         try:

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
+from pdserve.errors import ConfigError
 from pdserve.frontend.edge import paths
 from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.records import Adapter, Instance, Role, encode_record
@@ -173,3 +174,15 @@ async def test_what_another_frontend_writes_at_once_ends_a_call(monkeypatch: pyt
         monkeypatch.setattr(registry, "put", overtaken)
         async with asyncio.timeout(10):
             await AdapterStore(registry, view).unload("demo", "red")
+
+
+@pytest.mark.parametrize("name", ["other", "red"])
+async def test_a_name_of_another_model_or_its_adapter_is_taken(name: str) -> None:
+    worker = Instance("decode-0-x", Role.DECODE, "other", adapters=[Adapter("red", "/red", 5)])
+    async with MemoryRegistry(MemoryServer()) as registry, RegistryView(registry) as view:
+        await registry.put(keys.instance(worker), encode_record(worker))
+        await registry.put(keys.card("other", worker.id), encode_record(card()))
+        await until(lambda: bool(view.cards()) and bool(view.instances()))
+        with pytest.raises(ConfigError, match="is the name of another model, or of its adapter"):
+            await AdapterStore(registry, view).load("demo", name, "/x")
+        assert view.loading("demo") == []
