@@ -109,6 +109,7 @@ ARROWS = {
     "frontend/model": "frontend/admission frontend/edge config registry stream observe tasks",
     "frontend": "frontend/admission frontend/edge frontend/keys frontend/model process config plan registry "
     "stream observe tasks",
+    "frontend/batches": "frontend frontend/edge frontend/keys tasks",
     "frontend/watching": "frontend frontend/edge frontend/keys config observe",
     "supervisor": "process config plan graph queue registry observe tasks",
     "cli": "install supervisor process config plan graph queue registry observe",

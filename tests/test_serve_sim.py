@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from openai import OpenAI
 from pdserve_bench.launch import PDSERVE
 
 from pdserve.credentials import create
@@ -382,3 +383,28 @@ def _handles_signals(process: psutil.Process) -> bool:
         return process.cmdline()[3] in list(Role) and bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
     except (OSError, IndexError, psutil.Error):
         return False
+
+
+def test_a_batch_survives_the_death_of_its_frontend(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=1)
+    yaml = yaml.replace("port: ", "batches: store, port: ", 1).replace("sim", "sim\n  max-num-seqs: 4", 1)
+    graph = Serve(tmp_path, yaml, port=port)
+    names = [f"line {number}" for number in range(100)]
+    body = {"model": "demo", "messages": [{"role": "user", "content": LONG}], "max_tokens": 50}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    text = "\n".join(json.dumps(line | {"custom_id": name}) for name in names)
+    with running(graph), OpenAI(base_url=f"{graph.url}/v1", api_key="none", max_retries=30) as client:
+        file = client.files.create(file=("input.jsonl", text.encode()), purpose="batch")
+        batch_id = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        ).id
+        output = tmp_path / "store/_/files" / f"file-{batch_id.removeprefix('batch_')}-output"
+        until(lambda: output.exists() and output.stat().st_size, graph)
+        (frontend,) = (each["pid"] for each in _instances(graph) if each["role"] == Role.FRONTEND)
+        os.kill(frontend, signal.SIGKILL)
+        assert len(output.read_text().splitlines()) < len(names)
+        until(lambda: "frontend-0 is ready again" in graph.text, graph)
+        until(lambda: client.batches.retrieve(batch_id).status == "completed", graph)
+        results = client.files.content(str(client.batches.retrieve(batch_id).output_file_id)).text
+    assert sorted(json.loads(each)["custom_id"] for each in results.splitlines()) == sorted(names)

@@ -284,6 +284,8 @@ def _frontend(
         findings.note(endpoint, " has no meaning here: the frontend finds its workers in etcd.")
     keys = vars(section.values) | vars(processor)
     keys |= {"processes": max(section.values.processes, processor.processes)}
+    if section.values.batches:
+        keys["batches"] = findings.path.parent.joinpath(section.values.batches).resolve()
     return FrontendConfig(**{field.name: keys[field.name] for field in fields(FrontendConfig)})
 
 

@@ -193,6 +193,8 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     requests need an API key, else those of this machine"""
     max_request_timeout: Seconds = 3600.0
     """seconds; the longest deadline that a client may ask for"""
+    batches: File | None = None
+    """folder for batches ([frontend.md](frontend.md#batches)), the same for all frontends; not set: no batches"""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class FrontendApp:
 
     def _find_key(self, request: Request, trace: RequestTrace) -> None:
         open_here = trace.path in self._local_paths and is_local(request.scope)
-        if trace.path not in self._open_paths and not open_here and (key := self._keys.find(request.headers)):
+        if trace.path not in self._open_paths and not open_here and (key := self._keys.of(request)):
             trace.key = key.name
 
     async def _answer_by_model(self, request: Request, response: ResponseWriter) -> None:

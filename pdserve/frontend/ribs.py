@@ -12,7 +12,9 @@ from typing import Self
 import httpx
 from starlette.requests import Request
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from pdserve.config.schema import FrontendConfig
 from pdserve.frontend.edge.answer import ResponseWriter
 from pdserve.frontend.edge.paths import WITH_BODY
 from pdserve.frontend.edge.record import RequestRecord
@@ -31,6 +33,7 @@ RIBS = (
     "pdserve.frontend.watching.health:HealthPages",
     "pdserve.frontend.watching.metrics:MetricsPage",
     "pdserve.frontend.watching.dashboard.page:Dashboard",
+    "pdserve.frontend.batches.pages:Batches",
 )
 
 
@@ -52,6 +55,10 @@ class RibContext:
     tracer: Tracer = field(default_factory=Tracer)
     running: dict[ResponseWriter, None] = field(default_factory=dict)
     """the requests to models that generate, which are not over"""
+    app: Callable[[], ASGIApp] = NotImplemented
+    """of this frontend, for requests of its own"""
+    config: FrontendConfig = field(default_factory=FrontendConfig)
+    draining: Callable[[], bool] = lambda: False
 
 
 class Rib:

@@ -89,7 +89,19 @@ class Frontend(Service):
         self._models, self._view = models, view
         keys, model = self._keys.keys, config.served_model_name
         self._ribs = ribs = Ribs.load(
-            RibContext(self.id, model, models, keys, view, client, self.watched, self.tracer)
+            RibContext(
+                self.id,
+                model,
+                models,
+                keys,
+                view,
+                client,
+                self.watched,
+                self.tracer,
+                app=lambda: app,
+                config=frontend,
+                draining=lambda: self.draining,
+            )
         )
         app = FrontendApp(models, keys, ribs, config.request_timeout, frontend.max_request_timeout)
         edge = CrossOrigin(

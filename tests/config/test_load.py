@@ -492,7 +492,7 @@ BAD = {
         "FILE:5: Frontend.router is not a key of Frontend: move it to Processor."
     ),
     frontend("zzz: 1"): (
-        "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: allowed-origins, endpoint, "
+        "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: allowed-origins, batches, endpoint, "
         "header-timeout, host, max-connections, max-outputs, max-request-timeout, max-wait, max-waiting, "
         "max-waiting-tokens, port, served-model-name, ServiceArgs, write-timeout."
     ),

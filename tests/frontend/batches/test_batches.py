@@ -1,0 +1,283 @@
+"""Batches, as OpenAI's client sees them, with an echoing decode worker."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types import Batch
+
+from pdserve.config.api_keys import ApiKey
+from pdserve.config.schema import FrontendConfig
+from pdserve.frontend.app import FrontendApp
+from pdserve.frontend.batches import pages, store, work
+from pdserve.frontend.keys.auth import ApiKeys
+from pdserve.frontend.ribs import Ribs
+from pdserve.slo import SPARE
+from tests.conditions import until
+from tests.frontend.conftest import Graph, serve
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CHAT: Final = "/v1/chat/completions"
+KEYS = [ApiKey.of(f"sk-{name}-0123456789", name) for name in ("ann", "bob")]
+
+
+def chat(custom_id: str, *, url: str = CHAT, **changes: Any) -> dict[str, Any]:
+    body = {"model": "demo", "messages": [{"role": "user", "content": custom_id}], "max_tokens": 4}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body | changes}
+
+
+def jsonl(*lines: object) -> bytes:
+    return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+
+
+class Served:
+    """A frontend with batches; its clients by the name of their keys."""
+
+    def __init__(self, graph: Graph, folder: Path, keys: list[ApiKey]) -> None:
+        self.drains = False
+        config = FrontendConfig(batches=folder)
+        self.context = replace(
+            graph.context,
+            keys=ApiKeys(keys),
+            running={},
+            app=lambda: self.app,
+            config=config,
+            draining=lambda: self.drains,
+        )
+        ribs = Ribs.load(self.context)
+        self.app, self.work = FrontendApp(graph.models, self.context.keys, ribs, 20.0), ribs.work["batches"]
+        self.url = ""
+        self.clients: dict[str, AsyncOpenAI] = {}
+
+    def client(self, name: str = "ann") -> AsyncOpenAI:
+        if name not in self.clients:
+            key = f"sk-{name}-0123456789"
+            self.clients[name] = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        return self.clients[name]
+
+    async def begin(self, *lines: object, name: str = "ann") -> Batch:
+        client = self.client(name)
+        file = await client.files.create(file=("input.jsonl", jsonl(*lines)), purpose="batch")
+        return await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
+        )
+
+    async def end(self, batch: Batch, name: str = "ann") -> Batch:
+        for _ in range(600):
+            batch = await self.client(name).batches.retrieve(batch.id)
+            if batch.status not in ("validating", "in_progress", "cancelling"):
+                return batch
+            await asyncio.sleep(0.05)
+        raise AssertionError(batch)
+
+    async def results(self, file_id: str | None, name: str = "ann") -> dict[str, dict[str, Any]]:
+        """By `custom_id`, each of which is there once."""
+        text = (await self.client(name).files.content(file_id)).text if file_id else ""
+        lines = [json.loads(line) for line in text.splitlines()]
+        found = {line["custom_id"]: line for line in lines}
+        assert len(found) == len(lines)
+        return found
+
+
+@asynccontextmanager
+async def served(graph: Graph, folder: Path, keys: list[ApiKey] = KEYS) -> AsyncIterator[Served]:
+    async with AsyncExitStack() as stack:
+        one = Served(graph, folder, keys)
+        one.url = await serve(one.app, stack)
+        working = asyncio.ensure_future(one.work())
+        try:
+            yield one
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            for client in one.clients.values():
+                await client.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "LOOK", 0.05)
+    monkeypatch.setattr(work, "PAUSE", 0.05)
+    monkeypatch.setattr(work, "UNKNOWN_FOR", 0.2)
+
+
+async def test_a_batch_from_upload_to_results(graph: Graph, tmp_path: Path) -> None:
+    async with graph.worker() as worker, served(graph, tmp_path) as one:
+        batch = await one.begin(chat("a"), chat("b"), chat("c", max_tokens=-1), chat("d", model="none"))
+        assert (batch.status, batch.metadata) == ("validating", {"a": "b"})
+        batch = await one.end(batch)
+        assert batch.status == "completed"
+        assert batch.request_counts is not None
+        assert batch.request_counts.to_dict() == {"total": 4, "completed": 2, "failed": 2}
+        good, bad = await one.results(batch.output_file_id), await one.results(batch.error_file_id)
+        assert {line["response"]["status_code"] for line in good.values()} == {200}
+        assert good["a"]["response"]["body"]["choices"][0]["message"]["content"]
+        assert {name: line["response"]["status_code"] for name, line in bad.items()} == {"c": 400, "d": 404}
+        assert good.keys() == {"a", "b"}
+        assert {submit.client[:1] for submit in worker.seen} == {SPARE}
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        ([chat("a"), b"{nothing\n"], "invalid_json_line", 2),
+        ([{"custom_id": "a"}], "invalid_json_line", 1),
+        ([{**chat("a"), "method": "GET"}], "invalid_json_line", 1),
+        ([{**chat("a"), "custom_id": 3}], "invalid_json_line", 1),
+        ([chat("")], "duplicate_custom_id", 1),
+        ([chat("a"), chat("b"), chat("a")], "duplicate_custom_id", 3),
+        ([chat("a", url="/v1/completions")], "mismatched_endpoint", 1),
+        ([chat("a", stream=True)], "invalid_request", 1),
+        ([], "invalid_input_file", None),
+        ([chat("a"), chat("b"), chat("c"), chat("d")], "invalid_input_file", None),
+        ([chat("a", stop="x" * 2000)], "invalid_json_line", 1),
+    ],
+)
+async def test_a_batch_with_bad_lines_fails_and_none_is_sent(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[object], code: str, number: int
+) -> None:
+    monkeypatch.setattr(store, "MAX_LINES", 3)
+    monkeypatch.setattr(store, "MAX_LINE", 1500)
+    async with graph.worker() as worker, served(graph, tmp_path) as one:
+        batch = await one.end(await one.begin(*lines))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
+    assert not worker.seen
+
+
+async def test_another_key_finds_nothing(graph: Graph, tmp_path: Path) -> None:
+    async with graph.worker(), served(graph, tmp_path) as one:
+        batch = await one.end(await one.begin(chat("a")))
+        bob = one.client("bob")
+        for ask in (
+            bob.batches.retrieve(batch.id),
+            bob.batches.cancel(batch.id),
+            bob.files.retrieve(batch.input_file_id),
+            bob.files.content(str(batch.output_file_id)),
+            bob.files.delete(batch.input_file_id),
+            bob.files.retrieve("../ann/files/" + batch.input_file_id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await ask
+        with pytest.raises(openai.BadRequestError):
+            await bob.batches.create(
+                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+            )
+        assert not (await bob.files.list()).data
+        assert not (await bob.batches.list()).data
+        with pytest.raises(openai.AuthenticationError):
+            await one.client("eve").batches.list()
+
+
+async def test_lists_have_pages(graph: Graph, tmp_path: Path) -> None:
+    async with graph.worker(), served(graph, tmp_path) as one:
+        made = [(await one.begin(chat("a"))).id for _ in range(5)]
+        client = one.client()
+        first = await client.batches.list(limit=2)
+        assert (len(first.data), first.has_more) == (2, True)
+        assert sorted([batch.id async for batch in client.batches.list(limit=2)]) == sorted(made)
+        files = await client.files.list(purpose="batch", order="asc")
+        assert len(files.data) == 5
+        await client.files.delete(files.data[0].id)
+        with pytest.raises(openai.NotFoundError):
+            await client.files.content(files.data[0].id)
+        for wrong in ({"limit": 0}, {"after": "batch_none"}):
+            with pytest.raises(openai.BadRequestError):
+                await client.batches.list(**wrong)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "expired"])
+async def test_what_runs_ends_where_the_batch_is_cancelled_or_expires(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    async with graph.worker(pace=None) as worker, served(graph, tmp_path) as one:
+        monkeypatch.setattr(pages, "WINDOW", 24 * 3600 if ends == "cancelled" else 3)
+        batch = await one.begin(chat("a"), chat("b"))
+        await worker.until(lambda: len(worker.jobs) == 2)
+        if ends == "cancelled":
+            assert (await one.client().batches.cancel(batch.id)).status == "cancelling"
+        batch = await one.end(batch)
+        assert batch.status == ends
+        await worker.until(lambda: not worker.jobs)
+        with pytest.raises(openai.BadRequestError):
+            await one.client().batches.cancel(batch.id)
+        errors = await one.results(batch.error_file_id)
+        assert {line["error"]["code"] for line in errors.values()} == (
+            {"batch_expired"} if ends == "expired" else set()
+        )
+
+
+async def test_a_batch_goes_on_where_it_was_after_a_drain_and_a_cut_line(
+    graph: Graph, tmp_path: Path
+) -> None:
+    lines = [chat(f"line {number}") for number in range(30)]
+    async with graph.worker(at_once=2) as worker, served(graph, tmp_path) as one:
+        batch = await one.begin(*lines)
+        await worker.until(lambda: len(worker.seen) >= 10)
+        output = tmp_path / "ann/files" / f"file-{batch.id.removeprefix('batch_')}-output"
+        await until(lambda: output.exists() and output.stat().st_size > 0)
+        one.drains = True
+        await worker.until(lambda: not worker.jobs)
+        begun = len(worker.seen)
+        with output.open("ab") as file:
+            file.write(b'{"custom_id": "line 29", "resp')
+    async with graph.worker() as worker, served(graph, tmp_path) as one:
+        batch = await one.end(batch)
+        assert batch.status == "completed"
+        assert len(await one.results(batch.output_file_id)) == 30
+        assert begun + len(worker.seen) < 60, "what was done is not done again"
+
+
+async def test_one_frontend_works_and_another_takes_over(graph: Graph, tmp_path: Path) -> None:
+    async with graph.worker(pace=None) as worker, served(graph, tmp_path) as second:
+        async with served(graph, tmp_path) as first:
+            batch = await first.begin(chat("a"))
+            await worker.until(lambda: worker.jobs)
+            assert (await second.client().batches.retrieve(batch.id)).status == "in_progress"
+            assert len(worker.seen) == 1
+        worker.go()
+        assert (await second.end(batch)).status == "completed"
+
+
+async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MAX_FILE", 2000)
+    monkeypatch.setattr(pages, "MAX_FILES", 1)
+    monkeypatch.setattr(pages, "MAX_OPEN", 1)
+    async with served(graph, tmp_path) as one:
+        client = one.client()
+        for content, purpose, status in ((b"x" * 3000, "batch", 413), (b"x", "fine-tune", 400)):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.files.create(file=("f", content), purpose=purpose)  # type: ignore[arg-type]
+            assert caught.value.status_code == status
+        batch = await one.begin(chat("a"))
+        with pytest.raises(openai.BadRequestError):
+            await client.files.create(file=("f", b"x"), purpose="batch")
+        with pytest.raises(openai.RateLimitError):
+            await client.batches.create(
+                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+            )
+        for body in (b"", b"--x\r\n", b"x" * 100):
+            answer = await client._client.post(
+                "files",
+                content=body,
+                headers={
+                    "content-type": "multipart/form-data; boundary=x",
+                    "authorization": f"Bearer {client.api_key}",
+                },
+            )
+            assert answer.status_code == 400
+
+
+async def test_without_a_folder_there_are_no_batches(graph: Graph) -> None:
+    for path in ("/v1/batches", "/v1/files"):
+        assert (await graph.http.get(path)).status_code == 404
