@@ -125,3 +125,18 @@ async def test_kv_of_a_wrong_handle_is_not_read_ahead(
     await acted.answer(PrefillProgress(pulled, bad), PrefillFailed(pulled, "engine"))
     await frontend.end_of(pulled)
     assert request.ahead is None
+
+
+async def test_what_only_host_memory_has_is_read_too(
+    graph: WorkerGraph, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await chunked(graph)
+    skipped = []
+
+    async def note(kv: KvHandle, skip: int) -> None:
+        skipped.append(skip)
+
+    monkeypatch.setattr(graph.decode_engine, "read_ahead", note)
+    monkeypatch.setattr(graph.decode_engine, "prefix_hit", lambda *_, host=True: 64 if host else 16)
+    assert (await frontend.ask(LONG)).way[0] == "remote"
+    assert set(skipped) == {16}
