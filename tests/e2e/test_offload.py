@@ -59,7 +59,9 @@ async def rounds(vllm_server: Reference) -> AsyncIterator[list[tuple[Case, list[
                 said.append(answer.raise_for_status().json()["choices"][0]["token_ids"])
             found += zip(asked, said, strict=True)
             asked = [
-                replace(case, prompt=[*case.prompt, *tokens, *OPENINGS[0].prompt[:40]])
+                replace(
+                    case, prompt=[*case.prompt, *tokens, *case.prompt[600:640]]
+                )  # of the user's own history
                 for case, tokens in zip(asked, said, strict=True)
             ]
     yield found
