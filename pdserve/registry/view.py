@@ -132,7 +132,11 @@ class RegistryView(Lifetime):
 
     def adapters(self, model: str) -> dict[str, Adapter]:
         """Return what frontends loaded and unloaded at run time, by name."""
-        return {each.name: each for _, each in sorted(self._adapters.items()) if each.model == model}
+        return {each.name: each for each in self.kept() if each.model == model}
+
+    def kept(self) -> list[Adapter]:
+        """Return the same of all models."""
+        return [each for _, each in sorted(self._adapters.items())]
 
     def loading(self, model: str) -> list[Adapter]:
         """Return the adapters that frontends are asking the workers for."""

@@ -42,10 +42,7 @@ class AdapterStore:
     async def load(self, model: str, name: str, path: str) -> None:
         """Return when all workers of the model have the adapter, and those that come later will. Raises ConfigError,
         and Unavailable; then none has it."""
-        others = (each for each in self._view.instances() if each.model != model)
-        if name in self._view.cards() or name in {
-            each.name for other in others for each in other.adapters or ()
-        }:
+        if name in self._view.cards() or name in self._names_beside(model):
             raise ConfigError(
                 [f"{name} is the name of another model, or of its adapter: choose another name"]
             )
@@ -79,6 +76,17 @@ class AdapterStore:
             if workers and not _silent(workers, asked):
                 return _agreed(workers, asked)
         raise AssertionError("a view ends with its frontend")
+
+    def _names_beside(self, model: str) -> set[str]:
+        """The adapters of other models that clients may name, also while none of their workers is there. Engines may
+        hold more: an adapter that was unloaded, until its last request is done."""
+        found = set[str]()
+        models = {each.model for each in self._view.instances()} | {each.model for each in self._view.kept()}
+        for other in models - {model}:
+            kept = self._view.adapters(other)
+            found.update(served(kept, self._view.instances(model=other)))
+            found.update(each.name for each in kept.values() if each.path)
+        return found
 
     def _workers(self, model: str) -> list[Instance]:
         return [worker for worker in self._view.instances(model=model) if not worker.draining]

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.frontend.edge import paths
 from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.records import Adapter, Instance, Role, encode_record
@@ -176,13 +176,27 @@ async def test_what_another_frontend_writes_at_once_ends_a_call(monkeypatch: pyt
             await AdapterStore(registry, view).unload("demo", "red")
 
 
-@pytest.mark.parametrize("name", ["other", "red"])
-async def test_a_name_of_another_model_or_its_adapter_is_taken(name: str) -> None:
-    worker = Instance("decode-0-x", Role.DECODE, "other", adapters=[Adapter("red", "/red", 5)])
+RED, BLUE = Adapter("red", "/red", 5), Adapter("blue", "/blue", 6, asked="mine", model="other")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("other", ConfigError), ("red", ConfigError), ("blue", ConfigError), ("gone", Unavailable)],
+)
+async def test_a_name_of_another_model_or_its_adapter_is_taken(
+    name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose workers restart; not one that was unloaded, though an engine may hold it yet. (What is not taken
+    waits for workers.)"""
+    monkeypatch.setattr("pdserve.frontend.model.adapters.WITHIN", 0.0)
+    held = Adapter("gone", "/gone", 7, asked="before")
+    worker = Instance("decode-0-x", Role.DECODE, "other", adapters=[RED, held])
     async with MemoryRegistry(MemoryServer()) as registry, RegistryView(registry) as view:
         await registry.put(keys.instance(worker), encode_record(worker))
         await registry.put(keys.card("other", worker.id), encode_record(card()))
-        await until(lambda: bool(view.cards()) and bool(view.instances()))
-        with pytest.raises(ConfigError, match="is the name of another model, or of its adapter"):
+        for kept in (BLUE, Adapter("gone", asked="now", model="other")):
+            await registry.put(keys.adapter(kept), encode_record(kept), leased=False)
+        await until(lambda: len(view.adapters("other")) == 2 and bool(view.cards() and view.instances()))
+        with pytest.raises(error):
             await AdapterStore(registry, view).load("demo", name, "/x")
-        assert view.loading("demo") == []
+        await until(lambda: view.loading("demo") == [])
