@@ -13,7 +13,8 @@ from itertools import takewhile
 NAME = 8
 """length of a name in bytes"""
 MAX_REPORTED = 4096
-"""most names that a worker tells: of a larger cache, only every 2nd block's, every 4th's, and so on"""
+"""most names that a worker tells: of a larger cache, only every 2nd block's, every 4th's, and so on; and as many of the
+blocks that only host memory has"""
 
 
 def root(salt: str | None, adapter: int = 0) -> bytes:
@@ -47,6 +48,8 @@ class CachedPrefixes:
         """blocks with the same name"""
         self._host: set[bytes] = set()
         """those in host memory, which holds blocks that may have left the cache"""
+        self._left: dict[bytes, None] = {}
+        """known names that only host memory has, those first that left the cache first: ends before beginnings"""
         self._known: set[bytes] = set()
         self._changed: set[bytes] = set()
         self.followed = False
@@ -64,10 +67,11 @@ class CachedPrefixes:
             return
         if host:
             self._host.add(name)
-        copies = self._copies[name] = self._copies.get(name, 0) + 1
-        if copies == 1 and depth % self.stride == 0:
+        self._copies[name] = self._copies.get(name, 0) + 1
+        if depth % self.stride == 0 and name not in self._known:
             self._known.add(name)
             self._note([name])
+        self._bound_host(name)
 
     def remove(self, name: bytes, *, host: bool = False) -> bool:
         """A block left the cache, or host memory; return whether it was the last of this name."""
@@ -78,16 +82,30 @@ class CachedPrefixes:
         copies = self._copies.pop(name, 0) - 1
         if copies > 0:
             self._copies[name] = copies
+            self._bound_host(name)
             return False
+        self._forget(name)
+        self._host.discard(name)
+        return True
+
+    def _bound_host(self, name: bytes) -> None:
+        """Forget the first of `_left` where the last is one too many; `name` may have become one, or none."""
+        self._left.pop(name, None)
+        if name in self._known and not self._in_cache(name):
+            self._left[name] = None
+            if len(self._left) > MAX_REPORTED:
+                self._forget(next(iter(self._left)))
+
+    def _forget(self, name: bytes) -> None:
+        self._left.pop(name, None)
         if name in self._known:
             self._known.discard(name)
             self._note([name])
-        self._host.discard(name)
-        return True
 
     def clear(self) -> None:
         self._note(self._known)
         self._known.clear()
+        self._left.clear()
         self._host.clear()
         self._copies.clear()
 

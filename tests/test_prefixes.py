@@ -86,3 +86,21 @@ def test_a_large_cache_tells_of_every_nth_block(blocks: int, stride: int) -> Non
     told = list(names(list(range(64)), 1))[stride - 1 :: stride]
     assert set(prefixes.known()) == set(told)
     assert prefixes.hit(list(range(64)), None) == 63
+
+
+def test_of_what_only_host_memory_has_the_last_to_leave_the_cache_are_told() -> None:
+    """However large it is: each block of the cache is told."""
+    prefixes = CachedPrefixes()
+    prefixes.resize(MAX_REPORTED, 1)
+    everything = [number.to_bytes(8) for number in range(MAX_REPORTED + 3)]
+    for name in everything:
+        for host in (False, True):
+            prefixes.add(name, 1, host=host)
+    for name in everything:
+        prefixes.remove(name)
+    assert set(prefixes.known()) == set(everything[3:])
+    prefixes.add(everything[0], 1)
+    assert set(prefixes.known()) == {everything[0], *everything[3:]}
+    assert not prefixes.remove(everything[0])
+    assert prefixes.remove(everything[9], host=True)
+    assert set(prefixes.known()) == {everything[0], *everything[4:]} - {everything[9]}

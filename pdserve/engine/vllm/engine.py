@@ -61,7 +61,7 @@ class VllmEngine(Engine):
             self.facts = await self._facts()
             lora = self._process.config.lora_config
             self.max_adapters = lora.max_cpu_loras if lora is not None else 0
-            self.prefixes.resize(self.facts.kv_blocks + self.facts.host_blocks, self.facts.block_size)
+            self.prefixes.resize(self.facts.kv_blocks, self.facts.block_size)
             yield
 
     async def _facts(self) -> EngineFacts:
