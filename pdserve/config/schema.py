@@ -66,6 +66,8 @@ def share_of_gpu(value: object) -> float:
 
 
 def _size(value: object) -> object:
+    if value == 0 and not isinstance(value, bool):
+        return 0
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT])iB", value.strip()) if isinstance(value, str) else None
     if match is None:
         raise PydanticCustomError("size", "not a size")

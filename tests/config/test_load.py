@@ -181,6 +181,12 @@ def test_a_section_wins_over_common(tmp_path: Path) -> None:
     assert (decode.engine_args["max-num-seqs"], decode.origins["max-num-seqs"]) == (4, "VllmWorker")
 
 
+def test_no_host_memory_may_be_written_as_a_plain_zero(tmp_path: Path) -> None:
+    decode = read(tmp_path, worker("kv-offload: 0")).decode
+    assert decode is not None
+    assert decode.kv_offload == 0
+
+
 def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
     text = (
         "PrefillWorker: &worker\n  model: demo\n  max-num-seqs: 4\n  ServiceArgs: {workers: 2}\n"
@@ -550,6 +556,7 @@ BAD = {
         "FILE:5: Frontend.port is 'eighty', but must be a whole number, 1 to 65535."
     ),
     worker("kv-offload: 32"): "FILE:8: VllmWorker.kv-offload is 32, but must be a size as in 32GiB.",
+    worker("kv-offload: no"): "FILE:8: VllmWorker.kv-offload is False, but must be a size as in 32GiB.",
     worker("kv-offload: 32GB"): "FILE:8: VllmWorker.kv-offload is '32GB', but must be a size as in 32GiB.",
     worker(
         "kv-offloading-size: 32"
