@@ -182,7 +182,7 @@ def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) 
 def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
     """max-loras x max-lora-rank x (columns + rows) of each matrix of attention and MLP, as vLLM allocates them whether
     adapters are loaded or not (`lora/layers`): a share of the rows or columns for each tensor-parallel rank, the other
-    side whole. Embeddings and experts, which few adapters change, are not counted."""
+    side whole. Embeddings, which few adapters change, are not counted."""
     if args.get("enable-lora") is not True:
         return 0
     tensor, hidden = tensor_size(args), model.hidden
@@ -192,7 +192,20 @@ def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
     mlp = 2 * hidden + 2 * inner + inner + hidden
     loras, rank = int(str(args.get("max-loras", 1))), int(str(args.get("max-lora-rank", 16)))
     width = DTYPE_BYTES.get(str(args.get("lora-dtype", "auto")), _dtype_bytes(model, args))
-    return loras * rank * _layers(model, args) * (attention + mlp) * width
+    return loras * rank * _layers(model, args) * (attention + mlp + _expert_lines(model, args)) * width
+
+
+def _expert_lines(model: ModelFacts, args: Mapping[str, object]) -> int:
+    """Columns + rows of the matrices (gate, up, down) of a layer's experts on this rank: vLLM allocates for each of
+    them unless lora-target-modules leaves them out (`lora/layers/fused_moe.py`). At most: as if all layers had experts,
+    and none had gate and up in one matrix, as gpt-oss has."""
+    if "experts" not in str(args.get("lora-target-modules") or "experts"):
+        return 0
+    tensor, whole = tensor_size(args), args.get("enable-expert-parallel") is True
+    experts = -(-model.experts // tensor) if whole else model.experts
+    hidden = min(experts, 1) if args.get("enable-moe-shared-loras") is True else experts
+    inner = model.expert_intermediate // (1 if whole else tensor)
+    return 3 * (hidden * model.hidden + experts * inner)
 
 
 def block_size(args: Mapping[str, object], *, on_cpu: bool) -> int:

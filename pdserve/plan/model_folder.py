@@ -64,6 +64,8 @@ class ModelFacts:
     """all layers have it"""
     experts: int = 0
     """of each mixture-of-experts layer"""
+    expert_intermediate: int = 0
+    """of each of them"""
     latent: int = 0
     """width of a compressed KV entry (multi-head latent attention), which replaces all heads"""
     positions: int = 0
@@ -135,6 +137,9 @@ def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFa
         window=window,
         only_windows=bool(window) and not _mixed(config),
         experts=next((_largest(config[key]) for key in _EXPERTS if config.get(key)), 0),
+        expert_intermediate=_largest(
+            config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
+        ),
         latent=int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
         if config.get("kv_lora_rank")
         else 0,

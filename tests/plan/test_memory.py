@@ -1,6 +1,7 @@
 """The arithmetic of memory, against numbers worked out by hand."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,18 @@ from pdserve.config.host import find_folder
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, MIB, Gpu, what_if
-from pdserve.plan.memory import GPU_RUNTIME_BYTES, kv_bytes_per_token, runtime_bytes, size, weight_bytes
+from pdserve.plan.memory import (
+    GPU_RUNTIME_BYTES,
+    adapter_bytes,
+    kv_bytes_per_token,
+    runtime_bytes,
+    size,
+    weight_bytes,
+)
 from pdserve.plan.model_folder import ModelFacts, read_model
 from tests.plan.models import QWEN_14B_BYTES, machine, qwen_14b, write_safetensors
 
+FAMILIES = Path(__file__).parent / "families"
 A10 = Gpu(0, "A10", 24 * GIB)
 
 
@@ -117,6 +126,29 @@ def test_room_for_adapters_as_in_a_cpu_engine_of_the_demo_model(qwen: ModelFacts
     assert without.kv_space is not None
     assert halved.kv_space == without.kv_space - halved.adapters
     assert size(qwen, {**args, "tensor-parallel-size": 2}, A10).adapters < 2 * halved.adapters
+
+
+EXPERTS = {"enable-lora": True, "max-loras": 4, "max-lora-rank": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "args", "numbers"),
+    [
+        ("Qwen3-30B-A3B", {}, 48 * 128 * (3 * 2048 + 3 * 768)),
+        ("Qwen3-30B-A3B", {"tensor-parallel-size": 2}, 48 * 128 * (3 * 2048 + 3 * 384)),
+        ("Qwen3-30B-A3B", {"tensor-parallel-size": 2, "enable-expert-parallel": True}, 48 * 64 * 3 * 2816),
+        ("Qwen3-30B-A3B", {"enable-moe-shared-loras": True}, 48 * 3 * (2048 + 128 * 768)),
+        ("Qwen3-30B-A3B", {"lora-target-modules": ["q_proj"]}, 0),
+        ("Mixtral-8x7B", {}, 32 * 8 * 3 * (4096 + 14336)),
+        ("Qwen2.5-7B", {}, 0),
+    ],
+)
+def test_room_for_adapters_of_experts(family: str, args: dict[str, object], numbers: int) -> None:
+    """As vLLM's FusedMoEWithLoRA allocates it, for each expert of each rank."""
+    model = read_model(FAMILIES / family)
+    dense = replace(model, experts=0)
+    size_of = adapter_bytes(model, {**EXPERTS, **args}) - adapter_bytes(dense, {**EXPERTS, **args})
+    assert size_of == 2 * 4 * 64 * numbers
 
 
 def test_partial_blocks_count_as_whole(qwen: ModelFacts) -> None:
