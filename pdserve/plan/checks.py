@@ -240,6 +240,15 @@ def _offload(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
     }
     if names := [name for name, there in alone.items() if there and config.kv_offload]:
         yield f"kv-offload of {worker.slot.role.value} does not go with {' or '.join(names)}: remove it."
+    if (memory := worker.memory) is None or not config.kv_offload:
+        return
+    blocks = -(-memory.max_model_len // memory.block_size)
+    need = blocks * memory.block_size * memory.kv_per_token * config.ranks
+    if config.kv_offload < need:  # vLLM would say so at each step of such a prompt, and keep none of it
+        yield (
+            f"kv-offload of {worker.slot.role.value} has no room for the KV of one request of max-model-len "
+            f"{memory.max_model_len:,}: raise it to {-(-need // MIB)}MiB, or remove it."
+        )
 
 
 def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
@@ -323,12 +332,14 @@ def _shared_gpus(workers: Sequence[PlannedWorker]) -> Iterator[str]:
 
 
 def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> Iterator[str]:
-    need = frontends * FRONTEND_BYTES
+    need, adapters = frontends * FRONTEND_BYTES, 0
     for worker in workers:
         need += worker.config.kv_offload
         if worker.memory is not None and not worker.gpus:
-            rank = worker.memory.weights + (worker.memory.kv_space or 0) + CPU_RANK_BYTES
+            memory = worker.memory
+            rank = memory.weights + (memory.kv_space or 0) + memory.adapters + CPU_RANK_BYTES
             need += CPU_ENGINE_BYTES + worker.config.ranks_per_node * rank
+            adapters += worker.config.ranks_per_node * memory.adapters
     if need > machine.memory:
         weights = sum(
             worker.config.ranks_per_node * worker.memory.weights for worker in workers if worker.memory
@@ -336,6 +347,8 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
         ways = "lower kv-cache-memory-bytes or ServiceArgs.workers"
         if any(worker.config.kv_offload for worker in workers):
             ways = "lower kv-offload or ServiceArgs.workers"
+        elif adapters >= need - machine.memory:
+            ways = "lower max-loras, max-lora-rank or ServiceArgs.workers"
         elif (room := machine.memory - (need - weights)) < weights:
             ways = f"take a smaller model or weights of fewer bits (up to {in_gib(max(0, room))} of weights in all)"
         yield (

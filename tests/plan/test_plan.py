@@ -423,6 +423,10 @@ def offload(size: str, key: str = "ServiceArgs: {workers: 1}") -> str:
     return local(("remote-prefill: true", f"remote-prefill: true\n  kv-offload: {size}\n  {key}"))
 
 
+ADAPTERS = local(
+    ("4096}", "4096, enable-lora: true, max-loras: 400, max-lora-rank: 512}"),
+    ("max-model-len]", "max-model-len, enable-lora, max-loras, max-lora-rank]"),
+)
 DOES_NOT_FIT = [
     (local(("block-size: 32", "block-size: 16")), machine(), "block-size 16 does not run on the CPU: "),
     (
@@ -455,6 +459,12 @@ DOES_NOT_FIT = [
         "FILE: port 9002 is one of Graph.stream-port",
     ),
     (offload("12GiB"), machine(ram=16), "The graph needs about "),
+    (ADAPTERS, machine(ram=16), "The graph needs about "),
+    (
+        offload("7MiB"),
+        machine(),
+        "kv-offload of decode has no room for the KV of one request of max-model-len 4,096: raise it to 8MiB, or",
+    ),
     (
         offload("1GiB", "pipeline-parallel-size: 2"),
         machine(),
