@@ -42,7 +42,7 @@ class PrefillTurns:
         self._queue, self._workers, self._clock = queue, workers, clock
         self._held: FairOrder[DecodeRequest] = FairOrder()
         self._published: dict[DecodeRequest, None] = {}
-        """and not known to be pulled"""
+        """and not known to be pulled; of spare prompts those that are not answered"""
         self._holds = asyncio.Event()
 
     async def wait(self, request: DecodeRequest, bound: Callable[[int], float]) -> bool:
@@ -83,8 +83,9 @@ class PrefillTurns:
 
     def look(self) -> None:
         """Let those publish whose turn it is. To be called when a prompt was pulled."""
-        for pulled in [request for request in self._published if request.prefiller]:
-            del self._published[pulled]
+        for each in list(self._published):
+            if each.prefiller and not is_spare(each.submit.client):
+                del self._published[each]
         now = self._clock()
         while (request := self._held.first(now)) and self._may_publish(request):
             self._held.pop(now)
@@ -98,7 +99,9 @@ class PrefillTurns:
         workers, tokens = len(self._workers.available()), len(request.submit.prompt)
         if not self._queue.connected or not workers:
             return True  # it is computed here then
-        own = [len(request.submit.prompt) for request in self._published]
+        if is_spare(request.submit.client):  # one at a time: another prompt cannot pass what is published
+            return not self._published and not self._queue.stored
+        own = [len(each.submit.prompt) for each in self._published if not is_spare(each.submit.client)]
         return not enough(self._queue.stored, own, tokens, workers, self._token_seconds())
 
     def _token_seconds(self) -> float:

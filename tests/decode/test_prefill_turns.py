@@ -62,6 +62,21 @@ async def test_spare_prompts_are_published_last_and_computed_nowhere_else(
     assert [await take(graph, acted) for _ in range(6)] == [first, greedy[0], honest, *greedy[1:], spare]
 
 
+async def test_spare_prompts_are_computed_one_at_a_time(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    spare = [await frontend.submit(LONG[number:], client="~batch") for number in range(2)]
+    await until(lambda: graph.depth == 2)
+    assert await take(graph, acted) == spare[0]
+    ordinary = await frontend.submit(LONG[9:], client="honest")
+    assert await take(graph, acted) == ordinary
+    await acted.answer(PrefillDone(ordinary, handle(LONG[9:])))
+    await until(lambda: frontend.answered[ordinary].placed is not None)
+    assert shared_queue(graph.broker).stored == 0
+    await acted.answer(PrefillDone(spare[0], handle(LONG)))
+    assert await take(graph, acted) == spare[1]
+
+
 async def test_what_is_held_counts_as_queued_and_is_in_the_receipt(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:

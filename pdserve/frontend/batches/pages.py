@@ -20,8 +20,10 @@ from pdserve.frontend.ribs import Rib, RibContext
 
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
 """bytes of an upload, and of what makes a batch"""
-MAX_FILES, MAX_OPEN = 1000, 100
-"""of a key: files, and batches that are not over"""
+MAX_FILES, MAX_STORED, MAX_OPEN = 1000, 10 << 30, 100
+"""of a key: files, their bytes, and batches that are not over"""
+UPLOADS = 16
+"""at a time: they lie in the folder for temporary files"""
 WITHIN = 600.0
 """seconds for an upload"""
 WINDOW = 24 * 3600
@@ -47,6 +49,7 @@ class Batches(Rib):
             return
         self._folder = context.config.batches
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._uploads = asyncio.Semaphore(UPLOADS)
         self.work = {"batches": BatchWork(context).work}
         self.routes = [
             Route("/v1/files", _reading(self._upload), methods=["POST"]),
@@ -73,16 +76,23 @@ class Batches(Rib):
         _check_length(request, MAX_FILE)
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise HttpError(400, "a file is sent as multipart/form-data", "file")
+        if self._uploads.locked():
+            raise HttpError(429, f"{UPLOADS} files are being uploaded", retry_after=5.0)
         try:
-            async with asyncio.timeout(WITHIN), request.form(max_files=1, max_fields=10) as form:
+            async with (
+                self._uploads,
+                asyncio.timeout(WITHIN),
+                request.form(max_files=1, max_fields=10) as form,
+            ):
                 file = form.get("file")
                 if not isinstance(file, UploadFile):
                     raise HttpError(400, "`file` must be a file", "file")
                 if form.get("purpose") != "batch":
                     raise HttpError(400, "`purpose` must be batch", "purpose")
                 store = await asyncio.to_thread(self._store, request)
-                if len(await asyncio.to_thread(store.all, StoredFile)) >= MAX_FILES:
-                    raise HttpError(400, f"there are {MAX_FILES} files: delete some")
+                files = await asyncio.to_thread(store.all, StoredFile)
+                if len(files) >= MAX_FILES or sum(each.bytes for each in files) > MAX_STORED:
+                    raise HttpError(400, f"there are {len(files)} files: delete some")
                 name = f"file-{uuid.uuid4().hex}"
                 made = StoredFile(name, file.filename or "", file.size or 0, now())
                 await asyncio.to_thread(store.keep, made, file.file)

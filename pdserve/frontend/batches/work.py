@@ -68,7 +68,7 @@ class BatchWork:
 class BatchRun:
     def __init__(self, context: RibContext, store: Store, batch: Batch) -> None:
         self._context, self._store, self._batch = context, store, batch
-        self._running = 0
+        self._running, self._most = 0, 1 << 20
         self._ended = asyncio.Event()
         self._results: dict[str, list[dict[str, object]]] = {"output": [], "errors": []}
         """that are not written yet"""
@@ -118,7 +118,8 @@ class BatchRun:
 
     def _room(self) -> int:
         models = self._context.models
-        return AHEAD + sum(live * models.find(name).places for name, live in models.live().items() if live)
+        places = sum(live * models.find(name).places for name, live in models.live().items() if live)
+        return min(self._most, AHEAD + places)
 
     async def _write(self) -> None:
         """Wait until a line ends, for a while, and write what there is."""
@@ -157,6 +158,9 @@ class BatchRun:
             while self._again(line, answer := await client.post(line.url, json=body), tries):
                 await asyncio.sleep(min(PAUSE, float(answer.headers.get("retry-after", PAUSE))))
                 tries += 1
+                if answer.status_code == 429:  # the limits of the key, perhaps: fewer at a time
+                    self._most = max(1, self._running // 2)
+            self._most += 1
             response = {
                 "status_code": answer.status_code,
                 "request_id": answer.headers["x-request-id"],
@@ -174,7 +178,8 @@ class BatchRun:
             return now < self._unknown.setdefault(model, now) + UNKNOWN_FOR
         if answer.status_code in (429, 503):
             return str(answer.headers.get("x-should-retry")) != "false"
-        return answer.status_code == 504 and tries < TRIES
+        starved = "x-pdserve-instance" not in answer.headers  # it got no place within the longest deadline
+        return answer.status_code == 504 and (starved or tries < TRIES)
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._context.app()({**scope, "extensions": {OWNER: self._store.owner}}, receive, send)

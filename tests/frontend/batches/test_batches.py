@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from pdserve.config.api_keys import ApiKey
+from pdserve.config.api_keys import ApiKey, KeyLimits
 from pdserve.config.schema import FrontendConfig
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.batches import pages, store, work
@@ -196,16 +196,21 @@ async def test_lists_have_pages(graph: Graph, tmp_path: Path) -> None:
                 await client.batches.list(**wrong)
 
 
-@pytest.mark.parametrize("ends", ["cancelled", "expired"])
-async def test_what_runs_ends_where_the_batch_is_cancelled_or_expires(
+@pytest.mark.parametrize("ends", ["cancelled", "expired", "drains"])
+async def test_what_runs_ends_where_the_batch_or_its_frontend_ends(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     async with graph.worker(pace=None) as worker, served(graph, tmp_path) as one:
-        monkeypatch.setattr(pages, "WINDOW", 24 * 3600 if ends == "cancelled" else 3)
+        monkeypatch.setattr(pages, "WINDOW", 3 if ends == "expired" else 24 * 3600)
         batch = await one.begin(chat("a"), chat("b"))
         await worker.until(lambda: len(worker.jobs) == 2)
         if ends == "cancelled":
             assert (await one.client().batches.cancel(batch.id)).status == "cancelling"
+        if ends == "drains":
+            one.drains = True
+            await worker.until(lambda: not worker.jobs)
+            assert (await one.client().batches.retrieve(batch.id)).status == "in_progress"
+            return
         batch = await one.end(batch)
         assert batch.status == ends
         await worker.until(lambda: not worker.jobs)
@@ -220,7 +225,7 @@ async def test_what_runs_ends_where_the_batch_is_cancelled_or_expires(
 async def test_a_batch_goes_on_where_it_was_after_a_drain_and_a_cut_line(
     graph: Graph, tmp_path: Path
 ) -> None:
-    lines = [chat(f"line {number}") for number in range(30)]
+    lines = [chat(f"line {number}") for number in range(60)]
     async with graph.worker(at_once=2) as worker, served(graph, tmp_path) as one:
         batch = await one.begin(*lines)
         await worker.until(lambda: len(worker.seen) >= 10)
@@ -229,13 +234,38 @@ async def test_a_batch_goes_on_where_it_was_after_a_drain_and_a_cut_line(
         one.drains = True
         await worker.until(lambda: not worker.jobs)
         begun = len(worker.seen)
+        assert begun < 60
         with output.open("ab") as file:
-            file.write(b'{"custom_id": "line 29", "resp')
+            file.write(b'{"custom_id": "line 59", "resp')
     async with graph.worker() as worker, served(graph, tmp_path) as one:
         batch = await one.end(batch)
         assert batch.status == "completed"
-        assert len(await one.results(batch.output_file_id)) == 30
-        assert begun + len(worker.seen) < 60, "what was done is not done again"
+        assert len(await one.results(batch.output_file_id)) == 60
+        assert begun + len(worker.seen) < 120, "what was done is not done again"
+
+
+async def test_lines_wait_for_the_limits_of_their_key(graph: Graph, tmp_path: Path) -> None:
+    key = ApiKey.of("sk-ann-0123456789", "ann", KeyLimits(concurrent_requests=1))
+    async with graph.worker(pace=0.01) as worker, served(graph, tmp_path, [key]) as one:
+        batch = await one.end(await one.begin(*(chat(f"line {number}") for number in range(8))))
+        assert batch.status == "completed"
+        assert len(await one.results(batch.output_file_id)) == len(worker.seen) == 8
+
+
+async def test_lines_fail_when_their_key_is_gone(graph: Graph, tmp_path: Path) -> None:
+    async with graph.worker(pace=None) as worker, served(graph, tmp_path) as one:
+        batch, other = await one.begin(chat("a")), await one.begin(chat("b"))
+        await worker.until(lambda: worker.jobs)
+        ann, keys = one.context.keys._keys.copy(), one.context.keys
+        keys.replace(KEYS[1:])
+        worker.go()
+        other_id = other.id
+        record = tmp_path / "ann/batches" / f"{other_id}.json"
+        await until(lambda: json.loads(record.read_text())["status"] == "completed")
+        keys.replace(ann.values())
+        errors = await one.results((await one.end(other)).error_file_id)
+        assert errors["b"]["response"]["status_code"] == 401
+        assert len(await one.results((await one.end(batch)).output_file_id)) == 1
 
 
 async def test_one_frontend_works_and_another_takes_over(graph: Graph, tmp_path: Path) -> None:
