@@ -6,9 +6,11 @@ costs time only, because each engine decides by its own hashes what it reuses.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 NAME = 8
 """length of a name in bytes"""
@@ -25,14 +27,50 @@ def root(salt: str | None, adapter: int = 0) -> bytes:
     return blake2b((salt or "").encode(errors="replace"), digest_size=NAME, key=key).digest()
 
 
+class Picture(NamedTuple):
+    """A picture in a prompt, whose tokens do not say what is on it."""
+
+    name: str
+    """a hash of it"""
+    start: int
+    """its first token"""
+    tokens: int
+
+
+def pictures(features: Iterable[Any] | None) -> list[Picture]:
+    """The pictures among vLLM's features of a request."""
+    places = ((each.identifier, each.mm_position) for each in features or ())
+    return [Picture(name, place.offset, place.length) for name, place in places]
+
+
 def names(
-    tokens: Sequence[int], block_size: int, parent: bytes = b"", end: int | None = None
+    tokens: Sequence[int],
+    block_size: int,
+    parent: bytes = b"",
+    end: int | None = None,
+    shown: Mapping[int, bytes] = MappingProxyType({}),
 ) -> Iterator[bytes]:
-    """Yield the names of the full blocks of `tokens` up to `end`. `parent` is the name of what precedes them."""
+    """Yield the names of the full blocks of `tokens` up to `end`. `parent` is the name of what precedes them; `shown`
+    are the `keys` of its pictures."""
     pack, name = struct.Struct(f"<{block_size}I").pack, parent
     for start in range(0, (len(tokens) if end is None else end) - block_size + 1, block_size):
-        name = blake2b(name + pack(*tokens[start : start + block_size]), digest_size=NAME).digest()
+        block = name + pack(*tokens[start : start + block_size]) + shown.get(start, b"")
+        name = blake2b(block, digest_size=NAME).digest()
         yield name
+
+
+def keys(pictures: Iterable[Picture], block_size: int) -> dict[int, bytes]:
+    """By the first token of each block with a part of a picture: what tells it from blocks of others."""
+    found: dict[int, bytes] = {}
+    for name, start, tokens in pictures:
+        for block in range(start - start % block_size, start + tokens, block_size):
+            found[block] = found.get(block, b"") + key(name, start - block)
+    return found
+
+
+def key(name: str, offset: int) -> bytes:
+    """Of a picture that begins `offset` tokens after its block; below 0: before it."""
+    return f"{name}@{offset};".encode()
 
 
 class CachedPrefixes:
@@ -113,13 +151,22 @@ class CachedPrefixes:
         if self.followed:
             self._changed.update(changed)
 
-    def hit(self, prompt: Sequence[int], salt: str | None, adapter: int = 0, *, host: bool = True) -> int:
+    def hit(
+        self,
+        prompt: Sequence[int],
+        salt: str | None,
+        adapter: int = 0,
+        pictures: Iterable[Picture] = (),
+        *,
+        host: bool = True,
+    ) -> int:
         """Return how many leading tokens of the prompt are cached, with `host` also in host memory; as in vLLM never
         all, for the last token has to be computed."""
         if not self._copies:
             return 0
         known = self._copies.__contains__ if host or not self._host else self._in_cache
-        prefixes = names(prompt, self.block_size, root(salt, adapter), len(prompt) - 1)
+        shown = keys(pictures, self.block_size)
+        prefixes = names(prompt, self.block_size, root(salt, adapter), len(prompt) - 1, shown)
         return self.block_size * sum(1 for _ in takewhile(known, prefixes))
 
     def _in_cache(self, name: bytes) -> bool:

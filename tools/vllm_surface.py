@@ -18,6 +18,7 @@ MESSAGES = {
     "prompt_token_id_logprobs",
     "vllm.v1.engine.EngineCoreOutputs": "engine_index outputs scheduler_stats timestamp utility_output "
     "finished_requests wave_complete start_wave weight_version",
+    "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position mm_hash",
     "vllm.lora.request.LoRARequest": "lora_name lora_int_id lora_path base_model_name load_inplace is_3d_lora_weight",
     "vllm.distributed.kv_events.KVEventBatch": "ts events data_parallel_rank",
     # each of these may need a rule in docs/migration.md
@@ -81,6 +82,9 @@ CALLED = {
     "vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer.get_next_output_text": "self finished delta",
     "vllm.v1.metrics.loggers.StatLoggerManager.record": "self scheduler_stats iteration_stats",
     "vllm.renderers.base.BaseRenderer._tokenize_prompt": "self prompt params",
+    "vllm.renderers.base.BaseRenderer._process_mm_uuids": "self mm_data mm_data_items mm_uuid_items mm_req_id",
+    "vllm.multimodal.media.MediaConnector.load_from_url_async": "self url media_io",
+    "vllm.v1.core.sched.output.strip_covered_mm_data": "mm_features num_computed_tokens uses_mrope",
     "vllm.v1.engine.output_processor.RequestState.__init__": "self request_id parent_req queue",
     "vllm.entrypoints.launchers.app.build_app": "args supported_tasks model_config",
     "vllm.entrypoints.launchers.api_server.app_state.init_app_state": "engine_client state args "
@@ -119,6 +123,8 @@ REPLACED = (
     "vllm.v1.engine.input_processor.InputProcessor._validate_params",
     "vllm.v1.engine.output_processor.RequestState.make_request_output",
     "vllm.renderers.base.BaseRenderer._tokenize_prompt",
+    "vllm.renderers.base.BaseRenderer._process_mm_uuids",
+    "vllm.v1.core.sched.output.strip_covered_mm_data",
 )
 """members that pdserve wraps or replaces in objects of vLLM"""
 
@@ -141,6 +147,8 @@ SOURCES = {
     # read anew in each step
     "vllm.v1.core.sched.scheduler": ("            self.scheduler_config.long_prefill_token_threshold\n",),
     "vllm.renderers.base": ("self._tokenize_prompt_async = make_async(",),
+    # an identifier and an offset for each picture of a block
+    "vllm.v1.core.kv_cache_utils": ('key[1:] if key[0] == "mm" else key[1]', "offset - start_token_idx"),
     "vllm.sampling_params": ("    def bad_words_token_ids(self)", "if speculative_config is None:"),
     "vllm.v1.engine.input_processor": ("                self.speculative_config,\n",),
     "vllm.v1.engine.output_processor": ("self.request_states", "self.parent_requests"),

@@ -41,7 +41,7 @@ def decide(
     """Policy `threshold`: remote if the prompt, less its prefix hit, is longer than this worker should compute beside
     its decodes, and the queue is short. Policy `adaptive`: the cheaper way, by `estimates`.
 
-    `supported` is false for a request whose prompt needs more than its KV (prompt logprobs, images). `migrated` is true
+    `supported` is false for a request whose prompt needs more than its KV (prompt logprobs). `migrated` is true
     for a request that was lost with a worker, perhaps because of the KV that the worker had read. `fits` is false for a
     request that is larger than a message of the queue may be.
     """

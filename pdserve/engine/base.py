@@ -202,7 +202,7 @@ class Engine(Lifetime, AdapterEngine):
     def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
         """How many leading tokens of the prompt have their KV in this engine's prefix cache or, with `host`, in host
         memory. An estimate: it may be stale, and 0 is always allowed. None if no other engine may prefill the prompt,
-        because the request needs more of it than the KV of its token ids (prompt logprobs, images, embeddings): such a
+        because the request needs more of it than the KV of its token ids (prompt logprobs, embeddings): such a
         request is generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
 
     @property

@@ -8,6 +8,7 @@ from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import VllmProcess
+from pdserve.prefixes import Picture
 from pdserve.records import Role
 
 PROMPT = list(range(33))
@@ -51,7 +52,8 @@ def mirror(*events: object) -> CacheMirror:
         ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], "salt", 16),
         ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], "other", 0),
         ([stored([1, 2], PROMPT[:16], extra_keys=[(("image", 0),), None])], None, 0),
-        ([stored([1, 2], PROMPT[:16], extra_keys=[None, (("image", 0),)])], None, 0),
+        ([stored([1, 2], PROMPT[:16], extra_keys=[None, (("image", 0),)])], None, 8),
+        ([stored([1, 2], PROMPT[:16], extra_keys=[None, ("embeddings",)])], None, 0),
         ([stored([1], PROMPT[:8], lora_name="7", extra_keys=[("7",)])], None, 0),
         ([stored([1], PROMPT[:8], group_idx=1)], None, 0),
         ([stored([1], PROMPT[:4])], None, 0),
@@ -79,6 +81,17 @@ def test_what_only_host_memory_has_is_no_hit_in_the_cache() -> None:
     assert mirror(*events).prefixes.hit(PROMPT, None, host=False) == 8
     cache = mirror(*events, api.BlockRemoved([1], "GPU"), api.BlockRemoved([1, 2], "CPU"))
     assert (cache._blocks, cache.prefixes.known()) == ({}, [])
+
+
+def test_events_of_pictures() -> None:
+    """One from token 4 to 12, and one from token 13 to 15."""
+    extra = [[["red", 4], "salt"], [["red", -4], ["blue", 5]], None]
+    cache = mirror(stored([1, 2, 3], PROMPT[:24], extra_keys=extra))
+    red, blue = Picture("red", 4, 8), Picture("blue", 13, 2)
+    cases = [((red, blue), 24), ((), 0), ((red,), 8), ((blue, red), 8), ((red, blue._replace(start=12)), 8)]
+    for pictures, hit in [*cases, ((red._replace(tokens=4), blue), 8), ((red._replace(start=3), blue), 0)]:
+        assert cache.prefixes.hit(PROMPT, "salt", 0, pictures) == hit, pictures
+    assert cache.prefixes.hit(PROMPT, None, 0, (red, blue)) == 0
 
 
 def test_nothing_is_left_of_blocks_that_are_gone() -> None:

@@ -1,8 +1,9 @@
 """The simulated engine's KV cache: a pool of blocks with reference counts and a prefix cache."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
-from pdserve.prefixes import NAME, CachedPrefixes, names
+from pdserve.prefixes import NAME, CachedPrefixes, Picture, keys, names
 
 
 class BlockPool:
@@ -30,10 +31,10 @@ class BlockPool:
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def whole(self, prompt: list[int], parent: bytes = b"") -> list[int]:
+    def whole(self, prompt: list[int], parent: bytes = b"", pictures: Iterable[Picture] = ()) -> list[int]:
         """The contents that the full blocks of this prompt have once they are computed. `parent` is the name of what
         its salt and its adapter are (`prefixes.root`)."""
-        prefixes = names(prompt, self.block_size, parent)
+        prefixes = names(prompt, self.block_size, parent, shown=keys(pictures, self.block_size))
         return [int.from_bytes(name) ^ self.weights for name in prefixes]
 
     def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:

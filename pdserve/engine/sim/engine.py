@@ -104,12 +104,13 @@ class SimEngine(SimAdapters, Engine):
             self._steps.put_nowait(Step([wire.refused(request_id)]))
             return
         tokens = [*prompt, *after]
-        whole = self._pool.whole(tokens, asked.root)
+        whole = self._pool.whole(tokens, asked.root, asked.pictures)
         self._add(SimRequest(request_id, tokens, max_tokens, asked, whole, kv=kv))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
         asked = self.read(body)
-        self._add(SimRequest(request_id, prompt, 1, asked, self._pool.whole(prompt, asked.root), keep=True))
+        whole = self._pool.whole(prompt, asked.root, asked.pictures)
+        self._add(SimRequest(request_id, prompt, 1, asked, whole, keep=True))
 
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
@@ -158,9 +159,9 @@ class SimEngine(SimAdapters, Engine):
 
     def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
         request = wire.read_request(body)
-        if request.mm_features or request.sampling.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs is not None:
             return None
-        return self.prefixes.hit(prompt, request.cache_salt, request.adapter)
+        return self.prefixes.hit(prompt, request.cache_salt, request.adapter, request.pictures)
 
     @property
     def usage(self) -> EngineUsage:
@@ -314,7 +315,8 @@ class SimEngine(SimAdapters, Engine):
         self._running.remove(request)
         if not request.keep:
             computed = request.prompt + request.tokens[:-1]
-            self._pool.fill(request.blocks, self._pool.whole(computed, request.asked.root), len(computed))
+            whole = self._pool.whole(computed, request.asked.root, request.asked.pictures)
+            self._pool.fill(request.blocks, whole, len(computed))
             self._pool.give(request.blocks)
             return None
         used = self._pool.needed(len(request.prompt))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 import msgspec
 from msgspec import Struct
@@ -19,7 +20,7 @@ from pdserve.engine.base import Output
 from pdserve.engine.sim.model import SimModel
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
-from pdserve.prefixes import root
+from pdserve.prefixes import Picture, pictures, root
 
 LENGTH, ERROR = 1, 3
 """values of vLLM's FinishReason"""
@@ -47,10 +48,24 @@ class Lora(Struct, array_like=True, frozen=True):
     lora_path: str = ""
 
 
+class Placeholders(Struct, frozen=True):
+    """The used part of PlaceholderRange."""
+
+    offset: int
+    length: int
+
+
+class Feature(Struct, frozen=True):
+    """The used part of MultiModalFeatureSpec."""
+
+    identifier: str
+    mm_position: Placeholders
+
+
 class CoreRequest(Struct, array_like=True, frozen=True):
     request_id: str
     prompt_token_ids: list[int] | None
-    mm_features: list[msgspec.Raw] | None
+    mm_features: list[Feature] | None
     sampling_params: Sampling | None
     pooling_params: msgspec.Raw | None = None
     arrival_time: float = 0.0
@@ -65,6 +80,15 @@ class CoreRequest(Struct, array_like=True, frozen=True):
     def root(self) -> bytes:
         """The parent of its blocks' names."""
         return root(self.cache_salt, self.adapter)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return pictures(self.mm_features)
+
+    @property
+    def salt(self) -> int:
+        """What its tokens depend on beside those before them."""
+        return self.adapter ^ crc32("".join(picture.name for picture in self.pictures).encode())
 
     @property
     def sampling(self) -> Sampling:
@@ -185,12 +209,12 @@ class SimRequest:
     unread: bool = False
     """the KV could not be read"""
     salt: int = 0
-    """what its tokens depend on beside those before them: its adapter, and whether the KV that was read is another's"""
+    """`CoreRequest.salt`, and whether the KV that was read is another's"""
     gone: bool = False
     """cancelled: the current step has no output for it"""
 
     def __post_init__(self) -> None:
-        self.salt = self.asked.adapter
+        self.salt = self.asked.salt
 
     @property
     def sampling(self) -> Sampling:

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.network_utils import get_open_zmq_ipc_path as get_open_zmq_ipc_path
+from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine import EngineCoreEventType as EngineCoreEventType
 from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
 from vllm.v1.engine import EngineCoreOutputs as EngineCoreOutputs
@@ -74,6 +75,12 @@ def move_whole_prompts(config: VllmConfig) -> None:
         )
     if model.get_sliding_window() is not None:
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
+def keep_pictures() -> None:
+    """Let the engines that are forked from this process give their workers all pictures of a request. vLLM leaves out
+    those whose KV is there; when it preempts the request, and computes it anew, it misses them and dies."""
+    scheduler_output.strip_covered_mm_data = lambda features, *_, **__: features
 
 
 def meet_in(path: str) -> None:

@@ -4,6 +4,7 @@ the engine."""
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import starmap
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.engine.vllm import api
-from pdserve.prefixes import CachedPrefixes, names, root
+from pdserve.prefixes import CachedPrefixes, key, names, root
 from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
@@ -79,23 +80,27 @@ class CacheMirror(Lifetime):
                 self.prefixes.add(*self._blocks[block], host=True)
 
     def _store(self, event: api.BlockStored) -> None:
-        """Note full blocks that a text prompt can hit; not blocks of images or embeddings, nor of a second cache group.
-        The extra keys that text has are the number of its LoRA adapter, and its salt at the first block."""
+        """Note full blocks that a prompt can hit; not blocks of embeddings, nor of a second cache group. The extra keys
+        of a block are the number of its LoRA adapter, the name and offset of each of its pictures, and at the first
+        block the salt."""
         size, before, depth = self.prefixes.block_size, event.parent_block_hash, 0
         adapter = int(event.lora_name, 16) if event.lora_name else 0
-        keys, *others = (tuple(keys or ())[bool(adapter) :] for keys in event.extra_keys or [None])
-        salt = keys[0] if keys else None
+        extra = [list(keys or ())[bool(adapter) :] for keys in event.extra_keys or [None]]
+        salt = extra[0].pop() if extra[0] and isinstance(extra[0][-1], str) else None
         if event.group_idx or len(event.token_ids) != size * len(event.block_hashes):
             return
-        if any(others) or not isinstance(salt, str | None):
+        if any(isinstance(each, str) for keys in extra for each in keys):
             return
+        shown = {number * size: b"".join(starmap(key, keys)) for number, keys in enumerate(extra)}
         if before is None:
             parent = root(salt, adapter)
         elif before in self._blocks and salt is None:
             parent, depth = self._blocks[before]
         else:
             return
-        for block, name in zip(event.block_hashes, names(event.token_ids, size, parent), strict=True):
+        for block, name in zip(
+            event.block_hashes, names(event.token_ids, size, parent, shown=shown), strict=True
+        ):
             depth += 1
             self._blocks[block] = name, depth
             self.prefixes.add(name, depth)

@@ -22,6 +22,7 @@ from pdserve.errors import ConfigError, EngineDead, ProtocolError, Unavailable
 from pdserve.kv import COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
+from pdserve.prefixes import pictures
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -185,7 +186,8 @@ class VllmEngine(Engine):
         request = requests.read_body(body)
         if not requests.remote_ok(request):
             return None
-        return self.prefixes.hit(prompt, request.cache_salt, requests.adapter_of(request), host=host)
+        adapter, shown = requests.adapter_of(request), pictures(request.mm_features)
+        return self.prefixes.hit(prompt, request.cache_salt, adapter, shown, host=host)
 
     async def load_adapter(self, id: int, folder: str) -> None:
         request = api.LoRARequest(f"{id:x}", id, folder)

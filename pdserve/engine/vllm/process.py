@@ -109,6 +109,7 @@ class VllmProcess:
             self.config = api.engine_config(self._argv(events_endpoint), self._headless)
             if self._spec.disaggregated:
                 api.move_whole_prompts(self.config)
+            api.keep_pictures()
         except ValueError as error:
             raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
         if api.on_cpu():
@@ -170,7 +171,8 @@ class VllmProcess:
                 "publisher": "zmq",
                 "endpoint": events_endpoint,
             }
-        return to_argv({**for_engine(spec.engine_args), **arguments})
+        defaults = {"mm-processor-cache-gb": 0}  # of pictures to be sent once; frontends send them each time
+        return to_argv({**defaults, **for_engine(spec.engine_args), **arguments})
 
 
 def _connector(spec: EngineSpec) -> dict[str, object]:

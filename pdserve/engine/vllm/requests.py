@@ -114,15 +114,10 @@ def adapter_of(request: api.EngineCoreRequest) -> int:
 
 
 def remote_ok(request: api.EngineCoreRequest) -> bool:
-    """Whether another engine may prefill the request. Its prompt must be token ids alone, and need not be computed
-    here: prompt logprobs come from computing it, and vLLM then ignores given KV."""
+    """Whether another engine may prefill the request. Its prompt must be token ids and pictures, and need not be
+    computed here: prompt logprobs come from computing it, and vLLM then ignores given KV."""
     sampling = request.sampling_params
-    return (
-        not request.mm_features
-        and request.prompt_embeds is None
-        and sampling is not None
-        and not sampling.skip_reading_prefix_cache
-    )
+    return request.prompt_embeds is None and sampling is not None and not sampling.skip_reading_prefix_cache
 
 
 def refusal(body: list[bytes], rejected: Sequence[int]) -> str:

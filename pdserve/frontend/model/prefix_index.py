@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from pdserve.messages import PrefixesChanged
-from pdserve.prefixes import names, root
+from pdserve.prefixes import Picture, keys, names, root
 
 
 class PrefixIndex:
@@ -55,14 +55,16 @@ class PrefixIndex:
         if not holders:
             self._holders.pop(shape, None)
 
-    def cached(self, prompt: Sequence[int], salt: str | None, adapter: int = 0) -> dict[str, int]:
+    def cached(
+        self, prompt: Sequence[int], salt: str | None, adapter: int = 0, pictures: Sequence[Picture] = ()
+    ) -> dict[str, int]:
         """By worker: how many leading tokens of the prompt it has; workers without any are left out. Walks the prompt
         only as far as any worker has it."""
         found: dict[str, int] = {}
         for (block_size, stride), holders in self._holders.items():
             levels: list[tuple[str, ...]] = []
-            first, end = root(salt, adapter), len(prompt) - 1
-            for block, name in enumerate(names(prompt, block_size, first, end), 1):
+            first, end, shown = root(salt, adapter), len(prompt) - 1, keys(pictures, block_size)
+            for block, name in enumerate(names(prompt, block_size, first, end, shown), 1):
                 if block % stride == 0:
                     if name not in holders:
                         break

@@ -31,6 +31,7 @@ from pdserve.frontend.model.vllm_api import (
 )
 from pdserve.frontend.model.vllm_aside import SideLoop
 from pdserve.frontend.model.vllm_lora import AppAdapters
+from pdserve.frontend.model.vllm_pictures import LIMITS
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.records import Instance, ModelCard
 from pdserve.stream.archives import archive_name, fetch, pack_model, unpack
@@ -152,7 +153,7 @@ _NOT_HERE = re.compile(
     r"|distributed-executor-backend|ray-.*|worker-.*|offload-.*|.*lora.*|enable-sleep-mode|enable-prompt-embeds"
     r"|api-key|host|port|uds|ssl-.*|middleware|allowed-origins|root-path|enable-request-id-headers|disable-log-stats"
     r"|profiler-config|otlp-.*|enable-scale-out|tokens-only|headless|api-server-count|config|model|served-model-name"
-    r"|max-model-len|enable-log-requests|uvicorn-log-level|disable-.*access-log.*|performance-mode|optimization-level"
+    r"|mm-processor-cache.*|mm-(shm|ipc|tensor|encoder)-.*|max-model-len|enable-log-requests|uvicorn-log-level|disable-.*access-log.*|performance-mode|optimization-level"
 )
 
 
@@ -165,9 +166,10 @@ def frontend_argv(card: ModelCard, model: str) -> list[str]:
         "served-model-name": [card.name],
         "max-model-len": card.max_model_len,
         "allowed-origins": [],
+        "mm-processor-cache-gb": 0,  # it would leave out pictures that an engine beside it has
     }
     # two: while one thread tokenizes a long text, the other is left for the prompts of others
-    return to_argv({"renderer-num-workers": 2, **kept, **ours})
+    return to_argv({"renderer-num-workers": 2, "limit-mm-per-prompt": LIMITS, **kept, **ours})
 
 
 # ── metrics ────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,8 +10,9 @@ WHOLE_VOCABULARY = 100_000
 
 def unsupported(request: EngineCoreRequest, prompt_tokens: int, n: int) -> str | None:
     """Why the request cannot be served; None if it can. `prompt_tokens`: of all of its prompts so far."""
-    if request.mm_features or request.prompt_embeds is not None:
-        return "only text prompts are served: images, audio, video and prompt embeddings are not"
+    kinds = {feature.modality for feature in request.mm_features or ()} - {"image"}
+    if kinds or request.prompt_embeds is not None:
+        return "only text and images are served: audio, video and prompt embeddings are not"
     if request.sampling_params is None:
         return "this model generates text: pooling and embedding requests are not served"
     if request.resumable:

@@ -1,4 +1,4 @@
-"""Everything that the frontend uses of vLLM 0.32; only this module and `vllm_aside` import vLLM there.
+"""Everything that the frontend uses of vLLM 0.32; only this module and those beside it import vLLM there.
 
 `tests/frontend/model/test_vllm_api.py` checks what this expects of vLLM, and names what moved when vLLM changes.
 Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
@@ -51,6 +51,7 @@ from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
 from pdserve.frontend.model.vllm_aside import keep_prompt_logprobs, tokenize_short_prompts_here
+from pdserve.frontend.model.vllm_pictures import name_by_content
 
 __all__ = [
     "AsyncLLM", "EngineCoreClient", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest", "FinishReason",
@@ -197,6 +198,7 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
             unregister_vllm_metrics()
     _refuse_fatal_grammars(engine.input_processor)
     tokenize_short_prompts_here(engine.renderer)
+    name_by_content(engine.renderer)
     vllm.envs.enable_envs_cache()  # as vLLM's engine does: its metrics read the environment for each token
     return engine
 

@@ -25,6 +25,7 @@ from pdserve.frontend.model.prospects import Prospect, keeping
 from pdserve.frontend.model.router import choose
 from pdserve.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
+from pdserve.prefixes import pictures
 from pdserve.records import Instance
 from pdserve.settings import POLICIES
 from pdserve.tasks import Owner
@@ -181,7 +182,8 @@ class WorkerPool:
         are the last resort, or never chosen with `only_others`."""
         lora = generation.request.lora_request
         adapter = lora.lora_int_id if lora is not None else 0
-        cached = self._prefixes.cached(generation.prompt, generation.request.cache_salt, adapter)
+        salt, shown = generation.request.cache_salt, pictures(generation.request.mm_features)
+        cached = self._prefixes.cached(generation.prompt, salt, adapter, shown)
         best, lost = nlargest(WINDOW, cached, cached.__getitem__), generation.lost_by
         if lacking := {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}:
             others = self._ready().next(self._last, lacking | lost, only_others=True, preferred=best)

@@ -33,6 +33,7 @@ async def sim_engines(
     model: str = "demo",
     places: int = 256,
     step: float = 0.004,
+    folder: Path = MODEL,
     args: Mapping[str, object] = MappingProxyType({}),
 ) -> AsyncIterator[list[SimEngine]]:
     """Decode engines first. The lease of each one's worker ends with it. `args`: further ones of all workers."""
@@ -41,7 +42,7 @@ async def sim_engines(
     simulated = args | {"additional-config": {"sim": SIM | {"step-seconds": step}}}
     settings = DecodeConfig(remote_prefill=bool(prefill), max_local_prefill_length=64, engine_args=args)
     prefilling = PrefillConfig(engine_args=args)
-    config = Config(Path("test.yaml"), str(MODEL), model, None, settings, prefilling, drain_timeout=1.0)
+    config = Config(Path("test.yaml"), str(folder), model, None, settings, prefilling, drain_timeout=1.0)
     async with AsyncExitStack() as stack:
         for number, role in enumerate([Role.PREFILL] * prefill + [Role.DECODE] * decode):
             slot = Slot(role, number)

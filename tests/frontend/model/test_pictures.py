@@ -1,0 +1,174 @@
+"""Pictures as clients send them: vLLM's parts and errors, over workers with simulated engines."""
+
+import base64
+import io
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from PIL import Image
+
+from pdserve.registry.keys import SETTINGS
+from tests.frontend.conftest import Graph, running_graph
+from tests.frontend.model.sims import sim_engines
+from tests.memory.registry import MemoryRegistry
+from tools.demo_model import sight
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TEXT = "Say what you see. " * 8
+
+
+def png(color: str = "", size: tuple[int, int] = (40, 30)) -> bytes:
+    """A picture of one color, or of noise that does not pack."""
+    noise = random.Random(0).randbytes(3 * size[0] * size[1])
+    image = Image.new("RGB", size, color) if color else Image.frombytes("RGB", size, noise)
+    image.save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+def data(picture: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+
+
+def part(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+RED, BLUE, LARGE = (data(png("red")), data(png("blue")), data(png(size=(300, 200))))
+
+
+class Pages(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response({"/red": 200, "/moved": 302}.get(self.path, 404))
+        self.send_header("location", "/red")
+        self.end_headers()
+        self.wfile.write(png("red") if self.path == "/red" else b"")
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seeing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
+    """A model that reads data: URLs alone, and `open`, which fetches from one host."""
+    folder = sight.make(tmp_path_factory.mktemp("sight"))
+    args = {"allowed-media-domains": ["127.0.0.1"]}
+    async with AsyncExitStack() as stack:
+        graph = await stack.enter_async_context(running_graph(tmp_path_factory.mktemp("state")))
+        await stack.enter_async_context(sim_engines(graph, 2, 1, folder=folder))
+        await stack.enter_async_context(sim_engines(graph, 1, model="open", folder=folder, args=args))
+        yield graph
+
+
+async def ask(graph: Graph, *parts: dict[str, Any], text: str = TEXT, **more: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}]
+    body = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0} | more
+    return await graph.http.post("/v1/chat/completions", json=body)
+
+
+async def said(graph: Graph, *parts: dict[str, Any], **more: Any) -> str:
+    answer = await ask(graph, *parts, **more)
+    return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+
+
+async def test_each_picture_is_answered_for_itself_wherever_it_is_prefilled(seeing: Graph) -> None:
+    pictures = {"none": (), "red": (part(RED),), "blue": (part(BLUE),), "both": (part(RED), part(BLUE))}
+    answers, ways = dict[str, set[str]](), dict[str, list[str]]()
+    for name in [*pictures] * 3:
+        answer = await ask(seeing, *pictures[name])
+        text = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+        answers.setdefault(name, set()).add(text)
+        ways.setdefault(name, []).append(answer.headers["x-pdserve-prefill"])
+    assert all(len(each) == 1 for each in answers.values()), answers
+    assert len(set.union(*answers.values())) == len(pictures)
+    assert ways["both"][0] == "remote"
+    assert ways["red"][-1] == ways["blue"][-1] == "local", "from the prefix cache"
+
+
+async def test_a_prompt_goes_where_its_picture_is_cached(seeing: Graph) -> None:
+    async with MemoryRegistry(seeing.registry) as registry:
+        await registry.put(f"{SETTINGS}router", b"kv")
+    text = "Another question. " * 8
+    found = {}
+    for name, url in {"red": RED, "blue": BLUE, "again": RED}.items():
+        found[name] = await ask(seeing, part(url), text=text)
+    workers = {name: answer.headers["x-pdserve-instance"] for name, answer in found.items()}
+    assert workers["again"] == workers["red"]
+    assert [answer.headers["x-pdserve-prefill"] for answer in found.values()] == ["remote", "remote", "local"]
+
+
+async def test_the_name_that_a_client_gives_stands_for_nothing(seeing: Graph) -> None:
+    mine, other = [await said(seeing, part(url, uuid="mine")) for url in (RED, BLUE)]
+    assert (mine, other) == (await said(seeing, part(RED)), await said(seeing, part(BLUE)))
+
+
+@pytest.mark.parametrize("url", [RED, LARGE], ids=["small", "large"])
+async def test_all_routes_with_messages(seeing: Graph, url: str) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "x"}]
+    items = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "x"}]
+    limit, answers = {"model": "demo", "max_tokens": 4}, []
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": [part(url)]}]},
+        "/v1/messages": {"messages": [{"role": "user", "content": content}]},
+        "/v1/responses": {"input": [{"role": "user", "content": items}], "max_output_tokens": 4},
+        "/tokenize": {"messages": [{"role": "user", "content": [part(url)]}]},
+    }
+    for path, body in bodies.items():
+        answers.append(await seeing.http.post(path, json=limit | body))
+        assert answers[-1].status_code == 200, answers[-1].text
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([part("http://127.0.0.1:{port}/red")], "allowed-media-domains names no host"),
+        ([part(" HTTP://127.0.0.1:{port}/red")], "allowed-media-domains names no host"),
+        ([part("file:///etc/passwd")], "Cannot load local files"),
+        ([part("data:image/png,AAAA")], "Only base64"),
+        ([part("data:image/png;base64,AAAA")], "cannot identify image"),
+        ([part(data(png("red", (8000, 5000))))], "40000000 pixels"),
+        ([part(RED)] * 17, "At most 16 image"),
+        ([part("", uuid="mine")], "is missing"),
+        ([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}], "At most 0 audio"),
+        ([{"type": "image_embeds", "image_embeds": "AAAA"}], "enable-mm-embeds"),
+    ],
+)
+async def test_what_is_no_picture_is_refused(
+    seeing: Graph, pages: ThreadingHTTPServer, parts: list[dict[str, Any]], text: str
+) -> None:
+    for each in parts:
+        if "{port}" in each.get("image_url", {}).get("url", ""):
+            each["image_url"]["url"] = each["image_url"]["url"].format(port=pages.server_port)
+    answer = await ask(seeing, *parts)
+    assert (answer.status_code, text in answer.text) == (400, True), answer.text
+    assert not pages.asked, "nothing was fetched"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("size", [1, 70_000])
+async def test_pictures_of_hosts_that_are_allowed(
+    seeing: Graph, pages: ThreadingHTTPServer, size: int
+) -> None:
+    """Large requests are read on another event loop."""
+    text, at = "y" * size if size > 1 else TEXT, f"http://127.0.0.1:{pages.server_port}"
+    if size == 1:
+        assert await said(seeing, part(f"{at}/red"), model="open") == await said(seeing, part(RED))
+    for url, status in {"/moved": 400, "/none": 422}.items():
+        assert (await ask(seeing, part(at + url), model="open", text=text)).status_code == status
+    elsewhere = await ask(seeing, part(at.replace("127.0.0.1", "localhost")), model="open", text=text)
+    assert (elsewhere.status_code, "allowed domains" in elsewhere.text) == (400, True)
