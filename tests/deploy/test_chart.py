@@ -183,6 +183,9 @@ def test_images_are_pinned() -> None:
     assert images == {"pdserve:0.1.0", compose["nats"]["image"], compose["etcd"]["image"]}
 
 
+CPU_OFFLOAD = "kv-offload: 32GiB, ServiceArgs: {resources: {gpu: 0}}"
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -196,11 +199,24 @@ def test_images_are_pinned() -> None:
         ({"config": "Slo: {}"}, "it has neither Frontend, VllmWorker nor PrefillWorker"),
         ({"credentials": {"existingSecret": ""}}, "kubectl create secret generic graph-credentials"),
         ({"apiKeys": {"existingSecret": ""}}, "kubectl create secret generic graph-keys"),
+        (
+            {"config": "VllmWorker: {kv-offload: 4GiB}"},
+            "shm: 4Gi of /dev/shm have no room for kv-offload: 4GiB",
+        ),
+        (
+            {"config": "PrefillWorker: {kv-offload: 1.5TiB}", "shm": "1535Gi"},
+            "for kv-offload: 1.5TiB of prefill",
+        ),
         ({"config": "Frontend: {port: 80}"}, "Security.allow: [plain-http]"),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_what_to_do(values: Object, says: str) -> None:
     assert says in refusal({**SECRETS, **values})
+
+
+@pytest.mark.parametrize("keys", ["kv-offload: 0", "kv-offload: 4000MiB", CPU_OFFLOAD])
+def test_host_memory_that_has_its_room_is_taken(keys: str) -> None:
+    render({"config": f"VllmWorker: {{{keys}}}"})
 
 
 def test_the_yaml_is_rendered_unchanged() -> None:

@@ -35,6 +35,11 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- toJson $keys -}}
 {{- end -}}
 
+{{/* A size of the YAML or of Kubernetes, in MiB: 1.5TiB, 4Gi. */}}
+{{- define "pdserve.mebibytes" -}}
+{{- mulf (regexFind "^[0-9.]+" (toString .)) (get (dict "M" 1 "G" 1024 "T" 1048576) (regexFind "[MGT]" (toString .)) | default 1) -}}
+{{- end -}}
+
 {{/* What the YAML says: ports, drain, and for each role its replicas and GPUs; as JSON. */}}
 {{- define "pdserve.facts" -}}
 {{- $config := include "pdserve.yaml" . | fromYaml -}}
@@ -58,6 +63,10 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- end -}}
 {{- $gpus := dig "ServiceArgs" "resources" "gpu" $ranks $keys | int -}}
 {{- if eq ($keys.engine | default "vllm") "sim" }}{{ $gpus = 0 }}{{ end -}}
+{{- $host := index $keys "kv-offload" | default "0" -}}
+{{- if and $gpus (ge (include "pdserve.mebibytes" $host | float64) (include "pdserve.mebibytes" $.Values.shm | float64)) }}
+{{- fail (printf "shm: %s of /dev/shm have no room for kv-offload: %s of %s workers, which lies there, and for vLLM's own: set more, and as much more in resources.limits.memory." $.Values.shm $host $role) }}
+{{- end -}}
 {{- $replicas := ternary (dig "ServiceArgs" "workers" 1 $keys) $values.replicas (kindIs "invalid" $values.replicas) | int -}}
 {{- $nodes := index $keys "nnodes" | default 1 | int -}}
 {{- $_ := set $roles $role (dict "replicas" $replicas "gpus" (ternary (div (int $gpus) $nodes) $gpus (gt $nodes 1)) "nodes" $nodes "values" $values) -}}
