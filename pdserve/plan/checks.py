@@ -67,6 +67,7 @@ def problems(
     for host in hosts_of(real):
         yield from _shared_gpus(host)
         yield from _ram(machine, host, len(frontends))
+        yield from _shared_memory(machine, host)
 
 
 def _vllm(machine: Machine) -> Iterator[str]:
@@ -354,4 +355,15 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
         yield (
             f"The graph needs about {in_gib(need)} of RAM, but this machine has {in_gib(machine.memory)}: "
             f"short by {in_gib(need - machine.memory)}; {ways}."
+        )
+
+
+def _shared_memory(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    """Engines on GPUs keep their host memory there, and look for room when weights are loaded. All is counted, not what
+    is free: the graph may run already."""
+    need, room = sum(worker.config.kv_offload for worker in workers if worker.gpus), machine.shared
+    if not machine.imagined and room is not None and need > room:
+        yield (
+            f"kv-offload needs {in_gib(need)} of /dev/shm in all, but there it has {in_gib(room)}: lower it, or "
+            "enlarge /dev/shm (`mount -o remount,size=...`, a container's --shm-size, the chart's shm)."
         )

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 MIB = 2**20
 _RDMA = Path("/sys/class/infiniband")
+_SHARED = Path("/dev/shm")
 
 _KNOWN_GPUS = {
     "T4": 14.56,
@@ -69,6 +70,8 @@ class Machine:
     """network devices by address"""
     rdma: tuple[str, ...] = ()
     """RDMA ports, as UCX names them: `mlx5_0:1`"""
+    shared: int | None = None
+    """bytes of /dev/shm in all; None: there is none"""
 
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Self:
@@ -83,6 +86,7 @@ class Machine:
                 entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries
             },
             rdma=tuple(f"{port.parts[-3]}:{port.name}" for port in sorted(_RDMA.glob("*/ports/*"))),
+            shared=psutil.disk_usage(str(_SHARED)).total if _SHARED.is_dir() else None,
         )
 
 

@@ -71,6 +71,7 @@ def test_this_machine() -> None:
     assert found.cores >= 1
     assert 0 < found.available <= found.memory
     assert found.build in ("cpu", "cuda")
+    assert found.shared is None or found.shared > 0
     assert Machine.detect({"CUDA_VISIBLE_DEVICES": ""}).gpus == ()
 
 

@@ -427,6 +427,7 @@ ADAPTERS = local(
     ("4096}", "4096, enable-lora: true, max-loras: 400, max-lora-rank: 512}"),
     ("max-model-len]", "max-model-len, enable-lora, max-loras, max-lora-rank]"),
 )
+SHARED = dataclasses.replace(machine(*[("H100", 80)] * 3), shared=4 << 30)
 DOES_NOT_FIT = [
     (local(("block-size: 32", "block-size: 16")), machine(), "block-size 16 does not run on the CPU: "),
     (
@@ -459,6 +460,7 @@ DOES_NOT_FIT = [
         "FILE: port 9002 is one of Graph.stream-port",
     ),
     (offload("12GiB"), machine(ram=16), "The graph needs about "),
+    (offload("12GiB"), SHARED, "kv-offload needs 12.0 GiB of /dev/shm in all, but there it has 4.0 GiB"),
     (ADAPTERS, machine(ram=16), "The graph needs about "),
     (
         offload("7MiB"),
@@ -495,6 +497,12 @@ def test_what_does_not_fit(tmp_path: Path, text: str, on: Machine, problem: str)
     found = [text.replace(str(tmp_path / "graph.yaml"), "FILE") for text in problems]
     assert any(text.startswith(problem) for text in found), found
     assert all(text.endswith(".") for text in found)
+
+
+def test_dev_shm_is_only_that_of_workers_on_gpus_of_this_machine(tmp_path: Path) -> None:
+    for on in (dataclasses.replace(SHARED, imagined=True), dataclasses.replace(SHARED, gpus=(), build="cpu")):
+        assert plan(tmp_path, offload("12GiB"), on).problems == ()
+    assert plan(tmp_path, offload("3GiB"), SHARED).problems == ()
 
 
 @pytest.mark.parametrize(
