@@ -37,11 +37,16 @@ INTERNAL = "internal error in the decode worker"
 def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
     """Return a frontend that has requests of the client that runs the most here, and how many of these should pause,
     for requests that wait in the engine whose clients run less than half of that; 0 if there are none. Spare ones pause
-    first, and for all others. `queued`: how many wait there for a place, which are the last that entered."""
+    first, also those that wait, for all others, and none for them. `queued`: how many wait there for a place, which are
+    the last that entered."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
     entered = sorted((request for request in inside if not request.proven), key=attrgetter("since"))
     waiting = entered[-queued:] if queued else []
-    running = Counter(request.submit.client for request in inside if request not in waiting)
+    running = Counter(
+        request.submit.client
+        for request in inside
+        if request not in waiting or is_spare(request.submit.client)
+    )
     client = max(running, key=lambda name: (is_spare(name), running[name]), default="")
     most = math.inf if is_spare(client) else running[client]
     # the rule of `frontend/admission/fair_queue.py`, where the requests of the other frontends are not seen
@@ -53,7 +58,8 @@ def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
     if not short:
         return "", 0
     where = Counter(request.frontend for request in inside if request.submit.client == client)
-    return max(where, key=where.__getitem__), short[-1] + 1
+    frontend, count = max(where, key=where.__getitem__), short[-1] + 1
+    return frontend, min(count, where[frontend]) if is_spare(client) else count
 
 
 @dataclass(eq=False)

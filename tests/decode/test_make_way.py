@@ -39,6 +39,9 @@ def running(text: str) -> list[DecodeRequest]:
         ("0g8 1~1 1h7 0h1?", 1, ("1", 1)),  # what is spare pauses first, also the only one of its client
         ("0g8 1~1?", 1, ("", 0)),
         ("0~8 1~1?", 1, ("", 0)),
+        ("0~1 0a4 0b4 1a1? 1b1? 1a1?", 3, ("0", 1)),  # no more than are spare
+        ("0a8 1~3? 1h1?", 4, ("1", 3)),  # what is spare and waits leaves the line
+        ("0~5 0~3? 1h1?", 4, ("0", 4)),
     ],
 )
 def test_make_way(inside: str, queued: int, expected: tuple[str, int]) -> None:

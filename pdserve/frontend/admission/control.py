@@ -192,7 +192,9 @@ class AdmissionControl:
             admission.paused.remove(permit)
 
     def yield_places(self, count: int, permits: Sequence[SequencePermit]) -> None:
-        """Pause up to so many of these, as requests wait at their worker; of no client the only one that is read."""
+        """Pause up to so many of these, as requests wait at their worker: where some are spare, only such ones, else of
+        no client the only one that is read."""
+        permits = [permit for permit in permits if permit.admission.spare] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
             count -= 1
 

@@ -42,6 +42,15 @@ def test_spare_requests_take_no_place_from_others() -> None:
     assert not model.paused
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_for_requests_that_wait_at_a_worker_with_spare_ones_only_these_pause(fixed: bool) -> None:
+    model = Model(8, pauses=True)
+    spare = model.sequence(model.ask("batch", spare=True), fixed=fixed)
+    model.streams("a", 4)
+    model.control.yield_places(3, list(model.running))
+    assert model.paused == ([] if fixed else [spare])
+
+
 def test_spare_requests_share_what_is_left() -> None:
     model = Model(4, pauses=True)
     streams(model, "many", 8)
