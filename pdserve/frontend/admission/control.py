@@ -203,12 +203,14 @@ class AdmissionControl:
         return len(self._granted) + capacity.free_requests
 
     def _may_start(self, admission: Admission, places: int) -> bool:
-        """Whether enough places that can be taken back are left beside its next sequence, and all others come before a
-        spare one."""
+        """Whether enough places that can be taken back are left beside its next sequence (free ones, if it is spare),
+        and all others come before a spare one."""
         if admission.spare and self.queue:
             return False
         fixed = bool(admission.requested) and admission.requested[0].fixed
-        return not fixed or self._granted.leave_room(places) or not admission.runs
+        if not fixed or self._granted.leave_room(places, spare=admission.spare):
+            return True
+        return not (admission.spare or admission.runs)
 
     def _make_way(self, entry: Admission) -> bool:
         """Pause one sequence for the entry's next one; whether there is one that may be."""

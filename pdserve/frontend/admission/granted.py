@@ -164,9 +164,9 @@ class GrantedPermits:
         """Whether any may have to pause for whatever waits."""
         return any(permit.admission.unread or permit.admission.spare for permit in self._permits)
 
-    def leave_room(self, places: int) -> bool:
-        """Whether one more sequence that cannot pause leaves the places that are kept."""
-        return self._fixed < places - max(1, places // KEPT)
+    def leave_room(self, places: int, *, spare: bool) -> bool:
+        """Whether one more sequence that cannot pause leaves the places that are kept; a spare one leaves them free."""
+        return (len(self) if spare else self._fixed) < places - max(places > 1, places // KEPT)
 
     def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
         """Those that can pause, in the order in which they have to: what is not read, what is spare, then of the client

@@ -51,6 +51,19 @@ def test_for_requests_that_wait_at_a_worker_with_spare_ones_only_these_pause(fix
     assert model.paused == ([] if fixed else [spare])
 
 
+@pytest.mark.parametrize(
+    ("places", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 6), (8, 4, 2), (8, 6, 0)]
+)
+def test_spare_sequences_that_cannot_pause_leave_places_free(places: int, ordinary: int, run: int) -> None:
+    model = Model(places, pauses=True)
+    model.streams("a", ordinary)
+    for number in range(places):
+        model.sequence(model.ask(f"batch {number}", spare=True), fixed=True)
+    assert clients(model).count("b") == run
+    model.streams("a", places - ordinary - run)
+    assert len(model.running) == places
+
+
 def test_spare_requests_share_what_is_left() -> None:
     model = Model(4, pauses=True)
     streams(model, "many", 8)
