@@ -282,8 +282,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self.on_capacity()
 
     def _pause(self, generation: Generation) -> bool:
-        """Leave the worker until the permit is granted again; False if that leaves no place there to others."""
-        if generation.placed is None or not self.workers.takes(generation.link):
+        """Leave the worker until the permit is granted again; False if that leaves no place there to others. A spare
+        one leaves also while it is prefilled elsewhere."""
+        placed = generation.placed is not None or generation.spare
+        if not placed or not self.workers.takes(generation.link):
             return False
         self._leave_worker(generation)
         generation.hops.held(PAUSED)

@@ -97,6 +97,17 @@ async def test_what_is_flexible_pauses_for_the_rest_and_goes_on(graph: Graph) ->
         assert await engine.all_blocks_free()
 
 
+async def test_what_is_flexible_leaves_its_place_also_while_a_prefill_worker_has_it(graph: Graph) -> None:
+    async with graph.worker(pace=None, at_once=1, asks=True) as decode:
+        flexible = asyncio.create_task(complete(graph, service_tier="flex"))
+        await decode.until(lambda: decode.jobs)
+        other = asyncio.create_task(complete(graph))
+        await decode.until(lambda: len(decode.seen) == 2)
+        assert decode.cancelled == [decode.seen[0].request_id]
+        decode.go()
+        assert [(await answer).status_code for answer in (flexible, other)] == [200, 200]
+
+
 async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
     async with graph.worker(pace=None, at_once=2) as first, graph.worker(pace=None, at_once=2) as second:
         await until(lambda: graph.models.live().get("demo") == 2)

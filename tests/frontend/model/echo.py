@@ -71,6 +71,8 @@ class EchoWorker:
     pace: float | None = 0.0
     """seconds between steps; None: only `step()` makes them"""
     prefill: str = "local"
+    asks: bool = False
+    """every prompt waits for a prefill worker"""
     at_once: int = 0
     loaded: str = ""
     role: Role = Role.DECODE
@@ -198,7 +200,8 @@ class EchoWorker:
         if self.fail is not None:
             await self.send(replace(self.fail, request_id=submit.request_id))
             return
-        await self.send(replace(self.placed, request_id=submit.request_id))
+        if not self.asks:
+            await self.send(replace(self.placed, request_id=submit.request_id))
         self.jobs[submit.request_id] = Job(submit, request)
 
     def _generate(self, job: Job) -> EngineCoreOutput:
