@@ -215,7 +215,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._count(generation, each.new_token_ids)
         if output.finished:
             generation.detach()
-            if generation.attempt == 1 and generation.tokens:
+            if generation.attempt == 1 and generation.tokens and not generation.spare:
                 self.estimate.learn(*generation.timing)
             self._end(generation)
         return passed

@@ -94,6 +94,7 @@ async def test_what_is_flexible_pauses_for_the_rest_and_goes_on(graph: Graph) ->
         assert not any(task.done() for task in flood.tasks)
         assert {answer.text.count('"text"') for answer in await flood.answers()} == {100}
         assert not len(admission.spare)
+        assert admission._estimate().output_tokens <= 30, "it says nothing of the others"
         assert await engine.all_blocks_free()
 
 
