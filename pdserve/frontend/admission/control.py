@@ -314,9 +314,14 @@ class AdmissionControl:
         limits = self.limits
         outside = [waiting for waiting in chain(self.queue, self.spare) if waiting.waiting]
         while len(outside) > limits.max_waiting or (
-            self.queue.tokens + self.spare.tokens > limits.max_waiting_tokens and len(outside) > 1
+            self._waiting_tokens > limits.max_waiting_tokens and len(outside) > 1
         ):
             last = outside.pop()
             refusal = self._refuse(last, "as many requests wait as may")
             if last is admission:
                 raise refusal
+
+    @property
+    def _waiting_tokens(self) -> float:
+        """Without those of spare requests that have paused."""
+        return self.queue.tokens + sum(entry.tokens * entry.tagged for entry in self.spare if entry.waiting)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from pdserve.config.schema import AdmissionLimits
+from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.admission.granted import Admission
 from tests.frontend.admission.test_admission import Model, clients, full
 
@@ -99,6 +100,14 @@ def test_a_full_queue_refuses_spare_requests_first(limits: AdmissionLimits) -> N
     spare, others = model.ask("batch", spare=True), [model.ask("a"), model.ask("a")]
     assert not spare.waiting
     assert all(other.waiting for other in others)
+
+
+def test_spare_requests_that_have_paused_do_not_fill_the_queue() -> None:
+    model = Model(2, AdmissionLimits(max_waiting_tokens=300), pauses=True)
+    model.take(*[model.ask("batch", RequestSize(399, 0), spare=True) for _ in range(2)])
+    model.take(model.ask("a"), model.ask("b"))
+    assert len(model.paused) == 2
+    assert all(model.ask(client).waiting for client in "cd")
 
 
 async def test_idle_when_spare_requests_have_left_too() -> None:
