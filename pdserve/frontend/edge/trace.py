@@ -228,6 +228,10 @@ class RequestTrace:
         self.output_tokens += count
 
     @property
+    def spare(self) -> bool:
+        return self.admission is not None and self.admission.spare
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(self._prompts.values())
 

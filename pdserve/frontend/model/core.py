@@ -215,7 +215,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._count(generation, each.new_token_ids)
         if output.finished:
             generation.detach()
-            if generation.attempt == 1 and generation.tokens and not generation.spare:
+            if generation.attempt == 1 and generation.tokens and not generation.trace.spare:
                 self.estimate.learn(*generation.timing)
             self._end(generation)
         return passed
@@ -282,10 +282,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self.on_capacity()
 
     def _pause(self, generation: Generation) -> bool:
-        """Leave the worker until the permit is granted again; False if that leaves no place there to others. A spare
-        one leaves also while it is prefilled elsewhere."""
-        placed = generation.placed is not None or generation.spare
-        if not placed or not self.workers.takes(generation.link):
+        """Leave the worker until the permit is granted again; False if that leaves no place there to others."""
+        if not (generation.placed or generation.trace.spare) or not self.workers.takes(generation.link):
             return False
         self._leave_worker(generation)
         generation.hops.held(PAUSED)

@@ -101,10 +101,6 @@ class Generation:
         return most
 
     @property
-    def spare(self) -> bool:
-        return self.trace.admission is not None and self.trace.admission.spare
-
-    @property
     def timing(self) -> tuple[int, float, float]:
         """Tokens, seconds from sending it to the first token, seconds from there to the last; for a single attempt."""
         return len(self.tokens), self.first_token - self.sent, self.last_token - self.first_token
