@@ -53,12 +53,12 @@ class Estimates:
 
     @property
     def better(self) -> Literal["here", "there"]:
-        """Where fewer promises are expected to break, or else where it costs less."""
-        if self.breaks is not None:
-            here, there = self.breaks
-            if abs(here - there) > MATTERS:
-                return "here" if here < there else "there"
-        return "there" if self.remote < self.local else "here"
+        """There, if fewer promises are expected to break there; else where it costs less. For each that is kept here,
+        all that runs here ends later: it may cost as much again as the other way."""
+        here, there = self.breaks or (0.0, 0.0)
+        if here > there + MATTERS:
+            return "there"
+        return "there" if self.remote * (1 + there - here) < self.local else "here"
 
     def __str__(self) -> str:
         breaks = "breaks {:.2f} promises here, {:.2f} there; ".format(*self.breaks) if self.breaks else ""

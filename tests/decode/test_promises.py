@@ -51,7 +51,8 @@ def test_the_broken_promises(changes: dict[str, object], here: float, there: flo
     ("breaks", "streams", "better"),
     [
         (None, 1, "there"),
-        ((0.0, 1.0), 1, "here"),
+        ((0.0, 1.0), 1, "there"),
+        ((0.0, 2.5), 1, "here"),
         ((1.0, 0.0), 0, "there"),
         ((MATTERS / 2, 0.0), 1, "there"),
     ],
@@ -109,7 +110,8 @@ def test_no_way_alone_keeps_more_however_fast_the_workers_are(promise: str, load
 
 @pytest.mark.parametrize("promise", PROMISES)
 @pytest.mark.parametrize(
-    ("slow", "rate"), [((1, 1), 5), ((1, 0.1), 20), ((10, 0.1), 2), ((10, 1), 2), ((1, 10), 4)]
+    ("slow", "rate"),
+    [((1, 1), 5), ((1, 1), 20), ((1, 0.1), 20), ((10, 0.1), 2), ((10, 1), 2), ((1, 10), 4), ((1, 10), 10)],
 )
 def test_answers_end_as_soon_as_without_the_promise(
     promise: str, slow: tuple[float, float], rate: float
@@ -117,8 +119,8 @@ def test_answers_end_as_soon_as_without_the_promise(
     promised, prompt = PROMISES[promise]
     args = ADAPTIVE, promised, prompt, slow, rate * 1300 / prompt
     (blind, without), (knows, finish) = (run(*args, known=known) for known in (False, True))
-    assert finish <= 1.05 * without
-    assert knows >= blind - 0.04
+    assert finish <= 1.03 * without
+    assert knows >= blind - 0.01
 
 
 async def test_the_earliest_is_published_first(
