@@ -68,7 +68,8 @@ class PromptTurns:
     def _start_next(self) -> None:
         now, chunk = time.monotonic(), self._chunk()
         while prompt := self._waiting.first(now):
-            held = sum(each.tokens for each in self._inside)
+            spare = is_spare(prompt.client)  # spare ones hold up no other
+            held = sum(each.tokens for each in self._inside if spare or not is_spare(each.client))
             if held and held + prompt.tokens > chunk:
                 return
             self._waiting.pop(now)

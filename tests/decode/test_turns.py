@@ -71,6 +71,17 @@ async def test_spare_prompts_pass_none_and_are_last() -> None:
     assert prompts.inside == ["~batch"]
 
 
+async def test_no_prompt_waits_for_a_spare_one_that_is_computed() -> None:
+    prompts = Prompts(100)
+    for name in ("~batch", "~other", "a", "b"):
+        await prompts.come(name, 5000)
+    assert prompts.inside == ["~batch", "a"]
+    await prompts.leave("~batch")
+    assert prompts.inside == ["a"]
+    await prompts.leave("a")
+    assert prompts.inside == ["b"]
+
+
 async def test_short_prompts_make_a_chunk_together() -> None:
     prompts = Prompts(100)
     for name in "abcd":
