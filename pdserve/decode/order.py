@@ -49,13 +49,14 @@ class FairOrder(Generic[T]):
         self._queues: dict[str, list[Waiting[T]]] = {}
         """by client, in the order in which they have their turns; none is empty"""
         self._turns: Counter[str] = Counter()
-        """of each client that waits: its turns so far, or those of others before it came"""
+        """of each client that waits: its turns so far, or those of others of its kind before it came"""
         self._passed: Counter[str] = Counter()
         """of each client that waits: turns of others since its last one"""
 
     def add(self, client: str, item: T, due: float = math.inf, needs: float = 0.0) -> None:
         if client not in self._queues:
-            self._turns[client] = min(self._turns.values(), default=0)
+            alike = (turns for name, turns in self._turns.items() if is_spare(name) == is_spare(client))
+            self._turns[client] = min(alike, default=0)
         self._queues.setdefault(client, []).append(Waiting(item, due, needs))
 
     def first(self, now: float) -> T | None:

@@ -57,6 +57,18 @@ def test_clients_that_come_and_go_pass_no_other_for_ever() -> None:
     assert passed <= 2 * PASSED + 1
 
 
+def test_a_client_that_comes_later_has_no_more_turns_for_spare_ones_that_had_none() -> None:
+    order: FairOrder[str] = FairOrder()
+    order.add("~spare", "~")
+    for _ in range(20):
+        order.add("a", "a", due=1000.0)
+    for _ in range(10):
+        order.pop(0.0)
+    for _ in range(4):
+        order.add("b", "b", due=1001.0)
+    assert "".join(order.pop(0.0) for _ in range(8)) == "abababab"
+
+
 def test_what_has_no_promise_waits_for_a_bounded_time_behind_what_its_client_sends_later() -> None:
     """As a request on its way to its next token does, where only the first one is promised."""
     order: FairOrder[str] = FairOrder()
