@@ -197,7 +197,7 @@ ToFrontend = Placed | Outputs | Failed | WorkerLoad | PrefixesChanged | Refused 
 
 
 class PrefillRequest(Struct, frozen=True, tag=True):
-    """Compute the KV of `prompt` and keep it until it is read."""
+    """Compute the KV of `prompt` and keep it until it is read. `body`, `traceparent`: as in `Submit`."""
 
     request_id: str
     """unique for each attempt"""
@@ -209,13 +209,13 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     block_size: int
     """the decode worker's tokens per KV block; must equal the prefill worker's"""
     body: list[bytes]
-    """as in `Submit`"""
     warm_up: bool = False
     """sent to one prefill worker, beside the queue, so that no client's request is the first between the two workers"""
     traceparent: str = ""
-    """as in `Submit`"""
     held: float = 0.0
     """seconds that it waited at the decode worker, before it was stored"""
+    behind: int = 0
+    """prompts of its client that the decode worker sent before and waits for; of two, the one with fewer comes first"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):
@@ -250,8 +250,7 @@ class PrefillLoad(Struct, frozen=True):
 
 
 class QueueState(Struct, frozen=True, tag=True):
-    """Sent by a prefill worker with each pull, so that decode workers know the queue's depth without asking the
-    server."""
+    """Sent by a prefill worker with each pull: decode workers know the queue's depth without asking the server."""
 
     delivered_seq: int
     """highest stream sequence delivered so far"""

@@ -3,7 +3,8 @@
 It publishes as much as keeps the prefill workers busy, and holds the other prompts, in turn round the clients. So a
 prompt waits in the queue behind about one other for each prefill worker, and not behind all that another client sent
 before. Held prompts count in the queue's depth, at all workers;
-in that which decides about a prompt, only those before it."""
+in that which decides about a prompt, only those before it. A client's only prompt may pass what it finds there: a
+prefill worker takes it first (`PrefillRequest.behind`)."""
 
 import asyncio
 import time
@@ -41,8 +42,8 @@ class PrefillTurns:
     ) -> None:
         self._queue, self._workers, self._clock = queue, workers, clock
         self._held: FairOrder[DecodeRequest] = FairOrder()
-        self._published: dict[DecodeRequest, None] = {}
-        """and not known to be pulled; of spare prompts those that are not answered"""
+        self._out: dict[DecodeRequest, int] = {}
+        """which were published and are not over, each with its `behind`"""
         self._holds = asyncio.Event()
 
     async def wait(self, request: DecodeRequest, bound: Callable[[int], float]) -> bool:
@@ -78,18 +79,20 @@ class PrefillTurns:
     def over(self, request: DecodeRequest) -> None:
         """The request waits no longer."""
         self._held.remove(request.submit.client, request)
-        self._published.pop(request, None)
+        self._out.pop(request, None)
         self.look()
+
+    def behind(self, request: DecodeRequest) -> int:
+        """`PrefillRequest.behind`"""
+        return self._out.get(request, 0)
 
     def look(self) -> None:
         """Let those publish whose turn it is. To be called when a prompt was pulled."""
-        for each in list(self._published):
-            if each.prefiller and not is_spare(each.submit.client):
-                del self._published[each]
         now = self._clock()
-        while (request := self._held.first(now)) and self._may_publish(request):
+        while (request := self._held.first(now)) and (self._may_publish(request) or self._may_pass(request)):
             self._held.pop(now)
-            self._published[request] = None
+            client = request.submit.client
+            self._out[request] = self._of(client) + is_spare(client)
             if request.turn is not None and request.awaits:
                 request.turn.set_result(None)
         self._queue.hold(len(self._held))
@@ -99,10 +102,23 @@ class PrefillTurns:
         workers, tokens = len(self._workers.available()), len(request.submit.prompt)
         if not self._queue.connected or not workers:
             return True  # it is computed here then
-        if is_spare(request.submit.client):  # one at a time: another prompt cannot pass what is published
-            return not self._published and not self._queue.stored
-        own = [len(each.submit.prompt) for each in self._published if not is_spare(each.submit.client)]
+        if is_spare(request.submit.client):  # one at a time: few prompts can pass what is published
+            alone = all(out.prefiller and not is_spare(out.submit.client) for out in self._out)
+            return alone and not self._queue.stored
+        own = [len(out.submit.prompt) for out in self._waiting()]
         return not enough(self._queue.stored, own, tokens, workers, self._token_seconds())
+
+    def _may_pass(self, request: DecodeRequest) -> bool:
+        """Whether its client has no other prompt there, and all that was published and waits is of clients that do."""
+        client = request.submit.client
+        return not (is_spare(client) or self._of(client)) and all(self._out[out] for out in self._waiting())
+
+    def _waiting(self) -> list[DecodeRequest]:
+        """Published, and not known to be pulled; without spare ones."""
+        return [out for out in self._out if not (out.prefiller or is_spare(out.submit.client))]
+
+    def _of(self, client: str) -> int:
+        return sum(out.submit.client == client for out in self._out)
 
     def _token_seconds(self) -> float:
         """Of the fastest prefill worker."""

@@ -136,6 +136,7 @@ class RemotePrefill:
             warm_up=bool(request.warms),
             traceparent=submit.traceparent,
             held=request.hops.held,
+            behind=self.turns.behind(request),
         )
         request.losses = self.queue.losses
         try:

@@ -25,6 +25,9 @@ PULL_WAIT = 5.0
 AHEAD = 2
 """engine steps' worth of prompt tokens to have in the engine: then it never waits for the next prompt, and the others
 stay in the queue, where another worker can take them"""
+FEW = 3
+"""prompts of which one step's worth is enough: the next is pulled in the time of a message, which is little beside
+them, and another client's prompt may come before it"""
 LOOK = 0.1
 """seconds between two looks of a worker with streams at a queue that seems empty"""
 FOR_STREAMS = 0.5
@@ -81,11 +84,19 @@ class Pulling:
         try:
             async with asyncio.timeout(None) as waiting:
                 self._waiting = waiting if wait else None
-                return await self.queue.pull(1, wait, Puller(self.instance, self._load))
+                return await self._pull(wait)
         except TimeoutError:
             return []
         finally:
             self.looked, self._waiting = time.monotonic(), None
+
+    async def _pull(self, wait: float) -> list[Delivery]:
+        """A prompt; or two, if one may have passed the other (`PrefillRequest.behind`)."""
+        puller = Puller(self.instance, self._load)
+        deliveries = await self.queue.pull(1, wait, puller)
+        if deliveries and deliveries[0].request.behind and self.queue.depth and not self.beside().streams:
+            deliveries += await self.queue.pull(1, 0.0, puller)
+        return sorted(deliveries, key=lambda delivery: delivery.request.behind)
 
     @property
     def full(self) -> bool:
@@ -131,6 +142,6 @@ class Pulling:
         tokens, free = self.running.tokens + beside.tokens, facts.kv_tokens * (1.0 - usage)
         return not tokens or (
             len(self.running) < facts.max_num_seqs
-            and tokens < AHEAD * facts.max_batched_tokens
+            and tokens < (1 if len(self.running) < FEW else AHEAD) * facts.max_batched_tokens
             and tokens + facts.max_batched_tokens < free
         )

@@ -38,6 +38,21 @@ async def test_a_prompt_waits_for_about_one_of_another_client(
     assert [await take(graph, acted) for _ in range(4)] == [*greedy[:2], honest, greedy[2]]
 
 
+async def test_a_clients_only_prompt_passes_another_clients_next(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    greedy = await flood(graph, frontend, 3)
+    assert await take(graph, acted) == greedy[0]
+    await until(lambda: shared_queue(graph.broker).stored == 1)
+    honest = await frontend.submit(LONG[9:], client="honest")
+    await until(lambda: graph.depth == 3)
+    assert await take(graph, acted) == greedy[1]
+    await until(lambda: shared_queue(graph.broker).stored == 2)
+    deliveries = await acted.pull() + await acted.pull()
+    took = {each.request.request_id: each.request.behind for each in deliveries}
+    assert took == {greedy[2]: 2, honest: 0}
+
+
 async def test_the_queue_is_full_for_the_client_that_fills_it(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
@@ -172,7 +187,7 @@ def test_a_flood_is_prefilled_as_fast_and_others_wait_for_little(
 
     count, one = prefill * max(160, 30_000 // prompt), 1.25 * prompt / SPEED.prefill_rate
     before, now = ([flood(seed, turns=turns) for seed in range(3)] for turns in (False, True))
-    engine = 1.25 * (PULL_BELOW + prompt) / SPEED.prefill_rate
+    engine = 1.25 * (2 * PULL_BELOW + prompt) / SPEED.prefill_rate
     assert sum(ends for ends, _ in now) < 1.04 * sum(ends for ends, _ in before)
     for (_, waited), (_, waits) in zip(before, now, strict=True):
         assert waits < engine + (AHEAD + 2 * one) * max(1, decode / prefill)

@@ -21,6 +21,7 @@ from pdserve.decode.prefill_turns import PrefillTurns
 from pdserve.engine.sim.model import SimModel
 from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.plan.plan import DECODE_CHUNK
+from pdserve.prefill.pull import AHEAD, FEW
 from pdserve.process.learned import PrefillSpeed
 from pdserve.slo import Promised as Pacing
 from tests.frontend.model.test_pacing import left, longest
@@ -29,8 +30,8 @@ SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00
 """about that of the demo model on one core"""
 TRANSFER, PUBLISH = 0.012, 0.002
 BLOCK = 32
-PULL_BELOW = 4096
-"""tokens from which on a prefill worker pulls no more"""
+PULL_BELOW = 2048
+"""tokens from which on a prefill worker pulls no more; twice as many if it has `FEW` prompts"""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
 ALL_LOCAL = DecodeSection(remote_prefill=False)
@@ -239,20 +240,34 @@ class VirtualDecode(VirtualEngine):
             self.graph.ended(request)
 
 
+def _behind(request: VirtualRequest) -> int:
+    return request.decode.turns.behind(request)  # type: ignore[arg-type]
+
+
 class VirtualPrefill(VirtualEngine):
     def __init__(self, graph: "VirtualGraph", number: int) -> None:
         super().__init__(graph)
         self.id = f"prefill-{number}"
         self._speed = PrefillSpeed()
 
+    @property
+    def _below(self) -> int:
+        return PULL_BELOW * (AHEAD if len(self.requests) >= FEW else 1)
+
     def pull(self) -> None:
-        while self.graph.queue and (tokens := sum(each.prompt for each in self.requests)) < PULL_BELOW:
-            request = self.graph.queue.pop(0)
-            load = PrefillLoad(tokens + request.prompt, self._speed.token_seconds.value or 0.0)
-            self.graph.loads[self.id] = load, self.graph.now
-            request.prefiller, request.pulled = self.id, self.graph.now
-            self.graph.after(PUBLISH, request.decode.turns.look)  # `PrefillStarted`
-            self.add(request)
+        while self.graph.queue and sum(each.prompt for each in self.requests) < self._below:
+            two = self.graph.queue[: 2 if _behind(self.graph.queue[0]) else 1]
+            for request in sorted(two, key=_behind):
+                self.graph.queue.remove(request)
+                self._take(request)
+
+    def _take(self, request: VirtualRequest) -> None:
+        tokens = sum(each.prompt for each in [*self.requests, request])
+        load = PrefillLoad(tokens, self._speed.token_seconds.value or 0.0)
+        self.graph.loads[self.id] = load, self.graph.now
+        request.prefiller, request.pulled = self.id, self.graph.now
+        self.graph.after(PUBLISH, request.decode.turns.look)  # `PrefillStarted`
+        self.add(request)
 
     def token(self, request: VirtualRequest) -> None:
         self.requests.remove(request)

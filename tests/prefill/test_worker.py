@@ -57,9 +57,15 @@ class Scene(Seams):
                 self.answers.setdefault(answer.request_id, []).append(answer)
 
     async def ask(
-        self, request_id: str = "r", prompt: list[int] = PROMPT, seconds: float = 30.0, block_size: int = 16
+        self,
+        request_id: str = "r",
+        prompt: list[int] = PROMPT,
+        seconds: float = 30.0,
+        block_size: int = 16,
+        behind: int = 0,
     ) -> None:
-        await self.decode.publish(PrefillRequest(request_id, "decode-0", prompt, seconds, block_size, body()))
+        asked = PrefillRequest(request_id, "decode-0", prompt, seconds, block_size, body(), behind=behind)
+        await self.decode.publish(asked)
 
     async def ask_and_run(self) -> None:
         """Ask for a prefill, and return when it runs."""
@@ -196,12 +202,23 @@ async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
         scene.engine.faults.going.clear()
         for number in range(10):
             await scene.ask(f"r{number}")
-        await until(lambda: len(scene.worker._prompts._running) == 3)
-        # two steps' worth of tokens, and the one that made it full
-        await holds(lambda: len(scene.worker._prompts._running) == 3 and scene.decode.depth == 7)
+        await until(lambda: len(scene.worker._prompts._running) == 2)
+        # a step's worth of tokens, and the one that made it full
+        await holds(lambda: len(scene.worker._prompts._running) == 2 and scene.decode.depth == 8)
         scene.engine.faults.going.set()
         for number in range(10):
             assert await scene.done(f"r{number}")
+
+
+async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_fewer() -> None:
+    async with Scene(max_num_batched_tokens=256) as scene:
+        scene.engine.faults.going.clear()
+        for name, behind in {"a0": 0, "c0": 0, "a1": 1, "b0": 0, "a2": 2}.items():
+            await scene.ask(name, behind=behind)
+        await until(lambda: scene.decode.depth == 3)
+        scene.engine.faults.going.set()
+        await scene.done("a2")
+        assert list(scene.started) == ["a0", "c0", "b0", "a1", "a2"]
 
 
 async def test_two_workers_share_the_work() -> None:
