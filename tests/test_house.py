@@ -357,27 +357,27 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 
 ROOMS = {
     "both": 185,
-    "cli": 1614,
-    "config": 1940,
-    "decode": 2765,
-    "engine": 2912,
-    "files beside the rooms": 2111,
-    "frontend": 7384,
+    "cli": 1616,
+    "config": 1960,
+    "decode": 2809,
+    "engine": 2998,
+    "files beside the rooms": 2199,
+    "frontend": 8159,
     "install": 265,
-    "kv": 1107,
+    "kv": 1225,
     "observe": 1375,
-    "plan": 1793,
-    "prefill": 676,
-    "process": 1498,
+    "plan": 1893,
+    "prefill": 687,
+    "process": 1500,
     "queue": 1756,
-    "registry": 824,
+    "registry": 828,
     "stream": 808,
-    "supervisor": 2500,
+    "supervisor": 2501,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 13670, "tests": 42867, "tools": 2117}
+BESIDE = {"benchmarks": 13670, "tests": 44220, "tools": 2265}
 """lines of what is beside it"""
-WORDS, RECORD = 24493, 350
+WORDS, RECORD = 25097, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
