@@ -375,7 +375,7 @@ ROOMS = {
     "supervisor": 2501,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 13670, "tests": 44220, "tools": 2265}
+BESIDE = {"benchmarks": 13670, "tests": 44226, "tools": 2265}
 """lines of what is beside it"""
 WORDS, RECORD = 25097, 350
 """words of docs/ without the decisions, and of one decision record"""

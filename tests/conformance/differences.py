@@ -102,6 +102,12 @@ DIFFERENCES: dict[str, Difference] = {
             "up to 10,000, else 400: reading each takes up to 0.1 ms, which no other request gets",
             REFUSED,
         ),
+        Difference(
+            "`service_tier: flex`",
+            "ignored",
+            "served by what nothing else waits for, and paused for all else ([0083](decisions/0083-batches.md)); "
+            "nothing is promised to it",
+        ),
         Difference("`structured_outputs` that is no object", "500", "400, with the field named"),
         Difference(
             '`background` with `store: "false"`, as text',

@@ -10,7 +10,7 @@ LEFT_OUT = re.compile(
     r"/sleep|/wake_up|/is_sleeping|/(start|stop)_profile|/reset_.*|/collective_rpc|/server_info|/pause|/resume"
     r"|/is_paused|/scale_elastic_ep|/is_scaling_elastic_ep|/v1/(load|unload)_lora_adapter|/v1/embeddings|/v1/realtime"
     r"|/pooling|/classify|/score|/v1/score|(/v[12])?/rerank|/inference/v1/.*|.*/(de)?render|/v1/audio/.*"
-    r"|/kv_event_sources|/v1/systemone|/invocations|/init_weight.*|/update_weights"
+    r"|/kv_event_sources|/v1/systemone|/invocations|/adapters.*|/init_weight.*|/update_weights"
 )
 """vLLM's routes that make no sense on a disaggregated graph and answer 404: most steer an engine in the same process"""
 
