@@ -213,19 +213,31 @@ def _attackers(fuzzer: Fuzzer, folder: Path, max_model_len: int, kinds: list[str
 
 async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -> None:
     """Say how long the client beside waited, and at the end where the requests were that waited longest."""
-    for _ in range(max(1, round(seconds / 10))):
-        await asyncio.sleep(min(10, seconds))
-        longest, slowest = _longest(load, first)
-        fuzzer.say(f"{len(load.done) - first} requests, {longest:.2f} s at most ({slowest})")
+    ways: dict[str, str] = {}
     async with GraphWatch() as watch:
         await watch.move(fuzzer.graph)
-        frontends = await watch.instances(Role.FRONTEND)
-        for wait, slowest in sorted(_waits(load.done[first:]), reverse=True)[:TRACED]:
-            for receipt in await read_receipts(frontends, 1, request_id=slowest):
-                hops = (f"{hop.name} {hop.start:.2f} + {hop.seconds:.2f}" for hop in receipt.hops)
-                fuzzer.say(
-                    f"  {wait:.2f} s of {receipt.prompt_tokens} tokens, {receipt.reason}: {', '.join(hops)}"
-                )
+        for _ in range(max(1, round(seconds / 10))):
+            await asyncio.sleep(min(10, seconds))
+            longest, slowest = _longest(load, first)
+            fuzzer.say(f"{len(load.done) - first} requests, {longest:.2f} s at most ({slowest})")
+            for _, waited in _most(load, first):  # at once: frontends forget receipts
+                if waited not in ways:
+                    ways[waited] = await _way(watch, waited)
+    for wait, waited in _most(load, first):
+        fuzzer.say(f"  {wait:.2f} s {ways.get(waited, '')}")
+
+
+def _most(load: JudgedLoad, first: int) -> list[tuple[float, str]]:
+    """Of the ended requests from that one on, those that waited longest."""
+    return sorted(_waits(load.done[first:]), reverse=True)[:TRACED]
+
+
+async def _way(watch: GraphWatch, request_id: str) -> str:
+    """Where the request was, by its receipt; "" for none."""
+    for receipt in await read_receipts(await watch.instances(Role.FRONTEND), 1, request_id=request_id):
+        hops = (f"{hop.name} {hop.start:.2f} + {hop.seconds:.2f}" for hop in receipt.hops)
+        return f"of {receipt.prompt_tokens} tokens, {receipt.reason}: {', '.join(hops)}"
+    return ""
 
 
 def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:
