@@ -1,5 +1,5 @@
 """Models whose KV is not that of full attention in all layers, made of the demo model's weights: through the graph they
-answer as one plain engine does."""
+answer as one plain engine does. Their prefill engine has two ranks, their decode engine one: KV heads are joined."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ WINDOWS = {
 }
 
 
-async def test_layers_with_a_sliding_window(
+async def test_layers_with_a_sliding_window_of_two_ranks_whose_kv_heads_are_joined(
     tmp_path: Path, cases: list[Case], reference: dict[str, list[int]]
 ) -> None:
     model = changed(tmp_path / "model", **WINDOWS)
@@ -30,4 +30,4 @@ async def test_layers_with_a_sliding_window(
     with one_vllm(tmp_path / "plain", model) as server:
         expected = await asyncio.to_thread(plain_answers, server)
     assert expected != reference, "the window does nothing"
-    await check(tmp_path, sizes(1, 1).replace("model: demo", f"model: {model}"), cases, expected)
+    await check(tmp_path, sizes(2, 1).replace("model: demo", f"model: {model}"), cases, expected)

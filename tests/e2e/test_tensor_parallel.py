@@ -1,5 +1,5 @@
-"""Prefill and decode workers of different tensor-parallel sizes: KV heads are divided, joined or copied on their way,
-and the answers are one plain engine's."""
+"""Prefill and decode workers of different tensor-parallel sizes: KV heads are divided or copied on their way, and the
+answers are one plain engine's. They are joined in test_kinds_of_models.py."""
 
 import asyncio
 import json
@@ -57,11 +57,10 @@ def sizes(prefill: int, decode: int) -> str:
     return yaml.replace("PrefillWorker:", f"PrefillWorker:\n  tensor-parallel-size: {prefill}")
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
-async def test_ranks_share_and_join_kv_heads(
-    tmp_path: Path, cases: list[Case], reference: dict[str, list[int]], prefill: int, decode: int
+async def test_decode_ranks_share_kv_heads(
+    tmp_path: Path, cases: list[Case], reference: dict[str, list[int]]
 ) -> None:
-    await check(tmp_path, sizes(prefill, decode), cases, reference)
+    await check(tmp_path, sizes(1, 2), cases, reference)
 
 
 async def test_ranks_have_copies_of_a_kv_head(tmp_path: Path, cases: list[Case]) -> None:

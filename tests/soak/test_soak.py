@@ -152,17 +152,13 @@ async def test_requests_of_every_shape_leave_nothing(graph: StartedGraph, tmp_pa
     assert report.statuses["left"] > 0
 
 
-@pytest.mark.parametrize(
-    "real",
-    [False, pytest.param(True, marks=[pytest.mark.engines, pytest.mark.timeout(900)])],
-    ids=["simulated", "real"],
-)
-async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_path: Path, real: bool) -> None:
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_path: Path) -> None:
     """Streams on unread sockets, a large `n`, streams that are read, and many long prompts: each greedy answer takes
-    half a minute, and a client beside waits for none of them. With two frontends, https and keys."""
-    file = REAL if real else write(attack.SIMULATED, tmp_path / "sim.yaml")
+    half a minute, and a client beside waits for none of them. With real engines, two frontends, https and keys."""
     kinds = ["unread", "many", "streams", "prompts"]
-    report = await attack.attacked(file, tmp_path, kinds, 20.0, print, beyond=10.0)
+    report = await attack.attacked(REAL, tmp_path, kinds, 20.0, print, beyond=10.0)
     assert not [finding.what for finding in report.findings]
     assert report.canaries > 10
     assert report.statuses["streams: unfinished"] > 20
