@@ -14,7 +14,7 @@ import msgspec
 from pdserve.decode.estimate import Estimates, SeenLoad, estimate
 from pdserve.decode.order import rank
 from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.promises import Stakes, chunk_of, longest_step
+from pdserve.decode.promises import Stakes, chunk_of, chunk_without_promise, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, revised
@@ -86,7 +86,7 @@ class Estimator:
     workers: PrefillWorkers
     clock: Callable[[], float] = time.monotonic
     usual: int = 0
-    """tokens of prompts in a step where nothing is promised; 0: all of them"""
+    """tokens of prompts in a step without streams, and at most beside streams without a promise; 0: all of them"""
     block: Callable[[], int] = lambda: 1
     """tokens in a KV block"""
     beside: Callable[[], int] = lambda: 0
@@ -177,11 +177,17 @@ class Estimator:
         return self._chunk(self.requests.clients())
 
     def _chunk(self, requests: Iterable[DecodeRequest]) -> int:
-        plain = self._plain.value or 0.0
-        steps = (longest_step(each.gap, plain) for each in requests if each.proven and not each.broken)
-        return chunk_of(
-            min(steps, default=math.inf), plain, self._token.value or 0.0, self.usual, self.block()
+        plain, token, usual, block = (
+            self._plain.value or 0.0,
+            self._token.value or 0.0,
+            self.usual,
+            self.block(),
         )
+        streams = [each for each in requests if each.proven]
+        if streams and all(each.gap == math.inf for each in streams):
+            return chunk_without_promise(plain, token, usual, block)
+        steps = (longest_step(each.gap, plain) for each in streams if not each.broken)
+        return chunk_of(min(steps, default=math.inf), plain, token, usual, block)
 
     def stepped(self, ended: float, prompt_tokens: int) -> None:
         """A step of the engine ended, whose outputs are noted: learn how long streams wait for one, without prompts

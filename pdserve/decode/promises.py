@@ -9,6 +9,13 @@ from dataclasses import dataclass
 
 from pdserve.slo import UNEVEN, late, torn
 
+COMMON = 0.028
+"""seconds of a step with a chunk where no gap is promised: short beside the gaps that are commonly asked for"""
+TIMES = 2
+"""or so many times a step without one, if that is longer"""
+LEAST = 4
+"""the chunk is then never less than this part of the usual one, which would take a prompt too many steps"""
+
 
 def longest_step(gap: float, plain: float) -> float:
     """Seconds that a step with a chunk may take as a mean, so that this gap is kept; infinite if it breaks in any case:
@@ -17,11 +24,17 @@ def longest_step(gap: float, plain: float) -> float:
 
 
 def chunk_of(step: float, plain: float, token_seconds: float, usual: int, block: int) -> int:
-    """Return the tokens of prompts with which a step takes as long; infinite: nothing has to be kept. `usual` 0:
+    """Return the tokens of prompts with which a step takes as long; infinite: no gap can be kept. `usual` 0:
     prompts are computed whole."""
     if not usual or step == math.inf or not plain or not token_seconds:
         return usual
     return max(block, int((step - plain) / token_seconds))
+
+
+def chunk_without_promise(plain: float, token_seconds: float, usual: int, block: int) -> int:
+    """The tokens of prompts in a step with streams to which nothing is promised; never more than usual."""
+    chunk = chunk_of(max(COMMON, TIMES * plain), plain, token_seconds, usual, block)
+    return min(usual, max(usual // LEAST, chunk))
 
 
 @dataclass(frozen=True)

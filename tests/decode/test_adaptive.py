@@ -47,6 +47,10 @@ def test_without_a_promise_no_way_alone_is_better(slow: tuple[float, float], loa
     assert share >= max(local_kept, remote_kept) - 0.04
 
 
+def test_on_slow_workers_a_step_with_a_prompt_stays_short() -> None:
+    assert finish(ADAPTIVE, (4.0, 4.0), 0.4)[1] > finish(ALL_REMOTE, (4.0, 4.0), 0.4)[1] + 0.08
+
+
 def test_several_workers_of_each_kind() -> None:
     adaptive, threshold = (
         Figures.of(VirtualGraph(each, prefill=2, decode=2).poisson(40, 30)) for each in (ADAPTIVE, THRESHOLD)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pdserve.config.schema import DecodeSection
-from pdserve.decode.promises import chunk_of, longest_step
+from pdserve.decode.promises import chunk_of, chunk_without_promise, longest_step
 from pdserve.engine.base import Step
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.messages import Promise
@@ -57,6 +57,23 @@ def test_streams_keep_their_gap_beside_a_prompt_that_is_computed_as_fast_as_that
     plain, more = (slow * SPEED.step_time(5, 0, [(0, tokens)] * bool(tokens)) for tokens in (0, 6000))
     room = 1 - plain / (0.7 * gap)
     assert long.ttft < 1.5 * (more - plain) / room
+
+
+@pytest.mark.parametrize(
+    ("plain", "token", "tokens"),
+    [
+        pytest.param(0.010, 1e-5, USUAL, id="a fast engine computes what is usual"),
+        pytest.param(0.010, 1e-4, 180, id="a slower one what fits"),
+        pytest.param(0.010, 1e-3, USUAL // 4, id="a very slow one a part of what is usual"),
+        pytest.param(0.040, 2e-4, 200, id="steps without prompts are long too"),
+        pytest.param(0.010, 0.0, USUAL, id="nothing measured"),
+    ],
+)
+def test_without_a_promise_streams_of_a_slow_engine_wait_less_for_chunks(
+    plain: float, token: float, tokens: int
+) -> None:
+    assert abs(chunk_without_promise(plain, token, USUAL, BLOCK) - tokens) <= 1
+    assert chunk_without_promise(plain, token, 0, BLOCK) == 0, "prompts are computed whole"
 
 
 class Limited(SimEngine):
