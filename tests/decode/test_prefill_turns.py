@@ -185,7 +185,7 @@ def test_a_flood_is_prefilled_as_fast_and_others_wait_for_little(
         honest = [request for request in graph.done if request.client == "honest"]
         return max(each.times[0] for each in graph.done), max(each.pulled - each.begun for each in honest)
 
-    count, one = prefill * max(160, 30_000 // prompt), 1.25 * prompt / SPEED.prefill_rate
+    count, one = prefill * max(160, 20_000 // prompt), 1.25 * prompt / SPEED.prefill_rate
     before, now = ([flood(seed, turns=turns) for seed in range(3)] for turns in (False, True))
     engine = 1.25 * (2 * PULL_BELOW + prompt) / SPEED.prefill_rate
     assert sum(ends for ends, _ in now) < 1.04 * sum(ends for ends, _ in before)
