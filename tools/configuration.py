@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from pdserve.config.arguments import arguments, refusal
 from pdserve.config.environment import VARIABLES
 from pdserve.config.sections import KINDS, must_be, rules
 
@@ -18,7 +17,8 @@ _HEAD = """\
 # Configuration
 
 Every key of every section; generated from the schema by `python -m tools.configuration`.
-`snake_case` and `kebab-case` mean the same. A mistake in a file is answered with its line and what to do.
+`snake_case` and `kebab-case` mean the same. A mistake in a file is answered with its line and what to do, and so is an
+argument of vLLM that would do nothing here, or that pdserve sets itself.
 
 `Common` has no keys of its own: each key in it counts in the sections whose `common-configs` lists it."""
 _NOTES = {
@@ -85,12 +85,6 @@ def _lines() -> Iterator[str]:
     yield _ENVIRONMENT
     yield from (f"| `{variable}` | `{place}` |" for variable, place in VARIABLES.items())
     yield _BESIDE
-    yield from ("", "## vLLM arguments that are refused", "", "| argument | because it |", "|---|---|")
-    refused: dict[str, list[str]] = {}
-    for name in sorted(arguments()):
-        if reason := refusal(name):
-            refused.setdefault(reason, []).append(name)
-    yield from sorted(f"| `{'`, `'.join(names)}` | {reason} |" for reason, names in refused.items())
 
 
 def _shown(default: object) -> str:
