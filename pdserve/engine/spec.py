@@ -11,7 +11,7 @@ from pdserve.records import Role
 
 ENGINES = {"vllm": "pdserve.engine.vllm.engine:VllmEngine", "sim": "pdserve.engine.sim.engine:SimEngine"}
 """by the `engine` key of a worker's section; import strings, so that only the chosen module is loaded"""
-RANKS = {"vllm": "pdserve.engine.vllm.ranks:VllmRanks", "sim": "pdserve.engine.sim.ranks:SimRanks"}
+RANKS = {"vllm": "pdserve.engine.vllm.process:VllmRanks", "sim": "pdserve.engine.sim.ranks:SimRanks"}
 
 
 @dataclass(frozen=True)

@@ -28,3 +28,36 @@ CHUNK = "pdserve_chunk"
 
 CREDENTIALS = "pdserve_credentials"
 """in the connector's extra configuration: folder of the graph's credentials on this host, or None"""
+
+
+def nixl_connector(role: str, lease: int, credentials: str | None) -> dict[str, object]:
+    """Ours, as vLLM's `kv-transfer-config` says it. `lease`: seconds; `credentials`: see `CREDENTIALS`."""
+    return {
+        "kv_connector": "PdserveConnector",
+        "kv_connector_module_path": "pdserve.kv.connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"kv_lease_duration": lease, CREDENTIALS: credentials},
+    }
+
+
+def connectors(nixl: dict[str, object] | None, offload: int) -> dict[str, object]:
+    """All connectors of an engine, at least one. `offload`: bytes of host memory for KV (`host.py`), 0 for none."""
+    if nixl and not offload:
+        return nixl
+    host = {
+        "cpu_bytes_to_use": offload,
+        "spec_name": "HostSpec",
+        "spec_module_path": "pdserve.kv.host",
+        "offload_prompt_only": False,  # the next prompt of a conversation has the answer, too
+    }
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": host,
+    }
+    return {
+        "kv_connector": "PdserveConnectors",
+        "kv_connector_module_path": "pdserve.kv.host",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [*([nixl] if nixl else []), offloading]},
+    }

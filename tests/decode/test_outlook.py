@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdserve.frontend.model.prospects import Prospect, keeping
+from pdserve.frontend.model.candidates import Prospect, keeping
 from pdserve.frontend.model.router import choose
 from pdserve.messages import Load, Promise
 from pdserve.records import Instance, Role

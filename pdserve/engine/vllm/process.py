@@ -6,8 +6,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from glob import escape, glob
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -16,10 +16,11 @@ from tempfile import gettempdir
 import psutil
 
 from pdserve.config.arguments import KV_ROLES, for_engine, to_argv
+from pdserve.engine.base import Ranks
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.errors import ConfigError, EngineDead
-from pdserve.kv import CREDENTIALS
+from pdserve.kv import connectors, nixl_connector
 from pdserve.kv.side_channel import CurveKey
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
@@ -32,6 +33,10 @@ WORKER_EXTENSION = "pdserve.engine.vllm.worker.WorkerExtension"
 """a name, not the class: only vLLM's worker processes may import the module, which acts on import"""
 SHUTDOWN_TIMEOUT = 2.0
 """seconds until the processes are killed: they have nothing left to do then, but vLLM's worker rarely ends by itself"""
+LOOK = 0.5
+"""seconds between two looks at the ranks of this host"""
+NO_EVENTS = "tcp://127.0.0.1:1"
+"""endpoint of KV events, which the core alone sends"""
 
 
 class VllmProcess:
@@ -163,8 +168,10 @@ class VllmProcess:
             node = spec.node
             arguments |= {"node-rank": node.rank, "master-addr": node.host, "master-port": node.port}
         if spec.disaggregated or spec.kv_offload:
+            folder = str(spec.credentials.folder.absolute()) if spec.credentials else None
+            nixl = nixl_connector(KV_ROLES[spec.role], LEASE, folder) if spec.disaggregated else None
             transfer = {"engine_id": spec.instance, "kv_load_failure_policy": "recompute"}
-            arguments["kv-transfer-config"] = _connector(spec) | transfer
+            arguments["kv-transfer-config"] = connectors(nixl, spec.kv_offload) | transfer
         if spec.role.does(Role.DECODE):
             arguments["kv-events-config"] = {
                 "enable_kv_cache_events": True,
@@ -175,34 +182,26 @@ class VllmProcess:
         return to_argv({**defaults, **for_engine(spec.engine_args), **arguments})
 
 
-def _connector(spec: EngineSpec) -> dict[str, object]:
-    """Which KV connectors the engine has, as vLLM's `kv-transfer-config` says it."""
-    folder = str(spec.credentials.folder.absolute()) if spec.credentials else None
-    nixl: dict[str, object] = {
-        "kv_connector": "PdserveConnector",
-        "kv_connector_module_path": "pdserve.kv.connector",
-        "kv_role": KV_ROLES[spec.role],
-        "kv_connector_extra_config": {"kv_lease_duration": LEASE, CREDENTIALS: folder},
-    }
-    if not spec.kv_offload:
-        return nixl
-    host = {
-        "cpu_bytes_to_use": spec.kv_offload,
-        "spec_name": "HostSpec",
-        "spec_module_path": "pdserve.kv.host",
-    }
-    host["offload_prompt_only"] = False  # the next prompt of a conversation has the answer, too
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": host,
-    }
-    return {
-        "kv_connector": "PdserveConnectors",
-        "kv_connector_module_path": "pdserve.kv.host",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [nixl] * spec.disaggregated + [offloading]},
-    }
+class VllmRanks(Ranks):
+    """A host's ranks of an engine that has its core on another host."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._process = VllmProcess(spec)
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        try:
+            await self._process.start(NO_EVENTS)
+            yield
+        finally:
+            await self._process.stop()
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK)
+            if self._process.dead:
+                break
+        raise EngineDead("a rank of this host died")
 
 
 def _fork_from_here() -> None:

@@ -1,10 +1,15 @@
 """The decode workers that may get a request, updated as each changes, so that neither a choice among them nor the sum
-of their capacities costs more with a thousand workers than with ten."""
+of their capacities costs more with a thousand workers than with ten; and those that are expected to keep a request's
+promise (`slo.py`), among which the router chooses."""
 
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pdserve.frontend.admission.capacity import Capacity
+from pdserve.messages import Load, Promise
+from pdserve.records import Instance
+from pdserve.slo import MATTERS, late, torn
 
 WINDOW = 16
 """workers that a choice looks at, the next in turn: the best of 16 is nearly as good as the best of all, and several
@@ -102,3 +107,34 @@ def _turn(workers: list[str], last: str, avoid: Collection[str]) -> list[str]:
         if worker not in avoid:
             found.append(worker)
     return found[:WINDOW]
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """Of a request at a worker, in seconds."""
+
+    first: float
+    """until its first token"""
+    gap: float
+    """between two tokens"""
+
+    @classmethod
+    def of(cls, load: Load, sent: int, prompt: int) -> "Prospect":
+        """`sent`: tokens of the prompts sent since the worker reported this load; `prompt`: of the request's, without
+        what the worker has cached."""
+        return cls(load.prompt_wait + (sent + prompt) * load.token_seconds, load.gap_seconds)
+
+    def broken(self, promise: Promise) -> float:
+        """The probability that the promise is broken."""
+        kept = 1.0 if promise.ttft is None else 1 - late(self.first, promise.ttft)
+        return 1 - kept * (1.0 if promise.gap is None else 1 - torn(self.gap, promise.gap))
+
+
+def keeping(
+    promise: Promise, candidates: Sequence[Instance], prospects: Mapping[str, Prospect]
+) -> list[Instance]:
+    """The candidates that are expected to keep the promise about as well as the best of them, and those of which
+    nothing is known."""
+    broken = {each.id: prospects[each.id].broken(promise) for each in candidates if each.id in prospects}
+    best = min(broken.values(), default=0.0)
+    return [each for each in candidates if broken.get(each.id, 0.0) <= best + MATTERS]

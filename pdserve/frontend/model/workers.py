@@ -16,12 +16,11 @@ from msgspec import UNSET
 from pdserve.errors import PeerGone, leaves
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
-from pdserve.frontend.model.candidates import WINDOW, Candidates
+from pdserve.frontend.model.candidates import WINDOW, Candidates, Prospect, keeping
 from pdserve.frontend.model.generation import Generation, WorkerLink
 from pdserve.frontend.model.link import Link, LinkListener
 from pdserve.frontend.model.migration import promise_left
 from pdserve.frontend.model.prefix_index import PrefixIndex
-from pdserve.frontend.model.prospects import Prospect, keeping
 from pdserve.frontend.model.router import choose
 from pdserve.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
