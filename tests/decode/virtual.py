@@ -19,6 +19,7 @@ from pdserve.decode.order import FairOrder
 from pdserve.decode.policy import Decision, decide
 from pdserve.decode.prefill_turns import PrefillTurns
 from pdserve.engine.sim.model import SimModel
+from pdserve.kv.chunk import ROW
 from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.plan.plan import DECODE_CHUNK
 from pdserve.prefill.pull import AHEAD, FEW
@@ -127,7 +128,7 @@ class VirtualEngine:
         self.prompt_tokens = 0
         """in the last step"""
         self.requests: list[VirtualRequest] = []
-        self._busy = False
+        self._busy, self._with_kv = False, 0
 
     def add(self, request: VirtualRequest) -> None:
         self.requests.append(request)
@@ -138,7 +139,9 @@ class VirtualEngine:
             return
         left, share = 2048, []
         chunk = max(BLOCK, self.chunk) if len(self.requests) > 1 else left
-        if any(each.computed == each.prompt - 1 for each in self.requests):  # whose KV has come
+        come = any(each.computed == each.prompt - 1 for each in self.requests)  # KV
+        self._with_kv = self._with_kv + 1 if come else 0
+        if self._with_kv % (ROW + 1):
             chunk = BLOCK
         for request in sorted(self.requests, key=lambda each: each.computed < each.prompt):
             if count := min(left, chunk, max(1, request.prompt - request.computed)):

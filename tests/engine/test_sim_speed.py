@@ -41,6 +41,11 @@ def test_by_default_a_step_costs_its_base_and_its_prompt_tokens() -> None:
     assert model.step_time(60, 90_000, [(500, 300), (0, 100)]) == pytest.approx(0.005 + 400 / 20_000)
 
 
+def test_a_chunk_comes_after_two_steps_that_are_spared_for_kv() -> None:
+    model = SimModel(prompt_chunk=256, block_size=16)
+    assert [model.chunk(256, 1, with_kv) for with_kv in range(5)] == [256, 16, 16, 256, 16]
+
+
 def test_chunks_of_a_prompt_cost_what_the_whole_prompt_costs() -> None:
     whole = STEP.step_time(0, 0, [(0, 3000)])
     parts = sum(STEP.step_time(0, 0, [(before, 1000)]) for before in (0, 1000, 2000))

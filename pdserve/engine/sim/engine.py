@@ -36,7 +36,7 @@ class SimEngine(SimAdapters, Engine):
         self.faults = Faults()
         self._spec = spec
         self._model = model = sim_model(spec.engine_args)
-        self._chunk = model.prompt_chunk
+        self._chunk, self._with_kv = model.prompt_chunk, 0
         self._pool = BlockPool(model.kv_blocks, model.block_size)
         self.prefixes = self._pool.prefixes
         self._side = SideServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
@@ -287,9 +287,9 @@ class SimEngine(SimAdapters, Engine):
         then prompts in chunks, by arrival. (vLLM goes by arrival alone, which is nearly the same order.)"""
         budget = self._model.max_batched_tokens
         pulled = [request.pulled for request in self._running if request.prefilling]
-        chunk = (
-            self._model.chunk(self._chunk, pulled) if len(self._running) + len(self._waiting) > 1 else budget
-        )
+        self._with_kv = self._with_kv + 1 if any(pulled) else 0
+        alone = len(self._running) + len(self._waiting) == 1
+        chunk = budget if alone else self._model.chunk(self._chunk, len(pulled), self._with_kv)
         share: list[tuple[SimRequest, int]] = []
         for request in sorted(self._running, key=lambda request: request.prefilling):
             count = min(len(request.prompt) - request.computed, budget, chunk) if request.prefilling else 1

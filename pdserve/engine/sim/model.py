@@ -3,10 +3,11 @@
 import asyncio
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from pdserve.errors import ConfigError
+from pdserve.kv.chunk import ROW
 
 _CONTEXT = 8
 
@@ -61,15 +62,15 @@ class SimModel:
             seconds += self.sequence_seconds + tokens / self.prefill_rate + pairs * self.attention_seconds
         return seconds
 
-    def chunk(self, limit: int, pulled: Sequence[int]) -> int:
-        """Tokens of each prompt in a step with other requests, of prompts that had so many tokens read from elsewhere:
-        as vLLM with our connector (`kv/chunk.py`)."""
+    def chunk(self, limit: int, prompts: int, with_kv: int) -> int:
+        """Tokens of each of so many prompts in a step with other requests, as vLLM with our connector (`kv/chunk.py`).
+        `with_kv`: steps in a row, to this one, with a request whose KV has come."""
         if not limit:
             return self.max_batched_tokens
         least = min(self.block_size, self.prompt_chunk or limit)
-        if any(pulled):
+        if with_kv % (ROW + 1):
             return least
-        return max(least, limit if limit == self.prompt_chunk else limit // max(1, len(pulled)))
+        return max(least, limit if limit == self.prompt_chunk else limit // max(1, prompts))
 
     def next_token(self, context: list[int], salt: int = 0) -> int:
         """A pure function of the number of tokens and the last of them, so that a request continues with the same
