@@ -20,6 +20,7 @@ from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, revised
 from pdserve.queue.base import PrefillQueue
 from pdserve.recent import RecentKeys
+from pdserve.slo import is_spare
 
 FIRST_TOKEN_SECONDS = 1 / 5000
 """seconds for a token of a prompt, until an engine was measured"""
@@ -116,7 +117,7 @@ class Estimator:
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
         if not workers:
             return None
-        requests = [request for request in self.requests.clients() if request is not asked]
+        requests = [each for each in self._before(is_spare(asked.submit.client)) if each is not asked]
         spacing = self._arrived(now)
         seen = {name: self._seen(name, now) for name in workers}
         held = Counter[str]()
@@ -231,10 +232,19 @@ class Estimator:
         others = max(0, self.queue.depth - len(own))
         return sum(own) + others * (sum(own) / len(own) if own else prompt)
 
+    def _before(self, spare: bool) -> list[DecodeRequest]:
+        """What a request waits for that comes now: one that is not spare, for no spare ones that wait."""
+        requests = self.requests.clients()
+        return [
+            each
+            for each in requests
+            if spare or each.since or each.prefiller or not is_spare(each.submit.client)
+        ]
+
     def outlook(self) -> Outlook:
         """What a prompt that comes now would find, and what waits."""
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
-        requests, seen = self.requests.clients(), {name: self._seen(name, now) for name in workers}
+        requests, seen = self._before(False), {name: self._seen(name, now) for name in workers}
         here, there = self._token_seconds(seen, now)
         held = Counter[str]()
         for request in requests:

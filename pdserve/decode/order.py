@@ -86,10 +86,16 @@ class FairOrder(Generic[T]):
             self._leave(client)
 
     def after(self, client: str) -> int:
-        """How many of other clients have their turn after a new one of this client, where none has a promise."""
-        own, spare = len(self._queues.get(client, ())) + 1, is_spare(client)
-        others = [(len(queue), is_spare(name)) for name, queue in self._queues.items() if name != client]
-        return sum(max(0, count - own * (last == spare)) for count, last in others if last >= spare)
+        """How many of other clients, without spare ones, have their turn after a new one of this client, where none has
+        a promise."""
+        own = len(self._queues.get(client, ())) + 1
+        others = (len(queue) for name, queue in self._queues.items() if name != client and not is_spare(name))
+        return sum(max(0, count - own) for count in others)
+
+    @property
+    def ordinary(self) -> int:
+        """How many wait, without spare ones."""
+        return sum(len(queue) for name, queue in self._queues.items() if not is_spare(name))
 
     def _leave(self, client: str) -> None:
         for each in (self._queues, self._turns, self._passed):

@@ -2,7 +2,7 @@
 
 It publishes as much as keeps the prefill workers busy, and holds the other prompts, in turn round the clients. So a
 prompt waits in the queue behind about one other for each prefill worker, and not behind all that another client sent
-before. Held prompts count in the queue's depth, at all workers;
+before. Held prompts, without spare ones, count in the queue's depth, at all workers;
 in that which decides about a prompt, only those before it. A client's only prompt may pass what it finds there: a
 prefill worker takes it first (`PrefillRequest.behind`)."""
 
@@ -57,7 +57,7 @@ class PrefillTurns:
             return True
         ends: set[asyncio.Future[Any]] = {request.turn, request.answer}
         while not request.turn.done() and request.awaits:
-            since, seconds = time.monotonic(), bound(self._queue.depth)
+            since, seconds = time.monotonic(), bound(max(self._queue.depth, len(self._held)))
             await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             now = time.monotonic()
             if now >= request.deadline or (now >= since + seconds and not self._workers.heard_since(since)):
@@ -95,7 +95,7 @@ class PrefillTurns:
             self._out[request] = self._of(client) + is_spare(client)
             if request.turn is not None and request.awaits:
                 request.turn.set_result(None)
-        self._queue.hold(len(self._held))
+        self._queue.hold(self._held.ordinary)
         (self._holds.set if self._held else self._holds.clear)()
 
     def _may_publish(self, request: DecodeRequest) -> bool:

@@ -9,6 +9,7 @@ from pdserve.frontend.model.candidates import Prospect, keeping
 from pdserve.frontend.model.router import choose
 from pdserve.messages import Load, Promise
 from pdserve.records import Instance, Role
+from pdserve.slo import is_spare
 from tests.decode.virtual import ADAPTIVE, Promised, VirtualGraph, VirtualRequest
 
 REPORT = 0.5
@@ -102,16 +103,17 @@ def test_a_worker_that_became_fast_gets_requests_again() -> None:
 def test_prompts_that_wait_are_a_backlog_which_ends_with_them() -> None:
     graph = VirtualGraph(ADAPTIVE, decode=2)
     assert [each.estimator.outlook().backlog for each in graph.decode] == [0.0, 0.0]
-    for _ in range(40):
-        graph.ask()
+    for client in ["", "~spare"] * 20:
+        for worker in graph.decode:
+            worker.submit(VirtualRequest(1300, 64, 0.0, worker, client))
     backlogs = [each.estimator.outlook().backlog for each in graph.decode]
     tokens = sum(
         each.prompt
         for worker in graph.decode
         for each in worker.live
-        if not each.prefiller and not each.since
+        if not (each.prefiller or each.since or is_spare(each.client))
     )
     assert sum(backlogs) == pytest.approx(tokens / 5000), "each prompt counts once, at its own worker"
     graph.run(60.0)
-    assert len(graph.done) == 40
+    assert len(graph.done) == 80
     assert [each.estimator.outlook().backlog for each in graph.decode] == [0.0, 0.0]
