@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -224,13 +225,14 @@ async def started(
     security: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
     servers: Mapping[str, str] | None = None,
+    adds: Sequence[Mapping[str, Mapping[str, object]]] = (),
 ) -> AsyncIterator[StartedGraph]:
     """A graph that serves, stopped as by Ctrl-C on leaving. With `own_model` it gets a copy of its model, with
     `own_disk` a small file system for its state, as far as that can be done. With `thresholds`, prompts go by their
     length where the file has the policy `adaptive`, so that remote prefills are there to be broken. `frontends` are at
     least so many; `servers` are its `nats` and `etcd`, where they are not its own; `security` is the file's section of
-    that name, without which clients come by plain http. Raises ConfigError, and Unavailable with the end of its output
-    where it does not come up."""
+    that name, without which clients come by plain http; `adds` goes into sections that there are. Raises ConfigError,
+    and Unavailable with the end of its output where it does not come up."""
     config = load(file, {})
     model = _copied(Path(config.model), folder) if own_model else None
     ports = free_port(config.host), free_port(config.host, 16 * workers)
@@ -243,6 +245,9 @@ async def started(
     if security:
         sections["Security"] = dict(security)
     sections["Graph"] |= servers or {}
+    for name, keys in chain.from_iterable(added.items() for added in adds):
+        for key, value in keys.items() if name in sections else ():
+            put(sections[name], key, value)
     serve = ServeRun(folder, write(sections, folder / "graph.yaml"), variables=variables)
     with small_disk(serve.state_dir) if own_disk else nullcontext(False) as disk:
         nothing = state.GraphRecord(0, "", "", "", "", "")

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 SHARES = (
     (4, "kill,garbage,nats-cut,etcd-cut,mixed,state,keys"),
-    (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,disk,unread"),
+    (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,disk,unread,batch"),
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
 )
 """of graphs that are broken side by side, because each row is mostly waiting: `write-timeout`, to be longer than
@@ -21,8 +21,15 @@ a frontend is away, and the faults. 200 unread streams take all of a small machi
 nearly through"""
 
 
-APART = {"adapter-unload"}
-"""needs a graph with adapters (tests/frontend/model/test_adapters.py unloads them under load)"""
+APART = {
+    "adapter-unload",
+    "picture-kill",
+    "draft-kill",
+    "offload-decode-kill",
+    "offload-prefill-kill",
+    "rank-kill",
+}
+"""need adapters (tests/frontend/model/test_adapters.py unloads them under load), a model for pictures, real engines"""
 BETWEEN_HOSTS = (
     "servers-link-cut-10s",
     "decode-link-cut-10s",

@@ -2,81 +2,50 @@
 asks for it later does not get another's."""
 
 import asyncio
-import os
-import signal
-from contextlib import suppress
-from dataclasses import replace
-from itertools import islice
 
 import httpx
 
 from pdserve.config.adapters import static_adapters
-from pdserve.records import Role
-from pdserve_bench.chaos.questions import Attempt, Case, endless, prompt_lengths
+from pdserve_bench.chaos.faults import Harm, Target, harm
+from pdserve_bench.chaos.features import answers, begin, compare, of_text
 from pdserve_bench.chaos.scene import Fault, Scene
-from pdserve_bench.client import LoadClient
 
 NAME = "chaos"
 ROUNDS = 3
-AT_ONCE = 6
 MANY = 20
 """connections, which reach each of the frontends"""
 LOOK_EVERY = 0.01
 """seconds"""
-OUTPUT = 400
-"""tokens of an answer, so that it is not over when its adapter is"""
 
 
 async def unload(scene: Scene) -> float | None:
     """The adapter is one of the graph's file, under another name: so the right answers are known."""
     assert scene.config.decode is not None
-    adapters, within = static_adapters(scene.config.decode.engine_args), scene.options.patience
+    adapters, seconds = static_adapters(scene.config.decode.engine_args), None
     if not adapters:
         raise LookupError("the graph's file names no adapter (lora-modules)")
     (known, path), *_ = adapters.items()
-    client = LoadClient(scene.running.graph.url)
-    cases = [replace(case, stream=True, max_tokens=OUTPUT) for case in _cases(scene)]
-    right = await _answers(client, known, cases, "alone", within)
+    bodies = of_text(scene)
+    right = await answers(scene, [{**body, "model": known} for body in bodies])
     for turn in range(ROUNDS):
         await _post(scene, "load", {"lora_name": NAME, "lora_path": path})
         await _until_listed(scene)
-        asked = [Attempt.of(replace(case, salt=f"{NAME}-{turn}"), NAME) for case in cases]
-        running = asyncio.gather(*(client.ask(attempt, within) for attempt in asked))
-        while not running.done() and not all(attempt.arrivals for attempt in asked):  # noqa: ASYNC110
+        asked, running = begin(
+            scene, [{**body, "model": NAME, "cache_salt": f"{NAME}-{turn}"} for body in bodies]
+        )
+        while not running.done() and not all(each.arrivals for each in asked):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY)
         await _post(scene, "unload", {"lora_name": NAME})
-        scene.say(f"{NAME} is unloaded while {sum(not attempt.ended for attempt in asked)} requests have it")
-        await _kill_decode(scene)
+        scene.say(f"{NAME} is unloaded while {sum(not each.ended for each in asked)} requests have it")
+        if turn == ROUNDS - 1:
+            seconds = await harm(scene, Target.DECODE, Harm.KILL)
         await running
-        for attempt, expected in zip(asked, right, strict=True):
-            if attempt.error or attempt.tokens != expected:
-                scene.amiss.append(
-                    f"a request of an adapter that was unloaded: {attempt.error or 'wrong tokens'}"
-                )
-        late = Attempt.of(cases[0], NAME)
-        await client.ask(late, within)
+        compare(scene, [each.error or each.tokens for each in asked], right)
+        (late,), asking = begin(scene, [{**bodies[0], "model": NAME}])
+        await asking
         if late.status != 404:
             scene.amiss.append(f"a request for an adapter that is not there was answered {late.status}")
-        await scene.recovery()
-    return await scene.recovery()
-
-
-def _cases(scene: Scene) -> list[Case]:
-    lengths = prompt_lengths(scene.config, 2048)
-    return list(islice(endless(lengths, scene.options.seed + scene.turn), AT_ONCE))
-
-
-async def _answers(
-    client: LoadClient, model: str, cases: list[Case], salt: str, within: float
-) -> list[list[int]]:
-    found = []
-    for case in cases:
-        attempt = Attempt.of(replace(case, salt=salt), model)
-        await client.ask(attempt, within)
-        if attempt.error:
-            raise LookupError(f"the undisturbed graph failed a request of {model}: {attempt.error}")
-        found.append(attempt.tokens)
-    return found
+    return seconds
 
 
 async def _post(scene: Scene, what: str, body: dict[str, str]) -> None:
@@ -99,17 +68,9 @@ async def _until_listed(scene: Scene) -> None:
             listed = listed + 1 if NAME in {each["id"] for each in found} else 0
 
 
-async def _kill_decode(scene: Scene) -> None:
-    workers = await scene.watch.instances(Role.DECODE)
-    if len(workers) > 1:
-        scene.gone.add(workers[0].id)
-        with suppress(ProcessLookupError):
-            os.kill(workers[0].pid, signal.SIGKILL)
-
-
 ADAPTER_UNLOAD = Fault(
     "adapter-unload",
-    "a LoRA adapter is unloaded while requests have it, and one of their decode workers killed; three times",
+    "a LoRA adapter is unloaded while requests have it, three times, and then one of their decode workers killed",
     unload,
     kills_decode=True,
 )

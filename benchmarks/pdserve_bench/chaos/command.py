@@ -123,6 +123,7 @@ def chaos(
             own_disk="disk-full" in names,
             thresholds=True,
             variables=CUTTABLE,
+            adds=[fault.adds for fault in options.faults if only],
         )
     rows: list[Row] = []
     complete = good = False

@@ -120,11 +120,12 @@ def _belongs(pid: int, supervisor: int) -> bool:
         return False
 
 
-async def harm(scene: Scene, target: Target, how: Harm) -> float | None:
-    """Seconds from the fault's end to the recovery, the longest of all rounds."""
+async def harm(scene: Scene, target: Target, how: Harm, victim: Victim | None = None) -> float | None:
+    """Seconds from the fault's end to the recovery, the longest of all rounds. `victim`: this one of the target."""
     running, slowest = scene.running, 0.0
     instances = await scene.watch.instances()
-    for victims in find(target, scene.turn, instances, running.graph.pid):
+    rounds = [[victim]] if victim else find(target, scene.turn, instances, running.graph.pid)
+    for victims in rounds:
         hit = ", ".join(f"{victim.name} (group {victim.group})" for victim in victims)
         scene.say(f"{hit}, {len(scene.load.running)} requests in flight")
         scene.victims += [victim.name for victim in victims]

@@ -32,6 +32,8 @@ class Fault:
     """no packet says that they are gone, so that others notice it after some seconds"""
     loses_data: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
+    adds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """to sections of the graph's file, where `--only` names it"""
 
 
 @dataclass(frozen=True)
