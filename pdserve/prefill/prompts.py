@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL = 5.0
 """seconds between two `in_progress` for each running prompt: well below any sensible ack_wait"""
+ALONE = 0.01
+"""seconds after a client's only prompt that passed another until that one follows it: then the engine has begun a step
+with the first one alone, which ends sooner"""
 
 
 class PromptRunner:
@@ -117,6 +120,8 @@ class PromptRunner:
                 await asyncio.sleep(1.0)  # the queue reconnects by itself
                 continue
             for delivery in deliveries:
+                if delivery.request.behind and not deliveries[0].request.behind:
+                    await asyncio.sleep(ALONE)
                 await self._take(delivery)
 
     async def _read_warm_ups(self) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.wire import SimRequest
 from pdserve.errors import EngineDead
 from pdserve.kv.handles import check_handle
 from pdserve.messages import PrefillAnswer, PrefillDone, PrefillFailed, PrefillRequest, PrefillStarted
@@ -210,7 +211,16 @@ async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
             assert await scene.done(f"r{number}")
 
 
-async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_fewer() -> None:
+async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[list[str]] = []
+
+    def seconds(engine: SimEngine, share: list[tuple[SimRequest, int]]) -> float:
+        steps.append([request.request_id for request, _ in share])
+        return 0.001
+
+    monkeypatch.setattr(SimEngine, "_seconds", seconds)
     async with Scene(max_num_batched_tokens=256) as scene:
         scene.engine.faults.going.clear()
         for name, behind in {"a0": 0, "c0": 0, "a1": 1, "b0": 0, "a2": 2}.items():
@@ -219,6 +229,7 @@ async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_few
         scene.engine.faults.going.set()
         await scene.done("a2")
         assert list(scene.started) == ["a0", "c0", "b0", "a1", "a2"]
+        assert ["prefill-2"] in steps, "b0 shares its step with none"
 
 
 async def test_two_workers_share_the_work() -> None:
