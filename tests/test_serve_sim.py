@@ -33,6 +33,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     Ctrl-C: exit 0, and nothing is left."""
     port = free_port("127.0.0.1")
     yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
+    yaml = yaml.replace("port: ", "batches: store, port: ", 1)
     serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
     serve.env |= {"PDSERVE_CLOCK_OFFSET_PREFILL": "-40", "PDSERVE_CLOCK_OFFSET_DECODE": "5"}
     with running(serve):
@@ -385,21 +386,19 @@ def _handles_signals(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_batch_survives_the_death_of_its_frontend(tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
-    yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=1)
-    yaml = yaml.replace("port: ", "batches: store, port: ", 1).replace("sim", "sim\n  max-num-seqs: 4", 1)
-    graph = Serve(tmp_path, yaml, port=port)
+def test_a_batch_survives_the_death_of_its_frontend(graph: Serve) -> None:
     names = [f"line {number}" for number in range(100)]
-    body = {"model": "demo", "messages": [{"role": "user", "content": LONG}], "max_tokens": 50}
-    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    text = "\n".join(json.dumps(line | {"custom_id": name}) for name in names)
-    with running(graph), OpenAI(base_url=f"{graph.url}/v1", api_key="none", max_retries=30) as client:
+    line = {"method": "POST", "url": "/v1/completions"}
+    body = {"model": "demo", "prompt": "Hi", "ignore_eos": True}
+    bodies = [body | {"max_tokens": 1 + 15 * number} for number in range(len(names))]
+    lines = [line | {"custom_id": name, "body": body} for name, body in zip(names, bodies, strict=True)]
+    text = "\n".join(map(json.dumps, lines))
+    with OpenAI(base_url=f"{graph.url}/v1", api_key="none", max_retries=30) as client:
         file = client.files.create(file=("input.jsonl", text.encode()), purpose="batch")
         batch_id = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         ).id
-        output = tmp_path / "store/_/files" / f"file-{batch_id.removeprefix('batch_')}-output"
+        output = graph.file.parent / "store/_/files" / f"file-{batch_id.removeprefix('batch_')}-output"
         until(lambda: output.exists() and output.stat().st_size, graph)
         (frontend,) = (each["pid"] for each in _instances(graph) if each["role"] == Role.FRONTEND)
         os.kill(frontend, signal.SIGKILL)

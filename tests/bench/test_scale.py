@@ -15,7 +15,7 @@ from pdserve.errors import ConfigError
 
 
 async def test_a_small_graph_costs_what_its_requests_take(tmp_path: Path) -> None:
-    found = ScaleRun(GraphSize(2, 3, frontends=2, servers=3), [6.0], 4.0)
+    found = ScaleRun(GraphSize(2, 3, servers=3), [6.0], 4.0)
     with Schedule() as schedule:
         await found.measure(tmp_path, schedule)
     (load,) = found.loads

@@ -111,10 +111,8 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
         assert "second signal" in terminal.text
 
 
-@pytest.mark.parametrize("role", [Role.DECODE, Role.FRONTEND])
-async def test_without_etcd_a_role_waits_for_it(
-    tmp_path: Path, nats_url: str, namespace: str, role: Role
-) -> None:
+async def test_without_etcd_a_role_waits_for_it(tmp_path: Path, nats_url: str, namespace: str) -> None:
+    role = Role.DECODE
     async with etcd_server(tmp_path) as etcd:
         await etcd.stop()
         alone = Alone(tmp_path, nats_url, etcd.url, namespace)
@@ -133,8 +131,8 @@ async def test_without_etcd_a_role_waits_for_it(
             await asyncio.to_thread(terminal.until, "the exit code is 0")
 
 
-@pytest.mark.parametrize("role", [Role.DECODE, Role.FRONTEND])
-async def test_the_same_index_twice_on_a_host_is_refused(alone: Alone, role: Role) -> None:
+async def test_the_same_index_twice_on_a_host_is_refused(alone: Alone) -> None:
+    role = Role.DECODE
     command = [*alone.command(role), "--index", "0"]
     async with alone.view() as view:
         with Terminal(command, alone.env) as first:
