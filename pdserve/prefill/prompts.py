@@ -55,17 +55,11 @@ class PromptRunner:
     ) -> None:
         """For role `both`: `beside` is the decode half's work in the engine; `own` is called with the id of a request
         that the decode half of this worker put into the queue."""
-        self.id = instance
-        self._config = config
-        self._engine = engine
-        self._queue = queue
-        self._view = view
-        self._own = own
+        self.id, self._config, self._engine = instance, config, engine
+        self._queue, self._view, self._own = queue, view, own
         self._running = RunningPrefills(tracer)
         self.pulling = Pulling(instance, engine, queue, self._running, beside)
         self._answers = AnswerSender(queue)
-
-    # its life
 
     def permanent(self, announced: asyncio.Event) -> Mapping[str, Work]:
         return {
