@@ -5,11 +5,13 @@ when its stream breaks, so watches and keep-alives are gRPC streams of this modu
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
 
 from pdserve.credentials import NAME, Credentials
+from pdserve.errors import RegistryUnavailable
 from pdserve.registry.base import Change
 from pdserve.tasks import asked_to_stop
 
@@ -28,6 +30,10 @@ _CHANNEL = {
     # a channel of one session must not inherit the back-off of the session that failed before it
     "grpc.use_local_subchannel_pool": 1,
 }
+
+_REFUSALS = (rpc.StatusCode.INVALID_ARGUMENT, rpc.StatusCode.RESOURCE_EXHAUSTED)
+"""of a value: by etcd for its size, by gRPC for the message's, and by an etcd that is full"""
+log = logging.getLogger(__name__)
 
 
 class SessionLost(Exception):
@@ -89,7 +95,14 @@ class EtcdSession:
         await self._call(self._client.revoke_lease(self.lease))
 
     async def put(self, key: str, value: bytes, *, leased: bool) -> None:
-        await self._call(self._client.put(key.encode(), value, lease=self.lease if leased else None))
+        """A value that the server refuses costs no other key: for a leased key that is logged, for others raises
+        RegistryUnavailable."""
+        put = self._client.put(key.encode(), value, lease=self.lease if leased else None)
+        if why := await self._call(_refusal(put)):
+            text = f"etcd refuses {key}: {why}"
+            if not leased:
+                raise RegistryUnavailable(text)
+            log.error("%s; it keeps the value that it has", text)
 
     async def holds(self, key: str, value: bytes) -> bool:
         """Return whether the key has this value, under the session's lease."""
@@ -190,6 +203,17 @@ class EtcdSession:
 def channel_credentials(of: Credentials) -> grpc.ChannelCredentials:
     read = [path.read_bytes() for path in (of.authority, of.key, of.certificate)]
     return grpc.ssl_channel_credentials(*read)
+
+
+async def _refusal(put: Awaitable[Any]) -> str:
+    """Why the server refused the value, and not the session; '' if it took it."""
+    try:
+        await put
+    except aetcd.ClientError as error:
+        if getattr(error.__context__, "code", lambda: None)() not in _REFUSALS:
+            raise
+        return _say(error)
+    return ""
 
 
 def _say(error: BaseException) -> str:

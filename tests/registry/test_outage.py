@@ -62,6 +62,25 @@ async def test_entering_without_a_server(outage: Stage, monkeypatch: pytest.Monk
             pass
 
 
+@pytest.mark.parametrize("size", [1_700_000, 3_000_000], ids=["by etcd", "by gRPC"])
+async def test_a_value_that_etcd_refuses_costs_no_other_key(etcd_stage: EtcdStage, size: int) -> None:
+    async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
+        assert isinstance(first, EtcdRegistry)
+        await first.put("a", b"1")
+        session = first._session
+        assert session
+        await first.put("large", bytes(size))
+        with pytest.raises(RegistryUnavailable, match="refuses /ns/large"):
+            await first.put("large", bytes(size), leased=False)
+        await first.put("b", b"1")
+        assert first._session is session
+        await seen.until({"a": b"1", "b": b"1"})
+        session.lost.set()
+        await until(lambda: first.connected and first._session is not session)
+        await first.put("large", b"no more")
+        await seen.until({"a": b"1", "b": b"1", "large": b"no more"})
+
+
 async def test_a_revoked_lease_is_taken_anew(etcd_stage: EtcdStage) -> None:
     async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
         await first.put("a", b"1")
