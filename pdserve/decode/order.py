@@ -52,12 +52,21 @@ class FairOrder(Generic[T]):
         """of each client that waits: its turns so far, or those of others of its kind before it came"""
         self._passed: Counter[str] = Counter()
         """of each client that waits: turns of others since its last one"""
+        self._promised = 0
+        """how many have a promise"""
+        self._ranked: dict[str, tuple[list[Waiting[T]], float]] = {}
+        """by client: the best when it was looked at last, with its rank then, and those that came since. Ranks only
+        grow, so that none of the others can have become the best while this one's has not"""
 
     def add(self, client: str, item: T, due: float = math.inf, needs: float = 0.0) -> None:
         if client not in self._queues:
             alike = (turns for name, turns in self._turns.items() if is_spare(name) == is_spare(client))
             self._turns[client] = min(alike, default=0)
-        self._queues.setdefault(client, []).append(Waiting(item, due, needs))
+        waiting = Waiting(item, due, needs)
+        self._queues.setdefault(client, []).append(waiting)
+        self._promised += due < math.inf
+        if client in self._ranked:
+            self._ranked[client][0].append(waiting)
 
     def first(self, now: float) -> T | None:
         """The next one, which stays."""
@@ -72,6 +81,7 @@ class FairOrder(Generic[T]):
         queue, turns = self._queues[client], self._turns[client] + 1
         self._leave(client)
         queue.remove(best)
+        self._promised -= best.due < math.inf
         self._passed.update(list(self._queues))
         if queue:  # its next one comes after those of all others
             self._queues[client], self._turns[client] = queue, turns
@@ -79,9 +89,12 @@ class FairOrder(Generic[T]):
 
     def remove(self, client: str, item: T) -> None:
         """No effect if it is not there."""
-        left = [waiting for waiting in self._queues.get(client, ()) if waiting.item is not item]
+        queue = self._queues.get(client, [])
+        left = [waiting for waiting in queue if waiting.item is not item]
+        self._promised -= sum(each.due < math.inf for each in queue if each.item is item)
         if left:
             self._queues[client] = left
+            self._ranked.pop(client, None)
         else:
             self._leave(client)
 
@@ -98,12 +111,12 @@ class FairOrder(Generic[T]):
         return sum(len(queue) for name, queue in self._queues.items() if not is_spare(name))
 
     def _leave(self, client: str) -> None:
-        for each in (self._queues, self._turns, self._passed):
+        for each in (self._queues, self._turns, self._passed, self._ranked):
             each.pop(client, None)
 
     def _next(self, now: float) -> str:
         clients = [name for name in self._queues if not is_spare(name)] or list(self._queues)
-        if all(waiting.due == math.inf for name in clients for waiting in self._queues[name]):
+        if not self._promised:
             return clients[0]
         if passed := [name for name in clients if self._passed[name] > PASSED * len(clients)]:
             return passed[0]
@@ -114,7 +127,14 @@ class FairOrder(Generic[T]):
         )
 
     def _best(self, client: str, now: float) -> Waiting[T]:
-        return min(self._queues[client], key=lambda waiting: waiting.rank(now))
+        if not self._promised:
+            return self._queues[client][0]
+        known, rank = self._ranked.get(client, (self._queues[client], 0.0))
+        if known[0].rank(now) != rank:
+            known = self._queues[client]
+        best = min(known, key=lambda waiting: waiting.rank(now))
+        self._ranked[client] = [best], best.rank(now)
+        return best
 
     def __iter__(self) -> Iterator[T]:
         return (waiting.item for waiting in chain.from_iterable(self._queues.values()))

@@ -2,10 +2,11 @@
 
 import math
 from itertools import count
+from random import Random
 
 import pytest
 
-from pdserve.decode.order import LATE, PASSED, FairOrder
+from pdserve.decode.order import LATE, PASSED, FairOrder, Waiting, rank
 
 INF = math.inf
 
@@ -42,6 +43,43 @@ def in_order(waiting: list[tuple[str, float]], now: float = 0.0, needs: float = 
 )
 def test_the_order(waiting: list[tuple[str, float]], served: str) -> None:
     assert in_order(waiting) == served.split()
+
+
+@pytest.mark.parametrize("due", [math.inf, 50.0])
+def test_the_next_of_many_is_found_without_a_look_at_each(
+    due: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, ranked = FairOrder[int](), count(1)
+    monkeypatch.setattr(
+        Waiting, "rank", lambda waiting, now: next(ranked) and rank(waiting.due, waiting.needs, now)
+    )
+    for number in range(400):
+        order.add(f"{number % 4}", number, due + number)
+        order.first(0.0)
+    before = next(ranked)
+    assert order.first(1.0) == order.pop(2.0) == 0
+    assert next(ranked) - before <= 400 / 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_remembered_of_ranks_changes_no_turn(seed: int) -> None:
+    random, order, forgetful, left = Random(seed), FairOrder[int](), FairOrder[int](), dict[int, str]()
+    for now in range(300):
+        client, due = random.choice("ab"), random.choice([INF, now + random.uniform(0.0, 30.0)])
+        gone = random.choice([*left, None])
+        for each in (order, forgetful):
+            each.add(client, now, due, now % 5)
+            if gone is not None and now % 3 == 0:
+                each.remove(left[gone], gone)
+        left[now] = client
+        if gone is not None and now % 3 == 0:
+            del left[gone]
+        if left and now % 2:
+            forgetful._ranked.clear()
+            found = order.pop(now)
+            assert found == forgetful.pop(now)
+            del left[found]
+    assert list(order) == list(forgetful)
 
 
 def test_clients_that_come_and_go_pass_no_other_for_ever() -> None:
