@@ -3,7 +3,7 @@
 Both in float32: in bfloat16 a near tie falls one way or the other with what else is in the batch. In 2 of some 900
 answers of random prompts under load something did, in none of 589 in float32 (docs/decisions/0005)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +72,15 @@ def one_graph(folder: Path) -> Iterator[RealGraph]:
 
 @contextmanager
 def one_vllm(
-    folder: Path, model: Path = MODEL_DIR, arguments: Sequence[str] = tuple(ARGUMENTS.split())
+    folder: Path,
+    model: Path = MODEL_DIR,
+    arguments: Sequence[str] = tuple(ARGUMENTS.split()),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Reference]:
     arguments = [*arguments, "--api-key", KEY]
     # its sockets, which it leaves there, have names of at most 107 characters
     with TemporaryDirectory(prefix="vllm-") as sockets, start_blocking_portal() as portal:
-        variables = IN_CORE | {"VLLM_RPC_BASE_PATH": sockets}
-        server = plain_vllm(model, arguments, folder, lambda _: None, variables)
+        given = IN_CORE | {"VLLM_RPC_BASE_PATH": sockets} | dict(variables or {})
+        server = plain_vllm(model, arguments, folder, lambda _: None, given)
         with portal.wrap_async_context_manager(server) as (url, _):
             yield Reference(url)

@@ -115,6 +115,33 @@ DIFFERENCES: dict[str, Difference] = {
             "400, as for `store: false`",
         ),
         Difference('a grammar or schema without finite text (`{"$ref": "#"}`)', "500", "400, after one try"),
+        # models
+        Difference(
+            "pictures of a prompt",
+            "at most 999",
+            "at most 16 (`limit-mm-per-prompt`), else 400: each takes time of the encoder, which requests share",
+        ),
+        Difference(
+            "pixels of a picture",
+            "at most 178,956,970",
+            "at most 33,554,432 (`VLLM_MAX_IMAGE_PIXELS`), else 400: 20 KB may hold what takes 6 s",
+        ),
+        Difference(
+            "`image_url` without a picture in it",
+            "fetched from any host; 500 for files, 501 for other `data:`",
+            "400, unless `allowed-media-domains` names the host: a frontend may reach what a client must not",
+        ),
+        Difference(
+            "`uuid` of a picture",
+            "names it in caches: another picture of that name is taken for it",
+            "ignored: two clients may choose the same",
+        ),
+        Difference(
+            "an adapter that does not fit the model",
+            "500, in its engine's words",
+            "the same, after the worker's name; no worker keeps it",
+            ("body.error.message",),
+        ),
         # around a request
         Difference(
             "no valid API key",

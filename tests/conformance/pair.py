@@ -58,24 +58,28 @@ class Pair:
         return ours.result(), theirs.result()
 
     def _ask(self, request: Request) -> "list[Future[Answer]]":
-        return [self._pool.submit(_ask, client, request) for client in self._clients]
+        return [self._pool.submit(ask, client, request) for client in self._clients]
 
     def same(self, request: Request) -> Answer:
-        """Ours, which must equal theirs, except for the difference that `request.differs` names, which must be
-        there."""
+        """Ours, which must be as `same` says."""
         ours, theirs = self.both(request)
-        mine, their = _compared(ours), _shaped(request.path, _compared(theirs))
-        if request.differs:
-            difference = DIFFERENCES[request.differs]
-            assert any(differences(mine, their)), f"{difference.name} is no difference any more"
-            for path in difference.where:
-                mine, their = without(mine, path), without(their, path)
-        found = list(differences(mine, their))
-        assert not found, found
+        same(request, ours, theirs)
         return ours
 
 
-def _ask(client: httpx.Client, request: Request) -> Answer:
+def same(request: Request, ours: Answer, theirs: Answer) -> None:
+    """Ours must equal theirs, except for the difference that `request.differs` names, which must be there."""
+    mine, their = _compared(ours), _shaped(request.path, _compared(theirs))
+    if request.differs:
+        difference = DIFFERENCES[request.differs]
+        assert any(differences(mine, their)), f"{difference.name} is no difference any more"
+        for path in difference.where:
+            mine, their = without(mine, path), without(their, path)
+    found = list(differences(mine, their))
+    assert not found, found
+
+
+def ask(client: httpx.Client, request: Request) -> Answer:
     content: dict[str, Any] = (
         {"json": request.json} if request.content is None else {"content": request.content}
     )
@@ -86,6 +90,12 @@ def _ask(client: httpx.Client, request: Request) -> Answer:
         default["content-type"] = "application/json"
     headers = {name: value for name, value in (default | request.headers).items() if value}
     return answer_of(client.request(request.method, request.path, headers=headers, **content))
+
+
+def alone(url: str, request: Request) -> Answer:
+    """From one server, where the two do not run beside each other."""
+    with httpx.Client(base_url=url, timeout=300) as client:
+        return ask(client, request)
 
 
 def _shaped(path: str, answer: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,22 @@
 are prefilled remotely, their KV is cached, or their worker is killed."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from pdserve_bench.client import Exchange, LoadClient
+from safetensors.torch import load_file, save_file
 
 from pdserve.ports import free_port
 from tests.conditions import until
+from tests.conformance.answers import Answer, Request
+from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, body
+from tests.conformance.pair import alone, same
 from tests.e2e.cases import Case, identity_cases
 from tests.e2e.graph import RealGraph, serving
 from tests.real import ARGUMENTS, GRAPH, KEY, Reference, one_vllm
@@ -24,22 +31,93 @@ LORA = {"enable-lora": "true", "max-loras": "2", "max-lora-rank": "8"}
 ALLOWED = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+RED, BLUE = tiny.NAMES
+FOLDER, WIDE = "folder of blue", "folder of an adapter of a wider model"
+
+
+def chat(name: str, model: str, **more: object) -> Request:
+    asked = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    return Request(name, CHAT, asked | more)
+
+
+def change(name: str, path: str, differs: str = "", **body: object) -> Request:
+    return Request(name, path, body, differs=differs)
+
+
+REQUESTS = [
+    chat("an adapter", RED),
+    chat("a stream", RED, stream=True, stream_options={"include_usage": True}),
+    chat("logprobs", RED, logprobs=True, top_logprobs=2),
+    *(Request(f"{path} {model}", path, body(path) | {"model": model})
+      for path in (COMPLETIONS, RESPONSES, MESSAGES) for model in (BLUE, "green")),
+    chat("unknown", "green"),
+    *(Request(f"{path} {name}", path, content=content) for path in (LOAD, UNLOAD)
+      for name, content in {"no JSON": b"x", "empty": b"{}", "list": b"[]"}.items()),
+    *(Request(f"{path} by GET", path, method="GET", differs="unknown paths and methods") for path in (LOAD, UNLOAD)),
+    change("no path", LOAD, lora_name="x"),
+    change("an empty path", LOAD, lora_name="x", lora_path=""),
+    change("no name", LOAD, lora_path="/x"),
+    change("a number", LOAD, lora_name=1, lora_path="/x"),
+    change("no folder", LOAD, lora_name="x", lora_path="/no/folder"),
+    change("the model's name", LOAD, lora_name="demo", lora_path=FOLDER),
+    change("there already", LOAD, lora_name=BLUE, lora_path=FOLDER),
+    change("not there", UNLOAD, lora_name="green"),
+    change("unloaded", UNLOAD, lora_name=BLUE),
+    change("unloaded twice", UNLOAD, lora_name=BLUE),
+    chat("not there any more", BLUE),
+    change("of another model", LOAD, "an adapter that does not fit the model", lora_name="wide", lora_path=WIDE),
+    chat("of another model, asked", "wide"),
+    change("loaded again", LOAD, lora_name=BLUE, lora_path=FOLDER),
+    chat("loaded again, asked", BLUE),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return tiny.make(tmp_path_factory.mktemp("adapters"))
+    made = tiny.make(folder := tmp_path_factory.mktemp("adapters"))
+    wide = folder / "wide"
+    shutil.copytree(made[BLUE], wide)
+    weights = load_file(file := wide / "adapter_model.safetensors")
+    save_file({name: torch.cat([each, each], -1) for name, each in weights.items()}, file)
+    return made
+
+
+def with_folders(folders: dict[str, Path]) -> list[Request]:
+    """`REQUESTS`, with folders that there are."""
+    paths = {FOLDER: str(folders[BLUE]), WIDE: str(folders[BLUE].parent / "wide")}
+    return [
+        replace(each, json={key: paths.get(value, value) for key, value in each.json.items()})
+        if each.path == LOAD and each.json
+        else each
+        for each in REQUESTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def said(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[tuple[str, str], list[int]], list[Answer]]:
+    """Tokens by model and case, and the answers to `REQUESTS`, of a server that is gone when the graph starts."""
+    arguments = [*ARGUMENTS.split(), "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+    arguments += ["--lora-modules", *(f"{name}={path}" for name, path in folders.items())]
+    with one_vllm(tmp_path_factory.mktemp("vllm"), arguments=arguments, variables=ALLOWED) as reference:
+        tokens = {
+            (model, case.name): _ask(reference, model, case) for model in MODELS for case in (*CASES, LONG)
+        }
+        return tokens, [alone(reference.url, request) for request in with_folders(folders)]
 
 
 @pytest.fixture(scope="module")
 def expected(
-    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    said: tuple[dict[tuple[str, str], list[int]], list[Answer]],
 ) -> dict[tuple[str, str], list[int]]:
-    """By model and case, from a server that is gone when the graph starts."""
-    arguments = [*ARGUMENTS.split(), "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
-    arguments += ["--lora-modules", *(f"{name}={path}" for name, path in folders.items())]
-    with one_vllm(tmp_path_factory.mktemp("vllm"), arguments=arguments) as reference:
-        return {
-            (model, case.name): _ask(reference, model, case) for model in MODELS for case in (*CASES, LONG)
-        }
+    return said[0]
 
 
 def _ask(reference: Reference, model: str, case: Case) -> list[int]:
@@ -94,6 +172,18 @@ async def test_the_graph_answers_as_one_server(
             assert answer.tokens == expected[model, case.name], (model, case.name)
         ways = {case.name: answer.prefill for (_, case), answer in zip(jobs, answers, strict=True)}
         assert ways["length-1501"] == ("local" if stream else "remote")
+
+
+def test_conforms(
+    adapted: RealGraph,
+    said: tuple[dict[tuple[str, str], list[int]], list[Answer]],
+    folders: dict[str, Path],
+    subtests: pytest.Subtests,
+) -> None:
+    """In this order: each finds what those before have left."""
+    for request, theirs in zip(with_folders(folders), said[1], strict=True):
+        with subtests.test(request.name):
+            same(request, alone(adapted.url, request), theirs)
 
 
 async def test_streams_go_on_at_a_stand_in(

@@ -11,8 +11,11 @@ import httpx
 import pytest
 
 from pdserve.ports import free_port
+from tests.conformance.answers import Answer, Request
+from tests.conformance.asking import CHAT, MESSAGES, RESPONSES
+from tests.conformance.pair import alone, same
 from tests.e2e.graph import RealGraph, serving
-from tests.frontend.model.test_pictures import BLUE, LARGE, RED, part
+from tests.frontend.model.test_pictures import BLUE, LARGE, RED, data, part, png
 from tests.real import GRAPH, KEY, Reference, one_vllm
 from tools.demo_model import sight
 
@@ -50,11 +53,57 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sight.make(tmp_path_factory.mktemp("sight"))
 
 
+def request(name: str, *parts: dict[str, Any], differs: str = "", **more: Any) -> Request:
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": SHORT}]}]
+    asked = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0}
+    return Request(name, CHAT, asked | more, differs=differs)
+
+
+SOURCE = {"type": "base64", "media_type": "image/png", "data": RED.partition(",")[2]}
+NO_IMAGE = part("data:image/png;base64,AAAA")
+AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+ELSEWHERE = "`image_url` without a picture in it"
+REQUESTS = [
+    request("a picture", part(RED)),
+    request("a stream", part(RED), stream=True, stream_options={"include_usage": True}),
+    request("with detail", {"type": "image_url", "image_url": {"url": RED, "detail": "low"}}),
+    request("two with logprobs", part(BLUE), part(RED), logprobs=True, top_logprobs=2),
+    Request("of messages", MESSAGES, {"model": "demo", "max_tokens": 8, "temperature": 0, "messages":
+            [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]}),
+    Request("of responses", RESPONSES, {"model": "demo", "max_output_tokens": 8, "temperature": 0, "input":
+            [{"role": "user", "content": [{"type": "input_image", "image_url": RED, "detail": "auto"}]}]}),
+    request("no image", NO_IMAGE),
+    request("no base64", part("data:image/png,AAAA"), differs=ELSEWHERE),
+    request("no data", part("data:image/png;base64,")),
+    request("of a file", part("file:///etc/passwd"), differs=ELSEWHERE),
+    request("no URL", part("x"), differs=ELSEWHERE),
+    request("nothing", {"type": "image_url"}),
+    request("a number", {"type": "image_url", "image_url": {"url": 1}}),
+    request("a text", {"type": "image_url", "image_url": RED}),
+    request("audio", AUDIO),
+    request("embeddings", {"type": "image_embeds", "image_embeds": "AAAA"}),
+    request("a stream of no image", NO_IMAGE, stream=True),
+    request("too many", *[part(RED)] * 17, differs="pictures of a prompt"),
+    request("too large", part(data(png("red", (8000, 5000)))), differs="pixels of a picture"),
+    request("fetched", part("http://127.0.0.1:9/red"), differs=ELSEWHERE),
+    request("named", part(RED, uuid="mine")),
+    request("another of that name", part(BLUE, uuid="mine"), differs="`uuid` of a picture"),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """By case, from a server that is gone when the graph starts."""
+def said(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, list[int]], dict[str, Answer]]:
+    """Tokens by case, and answers by request, of a server that is gone when the graph starts."""
     with one_vllm(tmp_path_factory.mktemp("vllm"), model) as reference:
-        return {name: plain(reference, name) for name in CASES}
+        tokens = {name: plain(reference, name) for name in CASES}
+        return tokens, {request.name: alone(reference.url, request) for request in REQUESTS}
+
+
+@pytest.fixture(scope="module")
+def expected(said: tuple[dict[str, list[int]], dict[str, Answer]]) -> dict[str, list[int]]:
+    return said[0]
 
 
 def plain(reference: Reference, name: str) -> list[int]:
@@ -113,6 +162,13 @@ async def test_the_graph_answers_as_one_server(graph: RealGraph, expected: dict[
     assert {name: found for name, (found, _) in zip(names, again, strict=True)} == {
         name: expected[name] for name in names
     }
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_conforms(
+    graph: RealGraph, said: tuple[dict[str, list[int]], dict[str, Answer]], request_: Request
+) -> None:
+    same(request_, alone(graph.url, request_), said[1][request_.name])
 
 
 async def test_a_preempted_request_is_computed_again_with_its_picture(
