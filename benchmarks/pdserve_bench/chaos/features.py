@@ -36,7 +36,7 @@ LOOK_EVERY = 0.01
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trial:
     bodies: Callable[[Scene], list[Body]]
     strike: Callable[[Scene], Awaitable[float | None]]
     """returns what `Scene.recovery` said"""
@@ -49,7 +49,7 @@ class Tried:
     """in a line of the workers' pages, which grows where it is in use"""
 
 
-async def play(scene: Scene, feature: Tried) -> float | None:
+async def play(scene: Scene, feature: Trial) -> float | None:
     sections = read_sections(Path(scene.running.graph.config))
     if feature.key and feature.key not in {kebab(key) for section in sections.values() for key in section}:
         raise LookupError(_lacking(feature.key))
@@ -120,14 +120,15 @@ async def _counted(scene: Scene, series: tuple[str, ...]) -> dict[str, float]:
 def _conversations(scene: Scene) -> list[Body]:
     """Their last questions are long enough to be prefilled remotely."""
     dice = random.Random(scene.options.seed)
-    prompts = [[dice.randint(300, 999) for _ in range(1400)] for _ in range(2 * AT_ONCE)]
+    prompts = [[dice.randint(300, 999) for _ in range(1400)] for _ in range(AT_ONCE)]
     return [completion(scene.running.graph.model, prompt, OUTPUT, cache_salt="kept") for prompt in prompts]
 
 
 async def _begin_conversations(scene: Scene, bodies: Sequence[Body]) -> None:
     """The first questions; then enough others that their KV leaves the caches."""
     first = [{**body, "prompt": body["prompt"][:1000], "max_tokens": 8} for body in bodies]  # type: ignore[index]
-    for body in (*first, *({**body, "cache_salt": "others"} for body in first)):
+    others = [{**body, "cache_salt": f"others {turn}"} for turn in range(3) for body in first]
+    for body in (*first, *others):
         (asked,), running = begin(scene, [body])
         await running
         if asked.error:
@@ -236,7 +237,7 @@ def _lacking(key: str) -> str:
     return f"the graph's file has no {key}: --only with this row's name adds it"
 
 
-def _fault(name: str, told: str, feature: Tried, adds: Mapping[str, Body]) -> Fault:
+def _fault(name: str, told: str, feature: Trial, adds: Mapping[str, Body]) -> Fault:
     kills_decode = feature.strike is not _kill_prefill
     return Fault(name, told, partial(play, feature=feature), kills_decode=kills_decode, adds=adds)
 
@@ -247,11 +248,11 @@ async def _kill(scene: Scene, target: Target) -> float | None:
 
 _kill_decode, _kill_prefill = partial(_kill, target=Target.DECODE), partial(_kill, target=Target.PREFILL)
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
-_HOST = {"kv-offload": "512MiB", "num-gpu-blocks-override": 300}
-"""a cache of 9,600 tokens beside 70,000 of the demo model in host memory"""
+_HOST = {"kv-offload": "512MiB", "num-gpu-blocks-override": 450}
+"""a cache of 14,400 tokens, in which all that runs has room, beside 70,000 of the demo model in host memory"""
 _ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 _FROM_HOST = ("vllm:prompt_tokens_cached_by_source_total", 'source="host"')
-_CONVERSATIONS = Tried(_conversations, _kill_decode, all, _begin_conversations, "kv-offload", _FROM_HOST)
+_CONVERSATIONS = Trial(_conversations, _kill_decode, all, _begin_conversations, "kv-offload", _FROM_HOST)
 _OFFLOAD = {"VllmWorker": _HOST, "PrefillWorker": _HOST}
 
 FEATURES: tuple[Fault, ...] = (
@@ -264,7 +265,7 @@ FEATURES: tuple[Fault, ...] = (
     _fault(
         "draft-kill",
         "one decode worker of those that look drafts up: SIGKILL in the middle of answers",
-        Tried(
+        Trial(
             of_text,
             _kill_decode,
             key="speculative-config",
@@ -287,13 +288,13 @@ FEATURES: tuple[Fault, ...] = (
     _fault(
         "rank-kill",
         "a decode worker of two ranks, beside prefill workers of one: SIGKILL of a rank",
-        Tried(of_text, _kill_rank, key="tensor-parallel-size"),
+        Trial(of_text, _kill_rank, key="tensor-parallel-size"),
         {"VllmWorker": {"tensor-parallel-size": 2}},
     ),
     _fault(
         "picture-kill",
         "one prefill worker: SIGKILL while pictures are prefilled",
-        Tried(_of_pictures, _kill_prefill, any),
+        Trial(_of_pictures, _kill_prefill, any),
         {},
     ),
 )
