@@ -145,7 +145,7 @@ def test_a_setting_reaches_the_workers(graph: Serve) -> None:
     until(lambda: graph.text.count("settings now: policy threshold, max-local-prefill-length 64") == 2, graph)
 
 
-def test_live_settings_are_of_one_file(serve: Serve, tmp_path: Path) -> None:
+def test_live_settings_are_of_one_file_and_logs_may_be_json(serve: Serve, tmp_path: Path) -> None:
     """They stay when it is served again, and say so; another file on the same state directory begins without them."""
     with running(serve):
         assert serve.pdserve("set", "policy=adaptive").returncode == 0
@@ -157,12 +157,14 @@ def test_live_settings_are_of_one_file(serve: Serve, tmp_path: Path) -> None:
         shown = " ".join(again.pdserve("status").stdout.split())
         assert "set policy = adaptive (file: threshold)" in shown
     (folder := tmp_path / "other").mkdir()
-    other = Serve(folder, WORKERS.format(kv_port=kv_ports(), workers=1))
+    other = Serve(folder, WORKERS.format(kv_port=kv_ports(), workers=1), "--log-format", "json")
     other.env["PDSERVE_STATE_DIR"] = serve.env["PDSERVE_STATE_DIR"]
     with running(other):
         assert f"live setting policy=adaptive dropped: it was set on {tmp_path / 'graph.yaml'}" in other.text
         assert "(file: " not in other.text
         assert "policy = threshold (as in the file)" in other.pdserve("set").stdout
+        lines = [json.loads(line) for line in other.text.splitlines()[:-1]]
+    assert {"serve", "decode-0", "prefill-0"} <= {line["role"] for line in lines}, "each line is JSON"
 
 
 def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: Serve) -> None:
