@@ -2,7 +2,7 @@
 for others."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
@@ -140,8 +140,8 @@ class GrantedPermits:
     def __init__(self) -> None:
         self._permits: dict[SequencePermit, None] = {}
         """the youngest last"""
-        self._fixed = 0
-        """of these, those that cannot pause"""
+        self._fixed = Counter[bool]()
+        """of these, those that cannot pause, by whether they are spare"""
 
     def __len__(self) -> int:
         return len(self._permits)
@@ -152,12 +152,12 @@ class GrantedPermits:
     def add(self, permit: SequencePermit) -> None:
         permit.granted = True
         self._permits[permit] = None
-        self._fixed += permit.fixed
+        self._fixed[permit.admission.spare] += permit.fixed
 
     def remove(self, permit: SequencePermit) -> None:
         permit.granted = False
         del self._permits[permit]
-        self._fixed -= permit.fixed
+        self._fixed[permit.admission.spare] -= permit.fixed
 
     @property
     def any_yielding(self) -> bool:
@@ -165,8 +165,12 @@ class GrantedPermits:
         return any(permit.admission.unread or permit.admission.spare for permit in self._permits)
 
     def leave_room(self, places: int, *, spare: bool) -> bool:
-        """Whether one more sequence that cannot pause leaves the places that are kept; a spare one leaves them free."""
-        return (len(self) if spare else self._fixed) < places - max(places > 1, places // KEPT)
+        """Whether one more sequence that cannot pause leaves the places that are kept. A spare one leaves them free,
+        and no more than so many are spare: others that come together find places at once."""
+        kept = max(places > 1, places // KEPT)
+        if spare:
+            return len(self) < places - kept and self._fixed[True] < max(kept, 1)
+        return self._fixed.total() < places - kept
 
     def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
         """Those that can pause, in the order in which they have to: what is not read, what is spare, then of the client

@@ -53,9 +53,11 @@ def test_for_requests_that_wait_at_a_worker_with_spare_ones_only_these_pause(fix
 
 
 @pytest.mark.parametrize(
-    ("places", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 6), (8, 4, 2), (8, 6, 0)]
+    ("places", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 2), (16, 0, 4), (8, 5, 1), (8, 6, 0)]
 )
-def test_spare_sequences_that_cannot_pause_leave_places_free(places: int, ordinary: int, run: int) -> None:
+def test_spare_sequences_that_cannot_pause_have_a_quarter_of_the_places_and_leave_one_free(
+    places: int, ordinary: int, run: int
+) -> None:
     model = Model(places, pauses=True)
     model.streams("a", ordinary)
     for number in range(places):
