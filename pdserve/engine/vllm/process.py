@@ -24,6 +24,7 @@ from pdserve.kv import connectors, nixl_connector
 from pdserve.kv.side_channel import CurveKey
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ SHUTDOWN_TIMEOUT = 2.0
 """seconds until the processes are killed: they have nothing left to do then, but vLLM's worker rarely ends by itself"""
 LOOK = 0.5
 """seconds between two looks at the ranks of this host"""
+RANK = "VLLM::Worker"
+"""how the names of its processes begin, where they are not in the engine core's"""
 NO_EVENTS = "tcp://127.0.0.1:1"
 """endpoint of KV events, which the core alone sends"""
 
@@ -54,6 +57,7 @@ class VllmProcess:
         self.channel_key = CurveKey.of(spec.credentials)
         self.processes: set[psutil.Process] = set()
         """children of this process, and their children"""
+        self._tasks = Owner()
         self._spec = spec
         self._abandoned = False
         folder = os.environ.get("VLLM_RPC_BASE_PATH") or gettempdir()
@@ -77,9 +81,11 @@ class VllmProcess:
             raise
         finally:
             self.processes = _descendants() - before
+        self._tasks.start(self.end_together(), "ranks")
 
     async def stop(self) -> None:
         """End the engine's processes, whatever state the start and the engine are in."""
+        await self._tasks.stop()
         if self.core is not None:
             await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
             self.core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
@@ -99,6 +105,16 @@ class VllmProcess:
         if self.ranks is not None:
             return bool(self.ranks.is_failed)
         return self.core is None or bool(self.core.resources.engine_dead)
+
+    async def end_together(self) -> None:
+        """Kill the engine's processes once one of several ranks is gone: vLLM 0.32 gives the others, which wait for it
+        in vain, 9 s to end, and reports the engine's death after that."""
+        ranks = {process for process in self.processes if process.name().startswith(RANK)}
+        while ranks and all(map(_lives, ranks)):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK)
+        if ranks:
+            log.error("a rank of the engine died: killing its other processes")
+            await asyncio.to_thread(_kill, self.processes)
 
     def cpu_seconds(self) -> float:
         total = 0.0
