@@ -47,6 +47,8 @@ class Link:
     def remove(self, generation: Generation) -> None:
         self.generations.pop(generation.attempt_id, None)
         self.tokens -= generation.size
+        if not self.generations:  # a worker that is idle again may report nothing
+            self.placed, self.sent = 0.0, 0
         self.touch()
 
     def touch(self) -> None:

@@ -137,11 +137,15 @@ class Workers:
         await until(lambda: all(frontend.pool.live == len(self.workers) for frontend in self.frontends))
 
     async def told(self) -> None:
-        """Until the frontends know what is cached."""
+        """Until the frontends know what is cached, and that nothing runs: a report from the midst of the requests
+        would make one worker seem the fuller for a while."""
 
         def known() -> bool:
             names = {name: set(worker._engine.prefixes.known()) for name, worker in self.workers.items()}
             indexes = [frontend.pool._prefixes for frontend in self.frontends]
+            links = [link for frontend in self.frontends for link in frontend.pool._links.values()]
+            if any(link.outstanding(len(self.frontends)) for link in links):
+                return False
             return all({name: set(index.told(name)) for name in names} == names for index in indexes)
 
         await until(known)

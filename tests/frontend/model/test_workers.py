@@ -86,3 +86,7 @@ def test_outstanding_tokens_include_what_other_frontends_chose_since_the_report(
     first.detach()
     link.take_load(Load(tokens=20))  # it does not know of the second yet
     assert link.outstanding(3) == 70
+    Generation(asked, trace(), size=80.0).attach(link, "3")
+    second.detach()
+    link.generations["3"].detach()
+    assert (link.outstanding(3), link.sent) == (0, 0), "nothing is reported while the load stays the same"
