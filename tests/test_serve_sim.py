@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from openai import OpenAI
 from pdserve_bench.launch import PDSERVE
 
 from pdserve.credentials import create
@@ -33,7 +32,6 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     Ctrl-C: exit 0, and nothing is left."""
     port = free_port("127.0.0.1")
     yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
-    yaml = yaml.replace("port: ", "batches: store, port: ", 1)
     serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
     serve.env |= {"PDSERVE_CLOCK_OFFSET_PREFILL": "-40", "PDSERVE_CLOCK_OFFSET_DECODE": "5"}
     with running(serve):
@@ -386,26 +384,3 @@ def _handles_signals(process: psutil.Process) -> bool:
         return process.cmdline()[3] in list(Role) and bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
     except (OSError, IndexError, psutil.Error):
         return False
-
-
-def test_a_batch_survives_the_death_of_its_frontend(graph: Serve) -> None:
-    names = [f"line {number}" for number in range(100)]
-    line = {"method": "POST", "url": "/v1/completions"}
-    body = {"model": "demo", "prompt": "Hi", "ignore_eos": True}
-    bodies = [body | {"max_tokens": 1 + 15 * number} for number in range(len(names))]
-    lines = [line | {"custom_id": name, "body": body} for name, body in zip(names, bodies, strict=True)]
-    text = "\n".join(map(json.dumps, lines))
-    with OpenAI(base_url=f"{graph.url}/v1", api_key="none", max_retries=30) as client:
-        file = client.files.create(file=("input.jsonl", text.encode()), purpose="batch")
-        batch_id = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-        ).id
-        output = graph.file.parent / "store/_/files" / f"file-{batch_id.removeprefix('batch_')}-output"
-        until(lambda: output.exists() and output.stat().st_size, graph)
-        (frontend,) = (each["pid"] for each in _instances(graph) if each["role"] == Role.FRONTEND)
-        os.kill(frontend, signal.SIGKILL)
-        assert len(output.read_text().splitlines()) < len(names)
-        until(lambda: "frontend-0 is ready again" in graph.text, graph)
-        until(lambda: client.batches.retrieve(batch_id).status == "completed", graph)
-        results = client.files.content(str(client.batches.retrieve(batch_id).output_file_id)).text
-    assert sorted(json.loads(each)["custom_id"] for each in results.splitlines()) == sorted(names)

@@ -13,6 +13,8 @@ None was reported for vLLM itself in November 2026.
   `torch_ops/lora_ops.py` leaves out rows whose index is -1.
 - `request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when vLLM's CPU
   worker asks for the tiles itself.
+- `api.keep_pictures`, on GPUs, too: a request with pictures that is preempted ends the engine, which lacks those whose
+  KV was there. Goes when `strip_covered_mm_data` leaves what a preempted request needs again.
 - `api.compute_in_core`: an engine of one rank computes in a second process, and both spin. By design; goes when a CPU
   engine with one rank has the executor `uni`.
 """
