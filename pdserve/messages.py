@@ -107,6 +107,8 @@ class Placed(Struct, frozen=True, tag=True):
     """prompt tokens that were a prefix hit: at this worker, or at the prefill worker if remote"""
     hops: list[Hop] = []
     """all hops known at this worker so far, ordered by start"""
+    begun: bool = False
+    """it has a place in the engine: else others gain none when it pauses"""
 
 
 class Outputs(Struct, frozen=True, tag=True):

@@ -99,7 +99,8 @@ class DecodeRequest:
     @property
     def placed(self) -> Placed:
         assert self.decision is not None
-        return Placed(self.id, self.decision.mode, self.decision.reason, self.cached, list(self.hops.known))
+        decision, hops = self.decision, list(self.hops.known)
+        return Placed(self.id, decision.mode, decision.reason, self.cached, hops, self.proven)
 
     @property
     def deadline(self) -> float:

@@ -16,7 +16,7 @@ from pdserve.decode.order import FairOrder
 from pdserve.slo import is_spare
 
 SHORT = 8
-"""a prompt of at most a chunk divided by this is short"""
+"""a prompt of at most the usual chunk divided by this is short"""
 PASSING = 4
 """short prompts that may be in the engine beside a chunk of others, one for each client that has no other there"""
 
@@ -29,9 +29,9 @@ class _Prompt:
 
 
 class PromptTurns:
-    def __init__(self, chunk: Callable[[], int]) -> None:
-        """`chunk`: tokens; 0: no limit."""
-        self._chunk = chunk
+    def __init__(self, chunk: Callable[[], int], usual: int) -> None:
+        """Tokens: of the chunk now, and of the one where nothing makes it shorter; 0: no limit."""
+        self._chunk, self._short = chunk, usual // SHORT
         self._inside: set[_Prompt] = set()
         self._passing: set[_Prompt] = set()
         self._waiting: FairOrder[_Prompt] = FairOrder()
@@ -42,7 +42,7 @@ class PromptTurns:
     ) -> AsyncIterator[bool]:
         """Hold a turn for a prompt with so many tokens to compute, whose first token is promised for `due` and comes
         `needs` seconds after its turn. Yields whether it had to wait."""
-        prompt = _Prompt(min(tokens, self._chunk()), client)
+        prompt = _Prompt(tokens, client)
         self._waiting.add(client, prompt, due, needs)
         self._start_next()
         if not prompt.begins.is_set() and self._may_pass(prompt):
@@ -61,16 +61,15 @@ class PromptTurns:
 
     def _may_pass(self, prompt: _Prompt) -> bool:
         here = {each.client for each in self._inside | self._passing}
-        short = prompt.tokens <= self._chunk() // SHORT
-        may = short and not is_spare(prompt.client)
+        may = prompt.tokens <= self._short and not is_spare(prompt.client)
         return may and len(self._passing) < PASSING and prompt.client not in here
 
     def _start_next(self) -> None:
         now, chunk = time.monotonic(), self._chunk()
         while prompt := self._waiting.first(now):
             spare = is_spare(prompt.client)  # spare ones hold up no other
-            held = sum(each.tokens for each in self._inside if spare or not is_spare(each.client))
-            if held and held + prompt.tokens > chunk:
+            inside = [each for each in self._inside if spare or not is_spare(each.client)]
+            if inside and sum(min(each.tokens, chunk) for each in (*inside, prompt)) > chunk:
                 return
             self._waiting.pop(now)
             self._inside.add(prompt)

@@ -75,7 +75,7 @@ class DecodeWorker(EngineWorker):
             self.settings,
             quarantine,
             estimator,
-            PromptTurns(lambda: estimator.chunk),
+            PromptTurns(lambda: estimator.chunk, usual),
             ChunkLimit(engine, estimator),
             start=lambda work: self.tasks.create_task(work),
         )

@@ -37,8 +37,10 @@ log = logging.getLogger(__name__)
 PROGRESS_INTERVAL = 5.0
 """seconds between two `in_progress` for each running prompt: well below any sensible ack_wait"""
 ALONE = 0.01
-"""seconds after a client's only prompt that passed another until that one follows it: then the engine has begun a step
-with the first one alone, which ends sooner"""
+"""seconds after a client's only prompt that passed another, and after what was in the engine before, until that one
+follows it: then the engine has begun a step with the first one alone, which ends sooner"""
+LONGEST = 1.0
+"""seconds for which it waits for what was in the engine"""
 
 
 class PromptRunner:
@@ -113,8 +115,10 @@ class PromptRunner:
             except QueueUnavailable:
                 await asyncio.sleep(1.0)  # the queue reconnects by itself
                 continue
+            before = set(self._running)
             for delivery in deliveries:
                 if delivery.request.behind and not deliveries[0].request.behind:
+                    await self._running.without(before, LONGEST)
                     await asyncio.sleep(ALONE)
                 await self._take(delivery)
 

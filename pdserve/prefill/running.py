@@ -90,6 +90,11 @@ class RunningPrefills:
     def of_request(self, request_id: str) -> RunningPrefill | None:
         return self._by_request.get(request_id)
 
+    async def without(self, some: set[RunningPrefill], seconds: float) -> None:
+        """Wait until the engine has none of these any more; about so many seconds at most."""
+        ends = time.monotonic() + seconds
+        await until(lambda: not some & set(self) or time.monotonic() >= ends, self.changed, seconds)
+
     @property
     def tokens(self) -> int:
         return sum(len(running.request.prompt) for running in self)

@@ -9,7 +9,8 @@ class Prompts:
     """Tasks that are in the engine from their turn until `leave`."""
 
     def __init__(self, chunk: int) -> None:
-        self.turns = PromptTurns(lambda: chunk)
+        self.chunk = chunk
+        self.turns = PromptTurns(lambda: self.chunk, chunk)
         self.inside: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -41,6 +42,24 @@ async def test_a_long_prompt_is_alone() -> None:
     assert prompts.inside == ["longer"]
     await prompts.leave("longer")
     assert prompts.inside == ["shorter"]
+
+
+async def test_a_long_prompt_is_alone_though_the_chunk_was_shorter_when_it_came() -> None:
+    prompts = Prompts(100)
+    prompts.chunk = 25
+    for name in ("long", "longer", "longest"):
+        await prompts.come(name, 5000)
+    prompts.chunk = 100
+    await prompts.leave("long")
+    assert prompts.inside == ["longer"]
+
+
+async def test_a_very_short_prompt_passes_a_long_one_whatever_its_chunk() -> None:
+    prompts = Prompts(100)
+    prompts.chunk = 25
+    await prompts.come("greedy 1", 5000)
+    await prompts.come("a 1", 10)
+    assert prompts.inside == ["greedy 1", "a 1"]
 
 
 async def test_very_short_prompts_pass_a_long_one_of_another_client() -> None:

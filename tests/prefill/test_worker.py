@@ -211,14 +211,15 @@ async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
             assert await scene.done(f"r{number}")
 
 
+@pytest.mark.parametrize("step", [0.001, 0.1])
 async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_fewer(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     steps: list[list[str]] = []
 
     def seconds(engine: SimEngine, share: list[tuple[SimRequest, int]]) -> float:
         steps.append([request.request_id for request, _ in share])
-        return 0.001
+        return step
 
     monkeypatch.setattr(SimEngine, "_seconds", seconds)
     async with Scene(max_num_batched_tokens=256) as scene:

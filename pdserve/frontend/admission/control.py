@@ -16,7 +16,7 @@ docs/decisions/0083-batches.md.
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -191,10 +191,11 @@ class AdmissionControl:
         elif permit in admission.paused:
             admission.paused.remove(permit)
 
-    def yield_places(self, count: int, permits: Sequence[SequencePermit]) -> None:
-        """Pause up to so many of these, as requests wait at their worker: where some are spare, only such ones, else of
-        no client the only one that is read."""
-        permits = [permit for permit in permits if permit.admission.spare] or permits
+    def yield_places(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
+        """Pause up to so many of these, as requests wait in their worker's engine: where some are spare, only such
+        ones, else of no client the only one that is read. True: it has a place there, which others get."""
+        permits = [permit for permit in there if permit.admission.spare] or list(there)
+        permits = [permit for permit in permits if there[permit]] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
             count -= 1
 

@@ -3,7 +3,7 @@ for others."""
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2s
 from typing import Protocol
@@ -23,7 +23,7 @@ class Control(Protocol):
 
     def release(self, permit: "SequencePermit") -> None: ...
 
-    def yield_places(self, count: int, permits: "Sequence[SequencePermit]") -> None: ...
+    def yield_places(self, count: int, there: "Mapping[SequencePermit, bool]") -> None: ...
 
     def advance(self) -> None: ...
 

@@ -68,9 +68,10 @@ class Link:
 
     def make_way(self, count: int) -> None:
         """Pause so many of the generations there."""
-        permits = [permit for generation in self.generations.values() if (permit := generation.permit)]
+        here = self.generations.values()
+        permits = {permit: each.begun for each in here if (permit := each.permit)}
         if count and permits:
-            permits[0].admission.control.yield_places(count, permits)
+            next(iter(permits)).admission.control.yield_places(count, permits)
 
     def outstanding(self, frontends: int) -> float:
         """About how many tokens of KV all requests at the worker need. Each other frontend is taken to have sent as

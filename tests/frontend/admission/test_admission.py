@@ -620,12 +620,20 @@ def test_another_frontend_gets_its_part() -> None:
     model.streams("modest", 2)
     permits = [*model.running, *model.streams("greedy", 6)]
     model.places = 5
-    model.control.yield_places(3, permits)
+    model.control.yield_places(3, dict.fromkeys(permits, True))
     assert clients(model) == "gggmm"
     assert model.paused == [permits[7], permits[6], permits[5]]
     model.places = 8
     model.control.advance()
     assert clients(model) == "ggggggmm"
+
+
+def test_what_has_a_place_in_the_engine_pauses_before_what_waits_there() -> None:
+    model = Model(8, pauses=True)
+    permits = model.streams("greedy", 6)
+    model.places = 4
+    model.control.yield_places(2, {permit: number < 4 for number, permit in enumerate(permits)})
+    assert model.paused == [permits[3], permits[2]]
 
 
 def test_a_client_never_yields_its_only_place() -> None:
@@ -636,5 +644,5 @@ def test_a_client_never_yields_its_only_place() -> None:
         *model.streams("greedy", 3),
     ]
     model.places = 0
-    model.control.yield_places(8, permits)
+    model.control.yield_places(8, dict.fromkeys(permits, False))
     assert clients(model) == "ffffgh"

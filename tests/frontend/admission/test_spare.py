@@ -48,7 +48,7 @@ def test_for_requests_that_wait_at_a_worker_with_spare_ones_only_these_pause(fix
     model = Model(8, pauses=True)
     spare = model.sequence(model.ask("batch", spare=True), fixed=fixed)
     model.streams("a", 4)
-    model.control.yield_places(3, list(model.running))
+    model.control.yield_places(3, dict.fromkeys(model.running, False))
     assert model.paused == ([] if fixed else [spare])
 
 
