@@ -36,11 +36,6 @@ log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL = 5.0
 """seconds between two `in_progress` for each running prompt: well below any sensible ack_wait"""
-ALONE = 0.01
-"""seconds after a client's only prompt that passed another, and after what was in the engine before, until that one
-follows it: then the engine has begun a step with the first one alone, which ends sooner"""
-LONGEST = 1.0
-"""seconds for which it waits for what was in the engine"""
 
 
 class PromptRunner:
@@ -118,8 +113,7 @@ class PromptRunner:
             before = set(self._running)
             for delivery in deliveries:
                 if delivery.request.behind and not deliveries[0].request.behind:
-                    await self._running.without(before, LONGEST)
-                    await asyncio.sleep(ALONE)
+                    await self._running.alone(before)
                 await self._take(delivery)
 
     async def _read_warm_ups(self) -> None:

@@ -80,11 +80,6 @@ class Generation:
         self.hops = self.trace.sequence_hops()
 
     @property
-    def begun(self) -> bool:
-        """Whether it has a place in the worker's engine, as far as known."""
-        return self.placed is not None and self.placed.begun
-
-    @property
     def id(self) -> str:
         request_id: str = self.request.request_id
         return request_id

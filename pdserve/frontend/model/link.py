@@ -69,7 +69,7 @@ class Link:
     def make_way(self, count: int) -> None:
         """Pause so many of the generations there."""
         here = self.generations.values()
-        permits = {permit: each.begun for each in here if (permit := each.permit)}
+        permits = {each.permit: bool(each.placed and each.placed.begun) for each in here if each.permit}
         if count and permits:
             next(iter(permits)).admission.control.yield_places(count, permits)
 
