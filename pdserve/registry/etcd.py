@@ -35,6 +35,8 @@ SAY_AFTER = 1.0
 SETTLE = 2.0
 """seconds that other processes get to register again after an outage before they count as gone"""
 RETRY = 0.3
+REFUSED = 3.0
+"""seconds between two writes of a value that etcd refuses: it may be full, or have too much to do, for a while"""
 AGAIN = 1.0
 """seconds between two writes of a key that others keep on changing"""
 
@@ -59,6 +61,8 @@ class EtcdRegistry(Registry):
         self._lease = 0
         """the lease of the last session; 0: there was none"""
         self._leased: dict[str, bytes] = {}
+        self._refused: set[str] = set()
+        """of the leased keys, those whose value the server did not take"""
         self._deleted: set[str] = set()
         self._guards: dict[str, asyncio.Task[None]] = {}
         """by leased key, what writes it again"""
@@ -74,6 +78,7 @@ class EtcdRegistry(Registry):
         try:
             async with self._tasks as tasks:
                 tasks.forever(self._keep_session, "etcd session", again_after=0)
+                tasks.forever(self._write_refused, "refused values", again_after=REFUSED)
                 await self._first_session()
                 yield
         finally:
@@ -108,7 +113,11 @@ class EtcdRegistry(Registry):
                 if key not in self._guards:
                     self._guards[key] = self._tasks.forever(partial(self._guard, key), f"own key: {key}")
             try:
-                await self._now().put(self._root + key, value, leased=leased)
+                session = self._now()
+                if leased:
+                    await self._write(session, key)
+                elif why := await session.put(self._root + key, value, leased=False):
+                    raise RegistryUnavailable(f"etcd refuses {self._root}{key}: {why}")
             except SessionLost as error:
                 if not leased:
                     raise RegistryUnavailable(str(error)) from error
@@ -116,6 +125,7 @@ class EtcdRegistry(Registry):
     async def delete(self, key: str) -> None:
         async with self._writing:
             ours = self._leased.pop(key, None) is not None
+            self._refused.discard(key)
             if ours:
                 self._guards.pop(key).cancel()
             try:
@@ -137,10 +147,24 @@ class EtcdRegistry(Registry):
             with suppress(SessionLost):  # the next session compares all keys
                 session = self._now()
                 if key in self._leased and not await session.holds(self._root + key, self._leased[key]):
-                    log.warning("%s was deleted or changed in etcd by another client; writing it again", key)
-                    await session.put(self._root + key, self._leased[key], leased=True)
+                    if key not in self._refused:
+                        log.warning(
+                            "%s was deleted or changed in etcd by another client; writing it again", key
+                        )
+                    await self._write(session, key)
                     return True
         return False
+
+    async def _write_refused(self) -> None:
+        for key in list(self._refused):
+            await self._restored(key)
+
+    async def _write(self, session: EtcdSession, key: str) -> None:
+        """Write a leased key. A value that the server refuses is tried again, and costs no other key."""
+        why = await session.put(self._root + key, self._leased[key], leased=True)
+        if why and key not in self._refused:
+            log.error("etcd refuses %s%s: %s; trying again", self._root, key, why)
+        (self._refused.add if why else self._refused.discard)(key)
 
     async def read(self, prefix: str) -> dict[str, bytes]:
         try:
@@ -187,7 +211,7 @@ class EtcdRegistry(Registry):
                 await session.delete(self._root + key)
             for key, value in self._leased.items():
                 if not await session.holds(self._root + key, value):
-                    await session.put(self._root + key, value, leased=True)
+                    await self._write(session, key)
             self._deleted.clear()
             self._session, self._lease = session, session.lease
         log.info("etcd at %s answers, %d keys registered", session.target, len(self._leased))

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
 
 from pdserve.credentials import NAME, Credentials
-from pdserve.errors import RegistryUnavailable
 from pdserve.registry.base import Change
 from pdserve.tasks import asked_to_stop
 
@@ -32,7 +31,7 @@ _CHANNEL = {
 }
 
 _REFUSALS = (rpc.StatusCode.INVALID_ARGUMENT, rpc.StatusCode.RESOURCE_EXHAUSTED)
-"""of a value: by etcd for its size, by gRPC for the message's, and by an etcd that is full"""
+"""of a value: by etcd for its size, by gRPC for the message's, and by an etcd that is full or has too much to do"""
 log = logging.getLogger(__name__)
 
 
@@ -94,15 +93,11 @@ class EtcdSession:
     async def revoke(self) -> None:
         await self._call(self._client.revoke_lease(self.lease))
 
-    async def put(self, key: str, value: bytes, *, leased: bool) -> None:
-        """A value that the server refuses costs no other key: for a leased key that is logged, for others raises
-        RegistryUnavailable."""
+    async def put(self, key: str, value: bytes, *, leased: bool) -> str:
+        """Return why the server refuses the value, which costs no other key; "": it has it."""
         put = self._client.put(key.encode(), value, lease=self.lease if leased else None)
-        if why := await self._call(_refusal(put)):
-            text = f"etcd refuses {key}: {why}"
-            if not leased:
-                raise RegistryUnavailable(text)
-            log.error("%s; it keeps the value that it has", text)
+        why: str = await self._call(_refusal(put))
+        return why
 
     async def holds(self, key: str, value: bytes) -> bool:
         """Return whether the key has this value, under the session's lease."""

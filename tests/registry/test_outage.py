@@ -81,6 +81,29 @@ async def test_a_value_that_etcd_refuses_costs_no_other_key(etcd_stage: EtcdStag
         await seen.until({"a": b"1", "b": b"1", "large": b"no more"})
 
 
+async def test_a_value_that_etcd_refuses_for_a_while_is_there_afterwards(
+    etcd_stage: EtcdStage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put, why = EtcdSession.put, ["", "too many requests"]
+
+    async def refusing(session: EtcdSession, key: str, value: bytes, *, leased: bool) -> str:
+        return why[-1] or await put(session, key, value, leased=leased)
+
+    monkeypatch.setattr(EtcdSession, "put", refusing)
+    monkeypatch.setattr(etcd, "REFUSED", 0.1)
+    async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
+        await first.put("new", b"1")
+        await asyncio.sleep(0.5)
+        why.pop()
+        await seen.until({"new": b"1"})
+        why.append("full")
+        await first.put("new", b"2")
+        why.pop()
+        await seen.until({"new": b"2"})
+    refused = [line for line in caplog.messages if "new" in line]
+    assert refused == [f"etcd refuses /ns/new: {why}; trying again" for why in ("too many requests", "full")]
+
+
 async def test_a_revoked_lease_is_taken_anew(etcd_stage: EtcdStage) -> None:
     async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
         await first.put("a", b"1")
