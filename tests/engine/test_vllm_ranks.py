@@ -15,16 +15,18 @@ NAMED = "import setproctitle, sys, time; setproctitle.setproctitle(sys.argv[1]);
 
 
 async def test_an_engine_without_one_of_its_ranks_is_ended() -> None:
-    names = ("VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1")
+    names = ("VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1", "a helper that is gone")
     command, pipe = [sys.executable, "-c", NAMED], subprocess.PIPE
     started = [subprocess.Popen([*command, name], stdout=pipe) for name in names]  # noqa: ASYNC220
-    core, other, dies = started
+    core, other, dies, gone = started
     try:
         for each in started:
             assert each.stdout is not None
             each.stdout.readline()
         engine = VllmProcess(EngineSpec(Role.DECODE, "decode-0-test", "demo"))
         engine.processes = {psutil.Process(each.pid) for each in started}
+        gone.kill()
+        gone.wait()
         ending = asyncio.create_task(engine.end_together())
         await asyncio.sleep(0)
         assert core.poll() is None

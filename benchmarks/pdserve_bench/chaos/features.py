@@ -142,12 +142,13 @@ async def _kill_rank(scene: Scene) -> float | None:
     """Raises LookupError where no decode worker has a second rank."""
     for worker in await scene.watch.instances(Role.DECODE):
         for process in family(worker.pid):
-            if " ".join(process.cmdline()).startswith("VLLM::Worker_TP1"):
+            with suppress(psutil.NoSuchProcess):
+                if not " ".join(process.cmdline()).startswith("VLLM::Worker_TP1"):
+                    continue
                 scene.say(f"{worker.id}: rank 1 is process {process.pid}")
                 scene.victims.append(f"rank 1 of {worker.id}")
                 scene.gone.add(worker.id)
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
                 return await scene.recovery()
     raise LookupError("no decode worker has a second rank (tensor-parallel-size: 2)")
 

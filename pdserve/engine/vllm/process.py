@@ -109,7 +109,7 @@ class VllmProcess:
     async def end_together(self) -> None:
         """Kill the engine's processes once one of several ranks is gone: vLLM 0.32 gives the others, which wait for it
         in vain, 9 s to end, and reports the engine's death after that."""
-        ranks = {process for process in self.processes if process.name().startswith(RANK)}
+        ranks = {process for process in self.processes if _name(process).startswith(RANK)}
         while ranks and all(map(_lives, ranks)):  # noqa: ASYNC110
             await asyncio.sleep(LOOK)
         if ranks:
@@ -266,6 +266,14 @@ def _kill(processes: set[psutil.Process]) -> None:
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline and any(map(_lives, processes)):
         time.sleep(0.02)
+
+
+def _name(process: psutil.Process) -> str:
+    """Empty where it is gone."""
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _lives(process: psutil.Process) -> bool:
