@@ -87,7 +87,7 @@ class AdmissionControl:
             made = "items make" if size.several == "items" else "n and prompts make"
             text = f"{made} {size.sequences} outputs; one request may have {self.limits.max_outputs}"
             raise BadRequest(text, "n" if size.n > 1 else size.several)
-        self._check_inside()
+        self._check_inside(spare=spare)
         queue = self.spare if spare else self.queue
         admission = Admission(self, queue, client, size, deadline, spare=spare)
         prompt = (1 + size.prompt_tokens + size.logprobs) / size.sequences
@@ -291,10 +291,12 @@ class AdmissionControl:
 
     # what is too much
 
-    def _check_inside(self) -> None:
-        """Bound answers that are not read, and requests that need no worker: nothing else does."""
-        if len(self._inside) >= self._capacity().max_requests + self.limits.max_waiting:
-            raise Overloaded(f"{len(self._inside)} requests are being answered")
+    def _check_inside(self, *, spare: bool = False) -> None:
+        """Bound answers that are not read, and requests that need no worker: nothing else does. Spare ones refuse none
+        but spare ones."""
+        inside = [each for each in self._inside if spare or not each.spare]
+        if len(inside) >= self._capacity().max_requests + self.limits.max_waiting:
+            raise Overloaded(f"{len(inside)} requests are being answered")
 
     def _check_wait(self, admission: Admission) -> None:
         places = self._capacity().max_requests

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from pdserve.config.schema import AdmissionLimits
+from pdserve.errors import Overloaded
 from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.admission.granted import Admission
 from tests.frontend.admission.test_admission import Model, clients, full
@@ -33,6 +34,16 @@ def test_spare_requests_may_have_every_place_until_another_comes() -> None:
     for _ in range(3):
         model.end(next(permit for permit in model.running if permit.admission.client == "a"))
     assert clients(model) == "bbb"
+
+
+def test_spare_requests_that_cannot_pause_fill_up_none_but_spare_ones() -> None:
+    model = Model(8, AdmissionLimits(max_waiting=2), pauses=True)
+    for _ in range(10):
+        model.sequence(model.ask("batch", spare=True), fixed=True)
+    assert len(model.running) == 2
+    with pytest.raises(Overloaded, match="10 requests are being answered"):
+        model.ask("batch", spare=True)
+    assert not model.ask("a").waiting
 
 
 def test_spare_requests_take_no_place_from_others() -> None:
