@@ -1,5 +1,6 @@
-"""The chunk: how many tokens of prompts a step of the engine computes beside running streams. Without a promise it is
-that of the configuration; with one it is what fits between two promised tokens at the measured speed (docs/slo.md)."""
+"""The chunk: how many tokens of prompts a step of the engine computes beside running streams. It is what fits between
+two promised tokens at the measured speed; without a promise that of the configuration, or less where prompts are slow
+(docs/slo.md)."""
 
 from pdserve.decode.estimator import Estimator
 from pdserve.engine.base import Engine, Step

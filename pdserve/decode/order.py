@@ -33,7 +33,7 @@ class Waiting(Generic[T]):
     """when its first token is promised"""
     needs: float = 0.0
     _seen: float = math.inf
-    """when it was looked at first"""
+    """when it was looked at first while anything had a promise"""
 
     def rank(self, now: float) -> float:
         """Without a promise, as what cannot keep its own since it was looked at first: else what its client sends
