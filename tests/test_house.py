@@ -359,25 +359,25 @@ ROOMS = {
     "both": 185,
     "cli": 1616,
     "config": 1960,
-    "decode": 2864,
-    "engine": 2981,
-    "files beside the rooms": 2199,
-    "frontend": 8161,
+    "decode": 2865,
+    "engine": 2989,
+    "files beside the rooms": 2201,
+    "frontend": 8165,
     "install": 265,
     "kv": 1258,
     "observe": 1375,
     "plan": 1893,
-    "prefill": 686,
+    "prefill": 695,
     "process": 1500,
     "queue": 1756,
-    "registry": 853,
+    "registry": 872,
     "stream": 808,
     "supervisor": 2501,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 13954, "tests": 44374, "tools": 2259}
+BESIDE = {"benchmarks": 13955, "tests": 44442, "tools": 2259}
 """lines of what is beside it"""
-WORDS, RECORD = 24563, 350
+WORDS, RECORD = 24682, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
