@@ -42,7 +42,7 @@ class Registry(Lifetime):
     @abstractmethod
     async def put(self, key: str, value: bytes, *, leased: bool = True) -> None:
         """Write a key. For an unleased key (a setting) raises RegistryUnavailable during an outage, and if the server
-        refuses the value; for a leased one that is logged."""
+        refuses the value; a leased one is written again until it is taken."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:
