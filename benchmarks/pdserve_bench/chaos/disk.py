@@ -16,6 +16,7 @@ _CHUNK = bytes(1 << 20)
 async def fill(scene: Scene) -> float | None:
     if not isinstance(scene.running, StartedGraph) or not scene.running.disk:
         raise LookupError("the state directory has no file system of its own: to mount one needs root")
+    told = len(scene.running.serve.text)
     async with full(scene.running.state_dir):
         scene.say("no space is left for logs, the queue and etcd")
         await asyncio.sleep(scene.options.hold)
@@ -23,6 +24,8 @@ async def fill(scene: Scene) -> float | None:
     recovered = await scene.recovery()
     if silent := await _silent(scene.running.state_dir / "logs"):
         scene.amiss.append(f"no new line within {LOGS_WITHIN:g} s in the logs of {', '.join(silent)}")
+    if "Traceback" in scene.running.serve.text[told:]:
+        scene.amiss.append("serve printed a traceback")
     return recovered
 
 
