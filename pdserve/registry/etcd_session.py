@@ -5,7 +5,6 @@ when its stream breaks, so watches and keep-alives are gRPC streams of this modu
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
@@ -32,7 +31,6 @@ _CHANNEL = {
 
 _REFUSALS = (rpc.StatusCode.INVALID_ARGUMENT, rpc.StatusCode.RESOURCE_EXHAUSTED)
 """of a value: by etcd for its size, by gRPC for the message's, and by an etcd that is full or has too much to do"""
-log = logging.getLogger(__name__)
 
 
 class SessionLost(Exception):

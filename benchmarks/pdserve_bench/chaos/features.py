@@ -21,6 +21,7 @@ from pdserve.config.schema import kebab
 from pdserve.records import Role
 from pdserve_bench.chaos.faults import Harm, Target, Victim, harm
 from pdserve_bench.chaos.questions import endless, prompt_lengths
+from pdserve_bench.chaos.restarts import described
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, completion
 from pdserve_bench.launch import family
@@ -142,13 +143,12 @@ async def _kill_rank(scene: Scene) -> float | None:
     """Raises LookupError where no decode worker has a second rank."""
     for worker in await scene.watch.instances(Role.DECODE):
         for process in family(worker.pid):
-            with suppress(psutil.NoSuchProcess):
-                if not " ".join(process.cmdline()).startswith("VLLM::Worker_TP1"):
-                    continue
+            if "(VLLM::Worker_TP1" in described(process):
                 scene.say(f"{worker.id}: rank 1 is process {process.pid}")
                 scene.victims.append(f"rank 1 of {worker.id}")
                 scene.gone.add(worker.id)
-                process.send_signal(signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
                 return await scene.recovery()
     raise LookupError("no decode worker has a second rank (tensor-parallel-size: 2)")
 

@@ -294,9 +294,9 @@ class AdmissionControl:
     def _check_inside(self, *, spare: bool = False) -> None:
         """Bound answers that are not read, and requests that need no worker: nothing else does. Spare ones refuse none
         but spare ones."""
-        inside = [each for each in self._inside if spare or not each.spare]
-        if len(inside) >= self._capacity().max_requests + self.limits.max_waiting:
-            raise Overloaded(f"{len(inside)} requests are being answered")
+        most = self._capacity().max_requests + self.limits.max_waiting
+        if len(self._inside) >= most and sum(spare or not each.spare for each in self._inside) >= most:
+            raise Overloaded(f"{len(self._inside)} requests are being answered")
 
     def _check_wait(self, admission: Admission) -> None:
         places = self._capacity().max_requests
