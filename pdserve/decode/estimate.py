@@ -28,6 +28,8 @@ class Estimates:
     """which each running stream loses if the prompt is computed here"""
     rate: float = 0.0
     """prompts that come in a second"""
+    stall_there: float = 0.0
+    """which each running stream loses if the prompt is computed there: on a core of their own they lose nothing"""
     breaks: tuple[float, float] | None = None
     """promises that are expected to break if the prompt is computed here, and there; None: nothing is promised"""
 
@@ -40,7 +42,8 @@ class Estimates:
 
     @property
     def remote(self) -> float:
-        return self._weight(self.compute_there) * self.wait_there + self.compute_there + self.handover
+        wait = self._weight(self.compute_there) * self.wait_there
+        return wait + self.compute_there + self.handover + self.streams * self.stall_there
 
     def _weight(self, compute: float) -> float:
         """Of a second that this prompt waits: where it waits, those that come wait longer."""
@@ -67,7 +70,8 @@ class Estimates:
             f"local costs {_ms(self.local)} ms (wait {self._weight(self.compute_here):.1f} x {_ms(self.wait_here)}, "
             f"compute {_ms(self.compute_here)}, stall {self.streams} streams x {_ms(self.stall)}), "
             f"remote {_ms(self.remote)} ms (wait {self._weight(self.compute_there):.1f} x {_ms(self.wait_there)}, "
-            f"compute {_ms(self.compute_there)}, handover {_ms(self.handover)})"
+            f"compute {_ms(self.compute_there)}, stall {self.streams} streams x {_ms(self.stall_there)}, "
+            f"handover {_ms(self.handover)})"
         )
 
 
@@ -105,20 +109,24 @@ def estimate(
     handover: float,
     beside: float | None = None,
     rate: float = 0.0,
+    lost: float = 0.0,
 ) -> Estimates:
     """`compute`: tokens of the prompt that are not in the prefix cache here; `here`: seconds for a token here; `there`:
     of each prefill worker (at least one), the tokens that it has and its seconds for a token; `queued`: tokens before
     this prompt that no prefill worker has pulled; `beside`: seconds for a token by which a step with streams is longer,
-    if they were measured; `rate`: prompts that come in a second."""
+    if they were measured; `rate`: prompts that come in a second; `lost`: part of its time that
+    a stream here loses while a prompt is computed there."""
     speed = sum(1 / seconds for _, seconds in there)
     ahead = queued + sum(tokens for tokens, _ in there)
+    compute_there = prompt * len(there) / speed
     return Estimates(
         wait_here=ahead_here * here,
         compute_here=compute * here,
         streams=streams,
         wait_there=ahead / speed,
-        compute_there=prompt * len(there) / speed,
+        compute_there=compute_there,
         handover=handover,
         stall=compute * (beside or here),
         rate=rate,
+        stall_there=compute_there * lost,
     )

@@ -30,6 +30,8 @@ SHORTEST_SPACING = 0.001
 """seconds between two prompts that count"""
 FIRST_HANDOVER = 0.02
 """seconds, until a handover was measured"""
+DISTURBED = 1.5
+"""factor between steps beside a prefill elsewhere and without: less is what noise and a few streams more make of it"""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ class Estimator:
     _here: PrefillSpeed = field(default_factory=PrefillSpeed)
     _plain: LearnedMean = field(default_factory=LearnedMean)
     """seconds of a step with streams alone"""
+    _undisturbed: LearnedMean = field(default_factory=LearnedMean)
+    """of those, while no prefill worker computes for them"""
+    _disturbed: LearnedMean = field(default_factory=LearnedMean)
+    """and while one does"""
     _token: LearnedMean = field(default_factory=LearnedMean)
     """seconds that a step is longer for each token of a prompt in it"""
     _chunks: tuple[int, float] = (0, 0.0)
@@ -142,6 +148,7 @@ class Estimator:
             handover=revised(self._handover.value, now - self._handover.at, FIRST_HANDOVER) or FIRST_HANDOVER,
             beside=self._token.value,
             rate=1 / spacing,
+            lost=self._lost(now),
         )
         if due == gap == math.inf:
             return estimates
@@ -195,6 +202,8 @@ class Estimator:
         and for each token of a prompt."""
         if self._ended and not prompt_tokens:
             self._plain.learn(ended - self._ended, ended)
+            elsewhere = any(each.awaits_tokens and each.prefiller for each in self.requests)
+            (self._disturbed if elsewhere else self._undisturbed).learn(ended - self._ended, ended)
         elif self._ended and self._plain.value and prompt_tokens >= self.block():
             tokens, seconds = self._chunks
             self._chunks = tokens + prompt_tokens, seconds + ended - self._ended - self._plain.value
@@ -202,6 +211,12 @@ class Estimator:
                 self._token.learn(max(SHORTEST_TOKEN, self._chunks[1] / self._chunks[0]), ended)
                 self._chunks = 0, 0.0
         self._ended = ended if any(request.proven for request in self.requests) else 0.0
+
+    def _lost(self, now: float) -> float:
+        """Part of its time that a stream loses while a prefill worker computes: those that share a core with it do."""
+        alone = self._undisturbed.value
+        beside = revised(self._disturbed.value, now - self._disturbed.at, alone)
+        return 1 - alone / beside if alone and beside and beside > DISTURBED * alone else 0.0
 
     def _seen(self, worker: str, now: float) -> SeenLoad:
         load, at = self.queue.loads.get(worker, (PrefillLoad(), 0.0))

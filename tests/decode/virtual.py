@@ -150,6 +150,7 @@ class VirtualEngine:
         self.prompt_tokens = sum(count for each, count in share if each.computed < each.prompt - 1)
         chunks = [(each.computed, count) for each, count in share if each.computed < each.prompt]
         seconds = SPEED.step_time(len(share) - len(chunks), 0, chunks) * self.graph.noise() * self.slow
+        seconds *= self.graph.sharing
         self._busy = True
         self.graph.after(seconds, lambda: self._end(share))
 
@@ -294,13 +295,15 @@ class VirtualGraph:
         turns: bool = True,
         promised: Promised = NO_PROMISE,
         slow: tuple[float, float] = (1.0, 1.0),
+        one_core: bool = False,
     ) -> None:
-        """Without `turns` each prompt is published at once. `slow`: times as slow, decode and prefill workers."""
+        """Without `turns` each prompt is published at once. `slow`: times as slow, decode and prefill workers; with
+        `one_core` they share it."""
         self.settings, self.random, self.now = settings, Random(seed), 0.0
         self.queue: list[VirtualRequest] = []
         self.loads: dict[str, tuple[PrefillLoad, float]] = {}
         self.connected = True
-        self.turns, self.held, self.promised = turns, 0, promised
+        self.turns, self.held, self.promised, self.one_core = turns, 0, promised, one_core
         self.prefill = [VirtualPrefill(self, number) for number in range(prefill)]
         self.decode = [VirtualDecode(self, chunk) for _ in range(decode)]
         for decoding in self.decode:
@@ -322,6 +325,11 @@ class VirtualGraph:
 
     def hold(self, requests: int) -> None:
         self.held = requests
+
+    @property
+    def sharing(self) -> int:
+        """Engines that share a core now."""
+        return sum(bool(each.requests) for each in (*self.prefill, *self.decode)) if self.one_core else 1
 
     def noise(self) -> float:
         return self.random.uniform(0.85, 1.25)
