@@ -27,10 +27,12 @@ def test_saturated_it_uses_both_sides() -> None:
     assert adaptive.ttft50 < 0.65 * threshold.ttft50
 
 
-def finish(settings: DecodeSection, slow: tuple[float, float], load: float) -> tuple[float, float]:
+def finish(
+    settings: DecodeSection, slow: tuple[float, float], load: float, one_core: bool = False
+) -> tuple[float, float]:
     """The median of the seconds to the last token, and the share of requests with a first token within 500 ms and no
     gap over 60 ms."""
-    graph = VirtualGraph(settings, slow=slow)
+    graph = VirtualGraph(settings, slow=slow, one_core=one_core)
     done = sorted(graph.poisson(load * (10 / slow[0] + 14 / slow[1]), 40), key=lambda each: each.begun)[30:]
     inside = [each.ttft <= 0.5 and each.longest_gap <= 0.06 for each in done]
     return sorted(each.times[-1] - each.begun for each in done)[len(done) // 2], sum(inside) / len(inside)
@@ -45,6 +47,14 @@ def test_without_a_promise_no_way_alone_is_better(slow: tuple[float, float], loa
     )
     assert median <= 1.09 * min(local, remote)
     assert share >= max(local_kept, remote_kept) - 0.04
+
+
+@pytest.mark.parametrize("load", [0.1, 0.2])
+def test_on_one_core_for_all_a_prompt_elsewhere_costs_the_streams_as_much(load: float) -> None:
+    (local, _), (remote, _), (median, _) = (
+        finish(settings, (1.0, 1.0), load, one_core=True) for settings in (ALL_LOCAL, ALL_REMOTE, ADAPTIVE)
+    )
+    assert median <= local + (remote - local) / 4
 
 
 def test_on_slow_workers_a_step_with_a_prompt_stays_short() -> None:
