@@ -101,6 +101,8 @@ class Estimator:
     """of those, while no prefill worker computes for them"""
     _disturbed: LearnedMean = field(default_factory=LearnedMean)
     """and while one does"""
+    _elsewhere: bool = False
+    """one did when the last step ended"""
     _token: LearnedMean = field(default_factory=LearnedMean)
     """seconds that a step is longer for each token of a prompt in it"""
     _chunks: tuple[int, float] = (0, 0.0)
@@ -200,16 +202,18 @@ class Estimator:
     def stepped(self, ended: float, prompt_tokens: int) -> None:
         """A step of the engine ended, whose outputs are noted: learn how long streams wait for one, without prompts
         and for each token of a prompt."""
+        elsewhere = any(each.awaits_tokens and each.prefiller for each in self.requests)
         if self._ended and not prompt_tokens:
             self._plain.learn(ended - self._ended, ended)
-            elsewhere = any(each.awaits_tokens and each.prefiller for each in self.requests)
-            (self._disturbed if elsewhere else self._undisturbed).learn(ended - self._ended, ended)
+            disturbed = self._elsewhere or elsewhere
+            (self._disturbed if disturbed else self._undisturbed).learn(ended - self._ended, ended)
         elif self._ended and self._plain.value and prompt_tokens >= self.block():
             tokens, seconds = self._chunks
             self._chunks = tokens + prompt_tokens, seconds + ended - self._ended - self._plain.value
             if self._chunks[0] >= SHORTEST:
                 self._token.learn(max(SHORTEST_TOKEN, self._chunks[1] / self._chunks[0]), ended)
                 self._chunks = 0, 0.0
+        self._elsewhere = elsewhere
         self._ended = ended if any(request.proven for request in self.requests) else 0.0
 
     def _lost(self, now: float) -> float:

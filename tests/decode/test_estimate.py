@@ -18,6 +18,7 @@ def found(
     ahead: int = 0,
     queued: float = 0,
     rate: float = 0.0,
+    lost: float = 0.0,
     there: Sequence[tuple[float, float]],
 ) -> Estimates:
     return estimate(
@@ -30,6 +31,7 @@ def found(
         there=there,
         handover=0.02,
         rate=rate,
+        lost=lost,
     )
 
 
@@ -81,9 +83,9 @@ def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
 
 
 def test_costs_explain_themselves() -> None:
-    assert str(found(streams=2, queued=500, rate=10.0, there=[(0, FAST)])) == (
+    assert str(found(streams=2, queued=500, rate=10.0, lost=0.5, there=[(0, FAST)])) == (
         "local costs 150 ms (wait 2.0 x 0, compute 50, stall 2 streams x 50), "
-        "remote 120 ms (wait 2.0 x 25, compute 50, handover 20)"
+        "remote 170 ms (wait 2.0 x 25, compute 50, stall 2 streams x 25, handover 20)"
     )
 
 
