@@ -104,3 +104,11 @@ def test_nothing_is_left_of_blocks_that_are_gone() -> None:
 def test_engines_of_workers_that_decode_publish_their_events(role: Role, publishes: int) -> None:
     argv = VllmProcess(EngineSpec(role, f"{role.value}-0-test", "demo"))._argv("ipc:///events")
     assert sum("ipc:///events" in word for word in argv) == publishes
+
+
+@pytest.mark.parametrize(("engine_args", "size"), [({}, 0), ({"mm-processor-cache-gb": 2}, 2)])
+def test_an_engine_keeps_no_pictures_that_frontends_send_each_time(
+    engine_args: dict[str, object], size: int
+) -> None:
+    argv = VllmProcess(EngineSpec(Role.DECODE, "d", "demo", engine_args=engine_args))._argv("ipc:///events")
+    assert [word for word in argv if "mm-processor-cache" in word] == [f"--mm-processor-cache-gb={size}"]
