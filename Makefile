@@ -22,7 +22,7 @@ help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
 	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
-	@echo "         CLOSED='--rounds 2' HOPS='--only stream' (bench: more options of each)"
+	@echo "         COMPARE='--minutes 30' HOPS='--only stream' (bench: more options of each)"
 	@echo "         REQUESTS=2000 FUZZ='--real --vllm' (fuzz: requests, more options)"
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
@@ -49,7 +49,7 @@ bench: install  ## measure the best single engine against the graph of CONFIG, t
 	  $(BIN)/pdserve "$$@" --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name && return; \
 	  code=$$?; [ $$code -eq 130 ] && exit 130; failed="$$failed $$name"; \
 	}; \
-	measure closed compare -f $(CONFIG) --clients 1,8,32 $(CLOSED); measure hops bench hops $(HOPS); \
+	measure compare compare -f $(CONFIG) $(COMPARE); measure hops bench hops $(HOPS); \
 	echo; echo "To look at: $(RESULTS)/*.png; all figures are in the .json beside them."; \
 	[ -z "$$failed" ] || echo "FAILED:$$failed (see above)"; exit $$code
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What is to be learnt of pdserve on a GPU, most worth first: see docs/gpu.md.
-#   benchmarks/gpu.sh OUT [PART...]      parts: check, first, loops, large, goodput, chaos (default: all, in this order)
+#   benchmarks/gpu.sh OUT [PART...]      parts: check, first, compare, large, goodput, chaos (default: all, in this order)
 # Logs and figures go to OUT. PYTHON is the interpreter that has vLLM (.venv/bin/python), SIZE that of the larger model
 # (1.5B), LIMIT the seconds that a part may take (560). Exit code 1 where a part failed, 3 where there is no GPU.
 set -uo pipefail
@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 [ $# -gt 0 ] || { sed -n '2,5s/^# //p' "$0"; exit 2; }
 OUT=$(realpath -m "$1") && mkdir -p "$OUT" && shift
-PARTS=("$@") && [ $# -gt 0 ] || PARTS=(check first loops large goodput chaos)
+PARTS=("$@") && [ $# -gt 0 ] || PARTS=(check first compare large goodput chaos)
 PYTHON=${PYTHON:-.venv/bin/python} SIZE=${SIZE:-1.5B} LIMIT=${LIMIT:-560}
 MODEL=${MODEL:-/tmp/pdserve-gpu-$SIZE}
 export PYTHONPATH=$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH} PDSERVE_STATE_DIR=${PDSERVE_STATE_DIR:-/tmp/pdserve-gpu}
@@ -65,33 +65,32 @@ one_request() {  # a prompt that goes to the prefill worker
 
 first() { while_serving "$OUT/demo.yaml" one_request; }
 
-loops() {  # token for token as one engine, and TTFT, ITL, tokens/s beside it
-  pdserve compare -f "$OUT/demo.yaml" --clients 1,8,32 --rounds 1 --json "$OUT/loops.json"
+compare() {  # the goodput of one engine with the whole card, and of the graph
+  pdserve compare -f "$OUT/demo.yaml" --minutes 8 --json "$OUT/compare.json"
 }
 
 grown() { [ -e "$MODEL/config.json" ] || "$PYTHON" -m tools.demo_model.grow --size "$SIZE" "$MODEL"; }
 
-large() {  # planned against measured memory of a larger model, and the same loops
-  grown && pdserve plan -f "$OUT/large.yaml" && while_serving "$OUT/large.yaml" one_request &&
-    pdserve compare -f "$OUT/large.yaml" --clients 1,8 --rounds 1 --json "$OUT/large.json"
+large() {  # planned against measured memory of a larger model
+  grown && pdserve plan -f "$OUT/large.yaml" && while_serving "$OUT/large.yaml" one_request
 }
 
 idle() { nvidia-smi --query-gpu=utilization.gpu,power.draw --format=csv; top -bn1 | head -20; pdserve bench goodput --within 5m --json "$OUT/goodput.json"; }
 
 goodput() { grown && while_serving "$OUT/large.yaml" idle; }
 
-chaos() {
-  pdserve chaos -f "$OUT/demo.yaml" --workers 1 --dtype float32 --only prefill-kill,prefill-hang,decode-kill,nats-kill \
-    --json "$OUT/chaos.json"
+chaos() {  # answers token for token those of one engine, also while workers die
+  pdserve chaos -f "$OUT/demo.yaml" --one-engine --workers 1 --dtype float32 \
+    --only prefill-kill,prefill-hang,decode-kill,nats-kill --json "$OUT/chaos.json"
 }
 
 export OUT PYTHON SIZE MODEL
-export -f pdserve halves while_serving has_gpu check one_request first loops grown large idle goodput chaos
+export -f pdserve halves while_serving has_gpu check one_request first compare grown large idle goodput chaos
 halves demo demo 4096
 halves large "$MODEL" 8192
 failed=
 for part in "${PARTS[@]}"; do
-  case $part in check|first|loops|large|goodput|chaos) ;; *) echo "no part is called $part" >&2; exit 2;; esac
+  case $part in check|first|compare|large|goodput|chaos) ;; *) echo "no part is called $part" >&2; exit 2;; esac
   if [ "$part" != check ] && ! has_gpu; then
     echo "gpu.sh: no GPU here: $part and what follows need one" >&2; exit 3
   fi

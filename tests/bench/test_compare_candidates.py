@@ -108,30 +108,6 @@ def test_workers_that_share_a_gpu_leave_their_shares_to_the_one_engine(tmp_path:
     assert "--gpu-memory-utilization=0.8" in one_engine(plan, "base").arguments
 
 
-@pytest.mark.parametrize(
-    ("decode", "expected"),
-    [
-        ({}, ["1P+1D, all prompts local", "1P+1D, all prompts remote", "1P+1D, as it decides"]),
-        (
-            {"remote-prefill": False},
-            ["1P+1D, all prompts local", "1P+1D, all prompts remote", "1P+1D, as it decides"],
-        ),
-        ({"conditional-disagg": False}, ["1P+1D, as it decides"]),
-    ],
-)
-def test_closed_loops_have_the_graph_under_several_settings(
-    tmp_path: Path, decode: dict[str, object], expected: list[str]
-) -> None:
-    sections = simulated(decode=decode)
-    if not decode.get("remote-prefill", True):
-        del sections["PrefillWorker"]
-        sections["VllmWorker"]["ServiceArgs"] = {"workers": 2}
-    modes = maker(write(sections, tmp_path / "sim.yaml"), CPU).modes()
-    assert [each.name for each in modes] == expected
-    assert len({each.launch.key for each in modes}) == 1
-    assert modes[-1].settings == {}
-
-
 def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
     found = maker(CONFIGS / "agg.yaml", GPUS, SMALL)
     adaptive, separate = found.disaggregated([400], shared=False)
@@ -168,7 +144,7 @@ def test_workers_that_share_a_card_are_compared_with_an_engine_that_has_all_of_i
     )
     one = replace(GPUS, gpus=GPUS.gpus[:1])
     assert hardware(load(file, {}), one).units == 1
-    engines = [candidate.launch.system for candidate in maker(file, one, SMALL).engines(())]
+    engines = [candidate.launch.system for candidate in maker(file, one, SMALL).aggregated()]
     shares = [engine.arguments for engine in engines if isinstance(engine, PlainVllm)]
     assert shares
     assert all("--gpu-memory-utilization=0.92" in each for each in shares)

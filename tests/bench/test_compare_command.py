@@ -67,7 +67,7 @@ def test_the_verdict_follows_from_the_results_that_it_comes_with(tmp_path: Path)
 
 @pytest.mark.timeout(2 * WITHIN)
 def test_broken_off_while_a_graph_starts_it_stops_it(tmp_path: Path) -> None:
-    with running(tmp_path, "--clients", "2", "--batch-sizes", "512") as process:
+    with running(tmp_path, "--batch-sizes", "512") as process:
         asyncio.run(until(lambda: bool(processes_below(tmp_path)), within=WITHIN))
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=WITHIN)
@@ -79,11 +79,7 @@ def test_broken_off_while_a_graph_starts_it_stops_it(tmp_path: Path) -> None:
     ("options", "problem"),
     [
         ("--batch-sizes many", "--batch-sizes many: give whole numbers"),
-        ("--clients 1,x", "--clients 1,x: give whole numbers"),
-        ("--clients 1 --rate 3", "--clients: closed loops take no --trace"),
-        ("--clients 1 --prompt-tokens 5000", "--prompt-tokens 5000: with the answer over max-model-len 4096"),
         ("--trace gone.jsonl", "gone.jsonl"),
-        ("--trace gone.jsonl --num-users 3", "--trace is one load"),
         ("--ttft soon", "soon"),
         ("--json /nowhere/found.json", "there is no folder /nowhere"),
     ],

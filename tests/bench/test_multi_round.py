@@ -69,13 +69,6 @@ def test_as_many_users_as_were_asked_for_are_there_at_all_times() -> None:
     assert [visit.at for visit in visits] == sorted(visit.at for visit in visits)
 
 
-def test_a_load_is_scaled_by_the_number_of_its_users() -> None:
-    for rate in (0.5, 3.0, 40.0):
-        scaled = _load(20, 3, 10).at(rate, 100, seed=1)
-        assert (scaled.rate, scaled.interval) == pytest.approx((rate, 2.0))
-        assert len(_due(scaled, 100)) == pytest.approx(100 * rate, abs=6)
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_texts_have_as_many_words_as_were_asked_for(seed: int) -> None:
     texts = Texts(200, 400, seed)

@@ -80,9 +80,6 @@ class Candidate:
 
 
 ADAPTIVE = {"policy": "adaptive"}
-ALL_LOCAL = {"max-local-prefill-length": str(2**31 - 1)}
-ALL_REMOTE = {"max-local-prefill-length": "0", "max-prefill-queue-size": str(2**31 - 1)}
-"""every prompt is prefilled remotely, which has tokens outside of the prefix cache"""
 
 
 def threshold(tokens: int) -> dict[str, str]:
@@ -180,7 +177,7 @@ class CandidateMaker:
     machine: Machine
     model: ModelFacts | None = None
 
-    def engines(self, batches: Sequence[int] = ()) -> list[Candidate]:
+    def _single_engines(self, batches: Sequence[int]) -> list[Candidate]:
         """One engine with all of the hardware, the likeliest first: at several batch sizes, on a CPU also with another
         number of threads. Where that cannot be, several engines."""
         first, *others = self._batches(batches)
@@ -197,8 +194,8 @@ class CandidateMaker:
         return [self._engines(self._width(), batch) for batch in (first, *others)]
 
     def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
-        """`engines`, and a graph of as many engines as the hardware has room for where those are single ones."""
-        found = self.engines(batches)
+        """Single engines, and a graph of as many engines as the hardware has room for where those are single ones."""
+        found = self._single_engines(batches)
         replicas = self._has_one_engine and self._width() > 1
         return [*found, self._engines(self._width(), found[0].shape.batch)] if replicas else found
 
@@ -217,22 +214,6 @@ class CandidateMaker:
         if self.config.decode is not None and self.config.decode.policy == "adaptive":
             ways.insert(0, ADAPTIVE)
         return [candidate for split in order for candidate in self._split(split, ways)]
-
-    def modes(self) -> list[Candidate]:
-        """The graph of the file, or its first split where it has none, with all prompts local, all remote, and as its
-        file decides, which comes last."""
-        own = self._own_split() or next(iter(splits(self.here, self.here.slots)), None)
-        if own is None:
-            raise ConfigError([f"{self.here} cannot be divided into prefill and decode workers."])
-        decode = self.config.decode
-        either = decode is not None and (decode.conditional_disagg or not decode.remote_prefill)
-        ways = {"all prompts local": ALL_LOCAL, "all prompts remote": ALL_REMOTE} if either else {}
-        (graph,) = self._split(own, [{}])
-        name = graph.launch.key
-        return [
-            replace(graph, name=f"{name}, {way}", settings=ways.get(way, {}))
-            for way in (*ways, "as it decides")
-        ]
 
     def _width(self) -> int:
         """Engines of the file's size that the hardware has room for."""

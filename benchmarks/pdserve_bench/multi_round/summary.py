@@ -64,7 +64,7 @@ class MultiRoundResult:
         """Return the report, whose first table has the lines of the summary."""
         load, figures = self.load, self.run.summary(self.slo)
         report = Report(
-            f"Multi-round QA: {load.num_users:g} users of {load.num_rounds} rounds at {self.endpoint.model}, "
+            f"Multi-round QA: {load.num_users} users of {load.num_rounds} rounds at {self.endpoint.model}, "
             f"{self.endpoint.url}",
             self._lead(figures, complete),
             complete=complete,

@@ -47,10 +47,10 @@ class Question(Exchange):
 
 @dataclass(frozen=True)
 class MultiRound:
-    """A `Workload`, and `Scalable`: as many users of this kind as it takes for a rate."""
+    """A `Workload`."""
 
-    num_users: float = 20
-    """that are there at a time; a fraction where the load was scaled"""
+    num_users: int = 20
+    """that are there at a time"""
     num_rounds: int = 3
     qps: float = 10.0
     """sets how often each user asks (every `num_users / qps` seconds); for what they ask together see `rate`"""
@@ -86,11 +86,6 @@ class MultiRound:
         """About how many tokens the last prompt of a chat and its answer have."""
         round_ = _QUESTION_TOKENS + self.answer_len
         return self.shared_system_prompt + self.user_history_prompt + self.num_rounds * round_
-
-    def at(self, rate: float, seconds: float, seed: int) -> "MultiRound":
-        """More or fewer users, each of which asks as often as before."""
-        more = rate / self.rate
-        return replace(self, num_users=self.num_users * more, qps=self.qps * more, seconds=seconds, seed=seed)
 
     def visits(self) -> Iterator[Visit]:
         """Yield visits in the order of their times, without an end, as if users had joined long before: those whose
