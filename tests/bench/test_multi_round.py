@@ -24,7 +24,7 @@ from tests.bench.bench import Bench
 from tests.conditions import until
 
 
-def _load(users: float, rounds: int, qps: float, **more: Any) -> MultiRound:
+def _load(users: int, rounds: int, qps: float, **more: Any) -> MultiRound:
     return MultiRound(num_users=users, num_rounds=rounds, qps=qps, **more)
 
 
