@@ -137,7 +137,6 @@ def test_without_its_package_chaos_says_how_to_get_it() -> None:
         (["decode", "-f", "x", "--index", "first"], "pdserve: Invalid value for '--index'"),
         (["serve", "-f", "x", "--log-format", "xml"], "pdserve: Invalid value for '--log-format'"),
         (["chaos", "-f", "x", "--workers", "0"], "pdserve: Invalid value for '--workers'"),
-        (["chaos", "-f", "x", "--state-dir", "y"], "pdserve: Give -f FILE or --state-dir DIR, not both."),
         (["plan", "-f", "/no/such.yaml"], "/no/such.yaml"),
         (["set", "max-local-prefil-length=5"], "did you mean max-local-prefill-length?"),
         (["set", "max-local-prefill-length=many"], "whole number"),

@@ -42,7 +42,7 @@ from pdserve_bench.chaos.scorecard import Row, score, scorecard
 from pdserve_bench.client import LoadClient
 from pdserve_bench.launch import PDSERVE, SIM_SPEED, ServerRun, derive, with_thresholds
 from pdserve_bench.options import program
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import say
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.watch import GraphWatch
 
@@ -205,7 +205,6 @@ def main() -> int:
     parser.add_argument("-f", "--file", type=Path, help="a graph with real engines")
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    say = Schedule().say
     with tempfile.TemporaryDirectory(prefix="pdserve-upgrade-") as name:
         folder = Path(name)
         file = args.file or write(simulated(SIM_SPEED["sim"]), folder / "sim.yaml")

@@ -24,7 +24,6 @@ from pdserve_bench.compare.recommend import Verdict
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import GoodputOptions, Probe
 from pdserve_bench.goodput.result import GoodputResult
-from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.sections import Shape
 from pdserve_bench.simulated import simulated, write
@@ -194,7 +193,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_path: Path) -> None:
     log: list[str] = []
     found = compared(tmp_path, log, 0.06, a1=0.3, d1=0.01)
-    await found.run(Schedule())
+    await found.run()
     assert log == ["+a1", "+d1", "-d1", "-a1"], "side by side"
     assert [each.name for each in found.finalists] == ["a1", "d1"]
     first, second = found.results()
@@ -206,30 +205,30 @@ async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_
 async def test_one_that_does_not_come_up_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
     log: list[str] = []
     found = compared(tmp_path, log, 0.02, a1=0.01, d1=0.0)
-    await found.run(Schedule())
+    await found.run()
     assert [each.problem for each in found.results()] == ["", "d1 did not come up"]
     with pytest.raises(Unavailable, match="Nothing came up: a1 did not"):
-        await compared(tmp_path, log, 0.02, a1=0.0, d1=0.0).run(Schedule())
+        await compared(tmp_path, log, 0.02, a1=0.0, d1=0.0).run()
 
 
 async def test_what_the_budget_has_no_time_for_is_left_out_from_the_end(tmp_path: Path) -> None:
     log: list[str] = []
     found = compared(tmp_path, log, 0.01, a1=0.01, a2=0.01, d1=0.01, d2=0.01)
-    await found.run(Schedule())
+    await found.run()
     assert {name for name in log if name[0] == "+"} == {"+a1", "+d1"}
     assert found.notes == ["Not run, for lack of time: a2, d2. Give --minutes more."]
 
 
 async def test_on_gpus_there_are_never_two_at_a_time(tmp_path: Path) -> None:
     log: list[str] = []
-    await compared(tmp_path, log, 0.05, HardwareKind.GPU, a1=0.01, d1=0.01).run(Schedule())
+    await compared(tmp_path, log, 0.05, HardwareKind.GPU, a1=0.01, d1=0.01).run()
     assert log[1] == "-a1"
     assert log[::2] == [name.replace("-", "+") for name in log[1::2]]
 
 
 async def test_broken_off_it_stops_what_runs(tmp_path: Path) -> None:
     log: list[str] = []
-    task = asyncio.create_task(compared(tmp_path, log, 0.15, a1=0.01, d1=0.01).run(Schedule()))
+    task = asyncio.create_task(compared(tmp_path, log, 0.15, a1=0.01, d1=0.01).run())
     await until(lambda: len(log) == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

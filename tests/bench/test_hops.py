@@ -13,7 +13,6 @@ import pytest
 from pdserve_bench.hops import frontend, stream
 from pdserve_bench.hops.frontend import RAMP, step_seconds, tokens_needed
 from pdserve_bench.hops.turns import HopOptions, HopTurn, section, spread
-from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report
 
 
@@ -25,7 +24,7 @@ async def _last(sections: AsyncIterator[Report]) -> Report:
 
 async def test_the_stream_is_measured_beside_bare_tcp(tmp_path: Path) -> None:
     options = HopOptions(tmp_path, seconds=0.6, rounds=2)
-    report = await _last(stream.measure(options, Schedule()))
+    report = await _last(stream.measure(options))
     assert [row[0] for row in report.tables[0].rows] == list(stream.SIZES)
     systems = [turn["system"] for turn in report.data["turns"]]
     assert systems == [*stream.NAMES, *stream.NAMES[::-1]] * len(stream.SIZES), "the order alternates"
@@ -34,7 +33,7 @@ async def test_the_stream_is_measured_beside_bare_tcp(tmp_path: Path) -> None:
 
 async def test_the_frontend_is_measured_beside_vllms_app(tmp_path: Path) -> None:
     options = HopOptions(tmp_path, seconds=0.8, rounds=2)
-    report = await _last(frontend.measure(options, Schedule(), (4,)))
+    report = await _last(frontend.measure(options, (4,)))
     turns = report.data["turns"]
     assert [turn["system"] for turn in turns] == [*frontend.NAMES, *frontend.NAMES[::-1]]
     for turn in turns:

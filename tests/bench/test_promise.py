@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.goodput.requests import PoissonRequests
-from pdserve_bench.progress import Schedule
 from pdserve_bench.promise.arms import OFF, WAYS, Arm, ArmsRun, Switch, arm_of, compare_arms, in_turn
 from pdserve_bench.promise.result import report_of
 from pdserve_bench.slo import Slo
@@ -93,7 +92,7 @@ async def test_each_arm_is_judged_by_the_promise_and_the_ratios_are_those_of_its
         tiny_server(Keeping(server)) as tiny,
     ):
         users = PoissonRequests(Prompts(1.0, 7), 20, 2)
-        await compare_arms(Endpoint(tiny.url, "tiny"), users, switch, result, Schedule())
+        await compare_arms(Endpoint(tiny.url, "tiny"), users, switch, result)
     assert [arm.name for arm, _ in result.windows] == ["off", "chat", "chat", "off"]
     found = json.loads(report_of(result, "test").as_json())
     off, on = found["data"]["cells"]

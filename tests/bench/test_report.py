@@ -145,15 +145,12 @@ LONG = "a system with max-num-batched-tokens=2048 and max-num-seqs=256, which ta
 NASTY = [
     Chart("no series", "lines", "x", "y", []),
     Chart("no points", "bars", "x", "y", [Series("a", [], [])]),
-    Chart("only NaN", "dots", "x", "y", [Series("a", [1, 2], [NAN, None])], log_y=True),
-    Chart("zeros", "lines", "x", "y", [Series("a", [0, 1, 100], [5, 0, 1e6])], log_x=True, log_y=True),
-    Chart("one point", "lines", "x", "y", [Series("a", [3], [4])], {"far": 70}, {"left": -3, "none": NAN}),
-    Chart("same x", "dots", "x", "y", [Series("a", [3, 3], [4, 4])], log_x=True, y_unit="s"),
+    Chart("only NaN", "lines", "x", "y", [Series("a", [1, 2], [NAN, None])], log=True),
+    Chart("zeros", "lines", "x", "y", [Series("a", [0, 1, 100], [5, 0, 1e6])], log=True),
+    Chart("one point", "lines", "x", "y", [Series("a", [3], [4])], {"far": 70}, {"left": -3}),
     Chart("below 0", "bars", "x", "y", [Series("a", ["p", "q"], [-1, 2], [-2, 1], [0, 3])]),
-    Chart("eight bars", "bars", "x", "y", [Series(f"system {n}", ["p", "q"], [1, 2]) for n in range(8)]),
     Chart(LONG, "bars", LONG, LONG, [Series(LONG, [LONG, EVIL], [1, NAN], [], [2, 3])]),
-    Chart(EVIL, "lines", "$x^2", "_y", [Series("_a", ["p", 1], [1, 2]), Series("$", ["q"], [math.inf])]),
-    Chart("one side", "lines", "x", "y", [Series("a", [1, 2], [5, 6], [4], [])], better="lower"),
+    Chart(EVIL, "lines", "$x^2", "_y", [Series("_a", [1, 2], [1, 2]), Series("$", [1], [math.inf])]),
 ]
 
 
@@ -164,18 +161,16 @@ def test_nothing_that_was_measured_breaks_a_picture(tmp_path: Path) -> None:
     assert imread(tmp_path / "x.png").shape[1] == 1500
 
 
-def test_ticks_are_plain_numbers_with_their_unit() -> None:
+def test_ticks_are_plain_numbers() -> None:
     """Also on a logarithmic scale, where matplotlib writes powers of ten as mathematics, which is off."""
-    series = [Series("a", [1, 32, 1000], [0.02, 0.3, 0.4])]
-    chart = Chart("", "lines", "", "", series, log_x=True, log_y=True, y_unit="s")
     figure = Figure()
     axes = figure.subplots()
-    draw(axes, chart)
+    draw(axes, Chart("", "lines", "", "", [Series("a", [1, 32, 1000], [20, 300, 400])], log=True))
     figure.draw_without_rendering()
     ticks = [
         text.get_text() for text in (*axes.get_xticklabels(which="both"), *axes.get_yticklabels(which="both"))
     ]
-    assert {"1", "100", "20 ms", "200 ms"} <= set(ticks)
+    assert {"1", "100", "20", "200"} <= set(ticks)
     assert not any("^" in text or "e+" in text for text in ticks)
 
 

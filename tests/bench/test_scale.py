@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from pdserve_bench.options import rates_of
-from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.scale.graph import GraphSize
 from pdserve_bench.scale.rates import PARTS, RatedLoad, ScaleRun, report_of
@@ -16,8 +15,7 @@ from pdserve.errors import ConfigError
 
 async def test_a_small_graph_costs_what_its_requests_take(tmp_path: Path) -> None:
     found = ScaleRun(GraphSize(2, 3, servers=3), [6.0], 4.0)
-    with Schedule() as schedule:
-        await found.measure(tmp_path, schedule)
+    await found.measure(tmp_path)
     (load,) = found.loads
     assert load.tally.requests == load.seen["finished"] > 0
     assert load.each["frontend"] > 0 < load.each["workers"]

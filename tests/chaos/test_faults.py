@@ -62,11 +62,6 @@ def test_choose_between_hosts(only: str, names: list[str]) -> None:
     assert {fault.name for fault in choose(only, faults=HOST_FAULTS)} >= set(names)
 
 
-def test_another_owners_data_is_lost_only_on_demand() -> None:
-    assert not any(fault.name.endswith("lose") for fault in choose("", ours=False))
-    assert [fault.name for fault in choose("etcd-lose", ours=False)] == ["etcd-lose"]
-
-
 def test_choose_knows_no_others() -> None:
     with pytest.raises(ConfigError, match="no fault decode-melt; there are: prefill-kill"):
         choose("decode-kill,decode-melt")

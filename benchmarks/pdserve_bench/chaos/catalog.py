@@ -45,11 +45,11 @@ CLUSTER_FAULTS = members.CLUSTER_FAULTS
 """those of a graph whose NATS and etcd are clusters"""
 
 
-def choose(names: str, ours: bool = True, faults: Sequence[Fault] = FAULTS) -> tuple[Fault, ...]:
-    """`decode-kill,nats,clock`: faults by name, or all of a target or kind; empty for every one, but for the loss of
-    data that is not `ours`. Raises ConfigError."""
+def choose(names: str, faults: Sequence[Fault] = FAULTS) -> tuple[Fault, ...]:
+    """`decode-kill,nats,clock`: faults by name, or all of a target or kind; empty for every one. Raises
+    ConfigError."""
     if not names:
-        return tuple(fault for fault in faults if ours or not fault.loses_data)
+        return tuple(faults)
     chosen: list[Fault] = []
     for name in (word.strip() for word in names.split(",")):
         found = [fault for fault in faults if name in _names(fault)]

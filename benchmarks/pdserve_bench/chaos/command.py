@@ -5,18 +5,16 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Awaitable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from pdserve.errors import ConfigError
 from pdserve.observe.tables import show
 from pdserve.process.signals import STOPPERS
-from pdserve.supervisor import state
 from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
 from pdserve_bench.chaos.members import on_clusters
 from pdserve_bench.chaos.questions import Case
@@ -26,9 +24,8 @@ from pdserve_bench.chaos.scene import Options
 from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, scorecard, verdict
 from pdserve_bench.hosts.graph import graph_on_hosts
 from pdserve_bench.launch import CUTTABLE, RunningGraph, started
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import say as _say
 
-_say = Schedule().say
 CARD = "scorecard.json"
 """in the folder that is kept where something went wrong, beside the logs"""
 
@@ -37,12 +34,6 @@ def chaos(
     file: Annotated[
         Path | None, typer.Option("-f", "--file", metavar="FILE", help="start the graph of this file")
     ] = None,
-    state_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="a running graph's, instead of starting one")
-    ] = None,
-    url: Annotated[
-        str, typer.Option(metavar="URL", help="with --state-dir: ask here, not where the graph says")
-    ] = "",
     show_list: Annotated[bool, typer.Option("--list", help="the faults, and nothing else")] = False,
     hosts: Annotated[
         bool,
@@ -73,8 +64,8 @@ def chaos(
     """Break a graph on purpose, under load, one fault after the other: {prefill, decode, nats, etcd, frontend} x
     {kill, hang, cut}, NATS and etcd losing their data, all workers of a kind at once, a rolling restart (--list).
     Starts the graph of FILE in a folder of its own, with ports, NATS and etcd of its own and at least two of each
-    process, and stops it at the end; or takes the one that runs on --state-dir. Every answer is compared, token for
-    token, with that of the undisturbed graph. Exit code 1 where a request was dropped, hung or answered wrongly,
+    process, and stops it at the end. Every answer is compared, token for token, with that of the undisturbed graph.
+    Exit code 1 where a request was dropped, hung or answered wrongly,
     where KV blocks stayed held, or where the graph did not recover; Ctrl-C shows what is known by then.
     --hosts: NATS and etcd, and each process, on a host of namespaces (root, or below `unshare -Ur`); links are cut,
     lossy, far and slow, and hosts vanish, come back elsewhere, and have other clocks. --clusters: three NATS and three
@@ -83,7 +74,6 @@ def chaos(
     examples:
       pdserve chaos -f configs/local.yaml --dtype float32       every fault, on real engines (bf16 batches differ)
       pdserve chaos -f configs/local.yaml --only decode,etcd-kill --seconds 30
-      pdserve chaos --state-dir ~/.pdserve --only prefill-hang    a graph that runs here; it will feel it
       pdserve chaos -f configs/local.yaml --hosts --one-engine --dtype float32
       pdserve chaos -f configs/local.yaml --clusters --only nats-stream,etcd-majority
       pdserve chaos --list [--hosts | --clusters]
@@ -92,25 +82,17 @@ def chaos(
     if show_list:
         print("\n".join(f"{fault.name:18} {fault.told}" for fault in faults))
         return 0
-    if file and state_dir:
-        raise ConfigError(["Give -f FILE or --state-dir DIR, not both."])
-    if not file and not state_dir:
-        raise ConfigError(["Give the graph to break: -f FILE, or --state-dir DIR for one that runs."])
-    if (hosts or clusters) and state_dir:
-        raise ConfigError([f"--{'hosts' if hosts else 'clusters'} starts the graph of a file: -f FILE."])
+    if file is None:
+        raise ConfigError(["Give the graph to break: -f FILE."])
     if hosts and clusters:
         raise ConfigError(["Give --hosts or --clusters, not both."])
-    options = Options(choose(only, not state_dir, faults), seconds, hold, concurrency, patience, seed=seed)
+    options = Options(choose(only, faults), seconds, hold, concurrency, patience, seed=seed)
     logging.basicConfig(level=logging.ERROR)  # that etcd is away is no news here
     folder = Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     graph: AbstractAsyncContextManager[RunningGraph]
-    if state_dir:
-        graph = nullcontext(_running(state_dir.expanduser(), url))
-    elif hosts:
-        assert file is not None
+    if hosts:
         graph = graph_on_hosts(file, folder, _say, workers, dtype)
     else:
-        assert file is not None
         _say(f"starting the graph of {file}; its logs: {folder}/state/logs")
         names = {fault.name for fault in options.faults}
         graph = (on_clusters if clusters else started)(
@@ -128,9 +110,7 @@ def chaos(
     rows: list[Row] = []
     complete = good = False
     try:
-        pool = (
-            of_one_engine(file, _made(folder / "one"), dtype, options, _say) if one_engine and file else None
-        )
+        pool = of_one_engine(file, _made(folder / "one"), dtype, options, _say) if one_engine else None
         _fill(rows, graph, options, pool)
         complete, good = True, passed(rows)
     finally:  # what is known is shown, however it ends
@@ -182,13 +162,3 @@ def _fill(
         asyncio.run(work())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
-
-
-def _running(state_dir: Path, url: str) -> RunningGraph:
-    """Raises ConfigError."""
-    graph = state.read(state_dir)
-    if graph is None:
-        raise ConfigError([f"No graph runs on {state_dir}."])
-    if url:
-        graph = msgspec.structs.replace(graph, url=url.rstrip("/"))
-    return RunningGraph(graph, state_dir)

@@ -213,7 +213,6 @@ def _fault(target: Target, how: Harm) -> Fault:
         (target.value, how.value),
         patient=(target, how) == (Target.ALL_DECODE, Harm.KILL),
         kills_decode=how is Harm.KILL and target in (Target.DECODE, Target.ALL_DECODE),
-        loses_data=how is Harm.LOSE,
     )
 
 

@@ -80,7 +80,6 @@ STATE_LOST = Fault(
     "all files and folders of the state directory are removed, and a process of each kind is killed",
     remove_state,
     kills_decode=True,
-    loses_data=True,
 )
 SERVE_AND_GUARDIAN_KILL = Fault(
     "serve-guardian-kill",

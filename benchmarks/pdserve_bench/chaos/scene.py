@@ -30,7 +30,6 @@ class Fault:
     (docs/decisions/0007-lost-answers.md)"""
     silent: bool = False
     """no packet says that they are gone, so that others notice it after some seconds"""
-    loses_data: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
     adds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """to sections of the graph's file, where `--only` names it"""

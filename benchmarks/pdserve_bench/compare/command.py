@@ -15,7 +15,6 @@ from pdserve_bench.compare.trace import read_trace
 from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.options import AnswerLen, Gap, Json, Plot, PromptTokens, Share, Ttft, numbers
-from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report, check_outputs
 from pdserve_bench.runs import Scalable, run_and_show
 from pdserve_bench.slo import read_slo
@@ -83,10 +82,6 @@ def compare(
     )
     comparison = Comparison.prepare(options, load)
 
-    async def work() -> None:
-        with Schedule() as schedule:
-            await comparison.run(schedule)
-
     def report(complete: bool) -> Report | None:
         if not complete and not any(each.probes for each in comparison.entrants):
             return None
@@ -96,7 +91,7 @@ def compare(
             write.write_text(winning_file(comparison, winner, found))
         return report_of(comparison, complete, write if winner is not None else None)
 
-    return run_and_show(work, report, json, plot)
+    return run_and_show(comparison.run, report, json, plot)
 
 
 def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:

@@ -41,7 +41,7 @@ from pdserve_bench.compare.measuring import (
 )
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
 from pdserve_bench.goodput.result import GoodputResult
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import say
 from pdserve_bench.sections import read_sections
 from pdserve_bench.systems.system import Stage
 
@@ -125,12 +125,12 @@ class Comparison:
 
     # how it is found out
 
-    async def run(self, schedule: Schedule) -> None:
+    async def run(self) -> None:
         """Raises Unavailable where nothing at all can be measured."""
         options, deadline = self.options, time.monotonic() + 60 * self.options.minutes
         with tempfile.TemporaryDirectory(prefix="pdserve-compare-") as folder:
             async with Stage(Path(folder), lambda _: None) as stage:
-                measuring = Measuring(stage, schedule, options, self.asked, self.here.kind, deadline)
+                measuring = Measuring(stage, options, self.asked, self.here.kind)
                 until = deadline - _STOP
                 await self._try_each(measuring, until - _FINALS * 60 * options.minutes)
                 await self._final(measuring, until)
@@ -181,7 +181,7 @@ class Comparison:
         try:
             await measuring.start(launch)
         except (ConfigError, Unavailable, OSError) as error:
-            measuring.schedule.say(f"{launch.key}: {error}")
+            say(f"{launch.key}: {error}")
             for entrant in self._of(launch):
                 entrant.problem = _brief(str(error))
             return False

@@ -12,7 +12,7 @@ from pdserve_bench.compare.recommend import AtLoad, CandidateResult
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import GoodputOptions, Probe, warm_up
 from pdserve_bench.goodput.result import GoodputResult, find_goodput
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import begin
 from pdserve_bench.runs import Scalable
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import SHARE, Slo, Tally
@@ -32,7 +32,6 @@ _ADOPTED = 0.2
 _WARM_RATE = 2.0
 _RATES = (0.05, 50.0)
 """first rates, in requests per second"""
-_REST = "rest"
 _NARROW = 1.5
 """a control whose interval is wider tells nothing of the noise"""
 
@@ -148,12 +147,9 @@ class Measuring:
 
     stage: Stage
     """what runs, by the keys of the launches"""
-    schedule: Schedule
     options: CompareOptions
     load: UserLoad
     kind: HardwareKind
-    deadline: float
-    """monotonic: when all of it should be over, for the time left that is shown"""
     _users: Scalable | None = None
     _rate: float = 1.0
     """requests per second of the first probes"""
@@ -163,13 +159,12 @@ class Measuring:
 
     async def start(self, launch: Launch) -> None:
         """Start it and warm it up. Raises ConfigError and Unavailable."""
-        self._announce_rest(START_SECONDS[self.kind])
-        with self.schedule.phase(f"starting {launch.key}", START_SECONDS[self.kind]):
-            running = await self.stage.start(launch.key, launch.system)
+        begin(f"starting {launch.key}", START_SECONDS[self.kind])
+        running = await self.stage.start(launch.key, launch.system)
         users = self._users or await self.load.make(running.endpoint)
         warm = min(3.0, max(1.0, 60 * self.options.minutes / 150))
-        with self.schedule.phase(f"warming up {launch.key}", warm):
-            run = await warm_up(running.endpoint, users, _WARM_RATE, warm, self._next_seed())
+        begin(f"warming up {launch.key}", warm)
+        run = await warm_up(running.endpoint, users, _WARM_RATE, warm, self._next_seed())
         done = [each for each in run.of(Outcome.FINISHED) if each.ttft]
         if done and self._users is None:
             low, high = _RATES
@@ -202,15 +197,7 @@ class Measuring:
         left = until - time.monotonic()
         seconds = max(_LEAST, min(_MOST, _STEADY * self._whole), min(_MOST, left / _PROBES))
         found.options = replace(found.options, seconds=seconds, budget=max(left, _LONGER * seconds + 1))
-        self._announce_rest(left)
-        await find_goodput(
-            running.endpoint, self._users, found, self.schedule, candidate.name, running.cpu_meter()
-        )
-
-    def _announce_rest(self, seconds: float) -> None:
-        """The time left is that of the budget, after so many seconds."""
-        self.schedule.cancel(_REST)
-        self.schedule.announce(_REST, max(0.0, self.deadline - time.monotonic() - seconds))
+        await find_goodput(running.endpoint, self._users, found, candidate.name, running.cpu_meter())
 
     def _next_seed(self) -> int:
         """Far enough from the last one: each probe of a search has another."""

@@ -120,12 +120,13 @@ def _own_split(comparison: Comparison) -> str:
 
 def _goodput_bars(results: Iterable[CandidateResult]) -> Chart:
     """A bar for each candidate that carried a rate at all."""
-    carried = [(each, each.least if each.broken is None else each.broken) for each in results if each.goodput]
-    series = [
-        Series(each.name, [""], [each.goodput], [each.least], [high], baseline=each.aggregated)
-        for each, high in carried
-    ]
-    return Chart("Goodput", "bars", "", "requests/s", series, better="higher")
+    series = []
+    for name, aggregated in (("aggregated", True), ("disaggregated", False)):
+        found = [each for each in results if each.goodput and each.aggregated is aggregated]
+        highs = [each.least if each.broken is None else each.broken for each in found]
+        bars, lows = [each.goodput for each in found], [each.least for each in found]
+        series.append(Series(name, [each.name for each in found], bars, lows, highs, baseline=aggregated))
+    return Chart("Goodput", "bars", "requests/s", "", series, better="higher")
 
 
 def winning_file(comparison: Comparison, candidate: Candidate, found: Recommendation) -> str:

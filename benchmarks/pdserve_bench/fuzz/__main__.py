@@ -1,6 +1,6 @@
 """Requests of every shape to every route, and what is left of them in the graph.
 
-    python -m pdserve_bench.fuzz [--requests 2000] [--seed 1] [--real [--vllm]] [--nasty NAME]
+    python -m pdserve_bench.fuzz [--requests 2000] [--seed 1] [--real [--vllm]]
     python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
 Starts a graph of its own with simulated engines (with --real those of configs/local.yaml). First come the requests that
@@ -9,8 +9,8 @@ schemathesis, from the graph's own /openapi.json. Beside them a client with know
 each with a command that sends it again: a 5xx, a malformed answer (an error in no dialect, a stream without its end),
 no answer in time; and whatever is left behind: KV blocks, requests, places, processes that ended, memory, tracebacks.
 With --vllm each 5xx of those made by hand is sent to vLLM's own server too, and not counted where that answers with a
-5xx as well. `--nasty NAME` sends one request and shows the answer. With --attack clients take all that they can get
-(`attack.py`) instead. Exit code 1 where there are findings.
+5xx as well. With --attack clients take all that they can get (`attack.py`) instead. Exit code 1 where there are
+findings.
 """
 
 import argparse
@@ -66,12 +66,7 @@ async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, Gra
     async with started(file, folder, say, dtype="float32", thresholds=True) as running:
         graph = running.graph
         fuzzer = Fuzzer(graph, running.state_dir / "logs", say)
-        named = {request.name: request for request in nasties(graph.model)}
-        if args.nasty:
-            print(named[args.nasty].curl(graph.url, FINDINGS))
-            print((await fuzzer.send(named[args.nasty])).decode(errors="replace"))
-        else:
-            await fuzz(fuzzer, args.requests, args.seed, folder)
+        await fuzz(fuzzer, args.requests, args.seed, folder)
     if args.vllm and any(finding.status >= 500 for finding in fuzzer.report.findings):
         model = Path(load(file, {}).model)
         async with plain_vllm(model, VLLM_ARGUMENTS.split(), folder, say) as (url, _):
@@ -99,20 +94,16 @@ def main() -> int:
     parser = program(__doc__)
     parser.add_argument("--requests", type=int, default=2000, help="by schemathesis, about")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--nasty", metavar="NAME", help="only this one of those that were made by hand")
     parser.add_argument(
         "--attack", nargs="?", const="", metavar="KIND,...", help=f"clients: {', '.join(attack.KINDS)}"
     )
     parser.add_argument("--seconds", type=float, default=600.0, help="of the attack")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the graph and its logs, to be kept")
     parser.add_argument("--real", action="store_true", help="engines that are not simulated")
     parser.add_argument("--vllm", action="store_true", help="send each 5xx to vLLM's own server too")
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="pdserve-fuzz-") as folder:
-        if args.keep:
-            args.keep.mkdir(parents=True)
-        report, graph = asyncio.run(_main(args, args.keep or Path(folder)))
+        report, graph = asyncio.run(_main(args, Path(folder)))
     show(report, graph)
     return 1 if report.findings else 0
 

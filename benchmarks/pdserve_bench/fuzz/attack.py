@@ -24,8 +24,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdserve.credentials import create
-from pdserve.observe.pages import read_receipts
-from pdserve.records import Role
 from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Attempt
@@ -34,7 +32,6 @@ from pdserve_bench.endpoint import key_headers
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
 from pdserve_bench.launch import ServerRun, started
 from pdserve_bench.simulated import simulated
-from pdserve_bench.watch import GraphWatch
 
 SIMULATED = simulated(
     {"step-seconds": 0.02, "prefill-rate": 50000},
@@ -52,8 +49,6 @@ OUTPUT = 1500
 """tokens of each greedy answer, if the model can"""
 PATIENCE = 60.0
 """seconds for an attacker's request"""
-TRACED = 5
-"""requests that waited longest, whose way is printed"""
 NICE = 10
 AGAIN = 0.05
 """seconds between two requests of an attacker: a refusal comes at once"""
@@ -212,32 +207,11 @@ def _attackers(fuzzer: Fuzzer, folder: Path, max_model_len: int, kinds: list[str
 
 
 async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -> None:
-    """Say how long the client beside waited, and at the end where the requests were that waited longest."""
-    ways: dict[str, str] = {}
-    async with GraphWatch() as watch:
-        await watch.move(fuzzer.graph)
-        for _ in range(max(1, round(seconds / 10))):
-            await asyncio.sleep(min(10, seconds))
-            longest, slowest = _longest(load, first)
-            fuzzer.say(f"{len(load.done) - first} requests, {longest:.2f} s at most ({slowest})")
-            for _, waited in _most(load, first):  # at once: frontends forget receipts
-                if waited not in ways:
-                    ways[waited] = await _way(watch, waited)
-    for wait, waited in _most(load, first):
-        fuzzer.say(f"  {wait:.2f} s {ways.get(waited, '')}")
-
-
-def _most(load: JudgedLoad, first: int) -> list[tuple[float, str]]:
-    """Of the ended requests from that one on, those that waited longest."""
-    return sorted(_waits(load.done[first:]), reverse=True)[:TRACED]
-
-
-async def _way(watch: GraphWatch, request_id: str) -> str:
-    """Where the request was, by its receipt; "" for none."""
-    for receipt in await read_receipts(await watch.instances(Role.FRONTEND), 1, request_id=request_id):
-        hops = (f"{hop.name} {hop.start:.2f} + {hop.seconds:.2f}" for hop in receipt.hops)
-        return f"of {receipt.prompt_tokens} tokens, {receipt.reason}: {', '.join(hops)}"
-    return ""
+    """Say how long the client beside waits."""
+    for _ in range(max(1, round(seconds / 10))):
+        await asyncio.sleep(min(10, seconds))
+        longest, slowest = _longest(load, first)
+        fuzzer.say(f"{len(load.done) - first} requests, {longest:.2f} s at most ({slowest})")
 
 
 def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:

@@ -25,7 +25,6 @@ from pdserve_bench.options import (
     Ttft,
     seed_of,
 )
-from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import run_and_show
 from pdserve_bench.slo import read_slo, seconds
@@ -100,8 +99,7 @@ def goodput(
         title[0] = (
             f"Goodput of {endpoint.model} at {endpoint.url}: {prompt_tokens} tokens in, {answer_len} out"
         )
-        with Schedule() as schedule:
-            await find_goodput(endpoint, users, result, schedule)
+        await find_goodput(endpoint, users, result)
 
     return run_and_show(
         work,

@@ -6,7 +6,6 @@ one leaks into the next, and is cut short when so many requests have missed the 
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.errors import Unavailable
@@ -115,7 +114,6 @@ async def probe(
     users: Scalable,
     made: Probe,
     options: GoodputOptions,
-    news: Callable[[str], None] = lambda _: None,
     meter: CpuMeter | None = None,
 ) -> None:
     """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
@@ -130,7 +128,6 @@ async def probe(
             await asyncio.wait([task], timeout=_LOOK)
             watched.look()
             made.hopeless = watched.hopeless and not task.done()
-            news(watched.news())
             if made.hopeless or watched.nothing_to_learn:
                 break
     finally:
@@ -192,9 +189,6 @@ class _Watched:
         late = time.monotonic() - (run.asks_until or run.began + self._made.seconds)
         running = {each for each in run.exchanges if each.outcome is Outcome.UNFINISHED}
         return late > 1 and bool(running) and not running & self._open
-
-    def news(self) -> str:
-        return f"{self._taken} sent, {len(self._open)} running, {self._missed} missed"
 
 
 class Canary:

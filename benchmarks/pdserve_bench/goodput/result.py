@@ -1,7 +1,7 @@
 """Goodput of a server: probes until the search is over, and the result as a report.
 
 result = GoodputResult(options)             # can be read at any time, as after Ctrl-C
-await find_goodput(endpoint, users, result, schedule)
+await find_goodput(endpoint, users, result)
 result.search.carried, result.search.broken, result.search.estimate, result.probes
 """
 
@@ -13,7 +13,7 @@ from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
 from pdserve_bench.goodput.search import GoodputSearch
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import begin, say
 from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
 from pdserve_bench.runs import LoadRun, Scalable
 from pdserve_bench.samples import CONFIDENCE, percentile, wilson
@@ -73,41 +73,33 @@ async def find_goodput(
     endpoint: Endpoint,
     users: Scalable,
     result: GoodputResult,
-    schedule: Schedule | None = None,
     name: str = "goodput",
     meter: CpuMeter | None = None,
 ) -> None:
     """Fill the result, or go on with it. Raises Unavailable where the server answers no request at all, or does not
     become idle again."""
-    schedule = schedule or Schedule()
     options, search = result.options, result.search
     deadline = time.monotonic() + options.budget
     canary = Canary(endpoint)
     await canary.learn()
     if options.warm_up:
         slowly, briefly = min(_WARM_RATE, options.start_rate), min(_WARM_SECONDS, options.seconds)
-        with schedule.phase(f"{name}: warming up", briefly):
-            await warm_up(endpoint, users, slowly, briefly, options.seed - 1)
-            await canary.until_idle()
-    try:
-        while (rate := search.next() or result.thin) is not None:
-            seconds = _probe_seconds(rate, options)
-            if time.monotonic() + seconds > deadline:
-                return
-            left = min((search.left() - 1) * (seconds + 2), deadline - time.monotonic() - seconds)
-            schedule.cancel(name)
-            schedule.announce(name, max(0.0, left))
-            made = Probe(rate, seconds, options.seed + len(result.probes))
-            result.probes.append(made)
-            with schedule.phase(f"{name}: {rate:.3g} req/s", seconds):
-                await probe(endpoint, users, made, options, schedule.update, meter)
-                await canary.until_idle()
-            made.counted = True
-            search.tell(rate, made.tally.kept, made.judged)
-            schedule.say(f"{name}: {_line(result, made)}")
-        result.complete = True
-    finally:
-        schedule.cancel(name)
+        begin(f"{name}: warming up", briefly)
+        await warm_up(endpoint, users, slowly, briefly, options.seed - 1)
+        await canary.until_idle()
+    while (rate := search.next() or result.thin) is not None:
+        seconds = _probe_seconds(rate, options)
+        if time.monotonic() + seconds > deadline:
+            return
+        made = Probe(rate, seconds, options.seed + len(result.probes))
+        result.probes.append(made)
+        begin(f"{name}: {rate:.3g} req/s", seconds)
+        await probe(endpoint, users, made, options, meter)
+        await canary.until_idle()
+        made.counted = True
+        search.tell(rate, made.tally.kept, made.judged)
+        say(f"{name}: {_line(result, made)}")
+    result.complete = True
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
@@ -263,7 +255,7 @@ def _chart(result: GoodputResult) -> list[Chart]:
             across={f"{100 * options.share:g} %": options.share},
             upright={f"goodput {estimate:.3g}": estimate} if estimate else {},
             better="higher",
-            y_unit="share",
+            shares=True,
         )
     ]
 

@@ -135,16 +135,6 @@ class GoodputSearch:
         low, high = self.carried, self.broken
         return low is not None and high is not None and self._narrow(low, high)
 
-    def left(self) -> int:
-        """About how many probes are still to come."""
-        if self.next() is None:
-            return 0
-        low, high = self.carried, self.broken
-        wide = high / low if low and high else _STEP
-        halvings = math.ceil(math.log2(max(1.0, math.log(wide) / math.log(1 + self.precision))))
-        more = halvings + 1 + (0 if low and high else 1 if self._rates else 2)
-        return max(1, min(more, self._most - self.probes))
-
     @property
     def _shares(self) -> dict[float, float]:
         """Each rate that was probed, in order, and the share of the requests that keep the SLO there."""

@@ -13,7 +13,7 @@ import typer
 from pdserve.errors import PdserveError
 from pdserve_bench.hops.turns import HopOptions
 from pdserve_bench.options import Json, Plot
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import say
 from pdserve_bench.report import Report, check_outputs
 from pdserve_bench.runs import run_and_show
 
@@ -84,15 +84,14 @@ async def _measure(
 ) -> None:
     """A hop that cannot be measured here is reported, and the other is measured nevertheless. Each round's section
     replaces the one before, so that a run that is broken off shows what it has."""
-    with Schedule() as schedule:
-        for name in chosen:
-            folder = options.folder / name
-            folder.mkdir()
-            measure = import_module(f"pdserve_bench.hops.{name}").measure
-            try:
-                async with aclosing(measure(replace(options, folder=folder), schedule)) as sections:
-                    async for section in sections:
-                        found[name] = section
-            except PdserveError as error:
-                failures.append(f"{name}: not measured to its end: {error}")
-                schedule.say(failures[-1])
+    for name in chosen:
+        folder = options.folder / name
+        folder.mkdir()
+        measure = import_module(f"pdserve_bench.hops.{name}").measure
+        try:
+            async with aclosing(measure(replace(options, folder=folder))) as sections:
+                async for section in sections:
+                    found[name] = section
+        except PdserveError as error:
+            failures.append(f"{name}: not measured to its end: {error}")
+            say(failures[-1])

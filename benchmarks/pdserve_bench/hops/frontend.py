@@ -20,7 +20,7 @@ from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Prompts
 from pdserve_bench.hops.turns import HopOptions, HopTurn, alternate, section
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import begin, say
 from pdserve_bench.report import Column, Report
 from pdserve_bench.simulated import simulated
 from pdserve_bench.systems.cpu import CpuMeter
@@ -51,9 +51,7 @@ _LONG = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 _BLOCK, _ROOM = 32, 64
 
 
-async def measure(
-    options: HopOptions, schedule: Schedule, levels: Sequence[int] = LEVELS
-) -> AsyncIterator[Report]:
+async def measure(options: HopOptions, levels: Sequence[int] = LEVELS) -> AsyncIterator[Report]:
     turns: list[HopTurn] = []
     possible = [load for load in levels if load <= _most_connections()]
     tokens = max(tokens_needed(load, options.seconds) for load in possible)
@@ -61,18 +59,18 @@ async def measure(
     prompts = Prompts(2.0, options.seed)
     async with AsyncExitStack() as stack:
         running: dict[str, RunningSystem] = {}
-        with schedule.phase("frontend: starting the graph and vLLM's app", 30.0):
-            for number, (name, recipe) in enumerate(recipes.items()):
-                folder = options.folder / str(number)
-                folder.mkdir()
-                running[name] = await stack.enter_async_context(recipe.start(folder, schedule.say))
-                await hold_streams(name, running[name], possible[0], SETTLE, prompts)  # warms it up
+        begin("frontend: starting the graph and vLLM's app", 30.0)
+        for number, (name, recipe) in enumerate(recipes.items()):
+            folder = options.folder / str(number)
+            folder.mkdir()
+            running[name] = await stack.enter_async_context(recipe.start(folder, say))
+            await hold_streams(name, running[name], possible[0], SETTLE, prompts)  # warms it up
         for load in possible:
             for number in range(options.rounds):
                 phase = f"frontend: {load:,} stream{'s'[: load > 1]}, round {number + 1}"
-                with schedule.phase(phase, 2 * (options.seconds + load / RAMP + 3 * SETTLE)):
-                    for name in alternate(NAMES, number):
-                        turns.append(await hold_streams(name, running[name], load, options.seconds, prompts))
+                begin(phase, 2 * (options.seconds + load / RAMP + 3 * SETTLE))
+                for name in alternate(NAMES, number):
+                    turns.append(await hold_streams(name, running[name], load, options.seconds, prompts))
                 report = _section(turns)
                 report.notes += [f"{n:,} streams: ulimit -n is too low." for n in levels if n not in possible]
                 yield report

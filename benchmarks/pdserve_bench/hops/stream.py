@@ -22,7 +22,7 @@ from pdserve.errors import Unavailable
 from pdserve.messages import Cancel, Outputs, encode
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from pdserve_bench.hops.turns import HopOptions, HopTurn, alternate, section
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import begin
 from pdserve_bench.report import Column, Report
 from pdserve_bench.systems.cpu import cpu_seconds
 
@@ -37,20 +37,20 @@ _SHARE = 1 / 3
 _PATIENCE = 60.0
 
 
-async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[Report]:
+async def measure(options: HopOptions) -> AsyncIterator[Report]:
     turns: list[HopTurn] = []
     seconds = _SHARE * options.seconds
     async with AsyncExitStack() as stack:
-        with schedule.phase("stream: starting two processes", 3.0):
-            worker, frontend = await stack.enter_async_context(_ends(options.folder))
-            for name in NAMES:  # warms both processes up
-                await _turn(worker, frontend, name, SIZES[0], 0.2)
+        begin("stream: starting two processes", 3.0)
+        worker, frontend = await stack.enter_async_context(_ends(options.folder))
+        for name in NAMES:  # warms both processes up
+            await _turn(worker, frontend, name, SIZES[0], 0.2)
         for size in SIZES:
             for number in range(options.rounds):
                 phase = f"stream: outputs of {size} request{'s'[: size > 1]}, round {number + 1}"
-                with schedule.phase(phase, 2 * seconds):
-                    for name in alternate(NAMES, number):
-                        turns.append(await _turn(worker, frontend, name, size, seconds))
+                begin(phase, 2 * seconds)
+                for name in alternate(NAMES, number):
+                    turns.append(await _turn(worker, frontend, name, size, seconds))
                 yield _section(turns)
 
 

@@ -78,6 +78,6 @@ def section(
         )
         for name, curve in curves.items()
     ]
-    chart = Chart(title, "lines", case_name, "us", series, log_x=True, log_y=True, better="lower")
+    chart = Chart(title, "lines", case_name, "us", series, log=True, better="lower")
     raw = [asdict(turn) for turn in turns]
     return Report("", tables=[Rows(title, columns, rows, note)], charts=[chart], data={"turns": raw})

@@ -7,18 +7,16 @@ import typer
 
 from pdserve.cli.options import GraphFile
 from pdserve.errors import Unavailable
-from pdserve_bench.client import Exchange, Outcome
+from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers, server_url
 from pdserve_bench.multi_round.summary import MultiRoundResult
 from pdserve_bench.multi_round.texts import Texts
 from pdserve_bench.multi_round.workload import MultiRound
-from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Model, Plot, Seed, Ttft, seed_of
-from pdserve_bench.progress import Schedule
+from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Model, Seed, Ttft, seed_of
+from pdserve_bench.progress import begin, say
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import LoadRun, run_and_show
 from pdserve_bench.slo import read_slo
-
-_WARM_UP, _QUESTIONS = "warm-up", "questions"
 
 
 def multi_round(
@@ -53,7 +51,6 @@ def multi_round(
     ] = 60.0,
     seed: Seed = None,
     json: Json = None,
-    plot: Plot = None,
 ) -> int:
     """Multi-round QA: users that join over time, hold a chat of --num-rounds questions each, and leave.
 
@@ -69,13 +66,13 @@ def multi_round(
 
     examples:
       pdserve bench multi-round                  the graph that runs on this machine
-      pdserve bench multi-round --plot rounds --json rounds.json
+      pdserve bench multi-round --json rounds.json
       pdserve bench multi-round --time 60 --num-users 20 --num-rounds 3 --qps 10 \\
           --shared-system-prompt 1000 --user-history-prompt 2000 --answer-len 100 \\
           --model RAG_LLM --base-url http://0.0.0.0:8009/v1
     """
     slo = read_slo(ttft, gap, file)
-    check_outputs(json, plot)
+    check_outputs(json, None)
     load = MultiRound(
         num_users=num_users,
         num_rounds=num_rounds,
@@ -90,26 +87,25 @@ def multi_round(
     results: list[MultiRoundResult] = []
 
     async def work() -> None:
-        with Schedule({_WARM_UP: 2.0, _QUESTIONS: load.seconds}) as schedule:
-            url = await server_url(base_url, file)
-            endpoint = await find_endpoint(url, model, key_headers(api_key), chat=True)
-            if endpoint.without:
-                schedule.say(f"the server refuses {' and '.join(sorted(endpoint.without))}: left out")
-            if (grown := load.longest_chat) > endpoint.max_model_len > 0:
-                schedule.say(
-                    f"a chat grows to about {grown} tokens, and the model's context has {endpoint.max_model_len}: "
-                    "expect its last questions to be refused"
-                )
-            with schedule.phase(_WARM_UP):
-                await _warm_up(endpoint, load, warm_up)
-            results.append(MultiRoundResult(load, endpoint, LoadRun(), slo))
-            await _run(results[0], schedule)
+        url = await server_url(base_url, file)
+        endpoint = await find_endpoint(url, model, key_headers(api_key), chat=True)
+        if endpoint.without:
+            say(f"the server refuses {' and '.join(sorted(endpoint.without))}: left out")
+        if (grown := load.longest_chat) > endpoint.max_model_len > 0:
+            say(
+                f"a chat grows to about {grown} tokens, and the model's context has {endpoint.max_model_len}: "
+                "expect its last questions to be refused"
+            )
+        await _warm_up(endpoint, load, warm_up)
+        results.append(MultiRoundResult(load, endpoint, LoadRun(), slo))
+        begin("questions", load.seconds)
+        await load.run(endpoint, results[0].run)
 
     return run_and_show(
         work,
         lambda complete: results[0].report(complete) if results else None,
         json,
-        plot,
+        None,
         lambda: not results[0].finished,
     )
 
@@ -121,20 +117,3 @@ async def _warm_up(endpoint: Endpoint, load: MultiRound, count: int) -> None:
     await asyncio.gather(*(endpoint.ask(exchange, load.timeout) for exchange in asked))
     if asked and all(exchange.error for exchange in asked):
         raise Unavailable(f"{endpoint.url} answers no request of the warm-up: {asked[0].error}")
-
-
-async def _run(result: MultiRoundResult, schedule: Schedule) -> None:
-    run = result.run
-    asking = asyncio.create_task(result.load.run(result.endpoint, run))
-    try:
-        with schedule.phase(_QUESTIONS):
-            while not asking.done():
-                counts = {outcome: len(run.of(outcome)) for outcome in Outcome}
-                schedule.update(
-                    ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
-                )
-                await asyncio.wait([asking], timeout=0.5)
-        await asking
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)

@@ -9,7 +9,7 @@ from pdserve import clock
 from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.multi_round.workload import MultiRound, Question
-from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
+from pdserve_bench.report import Cell, Column, Report, Rows
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
@@ -73,7 +73,6 @@ class MultiRoundResult:
         report.tables = [Rows("Performance summary", [Column("figure"), Column("value")], summary)]
         report.tables += [self._times(figures), self._rounds()] if self.finished else []
         report.notes = self._notes(figures)
-        report.charts = [self._ttfts()] if self.finished else []
         report.data = self._data(figures)
         return report
 
@@ -131,28 +130,6 @@ class MultiRoundResult:
         columns = [Column("round"), *(Column(name, ".0f") for name in names)]
         columns += [Column("TTFT p50, ms", ".1f"), Column("TTFT p90, ms", ".1f")]
         return Rows("Rounds", columns, rows)
-
-    def _ttfts(self) -> Chart:
-        later = [question for question in self.finished if question.ttft is not None]
-        dots = {
-            name: [each for each in later if (each.round == 1) is first]
-            for name, first in (("first question", True), ("later questions", False))
-        }
-        return Chart(
-            "Time to first token",
-            "dots",
-            "asked at, seconds",
-            "TTFT",
-            [
-                Series(name, [each.started - self.run.began for each in asked], [each.ttft for each in asked])
-                for name, asked in dots.items()
-                if asked
-            ],
-            across={f"SLO {1000 * self.slo.ttft:g} ms": self.slo.ttft},
-            log_y=True,
-            y_unit="s",
-            better="lower",
-        )
 
     def _notes(self, figures: dict[str, float]) -> list[str]:
         questions, finished, load = self.questions, self.finished, self.load

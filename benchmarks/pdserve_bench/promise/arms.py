@@ -13,7 +13,7 @@ from pdserve.settings import MAX_THRESHOLD, of_promise
 from pdserve.slo import NO_PROMISE, Promised
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import JUDGE_LATER, Canary, Probe, probe, warm_up
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import begin
 from pdserve_bench.runs import Scalable
 from pdserve_bench.slo import Slo
 
@@ -112,30 +112,26 @@ class ArmsRun:
         return [made for other, made in self.windows if other == arm and made.rate == rate and made.counted]
 
 
-async def compare_arms(
-    endpoint: Endpoint, users: Scalable, switch: Switch, result: ArmsRun, schedule: Schedule
-) -> None:
+async def compare_arms(endpoint: Endpoint, users: Scalable, switch: Switch, result: ArmsRun) -> None:
     """Fill the result. Raises Unavailable where the server answers no request at all, or is not idle again."""
     deadline = time.monotonic() + result.seconds
     canary, windows = Canary(endpoint), list(in_turn(result.rates, result.arms))
     await switch.to(OFF)
     await canary.learn()
-    with schedule.phase("warming up", result.warm_up):
-        await warm_up(endpoint, users, min(result.rates), result.warm_up, result.seed - 1)
-        await canary.until_idle()
+    begin("warming up", result.warm_up)
+    await warm_up(endpoint, users, min(result.rates), result.warm_up, result.seed - 1)
+    await canary.until_idle()
     between, half, seconds = BETWEEN, len(windows) // 2, 0.0
     for number, (rate, arm) in enumerate(windows):
         began, left = time.monotonic(), len(windows) - number
         if number in (0, half):  # the arms of one half have windows of one length
             seconds, between = max(result.shortest, (deadline - began) / left - between), 0.0
-        schedule.cancel("others")
-        schedule.announce("others", max(0.0, deadline - began - seconds))
         await switch.to(arm)
         made = Probe(rate, seconds, result.seed + 1000 * (number >= half) + result.rates.index(rate))
         result.windows.append((arm, made))
-        with schedule.phase(f"{arm.name} at {rate:g} req/s", seconds):
-            await probe(endpoint, users, made, JUDGE_LATER, schedule.update)
-            await canary.until_idle()
+        begin(f"{arm.name} at {rate:g} req/s", seconds)
+        await probe(endpoint, users, made, JUDGE_LATER)
+        await canary.until_idle()
         made.counted = True
         between += (time.monotonic() - began - seconds) / half
     result.complete = True

@@ -11,7 +11,6 @@ from pdserve.registry import connect
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.options import AnswerLen, ApiKey, Json, Model, PromptTokens, Seed, rates_of, seed_of
-from pdserve_bench.progress import Schedule
 from pdserve_bench.promise.arms import OFF, WAYS, ArmsRun, Switch, arm_of, compare_arms
 from pdserve_bench.promise.result import report_of
 from pdserve_bench.report import check_outputs
@@ -80,9 +79,8 @@ async def _compare(
         connect(graph.etcd, graph.namespace, graph.credentials) as registry,
         Switch.on(registry) as switch,
     ):
-        with Schedule() as schedule:
-            users = PoissonRequests(prompts, *shape, patience=PATIENCE)
-            await compare_arms(endpoint, users, switch, result, schedule)
+        users = PoissonRequests(prompts, *shape, patience=PATIENCE)
+        await compare_arms(endpoint, users, switch, result)
 
 
 def _promise(text: str) -> tuple[str, Slo]:

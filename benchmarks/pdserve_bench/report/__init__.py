@@ -65,22 +65,21 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """`lines` joins points, `dots` does not; `bars` has a group for each x (a text) and in it a horizontal bar for each
-    series."""
+    """`bars` has a horizontal bar for each x, which is a text."""
 
     title: str
-    kind: Literal["lines", "bars", "dots"]
+    kind: Literal["lines", "bars"]
     x_label: str
     y_label: str
     series: Sequence[Series]
     across: Mapping[str, float] = field(default_factory=dict)
     """label -> y of a horizontal line, as the share that an SLO asks for"""
     upright: Mapping[str, float] = field(default_factory=dict)
-    log_x: bool = False
-    log_y: bool = False
+    log: bool = False
+    """both axes"""
     better: Literal["", "higher", "lower"] = ""
-    y_unit: str = ""
-    """`s` for values in seconds (shown as 20 ms), `share` for 0 to 1 (shown as %); empty: the unit is in the label"""
+    shares: bool = False
+    """`ys` from 0 to 1, which are shown in %"""
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import math
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
-from pdserve_bench.report import BROKEN_OFF, Chart, Report, Series
+from pdserve_bench.report import BROKEN_OFF, Chart, Report
 from pdserve_bench.report.terminal import printable
 
 _WIDTH, _HIGH, _BAR = 10.0, 3.2, 0.22
@@ -54,77 +54,42 @@ def write_png(report: Report, file: Path) -> None:
 
 
 def draw(axes: Axes, chart: Chart) -> None:
-    axes.set_title(_shown(chart.title) + _BETTER.get(chart.better, ""))
     bars = chart.kind == "bars"
+    axes.set_title(_shown(chart.title) + _BETTER.get(chart.better, ""))
+    axes.set_xlabel(_shown(chart.x_label))
+    axes.set_ylabel(_shown(chart.y_label))
     for place, series in enumerate(chart.series):
         colour = _BASELINE if series.baseline else _COLOURS[place % len(_COLOURS)]
         style: dict[str, Any] = {"color": colour, "label": _shown(series.label)}
+        ys, low, high = map(_numbers, (series.ys, series.low, series.high))
         if bars:
-            _bars(axes, chart, series, place, style)
+            pairs = zip(ys, low, high, strict=False)
+            ends = [*zip(*((max(0.0, y - a), max(0.0, b - y)) for y, a, b in pairs), strict=True)]
+            drawn = axes.barh([*map(_shown, series.xs)], ys, xerr=ends or None, **style)
+            axes.bar_label(drawn, [f"{y:.3g}" for y in ys], padding=4)
         else:
-            numeric = all(isinstance(x, int | float) for x in series.xs)
-            xs = series.xs if numeric else [*map(_shown, series.xs)]
-            axes.plot(xs, _numbers(series.ys), "o" if chart.kind == "dots" else "o-", markersize=3, **style)
-            if series.low and len(series.low) == len(series.high) == len(series.xs):
-                axes.fill_between(
-                    xs, _numbers(series.low), _numbers(series.high), color=style["color"], alpha=0.15
-                )
-    for limits, line in (
-        (chart.across, axes.axvline if bars else axes.axhline),
-        (chart.upright, axes.axvline),
-    ):
-        for label, value in limits.items():
-            if math.isfinite(value):
-                line(value, color="black", linestyle="--", linewidth=1, label=_shown(label))
-    _axes(axes, chart)
+            axes.plot(series.xs, ys, "o-", markersize=3, **style)
+            if low:
+                axes.fill_between(series.xs, low, high, color=colour, alpha=0.15)
+    for lines, line in ((chart.across, axes.axhline), (chart.upright, axes.axvline)):
+        for label, value in lines.items():
+            line(value, color="black", linestyle="--", linewidth=1, label=_shown(label))
+    if bars:
+        axes.invert_yaxis()
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)) if chart.log else ():
+        scale("log")
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    if chart.shares:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _bars(axes: Axes, chart: Chart, series: Series, place: int, style: Mapping[str, Any]) -> None:
-    """Groups below each other, and in each a bar for each series."""
-    groups, ys = _groups(chart), _numbers(series.ys)
-    at = [groups.index(str(x)) * (len(chart.series) + 1) + place for x in series.xs]
-    ends = [
-        [max(0.0, sign * (end - y)) if math.isfinite(end) else 0.0 for y, end in zip(ys, given, strict=False)]
-        for sign, given in ((-1, _numbers(series.low)), (1, _numbers(series.high)))
-    ]
-    whiskers: dict[str, Any] = {"xerr": ends} if all(len(end) == len(ys) for end in ends) and ys else {}
-    drawn = axes.barh(at, ys, 0.9, **style, **whiskers)
-    axes.bar_label(drawn, [f"{y:.3g}" if math.isfinite(y) else "n/a" for y in ys], padding=4)
-    middles = [
-        number * (len(chart.series) + 1) + (len(chart.series) - 1) / 2 for number in range(len(groups))
-    ]
-    axes.set_yticks(middles, [_shown(group) for group in groups])
-    axes.set_ylim(len(groups) * (len(chart.series) + 1) - 1, -1)
-
-
-def _axes(axes: Axes, chart: Chart) -> None:
-    bars = chart.kind == "bars"
-    axes.set_xlabel(_shown(chart.y_label if bars else chart.x_label))
-    if not bars:
-        axes.set_ylabel(_shown(chart.y_label))
-    for axis, log, least in (
-        (axes.xaxis, chart.log_x, axes.dataLim.x0),
-        (axes.yaxis, chart.log_y, axes.dataLim.y0),
-    ):
-        if log and least > 0:
-            (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axis.set_minor_locator(NullLocator())
-            axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    if chart.y_unit:
-        form = PercentFormatter(1.0) if chart.y_unit == "share" else EngFormatter(chart.y_unit)
-        (axes.xaxis if bars else axes.yaxis).set_major_formatter(form)
-
-
 def _inches(chart: Chart) -> float:
-    bars = len(_groups(chart)) * (len(chart.series) + 1)
+    bars = sum(len(series.xs) for series in chart.series)
     return max(1.2, 0.8 + _BAR * bars) if chart.kind == "bars" else _HIGH
-
-
-def _groups(chart: Chart) -> list[str]:
-    return list(dict.fromkeys(str(x) for series in chart.series for x in series.xs))
 
 
 def _numbers(values: Iterable[object]) -> list[float]:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from pdserve_bench.options import Json, rates_of
-from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import run_and_show
 from pdserve_bench.scale.graph import GraphSize
@@ -45,11 +44,8 @@ def scale(
     found = ScaleRun(GraphSize(decode, prefill, frontends, servers), rates_of("--rates", rates), seconds)
 
     async def work() -> None:
-        with (
-            Schedule({f"{rate:g} requests/s": seconds + 5 for rate in found.rates}) as schedule,
-            tempfile.TemporaryDirectory(prefix="pdserve-scale-") as folder,
-        ):
-            await found.measure(Path(folder), schedule)
+        with tempfile.TemporaryDirectory(prefix="pdserve-scale-") as folder:
+            await found.measure(Path(folder))
 
     return run_and_show(
         work, lambda complete: report_of(found, complete) if found.loads else None, json, None

@@ -3,8 +3,7 @@
     python -m pdserve_bench.scale.fleet FILE DECODE PREFILL OF_DECODE OF_PREFILL WARM_UPS
 
 On stdout: `ready` when all workers are registered, and each knows all of the other role: those that started first get
-an event for each that comes later, which takes a process of hundreds of them a while. `OF_`: the graph's in all. Ends
-with stdin."""
+an event for each that comes later, which takes a process of hundreds of them a while. `OF_`: the graph's in all."""
 
 import asyncio
 import logging
@@ -35,11 +34,10 @@ async def main(file: Path, decode: int, prefill: int, of_decode: int, of_prefill
     prefillers = _workers(PrefillWorker, Role.PREFILL, file, prefill)
     known = {**dict.fromkeys(decoders, of_prefill), **dict.fromkeys(prefillers, of_decode)}
     async with asyncio.TaskGroup() as group:
-        lives = []
 
         async def start(worker: Any) -> None:
             async with starting:
-                lives.append(group.create_task(worker.run()))
+                group.create_task(worker.run())
                 await worker.ready.wait()
                 await worker._presence.announced.wait()
 
@@ -47,9 +45,6 @@ async def main(file: Path, decode: int, prefill: int, of_decode: int, of_prefill
         while any(len(worker.view._instances) < count for worker, count in known.items()):  # noqa: ASYNC110
             await asyncio.sleep(LOOK)
         print("ready", flush=True)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-        for life in lives:
-            life.cancel()
 
 
 def _workers(kind: Any, role: Role, file: Path, count: int) -> list[Any]:

@@ -1,22 +1,24 @@
 """A graph of many simulated workers, with real frontends, on etcds and nats-servers of its own."""
 
 import asyncio
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 import psutil
 
 from pdserve.credentials import create
-from pdserve.errors import Unavailable
 from pdserve.ports import free_port
+from pdserve.supervisor.exits import exit_of
 from pdserve.supervisor.readiness import until_frontends_ready
 from pdserve_bench.clusters import EtcdMember, NatsMember, addresses, cluster
+from pdserve_bench.launch import ServerRun, family
+from pdserve_bench.progress import say
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.cpu import cpu_seconds
 from pdserve_bench.watch import series
@@ -26,7 +28,6 @@ PAIRS = 10_000
 """of a decode and a prefill worker, beyond which none warms up: on hosts of their own they have the CPU for it, and
 here a thousand share one"""
 STEP = 0.05
-START_WITHIN = 600.0
 _FLEET = "pdserve_bench.scale.fleet"
 _SPEED = {"step-seconds": STEP, "prefill-rate": 1e9}
 
@@ -63,8 +64,8 @@ class ScaleGraph:
         self.url = f"http://127.0.0.1:{port}"
         """of all frontends"""
         self._frontend = {"port": port, "ServiceArgs": {"workers": size.frontends}}
-        self._frontends: list[asyncio.subprocess.Process] = []
-        self._fleets: list[asyncio.subprocess.Process] = []
+        self._frontends: list[ServerRun] = []
+        self._fleets: list[ServerRun] = []
 
     async def start(self, stack: AsyncExitStack) -> float:
         """Return the seconds until all workers were registered, and knew each other. Raises Unavailable where it does
@@ -77,21 +78,17 @@ class ScaleGraph:
         self._http = await enter(httpx.AsyncClient(trust_env=False, timeout=10.0, verify=tls))
         file = self._file()
         for number in range(size.frontends):
-            process = await self._spawn(stack, "pdserve", "frontend", "-f", file, "--index", str(number))
-            self._frontends.append(process)
+            run = self._spawn(stack, "pdserve", "frontend", "-f", file, "--index", str(number))
+            self._frontends.append(run)
         began = time.monotonic()
         for number in range(FLEETS):
             parts = (len(range(number, whole, FLEETS)) for whole in (size.decode, size.prefill))
             numbers = (*parts, size.decode, size.prefill, int(size.decode * size.prefill <= PAIRS))
-            self._fleets.append(await self._spawn(stack, _FLEET, file, *map(str, numbers)))
-        try:
-            async with asyncio.timeout(START_WITHIN):
-                await asyncio.gather(*map(_ready, self._fleets))
-                took = time.monotonic() - began
-                async for _ in until_frontends_ready(self.url, size.frontends):
-                    pass
-        except TimeoutError:
-            raise Unavailable(f"{size} has not started within {START_WITHIN:g} s") from None
+            self._fleets.append(self._spawn(stack, _FLEET, file, *map(str, numbers)))
+        await asyncio.gather(*(run.until(partial(_ready, run), say) for run in self._fleets))
+        took = time.monotonic() - began
+        async for _ in until_frontends_ready(self.url, size.frontends):
+            pass
         return took
 
     def _file(self) -> str:
@@ -105,22 +102,13 @@ class ScaleGraph:
             sections["Security"] = {"credentials": str(credentials.folder)}
         return str(write(sections, self.folder / "graph.yaml"))
 
-    async def _spawn(self, stack: AsyncExitStack, module: str, *arguments: str) -> asyncio.subprocess.Process:
-        number = len(self._frontends) + len(self._fleets)
-        with (self.folder / f"{module}-{number}.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
-                *arguments,
-                env={**os.environ, "PDSERVE_STATE_DIR": str(self.folder)},
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE if module == _FLEET else log,
-                stderr=log,
-                limit=1 << 20,
-            )
-        stack.push_async_callback(_stop, process)
-        return process
+    def _spawn(self, stack: AsyncExitStack, module: str, *arguments: str) -> ServerRun:
+        log = self.folder / f"{module}-{len(self._frontends) + len(self._fleets)}.log"
+        command = [sys.executable, "-m", module, *arguments]
+        run = ServerRun(command, log, {"PDSERVE_STATE_DIR": str(self.folder)})
+        run.start()
+        stack.push_async_callback(_stop, run)
+        return run
 
     async def read(self) -> Reading:
         counts = {name: sum(map(cpu_seconds, pids)) for name, pids in self._pids().items()}
@@ -141,26 +129,17 @@ class ScaleGraph:
 
     def _pids(self) -> dict[str, Sequence[int]]:
         return {
-            "frontend": [pid for process in self._frontends for pid in _family(process.pid)],
-            "workers": [process.pid for process in self._fleets],
+            "frontend": [each.pid for run in self._frontends for each in family(run.process.pid)],
+            "workers": [run.process.pid for run in self._fleets],
             "etcd": [member.child.pid for member in self._etcd if member.child],
             "nats": [member.child.pid for member in self._nats if member.child],
         }
 
 
-def _family(pid: int) -> Iterator[int]:
-    """A role that is started alone watches a process of its own (`supervisor/alone.py`)."""
-    yield pid
-    yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
+def _ready(run: ServerRun) -> bool:
+    return "ready" in run.text.splitlines()
 
 
-async def _ready(process: asyncio.subprocess.Process) -> None:
-    assert process.stdout is not None
-    if not await process.stdout.readline():
-        raise Unavailable("a process of the benchmark's workers has ended")
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
+async def _stop(run: ServerRun) -> None:
+    run.process.kill()
+    await exit_of(run.process)

@@ -14,7 +14,7 @@ from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.goodput.measure import JUDGE_LATER, Probe, probe, warm_up
 from pdserve_bench.goodput.requests import PoissonRequests
-from pdserve_bench.progress import Schedule
+from pdserve_bench.progress import begin
 from pdserve_bench.report import Cell, Column, Report, Rows
 from pdserve_bench.scale.graph import GraphSize, ScaleGraph
 from pdserve_bench.slo import SHARE, Slo, Tally
@@ -65,24 +65,24 @@ class ScaleRun:
     """MiB of the idle graph"""
     loads: list[RatedLoad] = field(default_factory=list)
 
-    async def measure(self, folder: Path, schedule: Schedule) -> None:
+    async def measure(self, folder: Path) -> None:
         """Raises Unavailable."""
         graph = ScaleGraph(folder, self.size)
         async with AsyncExitStack() as stack:
-            with schedule.phase("starting", 60.0):
-                self.start = await graph.start(stack)
-                endpoint = Endpoint(graph.url, "demo")
-                users = PoissonRequests(await learn_prompts(endpoint, SEED), PROMPT, ANSWER)
-                await warm_up(endpoint, users, min(self.rates), WARM_UP, SEED - 1)
-            with schedule.phase("idle", SETTLE + self.seconds):
-                await asyncio.sleep(SETTLE)
-                before = await graph.read()
-                await asyncio.sleep(self.seconds)
-                self.idle, self.memory = (await graph.read()).rates(before), graph.memory()
+            begin("starting", 60.0)
+            self.start = await graph.start(stack)
+            endpoint = Endpoint(graph.url, "demo")
+            users = PoissonRequests(await learn_prompts(endpoint, SEED), PROMPT, ANSWER)
+            await warm_up(endpoint, users, min(self.rates), WARM_UP, SEED - 1)
+            begin("idle", SETTLE + self.seconds)
+            await asyncio.sleep(SETTLE)
+            before = await graph.read()
+            await asyncio.sleep(self.seconds)
+            self.idle, self.memory = (await graph.read()).rates(before), graph.memory()
             for number, rate in enumerate(self.rates):
-                with schedule.phase(f"{rate:g} requests/s", self.seconds):
-                    made = Probe(rate, self.seconds, SEED + number)
-                    self.loads.append(await self._load(graph, endpoint, users, made))
+                begin(f"{rate:g} requests/s", self.seconds)
+                made = Probe(rate, self.seconds, SEED + number)
+                self.loads.append(await self._load(graph, endpoint, users, made))
 
     async def _load(
         self, graph: ScaleGraph, endpoint: Endpoint, users: PoissonRequests, made: Probe
