@@ -76,7 +76,7 @@ def draw(axes: Axes, chart: Chart) -> None:
             line(value, color="black", linestyle="--", linewidth=1, label=_shown(label))
     if bars:
         axes.invert_yaxis()
-    log = chart.log and 0 < min(axes.dataLim.x0, axes.dataLim.y0) and math.isfinite(axes.dataLim.y0)
+    log = chart.log and min(axes.dataLim.x0, axes.dataLim.y0) > 0 and math.isfinite(axes.dataLim.y0)
     for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)) if log else ():
         scale("log")
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
