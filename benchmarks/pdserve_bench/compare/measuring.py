@@ -16,6 +16,7 @@ from pdserve_bench.progress import begin
 from pdserve_bench.runs import Scalable
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import SHARE, Slo, Tally
+from pdserve_bench.systems.cpu import CpuMeter
 from pdserve_bench.systems.system import Stage
 
 LEAST_REQUESTS = 30
@@ -197,7 +198,7 @@ class Measuring:
         left = until - time.monotonic()
         seconds = max(_LEAST, min(_MOST, _STEADY * self._whole), min(_MOST, left / _PROBES))
         found.options = replace(found.options, seconds=seconds, budget=max(left, _LONGER * seconds + 1))
-        await find_goodput(running.endpoint, self._users, found, candidate.name, running.cpu_meter())
+        await find_goodput(running.endpoint, self._users, found, candidate.name, CpuMeter(running.pids()))
 
     def _next_seed(self) -> int:
         """Far enough from the last one: each probe of a search has another."""

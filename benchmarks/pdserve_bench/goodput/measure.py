@@ -118,7 +118,7 @@ async def probe(
 ) -> None:
     """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
     made.slo, run = options.slo, made.run
-    others, before = ForeignLoad(), meter.read() if meter else None
+    others, before = ForeignLoad(), meter.read() if meter else 0.0
     run.began = time.monotonic()
     watched = _Watched(made, options)
     stalls = asyncio.create_task(_watch_stalls(made))
@@ -140,7 +140,7 @@ async def probe(
             run.ended = run.ended or time.monotonic()
             made.tally = Tally.of(made.slo, run.exchanges, run.ended)
             made.foreign = others.share()
-            made.cpu = meter.read().since(before).total if meter and before else 0.0
+            made.cpu = meter.read() - before if meter else 0.0
     if not task.cancelled():
         task.result()
 

@@ -12,7 +12,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 
 from pdserve.demo import MODEL_DIR
@@ -29,11 +29,7 @@ from pdserve_bench.systems.system import GraphSystem, PlainVllm, RunningSystem, 
 LEVELS = (1, 32, 128, 1000)
 NAMES = OURS, BASELINE = "pdserve", "vLLM's app"
 COST = "frontend, us"
-OTHERS: Mapping[Column, Sequence[str]] = {
-    Column("decode worker, us", ".0f"): ("decode",),
-    Column("NATS and etcd, us", ".1f"): ("nats-server", "etcd"),
-    Column("supervisor, us", ".1f"): ("supervisor", "guardian"),
-}
+OTHERS = Column("other processes, us", ".0f")
 CLIENT = Column("load generator, % of a core", ".0f")
 TOKEN, WORD = 316, " code"
 """in the demo model's tokenizer"""
@@ -79,10 +75,10 @@ async def measure(options: HopOptions, levels: Sequence[int] = LEVELS) -> AsyncI
 def _section(turns: Sequence[HopTurn]) -> Report:
     note = (
         f"A step of the engines takes {1000 * STEP:g} ms and {1000 * SEQUENCE:.2f} ms for each stream, so that many "
-        "streams get 3,000 tokens/s together. The right columns are the graph's other processes."
+        "streams get 3,000 tokens/s together. Other processes: the graph's workers, servers and supervisor."
     )
     title = "Frontend: CPU of its process for each streamed token"
-    report = section(turns, NAMES, title, "streams", COST, [*OTHERS, CLIENT], note)
+    report = section(turns, NAMES, title, "streams", COST, [OTHERS, CLIENT], note)
     streams, costs, ratios = (
         ", ".join(format(row[at], spec) for row in report.tables[0].rows)
         for at, spec in ((0, ","), (1, ".0f"), (4, ".2f"))
@@ -149,7 +145,9 @@ async def hold_streams(
 ) -> HopTurn:
     """Start all streams, measure a window in which all of them run and none begins or ends, and cut them off. Raises
     Unavailable where they do not begin, or end early."""
-    endpoint, meter, tokens = running.endpoint, running.cpu_meter(), tokens_needed(streams, seconds)
+    endpoint, tokens = running.endpoint, tokens_needed(streams, seconds)
+    pids, frontend = running.pids(), {running.frontend} - {0}
+    meter, others = CpuMeter(frontend or pids), CpuMeter(pids - frontend if frontend else ())
     exchanges = [Exchange(endpoint.body(prompts.of(PROMPT), tokens)) for _ in range(streams)]
     tasks: list[asyncio.Task[None]] = []
     await _quiet(meter)
@@ -161,30 +159,23 @@ async def hold_streams(
         await _begun(system, exchanges)
         await asyncio.sleep(SETTLE)
         await _between_steps(exchanges)
-        begin, client, before, characters = (
-            time.monotonic(), time.process_time(), meter.read(), _characters(exchanges)
-        )  # fmt: skip
+        started, client, characters = time.monotonic(), time.process_time(), _characters(exchanges)
+        cpu, beside = meter.read(), others.read()
         await asyncio.sleep(seconds)
         await _between_steps(exchanges)
-        cpu, client = meter.read().since(before).seconds, time.process_time() - client
+        cpu, beside = meter.read() - cpu, others.read() - beside
+        client = time.process_time() - client
         received = (_characters(exchanges) - characters) // len(WORD)
         if over := [exchange.error or "it ended" for exchange in exchanges if exchange.ended]:
             raise Unavailable(f"{system}: {len(over)} streams ended within the window: {over[0]}")
-        busy = 100 * client / (time.monotonic() - begin)
+        busy = 100 * client / (time.monotonic() - started)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return HopTurn(system, streams, _figures(system, cpu, received) | {CLIENT.name: busy, "tokens": received})
-
-
-def _figures(system: str, cpu: Mapping[str, float], tokens: int) -> dict[str, float]:
-    """Microseconds of CPU for each token. vLLM's app is one process, which has no name of its own."""
-    per = 1e6 / max(1, tokens)
-    if system == BASELINE:
-        return {COST: per * sum(cpu.values())}
-    others = {each.name: per * sum(cpu.get(name, 0.0) for name in names) for each, names in OTHERS.items()}
-    return {COST: per * cpu.get("frontend", 0.0), **others}
+    per = 1e6 / max(1, received)
+    figures = {COST: per * cpu, OTHERS.name: per * beside, CLIENT.name: busy, "tokens": received}
+    return HopTurn(system, streams, figures)
 
 
 def _characters(exchanges: Sequence[Exchange]) -> int:
@@ -197,7 +188,7 @@ async def _quiet(meter: CpuMeter) -> None:
     for _ in range(50):
         before = meter.read()
         await asyncio.sleep(0.1)
-        if meter.read().since(before).total < 0.02:
+        if meter.read() - before < 0.02:
             return
 
 

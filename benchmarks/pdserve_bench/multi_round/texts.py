@@ -4,19 +4,8 @@ about so many tokens."""
 from random import Random
 
 _VOCABULARY = """
-about after again all also and another answer are ask at because before behind between big black blue boat
-book box bread bridge bright but by came car chair child city clean clock cold come computer could cup dark
-day door down each eight empty evening every eye fast field fire first fish five for forest found four
-friend from full game garden gave get give glass go gold good great green had hand happy has have he head
-heard heart help her here hill him his horse house how if in into is it just key know lake last learn left
-letter life light like live long look lost made make man many market may me milk moon more morning most
-mountain much my name near need never new next night nine no not now number of off often old on one only
-open or other our out over paper part people picture place please quick quiet rain read red remember river
-road room run said saw say school sea see seven she ship shop short should silver six slow small snow so
-some song soon star still stone story strong summer sun table tell ten than thank that the their them then
-there they thing think this three time to today together took tower town train tree try two under up use
-very village voice wall want warm was watched water way we week well went were what when where which while
-white why will wind window winter with wood word work world would write year yellow yes you young your
+about after again all answer bird boat book bread bridge city clock cold door end first forest friend garden good house
+key lake letter light long moon night old paper rain river road sea ship snow song star stone story summer tree water
 """
 _WORDS = _VOCABULARY.split()
 

@@ -16,6 +16,7 @@ from pdserve_bench.goodput.measure import JUDGE_LATER, Canary, Probe, probe, war
 from pdserve_bench.progress import begin
 from pdserve_bench.runs import Scalable
 from pdserve_bench.slo import Slo
+from pdserve_bench.systems.system import replace_settings
 
 SETTLED = 0.5
 """seconds until all processes go by new settings"""
@@ -55,7 +56,6 @@ class Switch:
 
     _registry: Registry
     _before: Mapping[str, str]
-    _now: Mapping[str, str]
 
     @classmethod
     @asynccontextmanager
@@ -63,24 +63,14 @@ class Switch:
         """Leaving puts back what was set before."""
         found = await registry.read(keys.SETTINGS)
         before = {key.removeprefix(keys.SETTINGS): value.decode() for key, value in found.items()}
-        switch = cls(registry, before, before)
         try:
-            yield switch
+            yield cls(registry, before)
         finally:
-            await asyncio.shield(switch._set(before))
+            await asyncio.shield(replace_settings(registry, before))
 
     async def to(self, arm: Arm) -> None:
-        await self._set({**self._before, **of_promise(NO_PROMISE), **arm.settings})
+        await replace_settings(self._registry, {**self._before, **of_promise(NO_PROMISE), **arm.settings})
         await asyncio.sleep(SETTLED)
-
-    async def _set(self, wanted: Mapping[str, str]) -> None:
-        """What is not among these is as in the file."""
-        for name in self._now.keys() - wanted.keys():
-            await self._registry.delete(keys.setting(name))
-        for name, value in wanted.items():
-            if self._now.get(name) != value:
-                await self._registry.put(keys.setting(name), value.encode(), leased=False)
-        self._now = dict(wanted)
 
 
 def in_turn(rates: Sequence[float], arms: Sequence[Arm]) -> Iterator[tuple[float, Arm]]:

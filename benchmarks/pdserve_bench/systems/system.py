@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from pdserve.records import Role, decode_instance
 from pdserve.registry import connect, keys
+from pdserve.registry.base import Registry
 from pdserve.tasks import Lifetime
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.launch import VLLM, family, plain_vllm, started
 from pdserve_bench.simulated import write
-from pdserve_bench.systems.cpu import CpuMeter
 
 Say = Callable[[str], None]
 
@@ -24,17 +23,15 @@ Say = Callable[[str], None]
 class RunningSystem:
     """One that answers."""
 
-    def __init__(self, endpoint: Endpoint, pid: int = 0) -> None:
-        """`pid` is the process above all others of it; 0 where they are not on this machine."""
-        self.endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, pid: int = 0, frontend: int = 0) -> None:
+        """`pid` is the process above all others of it; 0 where they are not on this machine. `frontend` is that which
+        answers; 0 where no other does."""
+        self.endpoint, self.frontend = endpoint, frontend
         self._pid = pid
 
-    def processes(self) -> list[psutil.Process]:
-        return family(self._pid) if self._pid else []
-
-    def cpu_meter(self) -> CpuMeter:
-        """Meter the processes that it has now; none where they are not known."""
-        return CpuMeter(self.processes())
+    def pids(self) -> set[int]:
+        """Of the processes that it has now; none where they are not known."""
+        return {process.pid for process in family(self._pid)} if self._pid else set()
 
     async def apply(self, settings: Mapping[str, str]) -> None:
         """Live settings; the others are those of its file. Raises ValueError where it has none."""
@@ -88,21 +85,28 @@ class GraphSystem(System):
         async with started(file, folder, say, variables=self.variables) as running:
             graph = running.graph
             async with connect(graph.etcd, graph.namespace, graph.load_credentials()) as registry:
-                yield _RunningGraph(Endpoint(graph.url, graph.model), graph.pid, registry)
+                instances = map(decode_instance, (await registry.read(keys.INSTANCES)).values())
+                frontend = next(each.pid for each in instances if each.role is Role.FRONTEND)
+                yield _RunningGraph(Endpoint(graph.url, graph.model), graph.pid, frontend, registry)
 
 
 class _RunningGraph(RunningSystem):
-    def __init__(self, endpoint: Endpoint, pid: int, registry: Any) -> None:
-        super().__init__(endpoint, pid)
+    def __init__(self, endpoint: Endpoint, pid: int, frontend: int, registry: Registry) -> None:
+        super().__init__(endpoint, pid, frontend)
         self._registry = registry
 
     async def apply(self, settings: Mapping[str, str]) -> None:
         """The workers have them some milliseconds later."""
-        for key in await self._registry.read(keys.SETTINGS):
-            if key.removeprefix(keys.SETTINGS) not in settings:
-                await self._registry.delete(key)
-        for name, value in settings.items():
-            await self._registry.put(keys.setting(name), value.encode(), leased=False)
+        await replace_settings(self._registry, settings)
+
+
+async def replace_settings(registry: Registry, settings: Mapping[str, str]) -> None:
+    """Live settings of a graph; what is not among these is as in the file."""
+    for key in await registry.read(keys.SETTINGS):
+        if key.removeprefix(keys.SETTINGS) not in settings:
+            await registry.delete(key)
+    for name, value in settings.items():
+        await registry.put(keys.setting(name), value.encode(), leased=False)
 
 
 class Stage(Lifetime):
