@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,8 +29,6 @@ class Endpoint:
     headers: Mapping[str, str] = field(default_factory=dict)
     chat: bool = False
     """ask `/v1/chat/completions`, else `/v1/completions`"""
-    without: frozenset[str] = frozenset()
-    """fields of a request that it refuses"""
     max_model_len: int = 0
     """tokens of a prompt and its answer together, 0 where it does not say"""
 
@@ -49,11 +47,11 @@ class Endpoint:
             )
 
     def body(self, prompt: str | Sequence[Message], tokens: int) -> dict[str, Any]:
-        """A streamed, greedy request that is answered with exactly so many tokens where the server knows `ignore_eos`
-        (vLLM and what is made of it). The messages of a chat go to a chat's endpoint only."""
+        """A streamed, greedy request that is answered with exactly so many tokens: by `ignore_eos`, which vLLM and
+        what is made of it know. The messages of a chat go to a chat's endpoint only."""
         assert self.chat or isinstance(prompt, str)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        fields = {
+        return {
             "model": self.model,
             **({"messages": messages} if self.chat else {"prompt": prompt}),
             "max_tokens": tokens,
@@ -62,9 +60,6 @@ class Endpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if "max_tokens" in self.without:
-            fields["max_completion_tokens"] = tokens  # its name since reasoning models
-        return {name: value for name, value in fields.items() if name not in self.without}
 
 
 def base_url(url: str) -> str:
@@ -101,7 +96,7 @@ async def find_endpoint(
     url: str, model: str = "", headers: Mapping[str, str] | None = None, chat: bool = False
 ) -> Endpoint:
     """Look at the server's `/v1/models` (the first of them where none is named), and ask a first small request, which
-    shows that it answers, and which fields it refuses. Raises ConfigError where it does not serve that model, and
+    shows that it answers. Raises ConfigError where it does not serve that model, and
     Unavailable with its words where it does not answer."""
     base, headers = base_url(url), dict(headers or {})
     cards = await _models(base, headers, required=not model)
@@ -113,7 +108,7 @@ async def find_endpoint(
     name = model or served[0]
     lengths = [card.get("max_model_len") for card in cards if str(card["id"]) == name]
     length = lengths[0] if lengths and isinstance(lengths[0], int) else 0
-    return await _fitted(Endpoint(base, name, headers, chat, max_model_len=length))
+    return await _answering(Endpoint(base, name, headers, chat, max_model_len=length))
 
 
 async def _models(base: str, headers: Mapping[str, str], required: bool) -> list[Mapping[str, Any]]:
@@ -142,35 +137,14 @@ async def _models(base: str, headers: Mapping[str, str], required: bool) -> list
         raise Unavailable(f"{base}/v1/models does not answer as OpenAI's API does: {error!r}") from None
 
 
-_OPTIONAL = ("ignore_eos", "stream_options", "max_tokens", "temperature")
-"""fields that some servers refuse, and that can be done without or be named otherwise"""
-_LEFT_OUT = (
-    frozenset({"ignore_eos"}),
-    frozenset({"stream_options"}),
-    frozenset({"ignore_eos", "stream_options"}),
-)
-"""is tried where a refusal names no field"""
-
-
-async def _fitted(endpoint: Endpoint) -> Endpoint:
-    """Leave out the fields that the server refuses. Raises Unavailable with its first words where it refuses all the
-    same."""
-    guesses, refusal = iter(_LEFT_OUT), ""
-    for _ in range(len(_OPTIONAL) + len(_LEFT_OUT)):
-        exchange = Exchange(endpoint.body("Hello", 2))
-        await endpoint.ask(exchange, _FIRST_ANSWER)
-        refusal = refusal or exchange.error
-        if not exchange.error:
-            return endpoint
-        if exchange.status not in (400, 422):
-            break
-        named = {name for name in _OPTIONAL if name in exchange.error and name not in endpoint.without}
-        without = endpoint.without | named if named else next(guesses, None)
-        if without is None:
-            break
-        endpoint = replace(endpoint, without=without)
-    hint = ". Has it chats alone (--chat)?" if exchange.status == 404 and not endpoint.chat else ""
-    raise Unavailable(f"{endpoint.url} does not answer a first request: {refusal}{hint}")
+async def _answering(endpoint: Endpoint) -> Endpoint:
+    """Raises Unavailable with its words where it refuses a first request."""
+    exchange = Exchange(endpoint.body("Hello", 2))
+    await endpoint.ask(exchange, _FIRST_ANSWER)
+    if exchange.error:
+        hint = ". Has it chats alone (--chat)?" if exchange.status == 404 and not endpoint.chat else ""
+        raise Unavailable(f"{endpoint.url} does not answer a first request: {exchange.error}{hint}")
+    return endpoint
 
 
 class Prompts:

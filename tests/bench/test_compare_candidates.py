@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits, thresholds
+from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits
 from pdserve_bench.compare.one_engine import one_engine
 from pdserve_bench.sections import read_sections, reshape
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.system import PlainVllm
 
 from pdserve.config.load import load
-from pdserve.config.schema import Config
 from pdserve.plan.machine import Gpu, Machine, what_if
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
@@ -29,7 +28,7 @@ def maker(file: Path, machine: Machine, model: ModelFacts | None = None) -> Cand
 
 
 def made(maker: CandidateMaker) -> list[Candidate]:
-    return [*maker.aggregated(), *maker.disaggregated([400] * 5, shared=False)]
+    return [*maker.aggregated(), *maker.disaggregated()]
 
 
 def names(candidates: list[Candidate]) -> list[str]:
@@ -110,7 +109,7 @@ def test_workers_that_share_a_gpu_leave_their_shares_to_the_one_engine(tmp_path:
 
 def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
     found = maker(CONFIGS / "agg.yaml", GPUS, SMALL)
-    adaptive, separate = found.disaggregated([400], shared=False)
+    adaptive, separate = found.disaggregated()
     assert (adaptive.settings, separate.settings) == (
         {"policy": "adaptive"},
         {"max-local-prefill-length": "0"},
@@ -123,7 +122,7 @@ def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
 
 def test_splits_of_simulated_workers(tmp_path: Path) -> None:
     found = maker(sim_file(tmp_path, decode=2, prefill=1), CPU)
-    separate = found.disaggregated([400], shared=False)
+    separate = found.disaggregated()
     assert [candidate.split for candidate in separate] == ["1P+2D", "2P+1D"]
     assert [candidate.split for candidate in found.aggregated([512])] == ["3 engines"]
 
@@ -151,23 +150,18 @@ def test_workers_that_share_a_card_are_compared_with_an_engine_that_has_all_of_i
 
 
 @pytest.mark.parametrize(
-    ("prompts", "shared", "expected"),
+    ("decode", "expected"),
     [
-        ([400] * 9, False, [64]),  # 0 and 64 send all of them away: the file's is enough
-        ([20] * 3 + [100] * 3 + [400] * 3, False, [64, 0, 100]),
-        ([20] * 5 + [400] * 5, False, [64, 0]),  # the median separates as 64 does
-        ([400] * 9, True, [64, 0, 400]),
-        ([], True, [64, 0]),
+        ({}, ["remote above 64 tokens", "all prompts remote"]),
+        ({"max-local-prefill-length": 0}, ["all prompts remote"]),
+        ({"conditional-disagg": False}, ["all prompts remote"]),
     ],
 )
-def test_thresholds_that_differ(prompts: list[int], shared: bool, expected: list[int]) -> None:
-    assert thresholds(_local(), prompts, shared) == expected
-
-
-def _local() -> Config:
-    config = load(CONFIGS / "local.yaml", {})
-    assert config.decode is not None
-    return replace(config, decode=replace(config.decode, policy="threshold", max_local_prefill_length=64))
+def test_a_split_decides_as_its_file_does_or_prefills_all_remotely(
+    tmp_path: Path, decode: dict[str, object], expected: list[str]
+) -> None:
+    found = maker(write(simulated(decode=decode), tmp_path / "sim.yaml"), CPU).disaggregated()
+    assert names(found) == [f"1 prefill + 1 decode, {way}" for way in expected]
 
 
 def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:

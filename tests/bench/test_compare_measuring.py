@@ -157,7 +157,7 @@ class KnownMaker(CandidateMaker):
     def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
         return list(self.together)
 
-    def disaggregated(self, prompts: Sequence[int], shared: bool) -> list[Candidate]:
+    def disaggregated(self) -> list[Candidate]:
         return list(self.separate)
 
 

@@ -22,7 +22,7 @@ def comparison(tmp_path: Path) -> Comparison:
     found = Comparison.prepare(CompareOptions(file, Slo()), _single(100, 8, 1))
     for candidate, carried in (
         (found.maker.aggregated((512,))[0], 2.0),
-        (found.maker.disaggregated([100], shared=False)[0], 4.0),
+        (found.maker.disaggregated()[0], 4.0),
     ):
         entrant = Entrant(candidate, unknown())
         for rate in (carried, carried, 1.1 * carried, 1.1 * carried):

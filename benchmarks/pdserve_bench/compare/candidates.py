@@ -6,7 +6,7 @@ of the same hardware, and thresholds, which are live settings of one running gra
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -18,7 +18,6 @@ from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import gpus_needed
 from pdserve_bench.compare.one_engine import one_engine, thread_counts
-from pdserve_bench.samples import percentile
 from pdserve_bench.sections import Sections, Shape, reshape, with_model
 from pdserve_bench.systems.system import GraphSystem, System
 
@@ -26,8 +25,6 @@ BATCHES = {"cpu": (0, 512), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
 """values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
 prefill faster; 0: vLLM's own choice"""
 START_SECONDS = {"cpu": 40.0, "gpu": 120.0, "sim": 15.0}
-_WIDE = 1.2
-"""prompt lengths whose 90th percentile is so many times the median differ enough for a threshold between them"""
 
 
 class HardwareKind(StrEnum):
@@ -142,31 +139,6 @@ def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
     return found
 
 
-def thresholds(config: Config, prompts: Sequence[int], shared: bool) -> list[int]:
-    """Values of max-local-prefill-length that differ for prompts of such lengths, the file's first, where it has one.
-    `shared`: parts of the prompts are in the prefix cache, so that fewer tokens than their length are computed."""
-    decode, own = config.decode, None
-    if decode is not None and decode.remote_prefill and decode.policy == "threshold":
-        own = decode.max_local_prefill_length
-    if decode is not None and not decode.conditional_disagg:
-        own = 0
-    middle, high = round(percentile(prompts, 0.5)), percentile(prompts, 0.9)
-    wanted = [own, 0, middle if shared or high > _WIDE * middle else None]
-    found: list[int] = []
-    for value in wanted:
-        if value is None or value in found:
-            continue
-        if not shared and prompts and any(_same(value, other, prompts) for other in found):
-            continue
-        found.append(value)
-    return found
-
-
-def _same(value: int, other: int, prompts: Iterable[int]) -> bool:
-    low, high = sorted((value, other))
-    return not any(low < length <= high for length in prompts)
-
-
 @dataclass(frozen=True)
 class CandidateMaker:
     """Makes the candidates of one file on one machine."""
@@ -203,16 +175,20 @@ class CandidateMaker:
     def _weights_gib(self) -> float:
         return sum(self.model.stored.values()) / GIB if self.model else 0.0
 
-    def disaggregated(self, prompts: Sequence[int], shared: bool) -> list[Candidate]:
+    def disaggregated(self) -> list[Candidate]:
         """Splits of the same hardware: the file's own first, then those like it."""
         own = self._own_split()
         order = sorted(
             splits(self.here, self.here.slots),
             key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
         )
-        ways = [threshold(value) for value in thresholds(self.config, prompts, shared)]
-        if self.config.decode is not None and self.config.decode.policy == "adaptive":
-            ways.insert(0, ADAPTIVE)
+        decode, ways = self.config.decode, [threshold(0)]
+        if (
+            decode is not None
+            and (own := own_settings(self.config)) not in ways
+            and decode.conditional_disagg
+        ):
+            ways.insert(0, own)
         return [candidate for split in order for candidate in self._split(split, ways)]
 
     def _width(self) -> int:

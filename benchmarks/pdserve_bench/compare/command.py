@@ -19,9 +19,6 @@ from pdserve_bench.report import Report, check_outputs
 from pdserve_bench.runs import Scalable, run_and_show
 from pdserve_bench.slo import read_slo
 
-_SHARED = 0.05
-"""of a trace's prompt tokens in shared prefixes: from here on the prefix cache counts"""
-
 
 def compare(
     file: File,
@@ -54,7 +51,7 @@ def compare(
 
     Candidates: one vLLM engine with all of the hardware of FILE's graph, at several --batch-sizes, on a CPU also with
     a thread less than it has cores; as many engines as the graph has workers; the graph of FILE and other splits, each
-    with several thresholds. The best of each kind are measured by their goodput, the highest rate at which 90 % of the
+    as FILE decides and with all prompts prefilled remotely. The best of each kind are measured by their goodput, the highest rate at which 90 % of the
     requests keep --ttft and --gap, and the aggregated one twice, to know the noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
@@ -103,9 +100,7 @@ def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:
     async def make(endpoint: Endpoint) -> Scalable:
         return replace(found, tokens_per_word=(await learn_prompts(endpoint, 0)).tokens_per_word)
 
-    prompts = tuple(request.prompt_tokens for request in found.requests)
-    described = f"{found.name}: {found.describe()}"
-    return UserLoad(described, make, prompts, found.shared > _SHARED), found.rate if found.timed else None
+    return UserLoad(f"{found.name}: {found.describe()}", make), found.rate if found.timed else None
 
 
 def _single(prompt_tokens: int, answer_len: int, seed: int) -> UserLoad:
@@ -113,4 +108,4 @@ def _single(prompt_tokens: int, answer_len: int, seed: int) -> UserLoad:
         return PoissonRequests(await learn_prompts(endpoint, seed), prompt_tokens, answer_len)
 
     described = f"{prompt_tokens} tokens in, {answer_len} out"
-    return UserLoad(described, make, (prompt_tokens,), shared=False)
+    return UserLoad(described, make)

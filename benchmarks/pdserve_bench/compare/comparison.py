@@ -155,7 +155,7 @@ class Comparison:
     def _affordable(self, measuring: Measuring, seconds: float) -> list[Launch]:
         """The launches, one of each kind first, as many as there is time for. What is left out is noted."""
         candidates = self.maker.aggregated(self.options.batches)
-        separate = self.maker.disaggregated(self.asked.prompts, self.asked.shared)
+        separate = self.maker.disaggregated()
         together, apart = _launches(candidates), _launches(separate)
         wanted = [*together[:1], *apart[:1], *together[1:], *apart[1:]]
         most = max(2, int(seconds / (START_SECONDS[self.here.kind] + _LOOK)))

@@ -56,10 +56,6 @@ class UserLoad:
     described: str
     make: Callable[[Endpoint], Awaitable[Scalable]]
     """asks a first server what it has to know"""
-    prompts: tuple[int, ...]
-    """tokens of prompts, samples"""
-    shared: bool
-    """prompts have parts in common, so that a prefix cache has them"""
 
 
 @dataclass(eq=False)

@@ -89,8 +89,6 @@ def multi_round(
     async def work() -> None:
         url = await server_url(base_url, file)
         endpoint = await find_endpoint(url, model, key_headers(api_key), chat=True)
-        if endpoint.without:
-            say(f"the server refuses {' and '.join(sorted(endpoint.without))}: left out")
         if (grown := load.longest_chat) > endpoint.max_model_len > 0:
             say(
                 f"a chat grows to about {grown} tokens, and the model's context has {endpoint.max_model_len}: "

@@ -142,12 +142,6 @@ class MultiRoundResult:
             f"While questions were asked, for {window:.0f} s: {figures['requests/s']:.2f} requests/s were answered "
             f"of {figures['requests'] / window:.2f} that were asked; {load.rate:.2f} were planned.",
         ]
-        if late := self.run.on_their_way:
-            later = sum(question.outcome is Outcome.FINISHED for question in late)
-            notes.append(
-                f"Still on their way when the {window:.0f} s were over: {len(late)} requests, of which "
-                f"{later} finished within {max(0.0, self.run.ended - self.run.closes):.1f} s more."
-            )
         held = [question.held for question in questions if question.held > 0]
         if len(held) > _HELD * len(questions):
             notes.append(
@@ -178,7 +172,6 @@ class MultiRoundResult:
         return {
             "workload": {**asdict(self.load), "planned requests/s": self.load.rate},
             "slo": {"ttft": self.slo.ttft, "gap": self.slo.gap},
-            "fields left out": sorted(self.endpoint.without),
             "figures": figures,
             "errors": self.run.errors(),
             "requests": [
