@@ -96,8 +96,8 @@ async def find_endpoint(
     url: str, model: str = "", headers: Mapping[str, str] | None = None, chat: bool = False
 ) -> Endpoint:
     """Look at the server's `/v1/models` (the first of them where none is named), and ask a first small request, which
-    shows that it answers. Raises ConfigError where it does not serve that model, and
-    Unavailable with its words where it does not answer."""
+    shows that it answers. Raises ConfigError where it does not serve that model, and Unavailable with its words where
+    it does not answer."""
     base, headers = base_url(url), dict(headers or {})
     cards = await _models(base, headers, required=not model)
     served = [str(card["id"]) for card in cards]

@@ -182,13 +182,10 @@ class CandidateMaker:
             splits(self.here, self.here.slots),
             key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
         )
-        decode, ways = self.config.decode, [threshold(0)]
-        if (
-            decode is not None
-            and (own := own_settings(self.config)) not in ways
-            and decode.conditional_disagg
-        ):
-            ways.insert(0, own)
+        ways, decode = [threshold(0)], self.config.decode
+        decides = own_settings(self.config)
+        if decode is not None and decode.conditional_disagg and decides not in ways:
+            ways.insert(0, decides)
         return [candidate for split in order for candidate in self._split(split, ways)]
 
     def _width(self) -> int:
