@@ -12,7 +12,6 @@ from pdserve_bench.samples import percentile
 from pdserve_bench.slo import SHARE, Slo, Tally
 
 _COUNTS = ("requests", "kept", "broke TTFT", "broke gap", "failed")
-_RATIOS = ("kept", "TTFT p50", "first gap p90", "longest gap p90", "finish p50", "finish p90")
 Figures = Mapping[str, float | None]
 
 
@@ -61,7 +60,7 @@ def report_of(result: ArmsRun, title: str) -> Report:
     return Report(
         title,
         _lead(result),
-        tables=[*(_table(name, result, cells) for name in result.promises), _ratios(result, cells)],
+        tables=[_table(name, result, cells) for name in result.promises],
         notes=_notes(result),
         complete=result.complete,
         data={
@@ -121,34 +120,6 @@ def _table(promise: str, result: ArmsRun, cells: Sequence[tuple[str, float, Arm,
         for rate, arm, found in mine
     ]
     return Rows(f"{promise}: {result.promises[promise]}; times in ms", columns, rows)
-
-
-def _ratios(result: ArmsRun, cells: Sequence[tuple[str, float, Arm, Figures]]) -> Rows:
-    by = {(promise, rate, _shown(arm)): found for promise, rate, arm, found in cells}
-    rows: list[list[Cell]] = [
-        [
-            promise,
-            rate,
-            f"{ours} / {other}",
-            *(_ratio(found, by[promise, rate, other], name) for name in _RATIOS),
-        ]
-        for (promise, rate, ours), found in by.items()
-        for other in _baselines(ours)
-        if (promise, rate, other) in by
-    ]
-    columns = [Column("promise"), Column("req/s", "g"), Column("ratio"), *(Column(n, ".2f") for n in _RATIOS)]
-    return Rows("Ratios; of what is kept more is better, of times less", columns, rows)
-
-
-def _baselines(arm: str) -> Sequence[str]:
-    return {"on": (OFF.name,), OFF.name: [way.name for way in WAYS]}.get(arm, ())
-
-
-def _ratio(ours: Figures, other: Figures, name: str) -> float | None:
-    mine, theirs = ours[name], other[name]
-    if name == "kept" and mine is not None and theirs is not None:  # windows of one cell need not be as many
-        mine, theirs = mine / (ours["requests"] or 1), theirs / (other["requests"] or 1)
-    return mine / theirs if mine is not None and theirs else None
 
 
 def _lead(result: ArmsRun) -> str:
