@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.config.load import load as load_config
@@ -169,13 +169,13 @@ async def upgrade(
 
 
 async def _cases(config: Config, longest: int) -> Iterator[Case]:
-    cases = questions.endless(questions.prompt_lengths(config, longest), 1)
     client, name = LoadClient(_url(config)), config.served_model_name
     await _until_serving(_url(config))
-    await client.ask(questions.Attempt.of(next(cases), name), PATIENCE)
-    if model := questions.simulated(config):
-        return (replace(case, expected=questions.computed(case, model)) for case in cases)
-    return questions.again(await questions.learn(client, name, cases, PATIENCE))
+    first = next(questions.endless(questions.prompt_lengths(config, longest), 0))
+    await client.ask(questions.Attempt.of(first, name), PATIENCE)
+    return await questions.known(
+        config, longest, 1, lambda cases: questions.learn(client, name, cases, PATIENCE)
+    )
 
 
 async def _stop(rolled: Rolled) -> None:

@@ -1,10 +1,8 @@
 """`pdserve chaos`."""
 
-import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +12,8 @@ import typer
 
 from pdserve.errors import ConfigError
 from pdserve.observe.tables import show
-from pdserve.process.signals import STOPPERS
 from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
 from pdserve_bench.chaos.members import on_clusters
-from pdserve_bench.chaos.questions import Case
 from pdserve_bench.chaos.run import chaos as run_chaos
 from pdserve_bench.chaos.run import of_one_engine
 from pdserve_bench.chaos.scene import Options
@@ -25,6 +21,7 @@ from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, scorecard,
 from pdserve_bench.hosts.graph import graph_on_hosts
 from pdserve_bench.launch import CUTTABLE, RunningGraph, started
 from pdserve_bench.progress import say as _say
+from pdserve_bench.runs import INTERRUPTED, run_until_stopped
 
 CARD = "scorecard.json"
 """in the folder that is kept where something went wrong, beside the logs"""
@@ -107,12 +104,21 @@ def chaos(
             variables=CUTTABLE,
             adds=[fault.adds for fault in options.faults if only],
         )
+    if one_engine:
+        (folder / "one").mkdir()
     rows: list[Row] = []
     complete = good = False
+
+    async def work() -> None:
+        pool = await of_one_engine(file, folder / "one", dtype, options, _say) if one_engine else ()
+        async with graph as running, run_chaos(running, replace(options, pool=pool), _say) as exercise:
+            async for row in exercise.rows():
+                rows.append(row)
+                _say(line(row))
+
     try:
-        pool = of_one_engine(file, _made(folder / "one"), dtype, options, _say) if one_engine else None
-        _fill(rows, graph, options, pool)
-        complete, good = True, passed(rows)
+        complete = run_until_stopped(work)
+        good = complete and passed(rows)
     finally:  # what is known is shown, however it ends
         if rows:
             _report(rows, complete, json or folder / CARD)
@@ -120,45 +126,10 @@ def chaos(
             shutil.rmtree(folder, ignore_errors=True)
         else:
             _say(f"kept for a look at it: {folder}")
-    return 0 if good else 1
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
+    return INTERRUPTED if not complete else 0 if good else 1
 
 
 def _report(rows: list[Row], complete: bool, file: Path) -> None:
     show(scorecard(rows))
     print(verdict(rows, complete))
     file.write_text(as_json(rows, complete))
-
-
-def _fill(
-    rows: list[Row],
-    graph: AbstractAsyncContextManager[RunningGraph],
-    options: Options,
-    pool: Awaitable[Sequence[Case]] | None,
-) -> None:
-    """On a signal, heal what is broken and stop what was started. Raises KeyboardInterrupt then."""
-
-    async def work() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def stop() -> None:
-            _say("told to stop: healing what is broken, stopping what was started")
-            task.cancel()
-
-        for number in STOPPERS:
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        given = replace(options, pool=await pool) if pool else options
-        async with graph as running, run_chaos(running, given, _say) as exercise:
-            async for row in exercise.rows():
-                rows.append(row)
-                _say(line(row))
-
-    try:
-        asyncio.run(work())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None

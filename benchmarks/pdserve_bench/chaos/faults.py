@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from pdserve.records import Instance, Role
+from pdserve.supervisor.exits import family
 from pdserve_bench.chaos.cut import cut_off
 from pdserve_bench.chaos.scene import Fault, Scene
 
@@ -179,7 +180,7 @@ async def injected(
                     _send(victims, signal.SIGCONT)
         case Harm.CUT:
             (victim,) = victims
-            async with cut_off(victim.group, _family(supervisor)):
+            async with cut_off(victim.group, family(supervisor)):
                 yield
 
 
@@ -199,10 +200,6 @@ def _take_away(data: Path) -> None:
     lost.mkdir(exist_ok=True)
     for path in data.iterdir():
         path.rename(lost / f"{len(list(lost.iterdir()))}-{path.name}")
-
-
-def _family(supervisor: int) -> list[int]:
-    return [supervisor, *(child.pid for child in psutil.Process(supervisor).children(recursive=True))]
 
 
 def _fault(target: Target, how: Harm) -> Fault:

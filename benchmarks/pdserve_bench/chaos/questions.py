@@ -4,7 +4,7 @@ graph's own answers while nothing disturbs it."""
 import asyncio
 import random
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle, islice
 from typing import Self
@@ -88,6 +88,16 @@ def computed(case: Case, model: SimModel) -> tuple[int, ...]:
     for _ in range(case.max_tokens):
         context.append(model.next_token(context))
     return tuple(context[len(case.prompt) :])
+
+
+async def known(
+    config: Config, max_model_len: int, seed: int, learned: Callable[[Iterator[Case]], Awaitable[list[Case]]]
+) -> Iterator[Case]:
+    """Cases without an end, with their answers: computed, else those of the pool that `learned` makes."""
+    cases = endless(prompt_lengths(config, max_model_len), seed)
+    if model := simulated(config):
+        return (replace(case, expected=computed(case, model)) for case in cases)
+    return again(await learned(cases))
 
 
 async def learn(client: LoadClient, model: str, cases: Iterator[Case], timeout: float) -> list[Case]:

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from pdserve.config.load import load as load_config
@@ -78,14 +77,12 @@ class Chaos:
                 yield Row(fault.name, skipped=str(reason))
 
     async def _cases(self, max_model_len: int) -> Iterator[Case]:
-        lengths = questions.prompt_lengths(self._config, max_model_len)
-        cases = questions.endless(lengths, self._options.seed)
-        if model := questions.simulated(self._config):
-            return (replace(case, expected=questions.computed(case, model)) for case in cases)
-        if not self._pool:
+        async def learn(cases: Iterator[Case]) -> list[Case]:
             graph = self._running.graph
-            self._pool = await learned(graph.url, graph.model, cases, self._options, self._say)
-        return questions.again(self._pool)
+            self._pool = self._pool or await learned(graph.url, graph.model, cases, self._options, self._say)
+            return self._pool
+
+        return await questions.known(self._config, max_model_len, self._options.seed, learn)
 
     async def _while_it_lives(self, work: Coroutine[None, None, Row]) -> Row:
         """Raises Unavailable once the graph's supervisor is gone: nothing will be started again."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -22,7 +22,7 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve.tasks import Owner
 from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
-from pdserve_bench.chaos.questions import Case, again, computed, endless, learn, prompt_lengths, simulated
+from pdserve_bench.chaos.questions import known, learn
 from pdserve_bench.client import Exchange, HttpConnection, LoadClient, completion, trusted
 from pdserve_bench.fuzz.answers import is_excused, problem
 from pdserve_bench.fuzz.request import FuzzRequest
@@ -191,13 +191,14 @@ class Fuzzer:
 
     async def _canary(self) -> JudgedLoad:
         config, url, model = load(Path(self.graph.config), {}), self.graph.url, self.graph.model
-        cases = endless(prompt_lengths(config, await self.max_model_len()), seed=7)
-        if sim := simulated(config):
-            known: Iterator[Case] = (replace(case, expected=computed(case, sim)) for case in cases)
-        else:
-            client = LoadClient(url, self._headers)
-            known = again(await learn(client, model, islice(cases, KNOWN_CASES), TIMEOUT))
-        return JudgedLoad(url, model, known, 1, TIMEOUT, self._headers)
+        client = LoadClient(url, self._headers)
+        cases = await known(
+            config,
+            await self.max_model_len(),
+            7,
+            lambda cases: learn(client, model, islice(cases, KNOWN_CASES), TIMEOUT),
+        )
+        return JudgedLoad(url, model, cases, 1, TIMEOUT, self._headers)
 
     async def max_model_len(self) -> int:
         async with self._http() as http:
