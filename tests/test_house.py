@@ -375,9 +375,9 @@ ROOMS = {
     "supervisor": 2501,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 12695, "tests": 43846, "tools": 2259}
+BESIDE = {"benchmarks": 12671, "tests": 43846, "tools": 2259}
 """lines of what is beside it"""
-WORDS, RECORD = 22298, 350
+WORDS, RECORD = 22259, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
