@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ GIB = 2**30
 MIB = 2**20
 _RDMA = Path("/sys/class/infiniband")
 _SHARED = Path("/dev/shm")
+_CPUINFO = Path("/proc/cpuinfo")
 
 _KNOWN_GPUS = {
     "T4": 14.56,
@@ -72,6 +74,8 @@ class Machine:
     """RDMA ports, as UCX names them: `mlx5_0:1`"""
     shared: int | None = None
     """bytes of /dev/shm in all; None: there is none"""
+    half_is_slow: bool = False
+    """its CPU has no vectors of bfloat16 and float16, for which oneDNN needs AVX-512 on x86"""
 
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Self:
@@ -87,6 +91,7 @@ class Machine:
             },
             rdma=tuple(f"{port.parts[-3]}:{port.name}" for port in sorted(_RDMA.glob("*/ports/*"))),
             shared=psutil.disk_usage(str(_SHARED)).total if _SHARED.is_dir() else None,
+            half_is_slow=platform.machine() == "x86_64" and "avx512bw" not in _CPUINFO.read_text().split(),
         )
 
 

@@ -188,6 +188,11 @@ def _notes(
     version = installed_vllm().version
     if version and version != VLLM_VERSION and any(worker.config.engine == "vllm" for worker in workers):
         yield f"vLLM {version} is installed: pdserve is made for {VLLM_VERSION}, since it uses vLLM's internals."
+    if model is not None and machine.half_is_slow and any(_half_on_cpu(worker, model) for worker in workers):
+        yield (
+            "bfloat16 and float16 are slow on this CPU, which has no AVX-512: with dtype: float32 in Common (and dtype "
+            "in common-configs) prompts of the demo model take a third of the time, KV twice the memory."
+        )
     if any(draft_model(worker.config.engine_args) for worker in workers):
         yield "Speculative decoding was tested with n-gram and a draft model on CPUs: not with EAGLE, MTP or GPUs."
     if whole and config.spans_hosts:
@@ -200,6 +205,11 @@ def _notes(
             f"GPU{'s' * (not one)} {', '.join(idle)} {'is' if one else 'are'} idle: no worker of this file uses "
             f"{'it' if one else 'them'} (ServiceArgs.workers, tensor-parallel-size)."
         )
+
+
+def _half_on_cpu(worker: PlannedWorker, model: ModelFacts) -> bool:
+    dtype = model.resolve_dtype(worker.config.engine_args.get("dtype", "auto"))
+    return worker.config.engine == "vllm" and not worker.gpus and dtype in ("bfloat16", "float16")
 
 
 def _memory(

@@ -741,3 +741,21 @@ def test_as_json(tmp_path: Path) -> None:
     assert decode["memory"]["kv_tokens"] == decode["memory"]["kv_blocks"] * 64
     unknown = plan_as_dict(plan(tmp_path, dynamo(tmp_path), what_if("0", machine())))
     assert (unknown["fits"], unknown["workers"][0]["memory"]["kv_tokens"]) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("on", "dtype", "said"),
+    [
+        (dataclasses.replace(machine(), half_is_slow=True), "auto", True),
+        (dataclasses.replace(machine(), half_is_slow=True), "float32", False),
+        (dataclasses.replace(FOUR_A10, half_is_slow=True), "auto", False),
+        (machine(), "auto", False),
+    ],
+)
+def test_a_cpu_on_which_the_dtype_is_slow_is_named(
+    tmp_path: Path, on: Machine, dtype: str, said: bool
+) -> None:
+    text = LOCAL.replace("model: demo,", f"model: demo, dtype: {dtype},").replace(
+        "[model, ", "[model, dtype, "
+    )
+    assert any("AVX-512" in note for note in plan(tmp_path, text, on).notes) is said
