@@ -43,18 +43,15 @@ adds to the file's keys."""
 
 
 def _keys(section: str, kind: type) -> Iterator[str]:
-    """The first word of a number's text is its unit where `;` follows it. What holds where a key is `not set` is at the
-    end of its text."""
+    """A text begins with the unit, a word before `;`, and ends with what holds where the key is not set."""
     attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
     texts = _docstrings(kind)
     for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):
         must, meaning = must_be(rule), texts[attribute]
-        unit, between, rest = meaning.partition("; ")
-        number = between and "number" in must.split(",")[0] and rule.get("type") != "array"
-        unit, meaning = (unit, rest) if number else ("", meaning)
+        unit, _, rest = meaning.partition("; ")
+        unit, meaning = (unit, rest) if rest and " " not in unit else ("", meaning)
         meaning, _, otherwise = meaning.partition("; not set: ")
-        default = _shown(rule.get("default"))
-        yield f"| `{name}` | {must} | {f'{default} {unit}'.rstrip() if default else otherwise} | {meaning} |"
+        yield f"| `{name}` | {must} | {_shown(rule.get('default'), unit) or otherwise} | {meaning} |"
 
 
 def _docstrings(kind: type) -> dict[str, str]:
@@ -90,10 +87,10 @@ def _lines() -> Iterator[str]:
     yield _BESIDE
 
 
-def _shown(default: object) -> str:
+def _shown(default: object, unit: str) -> str:
     if default in (None, "", []):
         return ""
-    return f"`{default:,g}`" if isinstance(default, float) else f"`{str(default).lower()}`"
+    return f"`{default:,g}` {unit}" if isinstance(default, float) else f"`{str(default).lower()}` {unit}".rstrip()
 
 
 if __name__ == "__main__":

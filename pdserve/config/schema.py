@@ -1,7 +1,8 @@
 """The schema of a configuration file, section by section, and `Config`, which is read from it.
 
 Frozen dataclasses. The type of a key is its rule: pydantic checks it when a section is read (`sections.py`), and error
-texts and `docs/configuration.md` are made from it. In the text below a number, a first word before `;` is its unit.
+texts and `docs/configuration.md` are made from it. A key's text is below it: before `;` a number's unit, at the end what
+holds where the key is not set.
 """
 
 import math
@@ -158,7 +159,7 @@ class FrontendProcesses(Section):
     """Keys of both Frontend and Processor, which are one process."""
 
     processes: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
-    """processes; frontends that share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
+    """frontend processes, which share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
     gpu: Annotated[Zero, Field(validation_alias="ServiceArgs.resources.gpu")] = 0
     """a frontend needs none; accepted because Dynamo's files set it"""
 
@@ -221,7 +222,7 @@ class WorkerSection(Section):
     engine: EngineKind = "vllm"
     """the real engine, or a simulated one"""
     count: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
-    """workers; each has its own engine"""
+    """workers, each with its own engine"""
     gpus: Annotated[GpuCount, Field(validation_alias="ServiceArgs.resources.gpu")] = None
     """GPUs; per worker; 0.5: half of one, which two workers share; 0: on the CPU; not set: one for each rank of the
     engine if the machine has GPUs, else 0"""
@@ -309,8 +310,8 @@ class GraphSection(Section):
     kv_port: Port = 5600
     """first of the workers' NIXL side-channel ports, one for each worker, where others ask how to read its KV"""
     stream_port: Port | None = None
-    """first of the ports at which workers take requests from frontends; a role that runs alone adds its `--index`; not
-    set: free ones"""
+    """first of the ports at which workers take requests from frontends, to which a role that runs alone adds its
+    `--index`; not set: free ones"""
     pages_port: Port | None = None
     """the same for the pages of each process (`/metrics`, `/live`, `/ready`); not set: free ones"""
     state_dir: File = Path("~/.pdserve")
