@@ -47,7 +47,7 @@ def _keys(section: str, kind: type) -> Iterator[str]:
     attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
     texts = _docstrings(kind)
     for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):
-        must, meaning = must_be(rule), texts[attribute]
+        must, meaning = must_be(rule).removeprefix("a ").removeprefix("an "), texts[attribute]
         unit, _, rest = meaning.partition("; ")
         unit, meaning = (unit, rest) if rest and " " not in unit else ("", meaning)
         meaning, _, otherwise = meaning.partition("; not set: ")

@@ -185,9 +185,9 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     port: Port = 8000
     """port of the OpenAI API"""
     header_timeout: Seconds = 30.0
-    """seconds; a connection that sends no complete request head within this time is closed"""
+    """seconds; for a complete request head, else the connection is closed"""
     write_timeout: Seconds = 30.0
-    """seconds; a request is ended if its client reads nothing of the answer for this time"""
+    """seconds; a request whose client reads nothing for so long is ended"""
     max_connections: OneOrMore = 8192
     """connections; open at a time at each frontend process, at most its file descriptors less 256; more are closed"""
     allowed_origins: Origins = ()
@@ -299,9 +299,9 @@ class GraphSection(Section):
     namespace: Annotated[Text, AfterValidator(_namespace)] = "pdserve"
     """separates the graphs that share an etcd and NATS"""
     nats: NatsServers = None
-    """URL, or all URLs of one cluster: a list, or separated by commas; not set: `serve` starts its own"""
+    """the NATS server, or all servers of one cluster; not set: `serve` starts its own"""
     etcd: EtcdMembers = None
-    """host:port, or those of all members of one cluster; not set: `serve` starts its own"""
+    """the etcd server, or all members of one cluster; not set: `serve` starts its own"""
     queue_replicas: Annotated[int | None, Field(strict=True, ge=1, le=5)] = None
     """servers; how many of a NATS cluster keep the prefill queue; not set: 3 if `nats` names three or more"""
     host: Host = "127.0.0.1"
