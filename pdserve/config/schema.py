@@ -167,8 +167,8 @@ class FrontendProcesses(Section):
 @dataclass(frozen=True)
 class RouterChoice(Section):
     router: RouterPolicy = "round-robin"
-    """how a decode worker is chosen for a request: in turn; by outstanding tokens relative to its KV cache; or by those
-    and by the prompt's prefix hit there"""
+    """how a decode worker is chosen: in turn; by outstanding tokens relative to its KV cache; or by those and the
+    prompt's prefix hit there"""
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ class WorkerSection(Section):
     """GPUs; per worker; 0.5: half of one, which two workers share; 0: on the CPU; not set: one for each rank of the
     engine if the machine has GPUs, else 0"""
     gpu_ids: Annotated[GpuNumbers, Field(validation_alias="ServiceArgs.resources.gpu-ids")] = ()
-    """exactly these GPUs: one for each rank of the first worker, then of the second, and so on; workers may share a
-    GPU; not set: the placement chooses"""
+    """exactly these GPUs: those of the first worker's ranks, then of the second's, and so on; workers may share a GPU;
+    not set: the placement chooses"""
 
     kv_offload: Size = 0
     """host memory of each worker for KV that leaves its cache: prompts that begin with it load it from there
@@ -339,9 +339,8 @@ class SecuritySection(Section):
     """Relative paths count from the YAML's folder."""
 
     credentials: File | None = None
-    """folder made by `pdserve credentials`, the same on all hosts: NATS, etcd and the streams between processes are
-    encrypted and accept only certificates from it; not set: `serve` makes one for this run if it starts both servers,
-    else none"""
+    """folder made by `pdserve credentials`, the same on all hosts: NATS, etcd and streams are encrypted and accept only
+    its certificates; not set: `serve` makes one for this run if it starts both servers, else none"""
     api_keys: File | None = None
     """file of [API keys](frontend.md#api-keys) with names and limits; keys of PDSERVE_API_KEYS are accepted too"""
     tls_certificate: File | None = None
