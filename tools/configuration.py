@@ -38,8 +38,8 @@ For what differs by host. These win over the file; `plan` shows which are set.
 | variable | in place of |
 |---|---|"""
 _BESIDE = """
-`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT` win over `Graph.otlp-endpoint`; `PDSERVE_API_KEYS`
-adds to the file's keys."""
+`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT` win over `Graph.otlp-endpoint`;
+`PDSERVE_API_KEYS` adds to the file's keys."""
 
 
 def _keys(section: str, kind: type) -> Iterator[str]:

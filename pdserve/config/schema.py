@@ -1,8 +1,8 @@
 """The schema of a configuration file, section by section, and `Config`, which is read from it.
 
 Frozen dataclasses. The type of a key is its rule: pydantic checks it when a section is read (`sections.py`), and error
-texts and `docs/configuration.md` are made from it. A key's text is below it: before `;` a number's unit, at the end what
-holds where the key is not set.
+texts and `docs/configuration.md` are made from it. A key's text is below it: before `;` a number's unit, at the end
+what holds where the key is not set.
 """
 
 import math
