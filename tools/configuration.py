@@ -27,8 +27,7 @@ _NOTES = {
     "any argument of vLLM's engine, without its dashes, checked against vLLM's own list.",
     "PrefillWorker": "Here also: VllmWorker's arguments of vLLM, except those that shape answers.",
     "Slo": "[What the promise does](slo.md).",
-    "Security": "A file that opens anything to other machines without credentials, keys or TLS is refused, unless\n"
-    "`allow` names it; loopback needs none of them.",
+    "Security": "A file that opens anything to other machines unprotected is refused, unless `allow` names it.",
 }
 _ENVIRONMENT = """
 ## Environment
@@ -90,7 +89,8 @@ def _lines() -> Iterator[str]:
 def _shown(default: object, unit: str) -> str:
     if default in (None, "", []):
         return ""
-    return f"`{default:,g}` {unit}" if isinstance(default, float) else f"`{str(default).lower()}` {unit}".rstrip()
+    shown = f"{default:,g}" if isinstance(default, float) else str(default).lower()
+    return f"`{shown}` {unit}".rstrip()
 
 
 if __name__ == "__main__":
