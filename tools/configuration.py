@@ -16,42 +16,41 @@ PAGE = Path(__file__).parent.parent / "docs/configuration.md"
 _HEAD = """\
 # Configuration
 
-Every key of every section; generated from the schema by `python -m tools.configuration`.
-`snake_case` and `kebab-case` mean the same. A mistake in a file is answered with its line and what to do, and so is an
-argument of vLLM that would do nothing here, or that pdserve sets itself.
+Every key of every section of the YAML (generated from the schema by `python -m tools.configuration`).
+`snake_case` and `kebab-case` mean the same. A mistake is reported with its line and what to do, also an
+argument of vLLM that would have no effect, or that pdserve sets itself.
 
-`Common` has no keys of its own: each key in it counts in the sections whose `common-configs` lists it."""
+`Common` has no keys of its own: each key in it applies to the sections whose `common-configs` lists it."""
 _NOTES = {
     "Processor": "Here also: arguments of vLLM's OpenAI server that shape answers, such as chat templates and parsers.",
     "VllmWorker": "Here also: `model` (`demo`, a folder, relative to the file or absolute, or a hub id) and\n"
     "any argument of vLLM's engine, without its dashes, checked against vLLM's own list.",
-    "PrefillWorker": "Here also: what VllmWorker may have of vLLM's arguments, but for those that shape answers.",
-    "Slo": "[What is promised](slo.md), and what that does.",
-    "Security": "A file that lets other machines reach what has no credentials, keys or TLS is refused unless `allow`\n"
-    "names it; loopback needs none of them.",
+    "PrefillWorker": "Here also: VllmWorker's arguments of vLLM, except those that shape answers.",
+    "Slo": "[What the promise does](slo.md).",
+    "Security": "A file that opens anything to other machines unprotected is refused, unless `allow` names it.",
 }
 _ENVIRONMENT = """
 ## Environment
 
-What differs by host. These win over the file; `plan` says which of them are set.
+For what differs by host. These win over the file; `plan` shows which are set.
 
 | variable | in place of |
 |---|---|"""
 _BESIDE = """
-So do OpenTelemetry's `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT`; `PDSERVE_API_KEYS` adds to
-the file's keys. What Kubernetes puts into `PDSERVE_FRONTEND_PORT` beside a Service `pdserve-frontend` is ignored."""
+`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT` win over `Graph.otlp-endpoint`;
+`PDSERVE_API_KEYS` adds to the file's keys."""
 
 
 def _keys(section: str, kind: type) -> Iterator[str]:
-    """The first word of a number's text is its unit where `;` follows it."""
+    """A text begins with the unit, a word before `;`, and ends with what holds where the key is not set."""
     attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
     texts = _docstrings(kind)
     for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):
-        must, meaning = must_be(rule), texts[attribute]
-        unit, between, rest = meaning.partition("; ")
-        number = between and "number" in must.split(",")[0] and rule.get("type") != "array"
-        unit, meaning = (unit, rest) if number else ("", meaning)
-        yield f"| `{name}` | {must} | {_shown(rule.get('default'))} | {unit} | {meaning} |"
+        must, meaning = must_be(rule).removeprefix("a ").removeprefix("an "), texts[attribute]
+        unit, _, rest = meaning.partition("; ")
+        unit, meaning = (unit, rest) if rest and " " not in unit else ("", meaning)
+        meaning, _, otherwise = meaning.partition("; not set: ")
+        yield f"| `{name}` | {must} | {_shown(rule.get('default'), unit) or otherwise} | {meaning} |"
 
 
 def _docstrings(kind: type) -> dict[str, str]:
@@ -76,7 +75,7 @@ def _lines() -> Iterator[str]:
     for section, kind in KINDS.items():
         rows = list(_keys(section, kind))
         yield from ("", f"## {section}", "")
-        yield from ("| key | type | default | unit | meaning |", "|---|---|---|---|---|")
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
         yield from (row for row in rows if row not in shown)
         if again := [row.split(" |")[0][2:] for row in rows if row in shown]:
             yield from ("", f"As above: {', '.join(again)}.")
@@ -87,10 +86,11 @@ def _lines() -> Iterator[str]:
     yield _BESIDE
 
 
-def _shown(default: object) -> str:
+def _shown(default: object, unit: str) -> str:
     if default in (None, "", []):
         return ""
-    return f"`{default:,g}`" if isinstance(default, float) else f"`{str(default).lower()}`"
+    shown = f"{default:,g}" if isinstance(default, float) else str(default).lower()
+    return f"`{shown}` {unit}".rstrip()
 
 
 if __name__ == "__main__":

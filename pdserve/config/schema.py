@@ -1,7 +1,8 @@
 """The schema of a configuration file, section by section, and `Config`, which is read from it.
 
 Frozen dataclasses. The type of a key is its rule: pydantic checks it when a section is read (`sections.py`), and error
-texts and `docs/configuration.md` are made from it. In the text below a number, a first word before `;` is its unit.
+texts and `docs/configuration.md` are made from it. A key's text is below it: before `;` a number's unit, at the end
+what holds where the key is not set.
 """
 
 import math
@@ -158,7 +159,7 @@ class FrontendProcesses(Section):
     """Keys of both Frontend and Processor, which are one process."""
 
     processes: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
-    """processes; how many frontends share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
+    """frontend processes, which share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
     gpu: Annotated[Zero, Field(validation_alias="ServiceArgs.resources.gpu")] = 0
     """a frontend needs none; accepted because Dynamo's files set it"""
 
@@ -166,8 +167,8 @@ class FrontendProcesses(Section):
 @dataclass(frozen=True)
 class RouterChoice(Section):
     router: RouterPolicy = "round-robin"
-    """how a decode worker is chosen for a request: in turn; by outstanding tokens relative to its KV cache; or by those
-    and by the prompt's prefix hit there"""
+    """how a decode worker is chosen: in turn; by outstanding tokens relative to its KV cache; or by those and the
+    prompt's prefix hit there"""
 
 
 @dataclass(frozen=True)
@@ -184,19 +185,18 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     port: Port = 8000
     """port of the OpenAI API"""
     header_timeout: Seconds = 30.0
-    """seconds; a connection that sends no complete request head within this time is closed"""
+    """seconds; for a complete request head, else the connection is closed"""
     write_timeout: Seconds = 30.0
-    """seconds; a request is ended if its client reads nothing of the answer for this time"""
+    """seconds; a request whose client reads nothing for so long is ended"""
     max_connections: OneOrMore = 8192
-    """connections; open at a time for each frontend process, at most its file descriptors less 256; more are closed at
-    once"""
+    """connections; open at a time at each frontend process, at most its file descriptors less 256; more are closed"""
     allowed_origins: Origins = ()
-    """web pages that may use the API from a browser, as in [https://chat.example.com]; ["*"]: all; empty: all if
-    requests need an API key, else those of this machine"""
+    """web pages that may use the API from a browser; ["*"]: all; not set: all if requests need an API key, else those
+    of this machine"""
     max_request_timeout: Seconds = 3600.0
     """seconds; the longest deadline that a client may ask for"""
     batches: File | None = None
-    """folder for batches ([frontend.md](frontend.md#batches)), the same for all frontends; not set: no batches"""
+    """folder for [batches](frontend.md#batches), the same for all frontends; not set: no batches"""
 
 
 @dataclass(frozen=True)
@@ -222,13 +222,13 @@ class WorkerSection(Section):
     engine: EngineKind = "vllm"
     """the real engine, or a simulated one"""
     count: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
-    """workers; each has its own engine"""
+    """workers, each with its own engine"""
     gpus: Annotated[GpuCount, Field(validation_alias="ServiceArgs.resources.gpu")] = None
-    """GPUs; per worker; 0.5: half of one, so that two workers have it; 0: on the CPU; not set: one for each rank of the
+    """GPUs; per worker; 0.5: half of one, which two workers share; 0: on the CPU; not set: one for each rank of the
     engine if the machine has GPUs, else 0"""
     gpu_ids: Annotated[GpuNumbers, Field(validation_alias="ServiceArgs.resources.gpu-ids")] = ()
-    """exactly these GPUs: one for each rank of the first worker, then of the second, and so on; workers may share a
-    GPU; empty: the placement chooses"""
+    """exactly these GPUs: those of the first worker's ranks, then of the second's, and so on; workers may share a GPU;
+    not set: the placement chooses"""
 
     kv_offload: Size = 0
     """host memory of each worker for KV that leaves its cache: prompts that begin with it load it from there
@@ -242,20 +242,20 @@ class DecodeSection(WorkerSection):
     remote_prefill: Flag = False
     """prefill long prompts on prefill workers, or on workers of role `both`"""
     conditional_disagg: Flag = True
-    """false: every prompt is prefilled remotely, whatever its length, as long as there is a prefill worker"""
+    """false: every prompt is prefilled remotely, as long as there is a prefill worker"""
     policy: PrefillPolicy | None = None
     """decides between local and remote prefill: `threshold`, by the two keys below; `adaptive`, the cheaper way by
-    speeds that are measured at run time; not set: `adaptive`, unless a threshold is set"""
+    measured speeds; not set: `adaptive`, unless a threshold is set"""
     max_local_prefill_length: ZeroOrMore = 512
     """tokens; a prompt with more tokens to compute goes to a prefill worker"""
     max_prefill_queue_size: ZeroOrMore = 10
-    """requests; with this many before it in the prefill queue, a prompt is prefilled locally"""
+    """requests; with this many waiting in the prefill queue, a prompt is prefilled locally"""
 
 
 @dataclass(frozen=True)
 class PrefillSection(WorkerSection):
     stand_in: Flag = True
-    """where no decode worker is there, prefill workers decode until one is back"""
+    """while there is no decode worker, prefill workers decode"""
 
 
 @dataclass(frozen=True)
@@ -299,21 +299,21 @@ class GraphSection(Section):
     namespace: Annotated[Text, AfterValidator(_namespace)] = "pdserve"
     """separates the graphs that share an etcd and NATS"""
     nats: NatsServers = None
-    """URL, or all URLs of one cluster: a list, or separated by commas; not set: `serve` starts its own"""
+    """the NATS server, or all servers of one cluster; not set: `serve` starts its own"""
     etcd: EtcdMembers = None
-    """host:port, or those of all members of one cluster; not set: `serve` starts its own"""
+    """the etcd server, or all members of one cluster; not set: `serve` starts its own"""
     queue_replicas: Annotated[int | None, Field(strict=True, ge=1, le=5)] = None
     """servers; how many of a NATS cluster keep the prefill queue; not set: 3 if `nats` names three or more"""
     host: Host = "127.0.0.1"
-    """address at which other machines reach this machine's workers; all parts of their engines listen on its network
-    device only (and on RDMA ports)"""
+    """address at which other machines reach this machine's workers, whose engines listen on its network device only
+    (and on RDMA ports)"""
     kv_port: Port = 5600
-    """first of the workers' NIXL side-channel ports, one for each worker: there other workers ask how to read its KV"""
+    """first of the workers' NIXL side-channel ports, one for each worker, where others ask how to read its KV"""
     stream_port: Port | None = None
-    """first of the ports at which workers take requests from frontends: a role that runs alone adds its `--index`, the
-    workers of `serve` follow each other. Not set: free ones"""
+    """first of the ports at which workers take requests from frontends, to which a role that runs alone adds its
+    `--index`; not set: free ones"""
     pages_port: Port | None = None
-    """the same for the pages of each process (`/metrics`, `/live`, `/ready`). Not set: free ones"""
+    """the same for the pages of each process (`/metrics`, `/live`, `/ready`); not set: free ones"""
     state_dir: File = Path("~/.pdserve")
     """folder for the data of embedded servers; a relative path counts from the file's folder"""
     request_timeout: Seconds = 600.0
@@ -321,8 +321,7 @@ class GraphSection(Section):
     drain_timeout: SecondsOrZero = 30.0
     """seconds; for running requests to finish after SIGTERM"""
     otlp_endpoint: Annotated[TracesUrl | None, BeforeValidator(_text)] = None
-    """URL of an OpenTelemetry collector, as in http://127.0.0.1:4318, to which traces are sent by OTLP/HTTP
-    ([traces.md](traces.md)); not set: nothing is traced"""
+    """OpenTelemetry collector for [traces](traces.md), as in http://127.0.0.1:4318; not set: no traces"""
 
 
 @dataclass(frozen=True)
@@ -340,19 +339,17 @@ class SecuritySection(Section):
     """Relative paths count from the YAML's folder."""
 
     credentials: File | None = None
-    """folder made by `pdserve credentials`, the same on all hosts of the graph: NATS, etcd and the streams between
-    processes are encrypted and accept only certificates from it; not set: `serve` makes one for this run if it starts
-    both servers, else there is none"""
+    """folder made by `pdserve credentials`, the same on all hosts: NATS, etcd and streams are encrypted and accept only
+    its certificates; not set: `serve` makes one for this run if it starts both servers, else none"""
     api_keys: File | None = None
-    """file of API keys with names and limits ([frontend.md](frontend.md#api-keys)); keys of PDSERVE_API_KEYS are
-    accepted too"""
+    """file of [API keys](frontend.md#api-keys) with names and limits; keys of PDSERVE_API_KEYS are accepted too"""
     tls_certificate: File | None = None
     """certificate of the OpenAI API with its chain, in PEM; clients then connect by https"""
     tls_key: File | None = None
     """private key of `tls-certificate`, in PEM"""
     allow: Allowances = ()
     """what other machines may reach unprotected: `no-keys`, an API without keys; `plain-http`, an API without TLS, as
-    behind a proxy that has it; `plain-graph`, NATS, etcd and streams without credentials"""
+    behind a proxy; `plain-graph`, NATS, etcd and streams without credentials"""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # gauges that Promet
 # frontend, decode
 BACKLOG = Gauge(
     "pdserve_backlog_seconds",
-    "seconds that one worker would take for what waits (docs/metrics.md); `role`: `decode` (requests, in frontends), "
+    "seconds that one worker needs for what waits (docs/metrics.md); `role`: `decode` (requests, in frontends), "
     "`prefill` (prompts that no engine has, of decode workers)",
     ["model", "role"],
 )
@@ -29,8 +29,8 @@ REQUESTS = Counter(
 )
 SLO = Counter(
     "pdserve_slo_total",
-    "requests that are over and had a promise, by what became of it; `outcome`: `kept`, `ttft` (the first token came "
-    "too late), `gap` (a later one did), `failed` (429 or 5xx)",
+    "finished requests with a promise; `outcome`: `kept`, `ttft` (the first token was late), `gap` (a later one), "
+    "`failed` (429 or 5xx)",
     ["model", "outcome"],
 )
 KEY_REQUESTS = Counter("pdserve_key_requests_total", "HTTP requests answered, by API key", ["key", "code"])
@@ -46,7 +46,7 @@ TTFT = Histogram(
 ITL = Histogram("pdserve_itl_seconds", "between two tokens of a stream", ["model"], buckets=BUCKETS)
 E2E = Histogram(
     "pdserve_e2e_seconds",
-    "from a request's arrival to the end of its answer, if that is whole",
+    "from a request's arrival to the end of its complete answer",
     ["model"],
     buckets=BUCKETS,
 )
@@ -58,20 +58,20 @@ RUNNING = Gauge(
 )
 LINKS = Gauge(
     "pdserve_links",
-    "registered decode workers by this frontend's connection to them; `state`: `up`, `down`",
+    "registered decode workers, by this frontend's connection; `state`: `up`, `down`",
     ["model", "state"],
 )
 CONNECTIONS_CLOSED = Counter(
     "pdserve_connections_closed_total",
-    "connections that the server closed; `reason`: `unread` (an answer that the client does not read), `head` (a head "
-    "that does not come), `refused` (no HTTP), `limit` (too many), `handshake` (TLS)",
+    "connections that the server closed; `reason`: `unread` (the client does not read its answer), `head` (no complete "
+    "head came), `refused` (no HTTP), `limit` (too many), `handshake` (TLS)",
     ["reason"],
 )
 MIGRATIONS = Counter(
     "pdserve_migrations_total",
-    "sequences that lost their decode worker and went on at another one; `reason`: `gone` (no connection), "
-    "`engine-died`, `failed` (the worker gave the request back: it drains, or its log says why), `gave-up` (its engine "
-    "ended the request), `unreadable` (its outputs), `handed-over` (from a prefill worker that stood in)",
+    "sequences that lost their decode worker and continued on another; `reason`: `gone` (no connection), "
+    "`engine-died`, `failed` (the worker drains, or its log says why), `gave-up` (its engine ended the request), "
+    "`unreadable` (its outputs), `handed-over` (from a prefill worker that stood in)",
     ["model", "reason"],
 )
 ROUTER_DECISIONS = Counter(
@@ -98,12 +98,12 @@ PREFILL = Counter(
 )
 REMOTE_PREFILL_FAILURES = Counter(
     "pdserve_remote_prefill_failures_total",
-    "remote prefills that failed, and why (docs/metrics.md); the prompt was computed locally",
+    "remote prefills that failed, and why (docs/metrics.md)",
     ["model", "reason"],
 )
 KV_TRANSFER_SECONDS = Histogram(
     "pdserve_kv_transfer_seconds",
-    "wait of the decode engine for KV that it reads; once for each request",
+    "how long the decode engine waited for KV; once for each request",
     ["model"],
     buckets=BUCKETS,
 )
@@ -112,7 +112,7 @@ KV_TRANSFER_BYTES = Counter(
 )
 HANDSHAKE_FAILURES = Counter(
     "pdserve_kv_handshake_failures_total",
-    "handshakes to read a prefill worker's KV that it did not answer; `worker`: its id",
+    "unanswered handshakes to read a prefill worker's KV; `worker`: its id",
     ["model", "worker"],
 )
 WARM_UPS = Counter(
@@ -147,7 +147,7 @@ KV_USAGE = Gauge(
 
 # all
 TASK_FAILURES = Counter(
-    "pdserve_task_failures_total", "background tasks that failed: a bug, also where they restarted", ["task"]
+    "pdserve_task_failures_total", "background tasks that failed, also if restarted: a bug", ["task"]
 )
 TASKS = Gauge(
     "pdserve_tasks", "asyncio tasks: back at its idle value when nothing runs, else something leaks"

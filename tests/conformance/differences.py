@@ -30,13 +30,13 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "left out",
             "`/invocations`, `/v1/systemone`, `/kv_event_sources`, elastic expert parallelism; render, derender and "
-            "`/inference/v1` only to say (403) that they are switched off",
-            "404: they are for one SageMaker container, for a few architectures, or steer one engine",
+            "`/inference/v1` answer 403: switched off",
+            "404: they are for SageMaker, for a few architectures, or steer one engine",
         ),
         Difference(
             "unknown paths and methods",
             '`{"detail": "Not Found"}`',
-            "the same status and `Allow`, but an error in OpenAI's shape, with a message that says what is there",
+            "the same status and `Allow`; an error in OpenAI's shape that says what is there",
             ("body", "headers.allow"),
         ),
         Difference(
@@ -71,7 +71,7 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "`kv_transfer_params`, `ec_transfer_params`, `kv_hints`",
             "taken from any client",
-            "400: where KV comes from is decided inside the graph, and some values end an engine",
+            "400: the graph decides where KV comes from, and some values kill an engine",
         ),
         Difference(
             "`n` x prompts", "at most 16,384", "at most 128 (`max-outputs`), which `param` names too", REFUSED
@@ -84,29 +84,29 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "logprobs of the prompt (`prompt_logprobs`, `echo` with `logprobs`)",
             "any number",
-            "prompt tokens x (logprobs + 1) x `n` up to 500,000, else 400: they are written in one piece",
+            "prompt tokens x (logprobs + 1) x `n` up to 500,000, else 400: they are written at once",
         ),
         Difference(
             "parameters (schemas, stop strings, ...) x `n` x prompts",
             "any size",
-            "up to 32 MiB, else 400: each output takes them along to a worker",
+            "up to 32 MiB, else 400: each output sends them to a worker",
         ),
         Difference(
             "`request_id`",
             "any text",
-            "400 unless it is 1 to 128 letters, digits and `. _ : -` of ASCII: it is in every message and log line",
+            "1 to 128 ASCII letters, digits and `. _ : -`, else 400: it is in every message and log line",
         ),
         Difference(
             "lists and objects of a body",
             "any number",
-            "up to 10,000, else 400: reading each takes up to 0.1 ms, which no other request gets",
+            "up to 10,000, else 400: each takes up to 0.1 ms to read, while others wait",
             REFUSED,
         ),
         Difference(
             "`service_tier: flex`",
             "ignored",
-            "served by what nothing else waits for, and paused for all else ([0083](decisions/0083-batches.md)); "
-            "nothing is promised to it",
+            "served from capacity that no other request waits for, and paused for others "
+            "([0083](decisions/0083-batches.md)); without a promise",
         ),
         Difference("`structured_outputs` that is no object", "500", "400, with the field named"),
         Difference(
@@ -119,7 +119,7 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "pictures of a prompt",
             "at most 999",
-            "at most 16 (`limit-mm-per-prompt`), else 400: each takes time of the encoder, which requests share",
+            "at most 16 (`limit-mm-per-prompt`), else 400: requests share the encoder's time",
         ),
         Difference(
             "pixels of a picture",
@@ -129,7 +129,7 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "`image_url` without a picture in it",
             "fetched from any host; 500 for files, 501 for other `data:`",
-            "400, unless `allowed-media-domains` names the host: a frontend may reach what a client must not",
+            "400, unless `allowed-media-domains` names the host: a frontend may reach hosts that a client must not",
         ),
         Difference(
             "`uuid` of a picture",
@@ -152,7 +152,7 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "web pages that may not ask",
             "requests are answered, and their browser keeps the answer; 400 for a preflight",
-            "without keys 403: the work would be done for them all the same; pages of this machine may ask",
+            "without keys 403, except pages of this machine: the work would be done all the same",
         ),
         Difference("`system_fingerprint`", "made from its configuration", "made from the frontend's"),
         Difference("errors of `/v1/messages`", "in Anthropic's shape or in OpenAI's", "all in Anthropic's"),
@@ -167,7 +167,7 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "a stream's status",
             "sent at once",
-            "sent with the first token: what fails before has a status of its own and not 200 with an error event",
+            "sent with the first token: an earlier failure has its own status, not 200 with an error event",
         ),
         Difference(
             "too much load, deadlines, large bodies",
