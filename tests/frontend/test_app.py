@@ -54,22 +54,6 @@ async def test_errors_carry_the_request_id_too(graph: Graph) -> None:
     assert "/nowhere" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "quoted"),
-    [
-        (b'{"model": "demo", "prompt": "x", "bad_words": ["\\ud800"]}', 400, "bad_words"),
-        (b'{"model": "a\\udc00b", "prompt": "x"}', 404, "a\\\\udc00b"),
-    ],
-)
-async def test_half_of_a_surrogate_pair_is_refused_and_may_be_quoted(
-    graph: Graph, body: bytes, status: int, quoted: str
-) -> None:
-    async with graph.worker():
-        headers = {"content-type": "application/json"}
-        answer = await graph.http.post("/v1/completions", content=body, headers=headers)
-    assert (answer.status_code, quoted in answer.text) == (status, True)
-
-
 @pytest.mark.parametrize("tokenizing", [False, True])
 async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
     most = max_body(4096, tokenizing=tokenizing)
@@ -139,30 +123,6 @@ async def test_null_transfer_params_are_ignored(graph: Graph) -> None:
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/v1/chat/completions", 405),
-        ("DELETE", "/health", 405),
-        ("POST", "/v1/models", 405),
-        ("POST", "/sleep", 404),
-        ("POST", "/start_profile", 404),
-        ("POST", "/v1/load_lora_adapter", 404),
-        ("POST", "/v1/embeddings", 404),
-        ("POST", "/scale_elastic_ep", 404),
-        ("POST", "/inference/v1/generate", 404),
-        ("POST", "/v1/chat/completions/render", 404),
-        ("GET", "/kv_event_sources", 404),
-        ("GET", "/v1/chat", 404),
-    ],
-)
-async def test_routes_that_are_not_there(graph: Graph, method: str, path: str, status: int) -> None:
-    async with graph.worker():
-        answer = await graph.http.request(method, path, json={})
-    assert answer.status_code == status
-    assert answer.json()["error"]["code"] == status
-
-
 async def test_pages_that_probes_ask_for(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
         await until(lambda: bool(graph.models.live().get("demo")))
@@ -213,13 +173,6 @@ async def test_a_deadline_ends_a_request_here_and_at_its_worker(graph: Graph, pa
     assert answer.status_code == (200 if pace else 504)
     assert "deadline" in (answer.text.splitlines()[-2] if pace else answer.json()["error"]["message"])
     assert 0 < worker.seen[0].timeout <= 10
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "1e9", "3601"])
-async def test_a_strange_timeout_is_refused(graph: Graph, value: str) -> None:
-    answer = await graph.http.post("/v1/completions", json=completion(), headers={"x-request-timeout": value})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "x-request-timeout"
 
 
 @asynccontextmanager
@@ -363,15 +316,3 @@ async def test_a_wrong_method_is_answered_with_the_right_ones(graph: Graph, path
     answer = await graph.http.delete(path)
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
     assert answer.json()["error"]["message"] == f"{path} takes {methods}"
-
-
-async def test_websockets_are_refused(graph: Graph) -> None:
-    headers = {
-        "connection": "upgrade",
-        "upgrade": "websocket",
-        "sec-websocket-version": "13",
-        "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
-    }
-    async with httpx.AsyncClient(base_url=graph.url) as client:
-        answer = await client.get("/v1/realtime", headers=headers)
-    assert answer.status_code == 404

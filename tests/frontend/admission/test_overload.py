@@ -126,19 +126,6 @@ async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
     assert (len(full.seen), len(free.seen)) == (2, 3)
 
 
-async def test_a_request_that_waits_in_vain_reaches_no_engine(graph: Graph) -> None:
-    async with worker(graph) as engine:
-        tested = len(engine._seen)  # itself, by its worker
-        engine.faults.going.clear()
-        running = Flood(graph, PLACES)
-        await until(lambda: engine.usage.running + engine.usage.waiting == PLACES)
-        late = await Flood(graph, 10, headers={"x-request-timeout": "0.3"}).answers()
-        engine.faults.going.set()
-        assert {answer.status_code for answer in await running.answers()} == {200}
-        assert len(engine._seen) == tested + PLACES
-    assert {answer.status_code for answer in late} <= {429, 504}
-
-
 @pytest.mark.parametrize(
     "many", [{"n": 30, "temperature": 1.0}, {"prompt": [[310, 320, number] for number in range(30)]}]
 )

@@ -12,8 +12,9 @@ from pdserve.messages import Submit
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.frontend.conftest import Graph
+from tests.frontend.model.sims import sim_engines
 from tests.frontend.model.test_moving import post, steps
-from tests.frontend.test_generate import PROMPT, completion
+from tests.frontend.test_generate import PROMPT, complete, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -94,11 +95,22 @@ async def test_a_stream_holds_when_a_message_cannot_be_encoded() -> None:
         assert message.request_id == "s"
 
 
-async def test_a_body_with_text_that_is_no_utf8(graph: Graph) -> None:
+@pytest.mark.parametrize(
+    ("path", "changes", "status", "quoted"),
+    [
+        ("/v1/completions", {"cache_salt": "\ud800"}, 400, ""),
+        ("/v1/completions", {"bad_words": ["\ud800"]}, 400, "bad_words"),
+        ("/v1/completions", {"model": "a\udc00b"}, 404, "a\\\\udc00b"),
+        ("/v1/responses", {"input": "hello", "previous_response_id": "\ud800"}, 400, ""),
+    ],
+)
+async def test_half_of_a_surrogate_pair_is_refused_and_may_be_quoted(
+    graph: Graph, path: str, changes: dict[str, Any], status: int, quoted: str
+) -> None:
     async with graph.worker():
-        raw = json.dumps(completion(cache_salt="\ud800"))
-        answer = await graph.http.post("/v1/completions", content=raw)
-    assert answer.status_code == 400
+        body, headers = json.dumps(completion(**changes)), {"content-type": "application/json"}
+        answer = await graph.http.post(path, content=body, headers=headers)
+    assert (answer.status_code, quoted in answer.text) == (status, True)
 
 
 async def test_a_stream_that_is_refused_when_it_has_begun_is_a_400(graph: Graph) -> None:
@@ -140,3 +152,19 @@ async def test_a_grammar_at_which_its_compiler_panics_is_a_400(graph: Graph) -> 
             "/v1/completions", json=completion(structured_outputs={"json": schema})
         )
         assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_without_finite_text_is_a_400_after_one_try(graph: Graph, stream: bool) -> None:
+    async with sim_engines(graph, 2) as both:
+        for engine in both:
+            engine.faults.no_grammars = True
+        before = sum(len(engine._seen) for engine in both)  # the self-tests'
+        asked = completion(structured_outputs={"regex": "[a-z]+"}, stream=stream)
+        answer = await graph.http.post("/v1/completions", json=asked)
+        tries = sum(len(engine._seen) for engine in both) - before
+        well = await complete(graph)
+    assert answer.status_code == 400, answer.text
+    assert "cannot be compiled" in answer.json()["error"]["message"]
+    assert tries == 1
+    assert well.status_code == 200

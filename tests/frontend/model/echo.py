@@ -172,13 +172,9 @@ class EchoWorker:
         """Make steps from now on."""
         self._spawn(self._run(0.0))
 
-    async def step(self, *, strange: bool = False) -> None:
-        """One token for every request, in one message, as an engine does it. With `strange`, logprobs that no
-        request asked for, at which vLLM's output handler fails."""
+    async def step(self) -> None:
+        """One token for every request, in one message, as an engine does it."""
         outputs = [self._generate(job) for job in list(self.jobs.values())]
-        if strange:
-            for output in outputs:
-                output.new_logprobs = _logprobs(FIRST, 1)
         if outputs:
             body = [bytes(part) for part in self._encoder.encode(EngineCoreOutputs(outputs=outputs))]
             await self.send(Outputs(body))

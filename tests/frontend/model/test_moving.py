@@ -191,19 +191,6 @@ async def test_outputs_that_cannot_be_read(graph: Graph) -> None:
     assert second.seen[0].prompt == PROMPT + continuation(PROMPT, 1)
 
 
-async def test_outputs_at_which_vllm_fails(graph: Graph) -> None:
-    async with graph.worker(pace=None) as worker:
-        request = post(graph)
-        await steps(worker, 1)
-        await worker.step(strange=True)
-        answer = await request
-        await worker.until(lambda: worker.cancelled)
-    async with graph.worker():
-        again = await complete(graph)
-    assert answer.status_code == 500
-    assert again.status_code == 200
-
-
 async def test_a_worker_that_refused_gets_no_more_requests(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second:
         await until(lambda: graph.models.live().get("demo") == 2)

@@ -50,6 +50,7 @@ async def test_two_models_at_once(graph: Graph) -> None:
         single = await graph.http.get("/v1/models/org/other")
         tables = await graph.http.get("/openapi.json")
         chosen = await graph.http.get("/openapi.json?model=demo")
+        stored = await graph.http.get("/v1/responses/resp_1")
     assert listed == ["demo", "org/other"]
     assert (first.json()["model"], second.json()["model"]) == ("demo", "org/other")
     assert (len(demo.seen), len(other.seen)) == (1, 1)
@@ -57,6 +58,10 @@ async def test_two_models_at_once(graph: Graph) -> None:
     assert "demo, org/other" in unnamed.json()["error"]["message"]
     assert single.json()["max_model_len"] == 4096
     assert (tables.status_code, chosen.status_code) == (400, 200)
+    assert (stored.status_code, stored.json()["error"]["message"]) == (
+        404,
+        "Response with id 'resp_1' not found.",
+    )
 
 
 async def test_models_vanish_with_their_cards(graph: Graph) -> None:

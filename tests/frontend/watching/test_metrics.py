@@ -14,7 +14,8 @@ from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from tests.conditions import until
 from tests.frontend.conftest import Graph
-from tests.frontend.test_generate import completion
+from tests.frontend.model.sims import sim_engines
+from tests.frontend.test_generate import complete, completion
 from tests.memory.registry import MemoryRegistry
 from tests.tcp import tcp_server
 
@@ -111,3 +112,24 @@ async def test_requests_are_counted_by_code(graph: Graph) -> None:
         await graph.http.post("/v1/completions", json=completion(model="x"))
         after = [await count(200), await count(400), await count(404)]
     assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, 1]
+
+
+def prefills(mode: str, reason: str) -> float:
+    return (
+        REGISTRY.get_sample_value("pdserve_prefill_total", {"model": "demo", "mode": mode, "reason": reason})
+        or 0.0
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_transfer_that_failed_is_counted_and_told_as_local(graph: Graph, stream: bool) -> None:
+    async with sim_engines(graph, 1, 1) as (_, prefill):
+        before = prefills("remote", "long"), prefills("local", "transfer")
+        prefill.faults.drop_transfers = True
+        prompt = [350 + stream, *range(400, 600)]
+        answer = await complete(graph, prompt=prompt, stream=stream)
+        after = prefills("remote", "long"), prefills("local", "transfer")
+    assert answer.status_code == 200
+    # a stream has its headers with its first token, which came from the prefill worker
+    assert answer.headers["x-pdserve-prefill"] == ("remote" if stream else "local")
+    assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
