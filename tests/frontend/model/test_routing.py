@@ -2,9 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
+from typing import Self
 
 import msgspec
 import pytest
@@ -12,22 +11,19 @@ import pytest
 from pdserve.config.host import VLLM_VERSION
 from pdserve.config.schema import DecodeConfig
 from pdserve.decode.worker import DecodeWorker
-from pdserve.engine.sim.engine import SimEngine
 from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Outputs, Submit, ToFrontend
-from pdserve.plan.slots import Slot
+from pdserve.prefixes import CachedPrefixes
 from pdserve.records import Instance, Role
 from pdserve.slo import NO_PROMISE, Promised
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
-from tests.decode.graph import config, living
-from tests.engine.sims import body, decode_outputs, spec
-from tests.memory.queue import MemoryBroker, MemoryQueue
-from tests.memory.registry import MemoryRegistry, MemoryServer
+from tests.decode.graph import Seams, Started, config
+from tests.engine.sims import body, decode_outputs
 
 _numbers = count()
 BLOCK = 16
@@ -90,37 +86,33 @@ def request(prompt: list[int]) -> EngineCoreRequest:
     )
 
 
-class Workers:
-    def __init__(self) -> None:
-        self._stack = AsyncExitStack()
-        self._server, self._broker = MemoryServer(), MemoryBroker()
-        self.workers: dict[str, DecodeWorker] = {}
-        self._lives: dict[str, AsyncExitStack] = {}
+class Workers(Seams):
+    """And frontends that route to them."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(config(DecodeConfig()))
+        self._names = names
+        self.workers: dict[str, Started[DecodeWorker]] = {}
         self._instances: dict[str, Instance] = {}
         self.frontends: list[RoutingFrontend] = []
 
-    async def start(self, name: str) -> None:
-        stream = TcpStreamServer("127.0.0.1")
-        worker = DecodeWorker(
-            config(DecodeConfig()),
-            Slot(Role.DECODE, 0),
-            name,
-            SimEngine(spec(Role.DECODE, name)),
-            MemoryRegistry(self._server, "t"),
-            MemoryQueue(self._broker),
-            stream,
-        )
-        life = self._lives[name] = await self._stack.enter_async_context(AsyncExitStack())
-        await life.enter_async_context(living(worker))
-        self.workers[name] = worker
+    async def __aenter__(self) -> Self:
+        for name in self._names:
+            await self.add(name)
+        return self
+
+    async def add(self, name: str) -> None:
+        self.workers[name] = started = await self.start(self.make(DecodeWorker, name))
+        assert isinstance(started.worker._stream, TcpStreamServer)
+        address = started.worker._stream.address
         self._instances[name] = Instance(
-            name, Role.DECODE, address=stream.address, kv_tokens=2048 * BLOCK, vllm_version=VLLM_VERSION
+            name, Role.DECODE, address=address, kv_tokens=2048 * BLOCK, vllm_version=VLLM_VERSION
         )
         await self.tell()
 
     async def kill(self, name: str) -> None:
-        await self._lives.pop(name).aclose()
-        del self.workers[name], self._instances[name]
+        self.workers.pop(name).life.cancel()
+        del self._instances[name]
         await self.tell()
 
     async def frontend(self, name: str, policy: str = "kv") -> RoutingFrontend:
@@ -129,6 +121,10 @@ class Workers:
         self._stack.push_async_callback(frontend.pool.close)
         await self.tell()
         return frontend
+
+    @property
+    def caches(self) -> dict[str, CachedPrefixes]:
+        return {name: started.engine.prefixes for name, started in self.workers.items()}
 
     async def tell(self) -> None:
         """What the registry would tell."""
@@ -141,7 +137,7 @@ class Workers:
         would make one worker seem the fuller for a while."""
 
         def known() -> bool:
-            names = {name: set(worker._engine.prefixes.known()) for name, worker in self.workers.items()}
+            names = {name: set(cache.known()) for name, cache in self.caches.items()}
             indexes = [frontend.pool._prefixes for frontend in self.frontends]
             links = [link for frontend in self.frontends for link in frontend.pool._links.values()]
             if any(link.outstanding(len(self.frontends)) for link in links):
@@ -150,26 +146,12 @@ class Workers:
 
         await until(known)
 
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-
-@asynccontextmanager
-async def graph(*names: str) -> AsyncIterator[Workers]:
-    workers = Workers()
-    try:
-        for name in names:
-            await workers.start(name)
-        yield workers
-    finally:
-        await workers.close()
-
 
 async def test_conversations_return_to_their_blocks_whichever_frontend_has_them() -> None:
     system = list(range(1000, 1000 + 20 * BLOCK))
     prompts = [[*system, *range(3000 + 100 * user, 3000 + 100 * user + 40)] for user in range(8)]
     homes: list[list[str]] = [[] for _ in prompts]
-    async with graph("a", "b") as workers:
+    async with Workers("decode-a", "decode-b") as workers:
         frontends = [await workers.frontend("one"), await workers.frontend("two")]
         for turn in range(4):
             before = [len(prompt) for prompt in prompts]
@@ -190,7 +172,7 @@ async def test_conversations_return_to_their_blocks_whichever_frontend_has_them(
 
 async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do() -> None:
     system = list(range(1000, 1000 + 20 * BLOCK))
-    async with graph("a", "b") as workers:
+    async with Workers("decode-a", "decode-b") as workers:
         frontends = [await workers.frontend("one"), await workers.frontend("two")]
         first, _, _ = await frontends[0].ask([*system, 1])
         await workers.told()
@@ -205,7 +187,7 @@ async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do() -> None:
 
 async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without() -> None:
     prompt = list(range(1000, 1000 + 10 * BLOCK))
-    async with graph("a", "b") as workers:
+    async with Workers("decode-a", "decode-b") as workers:
         frontend = await workers.frontend("one")
         home, _, _ = await frontend.ask(prompt)
         await workers.told()
@@ -213,8 +195,8 @@ async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without(
         await workers.kill(home)
         await until(lambda: len(frontend.pool._prefixes) == 0)
         other, _, cached = await frontend.ask(prompt)
-        assert (other, cached) == ({"a": "b", "b": "a"}[home], 0)
-        await workers.start("c")
+        assert (other, cached) == (*workers.workers, 0)
+        await workers.add("decode-c")
         await workers.told()
         assert (await frontend.ask(prompt))[0] == other
 
@@ -222,29 +204,30 @@ async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without(
 @pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
 async def test_nothing_is_told_or_kept_unless_the_router_is_kv(policy: str) -> None:
     prompt = list(range(1000, 1000 + 10 * BLOCK))
-    async with graph("a", "b") as workers:
+    async with Workers("decode-a", "decode-b") as workers:
         frontend = await workers.frontend("one", policy)
         await frontend.ask(prompt)
         await frontend.ask(prompt)
-        assert not any(worker._engine.prefixes.followed for worker in workers.workers.values())
+        assert not any(cache.followed for cache in workers.caches.values())
         frontend.pool.policy = "kv"
         await workers.told()
         assert len(frontend.pool._prefixes) > 0
         frontend.pool.policy = policy
         assert len(frontend.pool._prefixes) == 0
-        await until(lambda: not any(w._engine.prefixes.followed for w in workers.workers.values()))
+        await until(lambda: not any(cache.followed for cache in workers.caches.values()))
         await frontend.ask(prompt)
         assert len(frontend.pool._prefixes) == 0
 
 
 async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it() -> None:
-    async with graph("a", "b") as workers:
+    async with Workers("decode-a", "decode-b") as workers:
         frontend = await workers.frontend("one", "round-robin")
         links = frontend.pool._links
         await until(lambda: all(link.load.token_seconds for link in links.values()))
-        links["b"].take_load(msgspec.structs.replace(links["b"].load, gap_seconds=0.5))
+        slow = links["decode-b"]
+        slow.take_load(msgspec.structs.replace(slow.load, gap_seconds=0.5))
         chosen = {promised: picked(frontend, promised) for promised in (NO_PROMISE, Promised(gap=0.06))}
-    assert chosen == {NO_PROMISE: {"a": 5, "b": 5}, Promised(gap=0.06): {"a": 10}}
+    assert chosen == {NO_PROMISE: {"decode-a": 5, "decode-b": 5}, Promised(gap=0.06): {"decode-a": 10}}
 
 
 def picked(frontend: RoutingFrontend, promised: Promised) -> Counter[str]:
