@@ -76,6 +76,8 @@ class EchoWorker:
     at_once: int = 0
     loaded: str = ""
     role: Role = Role.DECODE
+    metrics: str = ""
+    """URL of its pages"""
     instance: Instance = field(init=False)
     """set on entering"""
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class EchoWorker:
             max_concurrency=4.0,
             max_num_seqs=self.at_once,
             fingerprint=self.loaded,
+            metrics=self.metrics,
         )
         self._spawn(self._read())
         if self.pace is not None:
