@@ -66,11 +66,14 @@ def card(name: str = "demo", **changes: object) -> ModelCard:
     return ModelCard(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-class Frontend:
-    """A frontend in this process, on a real port."""
+class Graph:
+    """A frontend in this process, on a real port, with echoing decode workers."""
 
-    def __init__(self, id: str = "frontend-0-test") -> None:
-        self.id = id
+    id = "frontend-0-test"
+
+    def __init__(self) -> None:
+        self.registry = MemoryServer()
+        self._count = 0
         self.models: ServedModels
         self.context: RibContext
         self.ribs: Ribs
@@ -79,17 +82,9 @@ class Frontend:
         self.http: httpx.AsyncClient
         """a client of it"""
 
-    async def start(
-        self,
-        stack: AsyncExitStack,
-        server: MemoryServer,
-        state: Path,
-        *,
-        keys: ApiKeys | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
+    async def start(self, stack: AsyncExitStack, state: Path, tracer: Tracer | None = None) -> None:
         enter, serial = stack.enter_async_context, itertools.count()
-        registry = await enter(MemoryRegistry(server))
+        registry = await enter(MemoryRegistry(self.registry))
         view = await enter(RegistryView(registry))
         context = ModelContext(
             lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}"),
@@ -104,7 +99,7 @@ class Frontend:
             self.id,
             "demo",
             self.models,
-            keys or ApiKeys(),
+            ApiKeys(),
             view,
             http,
             lambda: self.watched,
@@ -123,15 +118,6 @@ class Frontend:
         """A further app of the same models, with these keys."""
         context = replace(self.context, keys=keys, running={})
         return FrontendApp(self.models, keys, Ribs.load(context, ribs), 20.0)
-
-
-class Graph(Frontend):
-    """A frontend with echoing decode workers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.registry = MemoryServer()
-        self._count = 0
 
     @asynccontextmanager
     async def worker(
@@ -190,7 +176,7 @@ async def serve(
 async def running_graph(state: Path) -> AsyncIterator[Graph]:
     graph = Graph()
     async with AsyncExitStack() as stack:
-        await graph.start(stack, graph.registry, state)
+        await graph.start(stack, state)
         yield graph
 
 

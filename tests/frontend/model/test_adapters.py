@@ -63,7 +63,7 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
         routes = frozenset({LOAD, UNLOAD})
         patch.setattr("pdserve.frontend.app.WITH_BODY", paths.WITH_BODY | routes)
         graph = Adapted()
-        await graph.start(stack, graph.registry, at)
+        await graph.start(stack, at)
         modules = [f"red={adapter_in(at, 'red')}"]
         engines = sim_engines(graph, 2, 1, args={**LORA, "lora-modules": modules})
         graph.engines = await stack.enter_async_context(engines)

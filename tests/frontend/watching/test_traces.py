@@ -70,7 +70,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trace
             graph.collector, graph.url_of_traces = collector, traces_url(collector.url)
             exporting = Tracer().exporting(graph.url_of_traces, "pdserve-frontend", graph.id)
             tracer = await stack.enter_async_context(exporting)
-            await graph.start(stack, graph.registry, tmp_path_factory.mktemp("state"), tracer=tracer)
+            await graph.start(stack, tmp_path_factory.mktemp("state"), tracer)
             yield graph
 
 
