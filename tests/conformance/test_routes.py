@@ -171,4 +171,4 @@ def test_without_a_key(pair: Pair) -> None:
     answer = httpx.post(f"{pair.theirs}/v1/completions", json=BODY, headers={"authorization": "Bearer no"})
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
     assert KEY not in answer.text
-    assert '`{"error": "Unauthorized"}`' in DIFFERENCES["no valid API key"].vllm
+    assert '`{"error": "Unauthorized"}`' in DIFFERENCES["no valid API key"]
