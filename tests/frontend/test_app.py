@@ -16,7 +16,7 @@ from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker
-from tests.frontend.test_generate import chat, completion
+from tests.frontend.test_generate import chat, complete, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -24,9 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def test_headers_name_the_worker_and_the_mode(graph: Graph) -> None:
     async with graph.worker(prefill="remote") as worker:
         for stream in (False, True):
-            answer = await graph.http.post(
-                "/v1/completions", json=completion(stream=stream), headers={"x-request-id": "my-id.7"}
-            )
+            answer = await complete(graph, stream=stream, headers={"x-request-id": "my-id.7"})
             assert answer.headers["x-request-id"] == "my-id.7"
             assert answer.headers["x-pdserve-prefill"] == "remote"
             assert answer.headers["x-pdserve-instance"] == worker.id
@@ -36,7 +34,7 @@ async def test_headers_name_the_worker_and_the_mode(graph: Graph) -> None:
 
 async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
     async with graph.worker(prefill="remote") as first, graph.worker(prefill="local") as second:
-        answer = await graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))
+        answer = await complete(graph, n=2, temperature=1.0)
     assert answer.headers["x-pdserve-prefill"] == "local,remote"
     assert set(answer.headers["x-pdserve-instance"].split(",")) == {first.id, second.id}
 
@@ -91,7 +89,7 @@ async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(gra
         body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4000}
         long = [asyncio.create_task(graph.http.post("/tokenize", json=body)) for _ in range(6)]
         await until(lambda: graph.models.find("demo").admission.tokenizing.locked())
-        answer = await graph.http.post("/v1/completions", json=completion(prompt="a b c"))
+        answer = await complete(graph, prompt="a b c")
         waiting = sum(not request.done() for request in long)
         assert answer.status_code == 200
         assert waiting >= 3
@@ -119,7 +117,7 @@ async def test_transfer_params_are_refused(graph: Graph, path: str, extra: dict[
 
 async def test_null_transfer_params_are_ignored(graph: Graph) -> None:
     async with graph.worker():
-        answer = await graph.http.post("/v1/completions", json=completion(kv_transfer_params=None))
+        answer = await complete(graph, kv_transfer_params=None)
     assert answer.status_code == 200
 
 
@@ -129,7 +127,7 @@ async def test_pages_that_probes_ask_for(graph: Graph) -> None:
         for method in ("GET", "POST"):
             assert (await graph.http.request(method, "/ping")).status_code == 200
         assert (await graph.http.get("/load")).json() == {"server_load": 0}
-        running = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
+        running = asyncio.create_task(complete(graph))
         await worker.until(lambda: worker.jobs)
         assert (await graph.http.get("/load")).json() == {"server_load": 1}
         await finish(worker)
@@ -182,9 +180,7 @@ async def full(
     """A worker with two places, both taken; `finish` ends what it runs."""
     async with graph.worker(pace=None, at_once=2) as worker:
         await until(lambda: bool(graph.models.live().get("demo")))
-        running = asyncio.create_task(
-            graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))
-        )
+        running = asyncio.create_task(complete(graph, n=2, temperature=1.0))
         await worker.until(lambda: len(worker.jobs) == 2)
         admission = graph.models.find("demo").admission
         usual, admission.limits = admission.limits, limits
@@ -203,9 +199,9 @@ async def finish(worker: EchoWorker) -> None:
 async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None:
     async with full(graph, AdmissionLimits(max_waiting=1)) as (worker, running):
         admission = graph.models.find("demo").admission
-        waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=True)))
+        waiting = asyncio.create_task(complete(graph, stream=True))
         await until(lambda: len(admission) == 1)
-        refused = await graph.http.post("/v1/completions", json=completion(stream=True))
+        refused = await complete(graph, stream=True)
         counted = await graph.http.post("/tokenize", json={"model": "demo", "prompt": "a b"})
         assert len(worker.seen) == 2
         await finish(worker)
@@ -222,13 +218,11 @@ async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None
 async def test_a_request_that_waits_and_leaves_costs_nothing(graph: Graph) -> None:
     async with full(graph, AdmissionLimits()) as (worker, running):
         admission = graph.models.find("demo").admission
-        waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
+        waiting = asyncio.create_task(complete(graph))
         await until(lambda: len(admission) == 1)
         waiting.cancel()
         await until(lambda: not len(admission))
-        late = await graph.http.post(
-            "/v1/completions", json=completion(), headers={"x-request-timeout": "0.2"}
-        )
+        late = await complete(graph, headers={"x-request-timeout": "0.2"})
         await finish(worker)
         assert (await running).status_code == 200
     assert late.status_code == 504
@@ -275,10 +269,10 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
 async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: bool) -> None:
     async with graph.worker() as worker:
         worker.fail = Failed("", "this prompt does not fit the KV cache")
-        answer = await graph.http.post("/v1/completions", json=completion(stream=stream))
+        answer = await complete(graph, stream=stream)
         worker.fail = None
-        fine = await graph.http.post("/v1/completions", json=completion())
-        wrong = await graph.http.post("/v1/completions", json=completion(temperature=-1))
+        fine = await complete(graph)
+        wrong = await complete(graph, temperature=-1)
     assert [each.status_code for each in (answer, fine, wrong)] == [500, 200, 400]
     assert "KV cache" in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "InternalServerError"
@@ -290,10 +284,10 @@ async def test_each_request_is_a_log_line_with_the_name_of_its_key(
 ) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     async with graph.worker() as worker:
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "line-1"})
+        await complete(graph, headers={"x-request-id": "line-1"})
         monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret", "alice")]))
         header = {"authorization": "Bearer secret"}
-        await graph.http.post("/v1/completions", json=completion(), headers=header)
+        await complete(graph, headers=header)
     logged = [each.getMessage() for each in caplog.records if each.name == "pdserve.frontend.watching.log"]
     assert len(logged) == 2
     assert logged[0].startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")

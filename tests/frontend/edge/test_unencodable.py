@@ -42,7 +42,7 @@ async def test_a_value_that_cannot_be_encoded_is_a_400_that_names_the_field(
     graph: Graph, changes: dict[str, Any], field: str, stream: bool
 ) -> None:
     async with graph.worker() as worker:
-        answer = await graph.http.post("/v1/completions", json=completion(**changes, stream=stream))
+        answer = await complete(graph, **changes, stream=stream)
         assert answer.status_code == 400
         assert field in answer.json()["error"]["message"]
         assert not worker.seen
@@ -79,7 +79,7 @@ async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(grap
             answers = await asyncio.gather(*waiting)
             assert [answer.status_code for answer in answers] == [400, 200]
             assert len(second.seen) == 1
-            again = await graph.http.post("/v1/completions", json=completion())
+            again = await complete(graph)
             assert again.status_code == 200
     await core.idle()
 
@@ -138,7 +138,7 @@ async def test_a_grammar_that_ends_its_compiler_is_not_compiled(
 ) -> None:
     """Found by `pdserve_bench.fuzz`: llguidance ends the frontend with SIGSEGV."""
     async with graph.worker() as worker:
-        answer = await graph.http.post("/v1/completions", json=completion(**changes))
+        answer = await complete(graph, **changes)
         assert answer.status_code == 400
         assert "must not be below" in answer.json()["error"]["message"]
         assert not worker.seen
@@ -148,9 +148,7 @@ async def test_a_grammar_at_which_its_compiler_panics_is_a_400(graph: Graph) -> 
     smiles = "\N{SLIGHTLY SMILING FACE}" * 300
     schema = {"type": "string", "maxLength": smiles, "minLength": smiles}
     async with graph.worker():
-        answer = await graph.http.post(
-            "/v1/completions", json=completion(structured_outputs={"json": schema})
-        )
+        answer = await complete(graph, structured_outputs={"json": schema})
         assert answer.status_code == 400
 
 

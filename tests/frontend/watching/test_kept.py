@@ -13,7 +13,7 @@ from pdserve.watch import Receipt, Tick
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.test_moving import post, steps
-from tests.frontend.test_generate import completion
+from tests.frontend.test_generate import complete
 
 CHAT = Promised(0.5, 0.06)
 EASY = Promised(3600.0, 3600.0)
@@ -91,17 +91,17 @@ def counted(outcome: str) -> float:
 async def test_promises_are_counted(graph: Graph) -> None:
     before = {outcome: counted(outcome) for outcome in ("kept", "ttft", "gap", "failed")}
     async with graph.worker():
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
     async with graph.worker(slo=EASY):
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
         await until(lambda: counted("kept") == before["kept"] + 1)
         (newest,) = graph.ribs.receipts(1)
         assert (newest.promise, newest.broken_by) == ("kept", "")
         assert newest.longest_gap > 0
     async with graph.worker(slo=Promised(0.001, 60.0), pace=0.005):
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
     async with graph.worker(slo=Promised(60.0, 0.001), pace=0.005):
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
         await until(lambda: counted("gap") == before["gap"] + 1)
         (newest,) = graph.ribs.receipts(1)
         assert (newest.promise, newest.broken_by) == ("gap", "decode")

@@ -15,7 +15,7 @@ from pdserve.registry import keys
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.sims import sim_engines
-from tests.frontend.test_generate import complete, completion
+from tests.frontend.test_generate import complete
 from tests.memory.registry import MemoryRegistry
 from tests.tcp import tcp_server
 
@@ -61,7 +61,7 @@ async def test_pages_of_the_others_are_in_it(graph: Graph) -> None:
         for name, url in [("p-0", good), ("p-1", silent), ("p-2", "http://127.0.0.1:1/metrics")]:
             record = encode_record(Instance(name, Role.PREFILL, metrics=url))
             await registry.put(keys.instance(Instance(name, Role.PREFILL)), record)
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
         await until(lambda: REGISTRY.get_sample_value("pdserve_instances", {"role": "prefill"}) == 3)
         before = time.monotonic()
         page = (await graph.http.get("/metrics")).text
@@ -107,9 +107,9 @@ async def test_requests_are_counted_by_code(graph: Graph) -> None:
 
     async with graph.worker():
         before = [await count(200), await count(400), await count(404)]
-        await graph.http.post("/v1/completions", json=completion())
-        await graph.http.post("/v1/completions", json=completion(temperature=-1))
-        await graph.http.post("/v1/completions", json=completion(model="x"))
+        await complete(graph)
+        await complete(graph, temperature=-1)
+        await complete(graph, model="x")
         after = [await count(200), await count(400), await count(404)]
     assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, 1]
 

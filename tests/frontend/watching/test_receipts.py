@@ -27,7 +27,7 @@ from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, Step
 from tests.frontend.model.test_moving import post, steps
-from tests.frontend.test_generate import PROMPT, chat, completion
+from tests.frontend.test_generate import PROMPT, chat, complete, completion
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -59,7 +59,7 @@ def remote(worker: EchoWorker) -> EchoWorker:
 async def test_a_receipt_has_each_hop_with_its_place_and_time(graph: Graph) -> None:
     async with graph.worker() as worker:
         remote(worker)
-        answer = await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "r-1"})
+        answer = await complete(graph, headers={"x-request-id": "r-1"})
     receipt = newest(graph)
     assert way(receipt) == [
         ("admission", "", ""),
@@ -167,7 +167,7 @@ async def test_a_receipt_quotes_no_request_and_300_characters_of_a_failure(graph
             assert receipt.error == ""
             assert secret not in str(receipt)
         worker.fail = Failed("", "x" * 10_000)
-        answer = await graph.http.post("/v1/completions", json=completion())
+        answer = await complete(graph)
         receipt = newest(graph)
         assert answer.status_code == receipt.status == 500
         assert receipt.error == "x" * 300
@@ -201,7 +201,7 @@ async def test_receipts_are_bounded_in_number_and_age(graph: Graph, monkeypatch:
     async with graph.worker():
         for number in range(5):
             headers = {"x-request-id": f"r-{number % 4}"}
-            await graph.http.post("/v1/completions", json=completion(max_tokens=number + 1), headers=headers)
+            await complete(graph, max_tokens=number + 1, headers=headers)
     assert [receipt.request_id for receipt in kept.receipts(9)] == ["r-0", "r-3", "r-2"]
     assert [receipt.output_tokens for receipt in kept.receipts(1, request_id="r-0")] == [5]
     monkeypatch.setattr(receipts, "KEPT_FOR", 0.0)
@@ -249,9 +249,9 @@ async def test_the_headers_of_an_answer_have_its_hops_and_reason(graph: Graph) -
     async with graph.worker() as worker:
         remote(worker)
         worker.placed = replace(worker.placed, reason='l"o\r\nx: y')
-        whole = await graph.http.post("/v1/completions", json=completion())
-        stream = await graph.http.post("/v1/completions", json=completion(stream=True))
-        wrong = await graph.http.post("/v1/completions", json=completion(temperature=-1))
+        whole = await complete(graph)
+        stream = await complete(graph, stream=True)
+        wrong = await complete(graph, temperature=-1)
     for answer in (whole, stream):
         assert answer.headers["x-pdserve-reason"] == "l?o??x: y"
         assert answer.headers["x-pdserve-cached-tokens"] == "0"
@@ -285,7 +285,7 @@ async def other_frontend(graph: Graph, kept: list[Receipt]) -> AsyncIterator[lis
 async def test_requests_are_listed_and_found_at_any_frontend(graph: Graph) -> None:
     there = Receipt("there", "frontend-1-test", "/v1/completions", 0.0)
     async with graph.worker(), other_frontend(graph, [there]) as asked:
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "here"})
+        await complete(graph, headers={"x-request-id": "here"})
         here = (await graph.http.get("/requests/here")).json()
         assert asked == [], "it is here"
         assert (here["request_id"], here["frontend"], here["status"]) == ("here", "frontend-0-test", 200)
@@ -346,7 +346,7 @@ async def test_what_a_worker_reports_wrongly_is_bounded(graph: Graph) -> None:
     ]
     async with graph.worker() as worker:
         worker.placed = replace(worker.placed, prefill="☃\r\nx: y", reason="r" * 10_000, hops=wrong)
-        answer = await graph.http.post("/v1/completions", json=completion())
+        answer = await complete(graph)
         found = await graph.http.get("/requests?limit=1")
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-pdserve-prefill"] == "unknown"
@@ -365,12 +365,12 @@ async def test_receipts_with_a_detour_are_reported_for_longer(
     async with graph.worker() as worker:
         usual = worker.placed
         worker.placed = replace(usual, hops=[Hop("fallback", 0.0, 0.0, worker.id, "timeout")])
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "fell"})
+        await complete(graph, headers={"x-request-id": "fell"})
         assert [receipt.request_id for receipt in graph.watched.receipts].count("fell") == 1
         worker.placed = usual
         for _ in range(2):
-            await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "usual"})
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "fell"})
+            await complete(graph, headers={"x-request-id": "usual"})
+        await complete(graph, headers={"x-request-id": "fell"})
     told = graph.watched.receipts
     assert [receipt.request_id for receipt in told[:2]] == ["fell", "fell"], "another client chose its id"
     assert told[1].age > told[0].age
