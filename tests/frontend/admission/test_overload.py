@@ -164,13 +164,3 @@ async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph
         await until(lambda: not len(admission) and not engine.usage.running)
         assert not admission.queue.running
         assert await engine.all_blocks_free()
-
-
-@pytest.mark.parametrize(
-    ("extra", "param"), [({"n": 200}, "n"), ({"n": "200"}, "n"), ({"prompt": ["a"] * 200}, "prompt")]
-)
-async def test_too_many_outputs_for_one_request(graph: Graph, extra: dict[str, Any], param: str) -> None:
-    async with worker(graph):
-        answer = await complete(graph, model=NAME, **extra)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param

@@ -44,13 +44,6 @@ _HOLD = (
 )
 
 
-def test_processes_share_a_port() -> None:
-    with bind("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
-        with bind("127.0.0.1", port) as second:
-            assert second.getsockname()[1] == port
-
-
 _ALONE = (
     "import os, sys\n"
     "from pdserve.frontend.edge.sockets import bind\n"

@@ -229,22 +229,6 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
     assert {len(tick.ttft) for tick in ticks} <= {0, len(watch.BUCKETS) + 1}
 
 
-async def test_a_link_reports_its_requests_and_why_it_is_down(graph: Graph) -> None:
-    async with graph.worker(pace=None) as worker:
-        request = post(graph)
-        await worker.until(lambda: worker.jobs)
-        links = {link.to: link for link in graph.models.links()}
-        link = replace(links[worker.id], round_trip=None)
-        assert link == watch.LinkState(worker.id, "requests", requests=1)
-        await worker.die()
-        await until(lambda: not {link.to: link for link in graph.models.links()}[worker.id].up)
-        lost = {link.to: link for link in graph.models.links()}[worker.id]
-        assert (lost.kind, lost.requests, lost.failure) == ("requests", 0, f"{worker.id} is gone")
-        assert lost.failures >= 1
-        request.cancel()
-    await until(lambda: worker.id not in {link.to for link in graph.models.links()})
-
-
 async def test_the_headers_of_an_answer_have_its_hops_and_reason(graph: Graph) -> None:
     async with graph.worker() as worker:
         remote(worker)
@@ -411,9 +395,12 @@ async def test_histograms_count_a_request_once(graph: Graph) -> None:
         assert await counted(lost(worker)) == [1, 1]
 
 
-async def test_links_and_running_sequences_are_metrics(graph: Graph) -> None:
+async def test_links_say_why_they_are_down_and_are_metrics_as_running_sequences_are(graph: Graph) -> None:
     def value(name: str, **labels: str) -> float | None:
         return REGISTRY.get_sample_value(name, {"model": "linked", **labels})
+
+    def links() -> dict[str, watch.LinkState]:
+        return {link.to: link for link in graph.models.links()}
 
     def migrations(reason: str) -> float:
         return value("pdserve_migrations_total", reason=reason) or 0.0
@@ -422,9 +409,14 @@ async def test_links_and_running_sequences_are_metrics(graph: Graph) -> None:
         request = post(graph, model="linked", n=2, temperature=1.0)
         await first.until(lambda: len(first.jobs) == 2)
         assert value("pdserve_running_requests") == 2
+        up = watch.LinkState(first.id, "requests", requests=2)
+        assert replace(links()[first.id], round_trip=None) == up
         assert (value("pdserve_links", state="up"), value("pdserve_links", state="down")) == (1, 0)
         await first.die()
         await until(lambda: value("pdserve_links", state="down") == 1)
+        lost = links()[first.id]
+        assert (lost.up, lost.requests, lost.failure) == (False, 0, f"{first.id} is gone")
+        assert lost.failures >= 1
         assert value("pdserve_running_requests") == 0
         assert migrations("gone") == 2
         async with graph.worker("linked") as second:
@@ -434,3 +426,4 @@ async def test_links_and_running_sequences_are_metrics(graph: Graph) -> None:
             await until(lambda: migrations("failed") >= 1)
             second.fail = None
             await request
+    await until(lambda: first.id not in links())
