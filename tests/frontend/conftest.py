@@ -1,8 +1,7 @@
 import asyncio
-import inspect
 import itertools
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +44,14 @@ from tests.uvloops import Loop
 
 VERSION = installed_vllm().version
 MODEL = Path(__file__).parents[2] / "pdserve" / "demo" / "model"
+
+
+in_session = pytest.mark.asyncio(loop_scope="session")
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Frontends run on uvloop; what transports do, above all with TLS, is the loop's."""
+    return {"uvloop": Loop}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -200,30 +207,3 @@ def trusting(certificate: ServerCertificate) -> ssl.SSLContext:
 def either(request: pytest.FixtureRequest, certificate: ServerCertificate) -> ServerCertificate | None:
     """The certificate for a server that speaks TLS, or None for one that does not."""
     return certificate if request.param else None
-
-
-@pytest.fixture(scope="session")
-def uvloops() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        yield runner
-
-
-@pytest.fixture(scope="session")
-def edge(uvloops: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
-    """A graph on the loop that frontends have, for tests `on_uvloop`."""
-    running = running_graph(tmp_path_factory.mktemp("state"))
-    yield uvloops.run(running.__aenter__())
-    uvloops.run(running.__aexit__(None, None, None))
-
-
-def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """What transports do, above all with TLS, is the loop's: frontends run on uvloop."""
-
-    def run(uvloops: asyncio.Runner, **fixtures: object) -> None:
-        uvloops.run(test(**fixtures))
-
-    own = inspect.Parameter("uvloops", inspect.Parameter.KEYWORD_ONLY)
-    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-    parameters = [*inspect.signature(test).parameters.values(), own]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run

@@ -24,7 +24,6 @@ from pdserve.messages import (
     Hello,
     Outputs,
     Placed,
-    Refused,
     Submit,
     ToDecode,
     ToFrontend,
@@ -168,9 +167,6 @@ class EchoWorker:
             with suppress(PeerGone):
                 await self._stream.send(frontend, message)
 
-    async def refuse(self, text: str) -> None:
-        await self.send(Refused(text))
-
     def go(self) -> None:
         """Make steps from now on."""
         self._spawn(self._run(0.0))
@@ -182,9 +178,6 @@ class EchoWorker:
             body = [bytes(part) for part in self._encoder.encode(EngineCoreOutputs(outputs=outputs))]
             await self.send(Outputs(body))
             await self._tell()
-
-    async def garbage(self) -> None:
-        await self.send(Outputs([b"\xc1 no msgpack"]))
 
     async def until(self, condition: Any) -> None:
         """Wait until the condition holds, which is checked after each message and step."""
