@@ -150,18 +150,6 @@ async def test_a_missing_key_is_told_which_scheme(monkeypatch: pytest.MonkeyPatc
     assert (await graph.http.get("/load")).status_code == 200
 
 
-async def test_disconnect_cancels_on_the_worker(graph: Graph) -> None:
-    for stream in (False, True):
-        async with graph.worker(pace=0.01) as worker:
-            body = completion(max_tokens=3000, stream=stream)
-            request = asyncio.create_task(graph.http.post("/v1/completions", json=body))
-            await worker.until(lambda worker=worker: any(job.generated for job in worker.jobs.values()))
-            request.cancel()
-            await worker.until(lambda worker=worker: worker.cancelled)
-            assert worker.cancelled == [worker.seen[0].request_id]
-            assert not worker.jobs
-
-
 @pytest.mark.parametrize("pace", [None, 0.02], ids=["silent", "a stream that has begun"])
 async def test_a_deadline_ends_a_request_here_and_at_its_worker(graph: Graph, pace: float | None) -> None:
     async with graph.worker(pace=pace) as worker:
@@ -196,12 +184,16 @@ async def finish(worker: EchoWorker) -> None:
         await worker.step()
 
 
-async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None:
+async def test_too_much_is_429_before_anything_is_answered_and_has_receipts(graph: Graph) -> None:
     async with full(graph, AdmissionLimits(max_waiting=1)) as (worker, running):
         admission = graph.models.find("demo").admission
-        waiting = asyncio.create_task(complete(graph, stream=True))
+        waiting = asyncio.create_task(complete(graph, stream=True, headers={"x-request-id": "waits"}))
         await until(lambda: len(admission) == 1)
+        (receipt,) = graph.ribs.receipts(1)
+        assert [hop.name for hop in receipt.hops] == ["admission"]
         refused = await complete(graph, stream=True)
+        (receipt,) = graph.ribs.receipts(1)
+        assert (receipt.status, "wait" in receipt.error) == (429, True)
         counted = await graph.http.post("/tokenize", json={"model": "demo", "prompt": "a b"})
         assert len(worker.seen) == 2
         await finish(worker)
@@ -213,6 +205,9 @@ async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "RateLimitError"
     assert counted.status_code == 200  # needs no engine
+    (receipt,) = graph.ribs.receipts(1, None, "waits")
+    assert (receipt.hops[0].name, receipt.hops[0].why) == ("admission", "")
+    assert receipt.hops[0].seconds > 0
 
 
 async def test_a_request_that_waits_and_leaves_costs_nothing(graph: Graph) -> None:

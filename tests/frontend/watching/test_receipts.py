@@ -15,7 +15,6 @@ from vllm.v1.engine import FinishReason
 
 from pdserve import watch
 from pdserve.config.api_keys import ApiKey
-from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.watching import receipts
 from pdserve.messages import Failed, Hop
@@ -142,11 +141,16 @@ async def test_of_several_sequences_the_receipt_has_the_hops_of_the_first(
         assert receipt.prompt_tokens == prompts * len(PROMPT)
 
 
-async def test_a_client_that_leaves_is_499(graph: Graph) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_499_and_its_request_ends_at_the_worker(
+    graph: Graph, stream: bool
+) -> None:
     async with graph.worker(pace=None) as worker:
-        request = post(graph)
+        request = post(graph, stream=stream)
         await steps(worker, 1)
         request.cancel()
+        await worker.until(lambda: worker.cancelled)
+        assert (worker.cancelled, worker.jobs) == ([worker.seen[0].request_id], {})
         await until(lambda: not newest(graph).running)
     receipt = newest(graph)
     assert (receipt.status, receipt.error) == (499, "the client left")
@@ -171,27 +175,6 @@ async def test_a_receipt_quotes_no_request_and_300_characters_of_a_failure(graph
         receipt = newest(graph)
         assert answer.status_code == receipt.status == 500
         assert receipt.error == "x" * 300
-
-
-async def test_a_waiting_request_and_a_refused_one_have_receipts(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with graph.worker(pace=None, at_once=2) as worker:
-        admission = graph.models.find("demo").admission
-        monkeypatch.setattr(admission, "limits", AdmissionLimits(max_waiting=1))
-        requests = [post(graph) for _ in range(2)]
-        await worker.until(lambda: len(worker.jobs) == 2)  # both places
-        waiting = post(graph)
-        await until(lambda: len(admission) == 1)
-        assert [hop.name for hop in newest(graph).hops] == ["admission"]
-        answer = await post(graph)
-        assert answer.status_code == newest(graph).status == 429
-        assert "wait" in newest(graph).error
-        worker.go()
-        await asyncio.gather(*requests, waiting)
-    held = graph.ribs.receipts(2)[1].hops[0]
-    assert (held.name, held.why) == ("admission", "")
-    assert held.seconds > 0
 
 
 async def test_receipts_are_bounded_in_number_and_age(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
