@@ -25,6 +25,7 @@ from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.adapters import AdapterStore
+from pdserve.frontend.model.processor import Processor
 from pdserve.frontend.model.served import ServedModels, serve_models
 from pdserve.frontend.ribs import RIBS, RibContext, Ribs
 from pdserve.frontend.server import QuietServer, http_config
@@ -120,6 +121,11 @@ class Graph:
     @property
     def watched(self) -> Watched:
         return self.ribs.watched(Watched())
+
+    def processor(self, model: str = "demo") -> Processor:
+        found = self.models.find(model).processor
+        assert found is not None
+        return found
 
     def app_with(self, keys: ApiKeys, ribs: Iterable[str] = RIBS) -> FrontendApp:
         """A further app of the same models, with these keys."""

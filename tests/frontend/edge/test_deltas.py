@@ -349,9 +349,7 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
             await worker.until(lambda number=number: len(worker.jobs) == number)
         for _ in range(2):
             await worker.step()
-        processor = graph.models._models["demo"].processor
-        assert processor is not None
-        states = processor.core.fail_request.args[0].output_processor.request_states  # type: ignore[attr-defined]
+        states = graph.processor().core.fail_request.args[0].output_processor.request_states  # type: ignore[attr-defined]
         monkeypatch.setattr(list(states.values())[2].detokenizer, "update", None)
         await worker.step()
         stopped_id, poisoned_id = list(worker.jobs)[1:3]

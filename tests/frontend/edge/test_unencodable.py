@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ProtocolError
-from pdserve.frontend.model.processor import Processor
 from pdserve.messages import Submit
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
@@ -30,12 +29,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def processor(graph: Graph) -> Processor:
-    found = graph.models.find("demo").processor
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("changes", "field"), BAD)
 async def test_a_value_that_cannot_be_encoded_is_a_400_that_names_the_field(
@@ -51,12 +44,12 @@ async def test_a_value_that_cannot_be_encoded_is_a_400_that_names_the_field(
 async def test_many_take_nothing_from_others(graph: Graph) -> None:
     """Neither a place nor tokens of a worker, and when a link is lost the others go on elsewhere."""
     async with graph.worker(pace=None, at_once=8) as first:
-        before = processor(graph).workers.capacity
+        before = graph.processor().workers.capacity
         for _ in range(8):  # as many at once as there are places: 429 would be right for more
             bad = [post(graph, **BAD[number % len(BAD)][0], n=2) for number in range(5)]
             assert {answer.status_code for answer in await asyncio.gather(*bad)} == {400}
-        await processor(graph).core.idle()
-        assert processor(graph).workers.capacity == before
+        await graph.processor().core.idle()
+        assert graph.processor().workers.capacity == before
         good = post(graph)
         await steps(first, 2)
         async with graph.worker() as second:
@@ -70,7 +63,7 @@ async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(grap
     async with graph.worker(pace=None) as first:
         waiting = [post(graph, presence_penalty=0.5, request_id="a"), post(graph, request_id="b")]
         await first.until(lambda: len(first.jobs) == 2)
-        core = processor(graph).core
+        core = graph.processor().core
         generation = next(found for found in core._generations.values() if found.replays)
         generation.request.sampling_params.extra_args = {"late": HUGE}
         await first.die()

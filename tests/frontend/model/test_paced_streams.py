@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.frontend.model.core import RemoteCore
 from pdserve.messages import Failed, Promise
 from pdserve.slo import Promised
 from tests.conditions import holds, until
@@ -69,12 +68,6 @@ async def streaming(
         await asyncio.gather(reading, return_exceptions=True)
 
 
-def core(graph: Graph) -> RemoteCore:
-    processor = graph.models.find("demo").processor
-    assert processor is not None
-    return processor.core
-
-
 async def come(graph: Graph, worker: EchoWorker, count: int) -> None:
     """Let so many further outputs come to the frontend, for each request."""
     await worker.until(lambda: worker.jobs)
@@ -85,7 +78,7 @@ async def come(graph: Graph, worker: EchoWorker, count: int) -> None:
 
 
 def tokens_come(graph: Graph) -> int:
-    return sum(len(each.tokens) for each in core(graph)._generations.values())
+    return sum(len(each.tokens) for each in graph.processor().core._generations.values())
 
 
 def more_come(graph: Graph, before: int) -> bool:
@@ -169,10 +162,10 @@ async def test_a_client_that_leaves_leaves_nothing_behind(graph: Graph) -> None:
     async with graph.worker(slo=FOR_EVER, pace=None) as worker:
         async with streaming(graph):
             await come(graph, worker, 5)
-            assert core(graph)._pacer._streams
+            assert graph.processor().core._pacer._streams
         await worker.until(lambda: worker.cancelled)
-        assert not core(graph)._pacer._streams
-        assert core(graph)._pacer._timer is None
+        assert not graph.processor().core._pacer._streams
+        assert graph.processor().core._pacer._timer is None
 
 
 @pytest.mark.parametrize("body", [completion(), completion(logprobs=2)], ids=["plain", "logprobs"])
@@ -220,11 +213,10 @@ async def test_what_is_held_when_a_model_is_replaced_is_not_sent_before_its_succ
     async with AsyncExitStack() as stack:
         served = graph.worker("rolled", slo=FOR_EVER, pace=None, loaded="old", generation=71)
         old = await stack.enter_async_context(served)
-        model = graph.models.find("rolled")
+        core = graph.processor("rolled").core
         async with streaming(graph, "/v1/completions", body) as client:
             await old.until(lambda: old.jobs)
-            assert model.processor is not None
-            begun = list(model.processor.core._generations.values())
+            begun = list(core._generations.values())
             await old.step()
             await until(lambda: all(each.tokens for each in begun))
             assert client.tokens == 0

@@ -12,7 +12,6 @@ import pytest
 
 from pdserve.decode.worker import DecodeWorker
 from pdserve.frontend.model.generation import Generation
-from pdserve.frontend.model.workers import WorkerPool
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.slo import NO_PROMISE, Promised
@@ -29,12 +28,6 @@ BLOCK = 16
 SYSTEM = [300 + 7 * number % 600 for number in range(20 * BLOCK)]
 
 
-def pool(frontend: Graph) -> WorkerPool:
-    processor = frontend.models.find("demo").processor
-    assert processor is not None
-    return processor.workers
-
-
 @dataclass
 class Routing:
     frontends: list[Graph]
@@ -43,7 +36,7 @@ class Routing:
 
     async def route(self, policy: str) -> None:
         await self.registry.put(keys.setting("router"), policy.encode())
-        await until(lambda: all(pool(frontend).policy == policy for frontend in self.frontends))
+        await until(lambda: all(frontend.processor().workers.policy == policy for frontend in self.frontends))
 
     async def told(self) -> None:
         """Until the frontends know what is cached, and that nothing runs: a report from the midst of the requests
@@ -51,7 +44,7 @@ class Routing:
 
         def known() -> bool:
             cached = {worker.id: set(worker.engine.prefixes.known()) for worker in self.workers}
-            pools = [pool(frontend) for frontend in self.frontends]
+            pools = [frontend.processor().workers for frontend in self.frontends]
             if any(link.outstanding(len(pools)) for each in pools for link in each._links.values()):
                 return False
             return all({name: set(each._prefixes.told(name)) for name in cached} == cached for each in pools)
@@ -135,7 +128,7 @@ async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without(
         (lost,) = [worker for worker in routed.workers if worker.id == home]
         routed.workers.remove(lost)
         lost.life.cancel()
-        await until(lambda: len(pool(graph)._prefixes) == 0)
+        await until(lambda: len(graph.processor().workers._prefixes) == 0)
         other, _, cached = await routed.ask(prompt)
         assert (other, cached) == (routed.workers[0].id, 0)
         async with sim_workers(graph, 1) as back:
@@ -158,17 +151,17 @@ async def test_nothing_is_told_or_kept_unless_the_router_is_kv(
         assert not followed()
         await routed.route("kv")
         await routed.told()
-        assert len(pool(graph)._prefixes) > 0
+        assert len(graph.processor().workers._prefixes) > 0
         await routed.route(policy)
-        assert len(pool(graph)._prefixes) == 0
+        assert len(graph.processor().workers._prefixes) == 0
         await until(lambda: not followed())
         await routed.ask(prompt)
-        assert len(pool(graph)._prefixes) == 0
+        assert len(graph.processor().workers._prefixes) == 0
 
 
 async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(graph: Graph, tmp_path: Path) -> None:
     async with routing(graph, tmp_path, "round-robin") as routed:
-        one, slow = (pool(graph)._links[worker.id] for worker in routed.workers)
+        one, slow = (graph.processor().workers._links[worker.id] for worker in routed.workers)
         await until(lambda: bool(one.load.token_seconds and slow.load.token_seconds))
         slow.take_load(msgspec.structs.replace(slow.load, gap_seconds=0.5))
         chosen = {promised: picked(graph, promised) for promised in (NO_PROMISE, Promised(gap=0.06))}
@@ -179,5 +172,5 @@ async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(graph: G
 def picked(frontend: Graph, promised: Promised) -> Counter[str]:
     generation = Generation(request([1, 2, 3]), trace())
     generation.trace.promised = promised
-    links = [pool(frontend).pick(generation, only_others=False) for _ in range(10)]
+    links = [frontend.processor().workers.pick(generation, only_others=False) for _ in range(10)]
     return Counter(link.instance for link in links if link is not None)

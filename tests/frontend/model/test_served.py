@@ -198,18 +198,13 @@ async def test_version(graph: Graph) -> None:
     assert set(answer.json()) == {"version", "vllm"}
 
 
-def policy(graph: Graph) -> str:
-    processor = graph.models.find("demo").processor
-    return processor.workers.policy if processor is not None else ""
-
-
 async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
             await complete(graph, max_tokens=1)
         assert (len(first.seen), len(second.seen)) == (3, 3)
         await registry.put(keys.setting("router"), b"least-loaded", leased=False)
-        await until(lambda: policy(graph) == "least-loaded")
+        await until(lambda: graph.processor().workers.policy == "least-loaded")
         try:
             await complete(graph, max_tokens=1)
             page = (await graph.http.get("/metrics")).text
@@ -222,7 +217,7 @@ async def test_the_load_that_workers_report_counts(graph: Graph) -> None:
     """Where several frontends share them: the other frontends' requests are known by it alone."""
     async with graph.worker() as busy, graph.worker() as idle, MemoryRegistry(graph.registry) as registry:
         await registry.put(keys.setting("router"), b"least-loaded", leased=False)
-        await until(lambda: policy(graph) == "least-loaded")
+        await until(lambda: graph.processor().workers.policy == "least-loaded")
         await busy.send(WorkerLoad(Load(running=4, tokens=500)))
         try:
             for _ in range(6):

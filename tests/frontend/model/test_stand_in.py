@@ -5,11 +5,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 from msgspec.structs import replace
-from prometheus_client import REGISTRY
 
 from pdserve.records import Role, encode_record
 from pdserve.registry import keys
 from tests.conditions import holds, until
+from tests.decode.graph import counted
 from tests.frontend.conftest import Graph, card
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.model.test_moving import post, steps
@@ -32,11 +32,6 @@ async def alone(graph: Graph, pace: float | None = None, at_once: int = 0) -> As
         async with graph.worker():
             pass
         yield prefill
-
-
-def handed_over() -> float:
-    labels = {"model": "demo", "reason": "handed-over"}
-    return REGISTRY.get_sample_value("pdserve_migrations_total", labels) or 0.0
 
 
 async def decoding(graph: Graph, live: int) -> None:
@@ -109,7 +104,7 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
 
 
 async def test_streams_on_a_stand_in_are_handed_over(graph: Graph, at_once: None) -> None:
-    before = handed_over()
+    before = counted("pdserve_migrations_total", reason="handed-over")
     async with alone(graph) as prefill:
         request = post(graph, max_tokens=12)
         await steps(prefill, 5)
@@ -122,7 +117,7 @@ async def test_streams_on_a_stand_in_are_handed_over(graph: Graph, at_once: None
         assert not prefill.jobs
         (submit,) = decode.seen
         assert (submit.prompt, submit.migrated) == (PROMPT + continuation(PROMPT, 5), False)
-    assert handed_over() == before + 1
+    assert counted("pdserve_migrations_total", reason="handed-over") == before + 1
 
 
 async def test_a_request_that_would_have_to_be_replayed_ends_at_the_stand_in(

@@ -13,6 +13,7 @@ from pdserve.frontend.watching.metrics import MetricsPage
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from tests.conditions import until
+from tests.decode.graph import counted
 from tests.frontend.conftest import Graph
 from tests.frontend.model.sims import sim_engines
 from tests.frontend.test_generate import complete
@@ -114,21 +115,17 @@ async def test_requests_are_counted_by_code(graph: Graph) -> None:
     assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, 1]
 
 
-def prefills(mode: str, reason: str) -> float:
-    return (
-        REGISTRY.get_sample_value("pdserve_prefill_total", {"model": "demo", "mode": mode, "reason": reason})
-        or 0.0
-    )
+WAYS = {"mode": "remote", "reason": "long"}, {"mode": "local", "reason": "transfer"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_transfer_that_failed_is_counted_and_told_as_local(graph: Graph, stream: bool) -> None:
     async with sim_engines(graph, 1, 1) as (_, prefill):
-        before = prefills("remote", "long"), prefills("local", "transfer")
+        before = [counted("pdserve_prefill_total", **labels) for labels in WAYS]
         prefill.faults.drop_transfers = True
         prompt = [350 + stream, *range(400, 600)]
         answer = await complete(graph, prompt=prompt, stream=stream)
-        after = prefills("remote", "long"), prefills("local", "transfer")
+        after = [counted("pdserve_prefill_total", **labels) for labels in WAYS]
     assert answer.status_code == 200
     # a stream has its headers with its first token, which came from the prefill worker
     assert answer.headers["x-pdserve-prefill"] == ("remote" if stream else "local")
