@@ -185,6 +185,12 @@ async def serve(
     return f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
 
 
+def address_of(url: str) -> tuple[str, int]:
+    parts = httpx.URL(url)
+    assert parts.port is not None
+    return parts.host, parts.port
+
+
 @asynccontextmanager
 async def running_graph(state: Path) -> AsyncIterator[Graph]:
     graph = Graph()

@@ -14,7 +14,7 @@ from pdserve.frontend.edge.body import BodyReader, max_body
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.messages import Failed
 from tests.conditions import until
-from tests.frontend.conftest import Graph
+from tests.frontend.conftest import Graph, address_of
 from tests.frontend.model.echo import EchoWorker
 from tests.frontend.test_generate import chat, complete, completion
 
@@ -67,11 +67,10 @@ async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
 
 async def test_a_refused_body_is_read_so_that_the_answer_arrives(graph: Graph) -> None:
     """Sockets that are closed with unread data reset: a client that writes all before it reads would learn nothing."""
-    host, port = graph.url.removeprefix("http://").split(":")
     body = b" " * (20 << 20)
 
     async def send() -> bytes:
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*address_of(graph.url))
         writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
         writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -390,7 +391,8 @@ async def test_idle_when_all_have_left() -> None:
     idle = asyncio.create_task(model.control.idle())
     model.control.leave(waits)
     model.control.leave(passing)
-    for leave in (model.end, lambda: model.control.leave(spare)):
+    leaving: list[Callable[[], None]] = [model.end, lambda: model.control.leave(spare)]
+    for leave in leaving:
         for _ in range(9):
             await asyncio.sleep(0)
         assert not idle.done()

@@ -21,7 +21,7 @@ from pdserve.frontend.edge.connections import MAX_FIELDS, MAX_HEAD, MAX_PIPELINE
 from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.keys.auth import ApiKeys
 from tests.conditions import until
-from tests.frontend.conftest import Graph, in_session, serve, trusting
+from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.test_generate import completion
 
 pytestmark = in_session
@@ -72,7 +72,7 @@ async def guarded(
         certificate = RenewedCertificate(files) if files else None
         url = await serve(app, stack, connections, certificate)
         tls = trusting(files) if files else None
-        yield Edge(("127.0.0.1", int(url.rpartition(":")[2])), tls, app, connections)
+        yield Edge(address_of(url), tls, app, connections)
         await until(lambda: not connections.open and not connections._entered)
         await until(lambda: (app._bodies._held, dict(app._bodies._of_client)) == (0, {}))
     await until(

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 
-import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
@@ -22,7 +21,7 @@ from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.server import QuietServer, http_config
 from tests.conditions import until
 from tests.frontend.admission.test_overload import NAME, PLACES, worker
-from tests.frontend.conftest import Graph, in_session, serve, trusting
+from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.test_generate import completion
 
 Address = tuple[str, int]
@@ -127,9 +126,7 @@ async def server(
     """The same frontend on another port."""
     async with AsyncExitStack() as stack:
         renewed = RenewedCertificate(certificate) if certificate else None
-        url = httpx.URL(await serve(graph.app, stack, connections, renewed))
-        assert url.port is not None
-        yield url.host, url.port
+        yield address_of(await serve(graph.app, stack, connections, renewed))
 
 
 @asynccontextmanager

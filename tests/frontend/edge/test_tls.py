@@ -30,7 +30,7 @@ from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.server import http_config
 from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
 from tests.conditions import until
-from tests.frontend.conftest import Graph, in_session, serve, trusting
+from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.edge.test_sockets import Address, ask, client, server
 from tests.frontend.test_generate import completion
 
@@ -109,13 +109,12 @@ async def _silent(scope: Scope, receive: Receive, send: Send) -> None: ...
 async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: ServerCertificate) -> None:
     connections = ClientConnections(0.4, 30.0)
     async with AsyncExitStack() as stack:
-        url = httpx.URL(await serve(_silent, stack, connections, RenewedCertificate(certificate)))
-        assert url.port is not None
+        url = await serve(_silent, stack, connections, RenewedCertificate(certificate))
         failed = TASK_FAILURES.labels("client connections")._value.get()
         broken = connections(http_config(_silent, connections, 1.0), ServerState(), {})
         assert connections.enter(broken)
         connections.open.add(broken)  # without a transport, so that looking and ending fail
-        there = await stack.enter_async_context(client((url.host, url.port), certificate))
+        there = await stack.enter_async_context(client(address_of(url), certificate))
         assert b" 408 " in await asyncio.to_thread(there.recv, 4096), "the sweeps go on"
         assert broken not in connections.open
         assert TASK_FAILURES.labels("client connections")._value.get() >= failed + 2
@@ -217,9 +216,8 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
     files, connections = made(tmp_path / "tls"), ClientConnections(30.0, 30.0)
     certificate = RenewedCertificate(files, every=0.02)
     async with AsyncExitStack() as stack:
-        url = httpx.URL(await serve(app, stack, connections, certificate))
-        assert url.port is not None
-        address, watching = (url.host, url.port), asyncio.create_task(certificate.watch())
+        address = address_of(await serve(app, stack, connections, certificate))
+        watching = asyncio.create_task(certificate.watch())
         first = await asyncio.to_thread(shown, address)
         assert first.strip() == files.chain.read_text().strip()
         made(tmp_path / "tls")

@@ -15,13 +15,13 @@ from pdserve.slo import Promised
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
+from tests.frontend.model.test_aside import REQUESTS, TOOL, told
 from tests.frontend.test_generate import PROMPT, chat, completion, delta, text_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FOR_EVER = Promised(600.0, 3600.0)
 """outputs leave with others or with the last one"""
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 class Client:
@@ -85,49 +85,17 @@ def more_come(graph: Graph, before: int) -> bool:
     return tokens_come(graph) > before
 
 
-ASKED: dict[str, tuple[str, dict[str, object]]] = {
-    "completion": ("/v1/completions", completion(max_tokens=40)),
-    "usage": ("/v1/completions", completion(max_tokens=40, stream_options={"include_usage": True})),
-    "logprobs": ("/v1/completions", completion(max_tokens=40, logprobs=2)),
-    "chat": ("/v1/chat/completions", chat(max_tokens=40)),
-    "chat with logprobs": ("/v1/chat/completions", chat(max_tokens=40, logprobs=True, top_logprobs=2)),
-    "tools": ("/v1/chat/completions", chat(max_tokens=40, tools=[TOOL], tool_choice="none")),
-    "one token": ("/v1/completions", completion(max_tokens=1)),
-    "several": ("/v1/completions", completion(max_tokens=20, n=2, temperature=1.0)),
-    "responses": ("/v1/responses", {"model": "demo", "input": "hello", "max_output_tokens": 40}),
-    "messages": ("/v1/messages", chat(max_tokens=40)),
-}
-
-
-def answered(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a stream says in all, however it is cut into chunks."""
-    choices = [choice for event in events for choice in event.get("choices", [])]
-    logprobs = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
-    return {
-        "text": "".join(
-            str(choice.get("text") or choice.get("delta", {}).get("content") or "") for choice in choices
-        )
-        or "".join(map(delta, events)),
-        "finish": [choice["finish_reason"] for choice in choices if choice.get("finish_reason")],
-        "usage": [event["usage"] for event in events if event.get("usage")],
-        "tokens": [token for each in logprobs for token in each.get("tokens", each.get("content"))],
-    }
-
-
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", [name for name, (_, body) in REQUESTS.items() if body.get("stream")])
 @pytest.mark.parametrize("slo", [FOR_EVER, Promised(600.0, 0.003)], ids=["held to its end", "paced"])
 async def test_an_answer_is_the_same_with_and_without_a_promise(
     graph: Graph, asked: str, slo: Promised
 ) -> None:
-    path, body = ASKED[asked]
+    path, body = REQUESTS[asked]
     answers = []
     for promised in (Promised(), slo):
         async with graph.worker(slo=promised, pace=0.001) as worker:
-            async with streaming(graph, path, body) as client:
-                await client.end()
-            assert isinstance(worker.seen[0].promise, Promise) == bool(promised)
-        answers.append(answered(client.events))
-    assert answers[0]["text"]
+            answers.append(told(await graph.http.post(path, json=body)))
+        assert isinstance(worker.seen[0].promise, Promise) == bool(promised)
     assert answers[0] == answers[1]
 
 

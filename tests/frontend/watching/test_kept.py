@@ -11,7 +11,7 @@ from pdserve.slo import NO_PROMISE, Promised
 from pdserve.watch import Receipt, Tick
 from tests.conditions import until
 from tests.decode.graph import counted
-from tests.frontend.conftest import Graph
+from tests.frontend.conftest import Graph, in_session
 from tests.frontend.model.test_moving import post, steps
 from tests.frontend.test_generate import complete
 
@@ -87,7 +87,7 @@ def told(outcome: str) -> float:
     return counted("pdserve_slo_total", outcome=outcome)
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 async def test_promises_are_counted(graph: Graph) -> None:
     before = {outcome: told(outcome) for outcome in ("kept", "ttft", "gap", "failed")}
     async with graph.worker():
