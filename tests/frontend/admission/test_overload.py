@@ -32,7 +32,7 @@ async def worker(graph: Graph) -> AsyncIterator[SimEngine]:
 
 def flood(graph: Graph, count: int, **changes: Any) -> "list[asyncio.Task[httpx.Response]]":
     """So many requests at once, from one address."""
-    asked = {"model": NAME, "max_tokens": 30, "stream": True} | changes
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 30, "stream": True, **changes}
     return [asyncio.create_task(complete(graph, **asked)) for _ in range(count)]
 
 
@@ -115,7 +115,7 @@ async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
     "many", [{"n": 30, "temperature": 1.0}, {"prompt": [[310, 320, number] for number in range(30)]}]
 )
 async def test_one_request_with_many_outputs_leaves_others_their_turns(
-    graph: Graph, many: dict[str, object]
+    graph: Graph, many: dict[str, Any]
 ) -> None:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(worker(graph))

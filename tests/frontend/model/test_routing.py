@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.decode.worker import DecodeWorker
 from pdserve.frontend.model.generation import Generation
+from pdserve.process.worker import EngineWorker
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.slo import NO_PROMISE, Promised
@@ -31,7 +31,7 @@ SYSTEM = [300 + 7 * number % 600 for number in range(20 * BLOCK)]
 @dataclass
 class Routing:
     frontends: list[Graph]
-    workers: list[Started[DecodeWorker]]
+    workers: list[Started[EngineWorker]]
     registry: MemoryRegistry
 
     async def route(self, policy: str) -> None:
