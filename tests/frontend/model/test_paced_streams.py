@@ -111,6 +111,12 @@ async def test_the_first_token_waits_for_the_second_and_the_others_for_the_end(g
         assert client.text == await text_of(graph, continuation(PROMPT, 20))
 
 
+async def test_the_first_token_leaves_alone_when_its_time_is_up(graph: Graph) -> None:
+    async with graph.worker(slo=Promised(1.0, 3600.0), pace=None) as worker, streaming(graph) as client:
+        await come(graph, worker, 1)
+        await until(lambda: client.tokens == 1)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

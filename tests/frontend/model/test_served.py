@@ -41,6 +41,7 @@ async def test_two_models_at_once(graph: Graph) -> None:
         second = await complete(graph, model="org/other")
         unnamed = await graph.http.post("/v1/completions", json={"prompt": [300], "max_tokens": 1})
         single = await graph.http.get("/v1/models/org/other")
+        unknown = await graph.http.get("/v1/models/demonic")
         tables = await graph.http.get("/openapi.json")
         chosen = await graph.http.get("/openapi.json?model=demo")
         stored = await graph.http.get("/v1/responses/resp_1")
@@ -50,6 +51,7 @@ async def test_two_models_at_once(graph: Graph) -> None:
     assert unnamed.status_code == 400
     assert "demo, org/other" in unnamed.json()["error"]["message"]
     assert single.json()["max_model_len"] == 4096
+    assert unknown.status_code == 404
     assert (tables.status_code, chosen.status_code) == (400, 200)
     assert (stored.status_code, stored.json()["error"]["message"]) == (
         404,

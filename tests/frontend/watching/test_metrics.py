@@ -130,3 +130,15 @@ async def test_a_transfer_that_failed_is_counted_and_told_as_local(graph: Graph,
     # a stream has its headers with its first token, which came from the prefill worker
     assert answer.headers["x-pdserve-prefill"] == ("remote" if stream else "local")
     assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
+
+
+async def test_cached_tokens_of_the_usage_leave_out_a_transfer(graph: Graph) -> None:
+    """But what either worker had in its prefix cache before is: the prefill worker, then the first decode worker."""
+    body = {"model": "demo", "input": "The code of the box is 1234. " * 30, "max_output_tokens": 4}
+    async with sim_engines(graph, 2, 1):
+        answers = [await graph.http.post("/v1/responses", json=body) for _ in range(3)]
+    ways = [answer.headers["x-pdserve-prefill"] for answer in answers]
+    cached = [answer.json()["usage"]["input_tokens_details"]["cached_tokens"] for answer in answers]
+    assert ways == ["remote", "remote", "local"]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 100
