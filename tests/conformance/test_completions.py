@@ -1,50 +1,49 @@
-"""`/v1/completions`: what is answered."""
+"""`/v1/chat/completions`, its batches, and `/v1/completions`: what is answered."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.conformance.answers import Request
+from tests.conformance.asking import CHAT, COMPLETIONS, Body
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import SHORT, ids, long
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
-PATH = "/v1/completions"
-STREAM: dict[str, Any] = {"stream": True}
-USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-CONTINUOUS: dict[str, Any] = {
-    "stream": True,
-    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-}
+BATCH = f"{CHAT}/batch"
+STREAM: Body = {"stream": True}
+USAGE: Body = {"stream": True, "stream_options": {"include_usage": True}}
+EVEN = list(range(0, 1024, 2))
+
+
+def chat(name: str, prompt: str = SHORT, path: str = CHAT, **fields: Any) -> Request:
+    messages = [{"role": "user", "content": prompt}]
+    return Request(f"chat {name}", path, {"model": "demo", "messages": messages, "max_tokens": 8, **fields})
 
 
 def completion(name: str, prompt: Any = SHORT, **fields: Any) -> Request:
-    return Request(f"completion {name}", PATH, {"model": "demo", "prompt": prompt, "max_tokens": 8, **fields})
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 8, **fields}
+    return Request(f"completion {name}", COMPLETIONS, body)
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
+BOTH: dict[str, Body] = {
     "plain": {},
     "stream": STREAM,
     "stream with usage": USAGE,
-    "stream with continuous usage": CONTINUOUS,
+    "stream with continuous usage": {
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    },
     "echo": {"echo": True},
-    "echo, streamed": {"echo": True, **STREAM},
-    "echo only": {"echo": True, "max_tokens": 0},
     "n": {"n": 3},
     "n, streamed": {"n": 3, **USAGE},
-    "n and echo": {"n": 2, "echo": True},
-    "best_of": {"best_of": 1},
-    "no bound": {"max_tokens": None},
-    "one token": {"max_tokens": 1},
-    "one token, streamed": {"max_tokens": 1, **USAGE},
-    "no token": {"max_tokens": 0},
     "stop": {"stop": ["1", "2", "3"]},
     "stop, streamed": {"stop": ["1", "2", "3"], **STREAM},
     "stop, kept": {"stop": ["e"], "include_stop_str_in_output": True},
-    "stop tokens": {"stop_token_ids": list(range(0, 1024, 2))},
-    "stop tokens, streamed": {"stop_token_ids": list(range(0, 1024, 2)), **USAGE},
-    "min_tokens": {"stop_token_ids": list(range(0, 1024, 2)), "min_tokens": 4},
+    "stop tokens": {"stop_token_ids": EVEN},
+    "min_tokens": {"stop_token_ids": EVEN, "min_tokens": 4},
     "logit_bias": {"logit_bias": {str(token): -100 for token in range(300, 500)}},
     "ignore_eos": {"ignore_eos": True, "max_tokens": 24},
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
@@ -52,19 +51,49 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "top_p and top_k": {"temperature": 1.0, "seed": 8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
     "token ids": {"return_token_ids": True},
     "token ids, streamed": {"return_token_ids": True, **STREAM},
-    "no special tokens": {"add_special_tokens": False},
     "all special tokens": {"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 24},
     "truncated": {"truncate_prompt_tokens": 20},
-    "truncated from the right": {"truncate_prompt_tokens": 20, "truncation_side": "right"},
-    "truncated to the context": {"truncate_prompt_tokens": -1},
     "bad words": {"bad_words": ["1", "2"]},
     "allowed tokens": {"allowed_token_ids": list(range(300, 400))},
-    "user": {"user": "me"},
     "unknown field": {"no_such_field": 1},
     "request id": {"request_id": "my-own-id"},
+    "prompt logprobs": {"prompt_logprobs": 1},
+}
+OF_CHAT: dict[str, Body] = {
+    "no bound": {"max_tokens": None, "stop": ["."]},
+    "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 5},
+    "both bounds": {"max_tokens": 3, "max_completion_tokens": 5},
+    "tokens as ids": {"return_tokens_as_token_ids": True, "logprobs": True},
+    "no spaces between": {"spaces_between_special_tokens": False},
+    "user and metadata": {"user": "me", "metadata": {"a": "b"}, "store": False},
+    "service tier": {"service_tier": "auto"},
+    "no special tokens": {"add_special_tokens": True},
+    "template arguments": {"chat_template_kwargs": {"enable_thinking": False}},
+    "documents": {"documents": [{"title": "a", "text": "b"}]},
+    "no generation prompt": {"add_generation_prompt": False},
+    "priority": {"priority": 0},
+    "detokenize": {"detokenize": False},
+    "length penalty": {"length_penalty": 1.5},
+    "reasoning effort": {"reasoning_effort": "low"},
+    "no reasoning": {"include_reasoning": False},
+    "parallel tools": {"parallel_tool_calls": False},
+}
+OF_COMPLETIONS: dict[str, Body] = {
+    "echo, streamed": {"echo": True, **STREAM},
+    "echo only": {"echo": True, "max_tokens": 0},
+    "n and echo": {"n": 2, "echo": True},
+    "best_of": {"best_of": 1},
+    "no bound": {"max_tokens": None},
+    "one token": {"max_tokens": 1},
+    "one token, streamed": {"max_tokens": 1, **USAGE},
+    "no token": {"max_tokens": 0},
+    "stop tokens, streamed": {"stop_token_ids": EVEN, **USAGE},
+    "no special tokens": {"add_special_tokens": False},
+    "truncated from the right": {"truncate_prompt_tokens": 20, "truncation_side": "right"},
+    "truncated to the context": {"truncate_prompt_tokens": -1},
+    "user": {"user": "me"},
     "structured": {"structured_outputs": {"choice": ["red", "blue"]}},
     "response format": {"response_format": {"type": "json_object"}, "max_tokens": 12},
-    "prompt logprobs": {"prompt_logprobs": 1},
     "salt": {"cache_salt": "salt"},
     "repetition detection": {
         "repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3},
@@ -72,15 +101,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 LOCAL = {
-    "echo",
-    "echo, streamed",
-    "echo only",
-    "n and echo",
-    "prompt logprobs",
-    "truncated",
-    "truncated from the right",
-}
+    "echo", "echo, streamed", "echo only", "n and echo", "prompt logprobs", "truncated", "truncated from the right",
+}  # fmt: skip
 """prefilled where they are decoded, however long"""
+
+MESSAGES: dict[str, list[Body]] = {
+    "system": [{"role": "system", "content": "Be short."}, {"role": "user", "content": SHORT}],
+    "developer": [{"role": "developer", "content": "Be short."}, {"role": "user", "content": SHORT}],
+    "parts": [
+        {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "it?"}]}
+    ],
+    "turns": [
+        {"role": "user", "content": "The code of the red box is 4711."},
+        {"role": "assistant", "content": "I see."},
+        {"role": "user", "content": SHORT},
+    ],
+    "names": [{"role": "user", "name": "me", "content": SHORT}],
+    "empty content": [{"role": "user", "content": ""}],
+    "no content": [{"role": "user", "content": SHORT}, {"role": "assistant", "content": None}],
+    "unicode": [{"role": "user", "content": "äöü 漢字 🙂 \u0000 \u200b"}],
+    "odd role": [{"role": "stranger", "content": SHORT}],
+    "assistant last": [{"role": "user", "content": SHORT}, {"role": "assistant", "content": "The code is"}],
+}
 PROMPTS: dict[str, Any] = {
     "texts": [SHORT, "The code of"],
     "long texts": [long("a"), long("b"), SHORT],
@@ -93,27 +135,46 @@ PROMPTS: dict[str, Any] = {
     "whitespace": "  \n\t ",
     "the longest": ids("longest", 4088),
 }
+
+
+def of_both_sizes() -> Iterator[Request]:
+    kinds: dict[Callable[..., Request], dict[str, Body]] = {chat: OF_CHAT, completion: OF_COMPLETIONS}
+    for make, own in kinds.items():
+        for name, fields in (BOTH | own).items():
+            yield make(f"{name}, short", SHORT, **fields)
+            yield make(f"{name}, long", long(name), **fields)
+
+
 REQUESTS = [
-    *(
-        completion(f"{name}, {size}", prompt, **fields)
-        for name, fields in VARIANTS.items()
-        for size, prompt in (("short", SHORT), ("long", long(name)))
-    ),
+    *of_both_sizes(),
+    *(chat(f"messages: {name}", messages=messages) for name, messages in MESSAGES.items()),
+    chat("continued", messages=MESSAGES["assistant last"], continue_final_message=True, add_generation_prompt=False),
+    chat("continued, echo", messages=MESSAGES["assistant last"], continue_final_message=True,
+         add_generation_prompt=False, echo=True, **STREAM),
+    chat("batch", path=BATCH, messages=[[{"role": "user", "content": text}] for text in (SHORT, long("batch"))]),
+    chat("batch of one", path=BATCH, messages=[[{"role": "user", "content": SHORT}]]),
+    chat("batch, streamed", path=BATCH, messages=[[{"role": "user", "content": SHORT}]], **STREAM),
+    chat("batch, flat", path=BATCH),
     *(completion(f"prompt: {name}", prompt) for name, prompt in PROMPTS.items()),
     *(completion(f"prompt, streamed: {name}", prompt, **USAGE) for name, prompt in PROMPTS.items()),
     completion("texts and n, streamed", [SHORT, "The code of"], n=2, **USAGE),
     completion("texts and echo", [SHORT, "The code of"], echo=True),
     completion("no model", model=None),
     completion("empty model", model=""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_completion(pair: Pair, request_: Request) -> None:
+def test_as_vllm(pair: Pair, request_: Request) -> None:
     ours = pair.same(request_)
-    name = request_.name.removeprefix("completion ")
+    name = request_.name.partition(" ")[2]
     if ours.status == 200 and name.endswith(", long") and name.removesuffix(", long") not in LOCAL:
         pair.remote(ours)
+
+
+def test_ids_are_made_from_the_request_id(pair: Pair) -> None:
+    ours, theirs = pair.both(Request("id", CHAT, chat("id").json, headers={"x-request-id": "my-own"}))
+    assert ours.response.json()["id"] == theirs.response.json()["id"] == "chatcmpl-my-own"
 
 
 def test_an_old_prompt_comes_from_the_cache(pair: Pair) -> None:

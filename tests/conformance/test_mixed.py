@@ -8,7 +8,6 @@ import pytest
 from tests.conformance.answers import Request
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import ids, long
-from tests.e2e.graph import RealGraph
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -78,13 +77,3 @@ REQUESTS = [drawn(number) for number in range(COUNT)]
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
 def test_mixed(pair: Pair, request_: Request) -> None:
     pair.same(request_)
-
-
-def test_all_prefilled_locally(pair: Pair, graph: RealGraph) -> None:
-    assert graph.pdserve("set", "max-local-prefill-length=4000").returncode == 0
-    try:
-        for number in range(COUNT, COUNT + 15):
-            ours = pair.same(drawn(number))
-            assert ours.status != 200 or ours.prefill in ("local", "local, local")
-    finally:
-        assert graph.pdserve("set", "--unset", "max-local-prefill-length").returncode == 0

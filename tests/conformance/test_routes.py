@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
 from tests.conformance.answers import Request
 from tests.conformance.differences import DIFFERENCES
 from tests.conformance.pair import Pair
@@ -15,17 +16,7 @@ from tests.real import KEY
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 METHODS = ("GET", "HEAD", "POST", "OPTIONS", "DELETE", "PUT", "PATCH")
-SERVED = (
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/tokenize",
-    "/detokenize",
-    "/generative_scoring",
-)
+SERVED = tuple(sorted(GENERATING | TOKENIZING))
 BY_ID = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel")
 PAGES = ("/health", "/load", "/metrics", "/ping", "/v1/models", "/version")
 LEFT_OUT = (
@@ -171,4 +162,4 @@ def test_without_a_key(pair: Pair) -> None:
     answer = httpx.post(f"{pair.theirs}/v1/completions", json=BODY, headers={"authorization": "Bearer no"})
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
     assert KEY not in answer.text
-    assert '`{"error": "Unauthorized"}`' in DIFFERENCES["no valid API key"].vllm
+    assert '`{"error": "Unauthorized"}`' in DIFFERENCES["no valid API key"]

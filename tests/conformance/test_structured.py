@@ -3,14 +3,11 @@
 from typing import Any
 
 import pytest
-from openai import OpenAI
-from pydantic import BaseModel, Field
 
 from tests.conformance.answers import Request
 from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Body, body, refused, table
 from tests.conformance.pair import Pair
-from tests.conformance.prompts import SHORT, long
-from tests.real import KEY
+from tests.conformance.prompts import long
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
@@ -126,25 +123,3 @@ def test_after_a_remote_prefill(pair: Pair, path: str) -> None:
 
 NO_SPACES = {"200": -100, "201": -100, "223": -100}
 """else the model would fill the JSON with them"""
-
-
-class Forecast(BaseModel):
-    city: str = Field(max_length=6)
-    days: int = Field(ge=1, le=9)
-
-
-def test_openai_parses(pair: Pair) -> None:
-    found = []
-    for url in (pair.ours, pair.theirs):
-        with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
-            chat = client.chat.completions.parse(
-                model="demo",
-                messages=[{"role": "user", "content": SHORT}],
-                response_format=Forecast,
-                temperature=0,
-                max_tokens=400,
-                logit_bias=NO_SPACES,
-            )
-            found.append(chat.choices[0].message.parsed)
-    assert isinstance(found[0], Forecast)
-    assert found[0] == found[1]

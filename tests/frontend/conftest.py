@@ -1,8 +1,7 @@
 import asyncio
-import inspect
 import itertools
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.adapters import AdapterStore
+from pdserve.frontend.model.processor import Processor
 from pdserve.frontend.model.served import ServedModels, serve_models
 from pdserve.frontend.ribs import RIBS, RibContext, Ribs
 from pdserve.frontend.server import QuietServer, http_config
@@ -47,6 +47,14 @@ VERSION = installed_vllm().version
 MODEL = Path(__file__).parents[2] / "pdserve" / "demo" / "model"
 
 
+in_session = pytest.mark.asyncio(loop_scope="session")
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Frontends run on uvloop; what transports do, above all with TLS, is the loop's."""
+    return {"uvloop": Loop}
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:max_tokens is deprecated:DeprecationWarning"
@@ -66,11 +74,14 @@ def card(name: str = "demo", **changes: object) -> ModelCard:
     return ModelCard(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-class Frontend:
-    """A frontend in this process, on a real port."""
+class Graph:
+    """A frontend in this process, on a real port, with echoing decode workers."""
 
-    def __init__(self, id: str = "frontend-0-test") -> None:
-        self.id = id
+    id = "frontend-0-test"
+
+    def __init__(self) -> None:
+        self.registry = MemoryServer()
+        self._count = 0
         self.models: ServedModels
         self.context: RibContext
         self.ribs: Ribs
@@ -79,17 +90,9 @@ class Frontend:
         self.http: httpx.AsyncClient
         """a client of it"""
 
-    async def start(
-        self,
-        stack: AsyncExitStack,
-        server: MemoryServer,
-        state: Path,
-        *,
-        keys: ApiKeys | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
+    async def start(self, stack: AsyncExitStack, state: Path, tracer: Tracer | None = None) -> None:
         enter, serial = stack.enter_async_context, itertools.count()
-        registry = await enter(MemoryRegistry(server))
+        registry = await enter(MemoryRegistry(self.registry))
         view = await enter(RegistryView(registry))
         context = ModelContext(
             lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}"),
@@ -104,7 +107,7 @@ class Frontend:
             self.id,
             "demo",
             self.models,
-            keys or ApiKeys(),
+            ApiKeys(),
             view,
             http,
             lambda: self.watched,
@@ -119,19 +122,15 @@ class Frontend:
     def watched(self) -> Watched:
         return self.ribs.watched(Watched())
 
+    def processor(self, model: str = "demo") -> Processor:
+        found = self.models.find(model).processor
+        assert found is not None
+        return found
+
     def app_with(self, keys: ApiKeys, ribs: Iterable[str] = RIBS) -> FrontendApp:
         """A further app of the same models, with these keys."""
         context = replace(self.context, keys=keys, running={})
         return FrontendApp(self.models, keys, Ribs.load(context, ribs), 20.0)
-
-
-class Graph(Frontend):
-    """A frontend with echoing decode workers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.registry = MemoryServer()
-        self._count = 0
 
     @asynccontextmanager
     async def worker(
@@ -186,11 +185,17 @@ async def serve(
     return f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
 
 
+def address_of(url: str) -> tuple[str, int]:
+    parts = httpx.URL(url)
+    assert parts.port is not None
+    return parts.host, parts.port
+
+
 @asynccontextmanager
 async def running_graph(state: Path) -> AsyncIterator[Graph]:
     graph = Graph()
     async with AsyncExitStack() as stack:
-        await graph.start(stack, graph.registry, state)
+        await graph.start(stack, state)
         yield graph
 
 
@@ -214,30 +219,3 @@ def trusting(certificate: ServerCertificate) -> ssl.SSLContext:
 def either(request: pytest.FixtureRequest, certificate: ServerCertificate) -> ServerCertificate | None:
     """The certificate for a server that speaks TLS, or None for one that does not."""
     return certificate if request.param else None
-
-
-@pytest.fixture(scope="session")
-def uvloops() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        yield runner
-
-
-@pytest.fixture(scope="session")
-def edge(uvloops: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
-    """A graph on the loop that frontends have, for tests `on_uvloop`."""
-    running = running_graph(tmp_path_factory.mktemp("state"))
-    yield uvloops.run(running.__aenter__())
-    uvloops.run(running.__aexit__(None, None, None))
-
-
-def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """What transports do, above all with TLS, is the loop's: frontends run on uvloop."""
-
-    def run(uvloops: asyncio.Runner, **fixtures: object) -> None:
-        uvloops.run(test(**fixtures))
-
-    own = inspect.Parameter("uvloops", inspect.Parameter.KEYWORD_ONLY)
-    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-    parameters = [*inspect.signature(test).parameters.values(), own]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run

@@ -14,9 +14,9 @@ from pdserve.frontend.edge.body import BodyReader, max_body
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.messages import Failed
 from tests.conditions import until
-from tests.frontend.conftest import Graph
+from tests.frontend.conftest import Graph, address_of
 from tests.frontend.model.echo import EchoWorker
-from tests.frontend.test_generate import chat, completion
+from tests.frontend.test_generate import chat, complete, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -24,9 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def test_headers_name_the_worker_and_the_mode(graph: Graph) -> None:
     async with graph.worker(prefill="remote") as worker:
         for stream in (False, True):
-            answer = await graph.http.post(
-                "/v1/completions", json=completion(stream=stream), headers={"x-request-id": "my-id.7"}
-            )
+            answer = await complete(graph, stream=stream, headers={"x-request-id": "my-id.7"})
             assert answer.headers["x-request-id"] == "my-id.7"
             assert answer.headers["x-pdserve-prefill"] == "remote"
             assert answer.headers["x-pdserve-instance"] == worker.id
@@ -36,7 +34,7 @@ async def test_headers_name_the_worker_and_the_mode(graph: Graph) -> None:
 
 async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
     async with graph.worker(prefill="remote") as first, graph.worker(prefill="local") as second:
-        answer = await graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))
+        answer = await complete(graph, n=2, temperature=1.0)
     assert answer.headers["x-pdserve-prefill"] == "local,remote"
     assert set(answer.headers["x-pdserve-instance"].split(",")) == {first.id, second.id}
 
@@ -54,22 +52,6 @@ async def test_errors_carry_the_request_id_too(graph: Graph) -> None:
     assert "/nowhere" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "quoted"),
-    [
-        (b'{"model": "demo", "prompt": "x", "bad_words": ["\\ud800"]}', 400, "bad_words"),
-        (b'{"model": "a\\udc00b", "prompt": "x"}', 404, "a\\\\udc00b"),
-    ],
-)
-async def test_half_of_a_surrogate_pair_is_refused_and_may_be_quoted(
-    graph: Graph, body: bytes, status: int, quoted: str
-) -> None:
-    async with graph.worker():
-        headers = {"content-type": "application/json"}
-        answer = await graph.http.post("/v1/completions", content=body, headers=headers)
-    assert (answer.status_code, quoted in answer.text) == (status, True)
-
-
 @pytest.mark.parametrize("tokenizing", [False, True])
 async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
     most = max_body(4096, tokenizing=tokenizing)
@@ -85,11 +67,10 @@ async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
 
 async def test_a_refused_body_is_read_so_that_the_answer_arrives(graph: Graph) -> None:
     """Sockets that are closed with unread data reset: a client that writes all before it reads would learn nothing."""
-    host, port = graph.url.removeprefix("http://").split(":")
     body = b" " * (20 << 20)
 
     async def send() -> bytes:
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*address_of(graph.url))
         writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
         writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
@@ -107,7 +88,7 @@ async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(gra
         body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4000}
         long = [asyncio.create_task(graph.http.post("/tokenize", json=body)) for _ in range(6)]
         await until(lambda: graph.models.find("demo").admission.tokenizing.locked())
-        answer = await graph.http.post("/v1/completions", json=completion(prompt="a b c"))
+        answer = await complete(graph, prompt="a b c")
         waiting = sum(not request.done() for request in long)
         assert answer.status_code == 200
         assert waiting >= 3
@@ -135,32 +116,8 @@ async def test_transfer_params_are_refused(graph: Graph, path: str, extra: dict[
 
 async def test_null_transfer_params_are_ignored(graph: Graph) -> None:
     async with graph.worker():
-        answer = await graph.http.post("/v1/completions", json=completion(kv_transfer_params=None))
+        answer = await complete(graph, kv_transfer_params=None)
     assert answer.status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/v1/chat/completions", 405),
-        ("DELETE", "/health", 405),
-        ("POST", "/v1/models", 405),
-        ("POST", "/sleep", 404),
-        ("POST", "/start_profile", 404),
-        ("POST", "/v1/load_lora_adapter", 404),
-        ("POST", "/v1/embeddings", 404),
-        ("POST", "/scale_elastic_ep", 404),
-        ("POST", "/inference/v1/generate", 404),
-        ("POST", "/v1/chat/completions/render", 404),
-        ("GET", "/kv_event_sources", 404),
-        ("GET", "/v1/chat", 404),
-    ],
-)
-async def test_routes_that_are_not_there(graph: Graph, method: str, path: str, status: int) -> None:
-    async with graph.worker():
-        answer = await graph.http.request(method, path, json={})
-    assert answer.status_code == status
-    assert answer.json()["error"]["code"] == status
 
 
 async def test_pages_that_probes_ask_for(graph: Graph) -> None:
@@ -169,7 +126,7 @@ async def test_pages_that_probes_ask_for(graph: Graph) -> None:
         for method in ("GET", "POST"):
             assert (await graph.http.request(method, "/ping")).status_code == 200
         assert (await graph.http.get("/load")).json() == {"server_load": 0}
-        running = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
+        running = asyncio.create_task(complete(graph))
         await worker.until(lambda: worker.jobs)
         assert (await graph.http.get("/load")).json() == {"server_load": 1}
         await finish(worker)
@@ -192,18 +149,6 @@ async def test_a_missing_key_is_told_which_scheme(monkeypatch: pytest.MonkeyPatc
     assert (await graph.http.get("/load")).status_code == 200
 
 
-async def test_disconnect_cancels_on_the_worker(graph: Graph) -> None:
-    for stream in (False, True):
-        async with graph.worker(pace=0.01) as worker:
-            body = completion(max_tokens=3000, stream=stream)
-            request = asyncio.create_task(graph.http.post("/v1/completions", json=body))
-            await worker.until(lambda worker=worker: any(job.generated for job in worker.jobs.values()))
-            request.cancel()
-            await worker.until(lambda worker=worker: worker.cancelled)
-            assert worker.cancelled == [worker.seen[0].request_id]
-            assert not worker.jobs
-
-
 @pytest.mark.parametrize("pace", [None, 0.02], ids=["silent", "a stream that has begun"])
 async def test_a_deadline_ends_a_request_here_and_at_its_worker(graph: Graph, pace: float | None) -> None:
     async with graph.worker(pace=pace) as worker:
@@ -215,13 +160,6 @@ async def test_a_deadline_ends_a_request_here_and_at_its_worker(graph: Graph, pa
     assert 0 < worker.seen[0].timeout <= 10
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "1e9", "3601"])
-async def test_a_strange_timeout_is_refused(graph: Graph, value: str) -> None:
-    answer = await graph.http.post("/v1/completions", json=completion(), headers={"x-request-timeout": value})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "x-request-timeout"
-
-
 @asynccontextmanager
 async def full(
     graph: Graph, limits: AdmissionLimits
@@ -229,9 +167,7 @@ async def full(
     """A worker with two places, both taken; `finish` ends what it runs."""
     async with graph.worker(pace=None, at_once=2) as worker:
         await until(lambda: bool(graph.models.live().get("demo")))
-        running = asyncio.create_task(
-            graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))
-        )
+        running = asyncio.create_task(complete(graph, n=2, temperature=1.0))
         await worker.until(lambda: len(worker.jobs) == 2)
         admission = graph.models.find("demo").admission
         usual, admission.limits = admission.limits, limits
@@ -247,12 +183,16 @@ async def finish(worker: EchoWorker) -> None:
         await worker.step()
 
 
-async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None:
+async def test_too_much_is_429_before_anything_is_answered_and_has_receipts(graph: Graph) -> None:
     async with full(graph, AdmissionLimits(max_waiting=1)) as (worker, running):
         admission = graph.models.find("demo").admission
-        waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=True)))
+        waiting = asyncio.create_task(complete(graph, stream=True, headers={"x-request-id": "waits"}))
         await until(lambda: len(admission) == 1)
-        refused = await graph.http.post("/v1/completions", json=completion(stream=True))
+        (receipt,) = graph.ribs.receipts(1)
+        assert [hop.name for hop in receipt.hops] == ["admission"]
+        refused = await complete(graph, stream=True)
+        (receipt,) = graph.ribs.receipts(1)
+        assert (receipt.status, "wait" in receipt.error) == (429, True)
         counted = await graph.http.post("/tokenize", json={"model": "demo", "prompt": "a b"})
         assert len(worker.seen) == 2
         await finish(worker)
@@ -264,18 +204,19 @@ async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "RateLimitError"
     assert counted.status_code == 200  # needs no engine
+    (receipt,) = graph.ribs.receipts(1, None, "waits")
+    assert (receipt.hops[0].name, receipt.hops[0].why) == ("admission", "")
+    assert receipt.hops[0].seconds > 0
 
 
 async def test_a_request_that_waits_and_leaves_costs_nothing(graph: Graph) -> None:
     async with full(graph, AdmissionLimits()) as (worker, running):
         admission = graph.models.find("demo").admission
-        waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
+        waiting = asyncio.create_task(complete(graph))
         await until(lambda: len(admission) == 1)
         waiting.cancel()
         await until(lambda: not len(admission))
-        late = await graph.http.post(
-            "/v1/completions", json=completion(), headers={"x-request-timeout": "0.2"}
-        )
+        late = await complete(graph, headers={"x-request-timeout": "0.2"})
         await finish(worker)
         assert (await running).status_code == 200
     assert late.status_code == 504
@@ -322,10 +263,10 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
 async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: bool) -> None:
     async with graph.worker() as worker:
         worker.fail = Failed("", "this prompt does not fit the KV cache")
-        answer = await graph.http.post("/v1/completions", json=completion(stream=stream))
+        answer = await complete(graph, stream=stream)
         worker.fail = None
-        fine = await graph.http.post("/v1/completions", json=completion())
-        wrong = await graph.http.post("/v1/completions", json=completion(temperature=-1))
+        fine = await complete(graph)
+        wrong = await complete(graph, temperature=-1)
     assert [each.status_code for each in (answer, fine, wrong)] == [500, 200, 400]
     assert "KV cache" in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "InternalServerError"
@@ -337,10 +278,10 @@ async def test_each_request_is_a_log_line_with_the_name_of_its_key(
 ) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     async with graph.worker() as worker:
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "line-1"})
+        await complete(graph, headers={"x-request-id": "line-1"})
         monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret", "alice")]))
         header = {"authorization": "Bearer secret"}
-        await graph.http.post("/v1/completions", json=completion(), headers=header)
+        await complete(graph, headers=header)
     logged = [each.getMessage() for each in caplog.records if each.name == "pdserve.frontend.watching.log"]
     assert len(logged) == 2
     assert logged[0].startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
@@ -363,15 +304,3 @@ async def test_a_wrong_method_is_answered_with_the_right_ones(graph: Graph, path
     answer = await graph.http.delete(path)
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
     assert answer.json()["error"]["message"] == f"{path} takes {methods}"
-
-
-async def test_websockets_are_refused(graph: Graph) -> None:
-    headers = {
-        "connection": "upgrade",
-        "upgrade": "websocket",
-        "sec-websocket-version": "13",
-        "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
-    }
-    async with httpx.AsyncClient(base_url=graph.url) as client:
-        answer = await client.get("/v1/realtime", headers=headers)
-    assert answer.status_code == 404

@@ -72,18 +72,6 @@ async def test_each_route_answers_whole_and_as_a_stream(graph: Graph, path: str)
     assert {answer.headers["x-pdserve-instance"] for answer in (whole, stream)} == {worker.id}
 
 
-async def test_stop_string_ends_it_at_the_worker_too(graph: Graph) -> None:
-    async with graph.worker() as worker:
-        words = (await text_of(graph, continuation(PROMPT, 8))).split()
-        answer = await complete(graph, stop=[words[2]], max_tokens=3000)
-        await worker.until(lambda: worker.cancelled)
-    choice = answer.json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["stop_reason"] == words[2]
-    assert words[2] not in choice["text"]
-    assert worker.cancelled == [worker.seen[0].request_id]
-
-
 async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
     async with graph.worker() as worker:
         await complete(graph, vllm_xargs={"colour": "red"}, seed=7, headers={"x-request-timeout": "9"})
@@ -94,15 +82,6 @@ async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
     assert request.request_id == submit.request_id
     assert request.sampling_params.extra_args == {"colour": "red"}
     assert request.sampling_params.seed == 7
-
-
-async def test_model_need_not_be_named_where_there_is_one(graph: Graph) -> None:
-    async with graph.worker():
-        body = completion()
-        del body["model"]
-        answer = await graph.http.post("/v1/completions", json=body)
-    assert answer.status_code == 200
-    assert answer.json()["model"] == "demo"
 
 
 async def test_docs_and_schema(graph: Graph) -> None:

@@ -117,8 +117,12 @@ async def test_each_request_has_one_record(graph: Graph) -> None:
 async def test_pages_that_need_no_key(graph: Graph, address: str) -> None:
     needs_none = {"/health", "/ping", "/dashboard", "/dashboard/dashboard.js"}
     needs_none_here = {"/load", "/version", "/metrics"}
-    needs_one = {"/requests", "/dashboard/state", "/v1/models", "/openapi.json"}
+    needs_one = {"/requests", "/dashboard/state", "/v1/models", "/openapi.json", "/docs", "/nowhere"}
     async with graph.worker(), client(graph.app_with(ApiKeys([ApiKey.of("secret")])), address) as http:
         paths = needs_none | needs_none_here | needs_one
         refused = {path for path in paths if (await http.get(path)).status_code == 401}
+        strangers = (await http.get("/health")).json()
+        known = (await http.get("/health", headers={"x-api-key": "secret"})).json()
+    assert (strangers == {"status": "ok"}) is (address != "127.0.0.1")
+    assert known["workers"]["demo"] == 1
     assert refused == needs_one | (set() if address == "127.0.0.1" else needs_none_here)

@@ -1,13 +1,11 @@
-"""A whole frontend on a real etcd, real streams and simulated decode workers: start, serve, lose a worker,
-drain."""
+"""A whole frontend on a real etcd, with an echoing decode worker: start, serve, drain. (What becomes of requests whose
+worker is lost: model/test_moving.py.)"""
 
 import asyncio
-import json
 import os
-import secrets
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +14,6 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
-from pdserve.decode.worker import DecodeWorker
-from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.frontend.edge.connections import ClientConnections
 from pdserve.frontend.server import http_config
 from pdserve.plan.slots import Slot
@@ -26,12 +22,10 @@ from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import connect as connect_registry
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
-from tests.frontend.conftest import MODEL
-from tests.memory.queue import MemoryBroker, MemoryQueue
-
-ARGS = {"max-model-len": 4096, "additional-config": {"sim": {"step-seconds": 0.01}}}
+from tests.frontend.conftest import MODEL, card
+from tests.frontend.model.echo import EchoWorker
+from tests.frontend.test_generate import completion
 
 
 @pytest.fixture
@@ -41,7 +35,7 @@ def config(etcd_url: str, namespace: str, tmp_path: Path) -> Config:
         model=str(MODEL),
         served_model_name="demo",
         frontend=FrontendConfig(port=0),
-        decode=DecodeConfig(engine="sim", engine_args=ARGS),
+        decode=DecodeConfig(engine="sim"),
         prefill=None,
         namespace=namespace,
         nats="nats://127.0.0.1:1",
@@ -56,7 +50,7 @@ class FrontendProcess:
     """A running frontend, found as all processes find it: in the registry."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
-        self.get, self.post, self.stream = client.get, client.post, client.stream
+        self.get, self.post = client.get, client.post
         self._stopped = False
 
     def stop(self) -> None:
@@ -90,98 +84,36 @@ async def frontend(config: Config) -> AsyncIterator[FrontendProcess]:
 
 
 @asynccontextmanager
-async def decode_worker(config: Config, index: int) -> AsyncIterator[DecodeWorker]:
-    """Leaving ends it without a drain."""
-    name = f"decode-{index}-{secrets.token_hex(4)}"
-    engine = make_engine("sim", EngineSpec(Role.DECODE, name, config.model, engine_args=ARGS))
+async def decode_worker(config: Config) -> AsyncIterator[EchoWorker]:
     assert config.etcd is not None
-    worker = DecodeWorker(
-        config,
-        Slot(Role.DECODE, index),
-        name,
-        engine,
-        connect_registry(config.etcd, config.namespace),
-        MemoryQueue(MemoryBroker()),
-        TcpStreamServer("127.0.0.1"),
-    )
-    task = asyncio.create_task(worker.run())
-    try:
-        await asyncio.wait_for(worker.ready.wait(), 10)
+    async with (
+        EchoWorker("decode-0-echo", pace=0.01) as worker,
+        connect_registry(config.etcd, config.namespace) as registry,
+    ):
+        await registry.put(keys.card("demo", worker.id), encode_record(card()))
+        await registry.put(keys.instance(worker.instance), encode_record(worker.instance))
         yield worker
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
-def body(tokens: int) -> dict[str, object]:
-    return {
-        "model": "demo",
-        "prompt": [310, 320, 330],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-    }
-
-
-class Stream:
-    """A completion that is being read."""
-
-    def __init__(self, client: FrontendProcess, tokens: int) -> None:
-        self.begun = asyncio.Event()
-        self.headers = httpx.Headers()
-        self.text = ""
-        self.ended = asyncio.create_task(self._read(client, tokens))
-
-    async def _read(self, client: FrontendProcess, tokens: int) -> None:
-        async with client.stream("POST", "/v1/completions", json=body(tokens)) as answer:
-            assert answer.status_code == 200
-            self.headers = answer.headers
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    self.text += json.loads(line[6:])["choices"][0]["text"]
-                    self.begun.set()
-                elif line:
-                    assert line == "data: [DONE]"
-
-
-async def test_its_registered_address_is_where_it_listens(config: Config) -> None:
+async def test_before_a_decode_worker_comes_it_says_so_where_it_listens(config: Config) -> None:
     """Which need not be at `Graph.host`, where other machines reach the workers."""
     async with frontend(replace(config, host="127.0.0.2")) as client:
-        assert (await client.get("/version")).status_code == 200
-
-
-async def test_serves_and_loses_a_worker(config: Config) -> None:
-    async with frontend(config) as client:
-        before = await client.get("/health")
-        assert before.status_code == 503
-        assert "no decode worker has registered" in before.json()["missing"]
-        early = await client.post("/v1/completions", json=body(3))
-        assert (early.status_code, early.headers["retry-after"]) == (503, "5")
-        async with decode_worker(config, 0) as first:
-            await until(client.healthy, 30)
-            whole = Stream(client, 60)
-            await whole.ended
-            moved = Stream(client, 60)
-            await moved.begun.wait()
-        assert not moved.ended.done()
-        async with decode_worker(config, 1):
-            await moved.ended
-    assert whole.headers["x-pdserve-instance"] == moved.headers["x-pdserve-instance"] == first.id
-    assert len(whole.text) > 60
-    assert moved.text == whole.text
+        health = await client.get("/health")
+        early = await client.post("/v1/completions", json=completion())
+    assert health.status_code == 503
+    assert "no decode worker has registered" in health.json()["missing"]
+    assert (early.status_code, early.headers["retry-after"]) == (503, "5")
 
 
 async def test_running_requests_finish_at_sigterm(config: Config) -> None:
-    async with decode_worker(config, 0), frontend(config) as client:
+    async with decode_worker(config) as worker, frontend(config) as client:
         await until(client.healthy, 30)
-        stream = Stream(client, 100)
-        await stream.begun.wait()
+        asked = asyncio.create_task(client.post("/v1/completions", json=completion(max_tokens=100)))
+        await worker.until(lambda: any(job.generated for job in worker.jobs.values()))
         client.stop()
-        await stream.ended
+        assert (await asked).json()["usage"]["completion_tokens"] == 100
         with pytest.raises(httpx.ConnectError):
             await client.get("/health", headers={"connection": "close"})
-    assert len(stream.text) > 100
 
 
 async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_them(config: Config) -> None:
@@ -189,7 +121,7 @@ async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_
     other = Instance("frontend-7-other", Role.FRONTEND)
     assert config.etcd is not None
     async with (
-        decode_worker(config, 0),
+        decode_worker(config),
         connect_registry(config.etcd, config.namespace) as registry,
         RegistryView(registry) as view,
     ):

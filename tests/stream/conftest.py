@@ -27,10 +27,6 @@ class Wire:
     def scheme(self) -> str:
         return "tls" if self.credentials else "tcp"
 
-    @property
-    def folder(self) -> str:
-        return str(self.credentials.folder) if self.credentials else ""
-
     def server_context(self) -> ssl.SSLContext | None:
         return self.credentials.server_context() if self.credentials else None
 

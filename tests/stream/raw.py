@@ -6,9 +6,11 @@ import struct
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from pdserve.credentials import Credentials
 from pdserve.stream.tcp import GREETING
+from tests.tcp import tcp_server
 
 
 def frame(body: bytes) -> bytes:
@@ -49,6 +51,35 @@ async def raw(address: str, context: ssl.SSLContext | None = None) -> AsyncItera
         yield Raw(reader, writer)
     finally:
         writer.transport.abort()
+
+
+@dataclass
+class Relay:
+    address: str
+    """which leads to a server"""
+    cut: asyncio.Event
+    """once it is set nothing passes, and neither side is told"""
+    seen: bytearray
+
+
+@asynccontextmanager
+async def relay(address: str) -> AsyncIterator[Relay]:
+    cut, seen = asyncio.Event(), bytearray()
+
+    async def pump(reader: StreamReader, writer: StreamWriter) -> None:
+        while not cut.is_set() and (data := await reader.read(1000)):
+            seen.extend(data)
+            if not cut.is_set():
+                writer.write(data)
+        await asyncio.Event().wait()
+
+    async def join(reader: StreamReader, writer: StreamWriter) -> None:
+        async with raw(address) as far:
+            ways = pump(reader, far.writer), pump(far.reader, writer)
+            await asyncio.gather(*ways, return_exceptions=True)
+
+    async with tcp_server(join) as port:
+        yield Relay(f"{address.partition('://')[0]}://127.0.0.1:{port}", cut, seen)
 
 
 def client_hello(credentials: Credentials) -> bytes:

@@ -1,8 +1,6 @@
-"""What only the real thing can show: processes that die or hang, cut networks, slow readers, bad greetings."""
+"""What only the real thing can show: cut networks, slow readers, bad greetings. (Processes that die or hang: chaos.)"""
 
 import asyncio
-import os
-import signal
 import socket
 import struct
 import sys
@@ -21,124 +19,28 @@ from pdserve.stream.framing import MAX_MESSAGE, FramedConnection
 from pdserve.stream.tcp import GREETING
 from tests.conditions import until
 from tests.stream.conftest import Wire
-from tests.stream.raw import client_hello, frame, raw
+from tests.stream.raw import client_hello, frame, raw, relay
 from tests.tcp import tcp_server
 from tests.test_malformed import GARBAGE
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
-"""as the roles run; their peers in other processes run on asyncio's own loop"""
-
-_PEER = """
-import asyncio, sys
-from pathlib import Path
-from pdserve.credentials import Credentials
-from pdserve.messages import Failed, Hello
-from pdserve.stream import framing
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
-
-framing.BEAT_EVERY = 0.25
-credentials = Credentials.load(Path(sys.argv[1])) if sys.argv[1] else None
-
-async def server():
-    async with TcpStreamServer("127.0.0.1", credentials) as server:
-        print(server.address, flush=True)
-        async for frontend, message in server.received():
-            if message is not None:
-                await server.send(frontend, Failed("r", "heard"))
-
-async def client(address):
-    async with TcpStreamClient(address, "other", credentials) as client:
-        await client.send(Hello("1"))
-        async for message in client.received():
-            pass
-
-async def clients(addresses):
-    await asyncio.gather(*map(client, addresses))
-
-asyncio.run(clients(sys.argv[2:]) if sys.argv[2:] else server())
-"""
+"""as the roles run"""
 
 
-@asynccontextmanager
-async def _peer(wire: Wire, *addresses: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that is a frontend of these servers, or without any a worker, which prints its address."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _PEER, wire.folder, *addresses, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-# processes that die or hang, and networks
-
-
-@pytest.mark.usefixtures("quick_beats")
-async def test_a_worker_that_hangs_and_then_dies_is_noticed(wire: Wire) -> None:
-    async with _peer(wire) as process, AsyncExitStack() as stack:
-        assert process.stdout
-        address = (await process.stdout.readline()).decode().strip()
-        for how, silence in ((signal.SIGSTOP, 1.0), (signal.SIGKILL, 600)):
-            os.kill(process.pid, signal.SIGCONT)
-            client = await stack.enter_async_context(wire.client(address, f"f-{how}", silence))
-            received = client.received()
-            await client.send(Hello("1"))
-            assert await anext(received) == Failed("r", "heard")
-            os.kill(process.pid, how)
-            with pytest.raises(PeerGone):
-                await anext(received)
-            with pytest.raises(PeerGone):
-                await client.send(Hello("2"))
-
-
-@pytest.mark.usefixtures("quick_beats")
-async def test_a_frontend_that_hangs_and_then_dies_is_noticed(wire: Wire) -> None:
-    async with (
-        wire.server(silence=1) as strict,
-        wire.server(silence=600) as other,
-        _peer(wire, strict.address, other.address) as process,
-    ):
-        for server in (strict, other):
-            assert await anext(server.received()) == ("other", Hello("1"))
-        for server, how in ((strict, signal.SIGSTOP), (other, signal.SIGKILL)):
-            os.kill(process.pid, how)
-            assert await anext(server.received()) == ("other", None)
-
-
-@asynccontextmanager
-async def relay(wire: Wire, address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """An address that leads to `address` until the event is set: then nothing passes, and neither side is told."""
-    cut = asyncio.Event()
-
-    async def pump(reader: StreamReader, writer: StreamWriter) -> None:
-        while not cut.is_set() and (data := await reader.read(1000)):
-            if not cut.is_set():
-                writer.write(data)
-        await asyncio.Event().wait()
-
-    async def join(reader: StreamReader, writer: StreamWriter) -> None:
-        async with raw(address) as far:
-            ways = pump(reader, far.writer), pump(far.reader, writer)
-            await asyncio.gather(*ways, return_exceptions=True)
-
-    async with tcp_server(join) as port:
-        yield f"{wire.scheme}://127.0.0.1:{port}", cut
+# networks
 
 
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
     async with (
         wire.server(silence=1) as server,
-        relay(wire, server.address) as (address, cut),
-        wire.client(address, "f", silence=1) as client,
+        relay(server.address) as way,
+        wire.client(way.address, "f", silence=1) as client,
     ):
         at_server, at_client = server.received(), client.received()
         await client.send(Hello("1"))
         assert await anext(at_server) == ("f", Hello("1"))
-        cut.set()
+        way.cut.set()
         started = time.monotonic()
         assert await anext(at_server) == ("f", None)
         with pytest.raises(PeerGone):

@@ -17,8 +17,8 @@ from pdserve.stream import tcp
 from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.stream.conftest import HOST
-from tests.stream.raw import client_hello, frame, raw
-from tests.tcp import of_another_graph, tcp_server, without_certificate
+from tests.stream.raw import client_hello, frame, raw, relay
+from tests.tcp import of_another_graph, without_certificate
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -109,30 +109,18 @@ async def test_plain_and_tls_do_not_meet(
 
 
 async def test_prompts_and_tokens_are_not_readable_on_the_way(credentials: Credentials) -> None:
-    seen = bytearray()
-
-    async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while data := await reader.read(1000):
-                seen.extend(data)
-                writer.write(data)
-            writer.close()
-
-        async with raw(server.address) as far:
-            await asyncio.gather(pump(reader, far.writer), pump(far.reader, writer), return_exceptions=True)
-
     async with (
         TcpStreamServer(HOST, credentials) as server,
-        tcp_server(join) as port,
-        TcpStreamClient(f"tls://{HOST}:{port}", "the-frontend", credentials) as client,
+        relay(server.address) as way,
+        TcpStreamClient(way.address, "the-frontend", credentials) as client,
     ):
         await client.send(Hello("the prompt"))
         await anext(server.received())
         await server.send("the-frontend", Failed("r", "the answer"))
         assert await anext(client.received()) == Failed("r", "the answer")
-    assert len(seen) > 1000
+    assert len(way.seen) > 1000
     for text in (b"the-frontend", b"the prompt", b"the answer", GREETING):
-        assert text not in seen
+        assert text not in way.seen
 
 
 # connections that do not finish the handshake

@@ -1,18 +1,13 @@
 """Thoughts: with the reasoning parser from the YAML, on every route, whole and streamed; grammars that hold after them;
 priority, where the workers schedule by it."""
 
-from typing import Any
-
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI
 
 from tests.conformance.answers import Request
 from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Body, body, refused, table, whole
 from tests.conformance.pair import Pair
 from tests.conformance.parsers.thinking import NOT_THINKING
 from tests.conformance.test_structured import FORECAST, schema
-from tests.real import KEY
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
@@ -113,28 +108,3 @@ def test_thoughts_and_answer_are_apart(pair: Pair) -> None:
     short = pair.same(Request("budget", CHAT, body(CHAT, HELLO, thinking_token_budget=5)))
     (choice,) = short.body["choices"]
     assert len(choice["message"]["reasoning"]) < len(THOUGHTS) / 2
-
-
-def test_the_official_clients_see_thoughts(pair: Pair) -> None:
-    found: list[Any] = []
-    for url in (pair.ours, pair.theirs):
-        with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
-            with client.responses.stream(
-                model="demo", input=HELLO, temperature=0, max_output_tokens=60
-            ) as stream:
-                kinds = {event.type for event in stream}
-                final = stream.get_final_response()
-            items = [str(item.type) for item in final.output]
-        with Anthropic(base_url=url, auth_token=KEY) as client:
-            asked: Any = {"messages": [{"role": "user", "content": HELLO}], "max_tokens": 60}
-            with client.messages.stream(model="demo", extra_body={"temperature": 0}, **asked) as events:
-                seen = {event.type for event in events}
-                message = events.get_final_message()
-        blocks = [
-            (part.type, getattr(part, "thinking", "") or getattr(part, "text", ""))
-            for part in message.content
-        ]
-        found.append((kinds, items, final.output_text, seen, blocks))
-    assert found[0] == found[1]
-    assert found[0][1] == ["reasoning", "message"]
-    assert found[0][4] == [("thinking", THOUGHTS), ("text", ANSWER)]

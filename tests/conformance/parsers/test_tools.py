@@ -4,16 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI, pydantic_function_tool
 
 from tests.conformance.answers import Request
 from tests.conformance.asking import CHAT, MESSAGES, RESPONSES, Body, body, refused, table, whole
 from tests.conformance.pair import Pair
 from tests.conformance.parsers.thinking import NOT_THINKING
 from tests.conformance.prompts import long
-from tests.conformance.test_structured import FORECAST, NO_SPACES, Forecast
-from tests.real import KEY
+from tests.conformance.test_structured import FORECAST, NO_SPACES
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
@@ -202,62 +199,3 @@ def test_after_a_remote_prefill(pair: Pair) -> None:
     for name, fields in (("thoughts", {"tools": TOOLS}), ("a call", written(TWO))):
         ours = pair.same(Request(f"{name} alone", CHAT, body(CHAT, long(f"{name} alone"), **fields)))
         pair.remote(ours)
-
-
-# the official clients
-
-
-class Weather(Forecast):
-    """Of the coming days."""
-
-
-def test_openai_parses_and_streams_calls(pair: Pair) -> None:
-    asked: Any = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": HELLO}],
-        "tools": [pydantic_function_tool(Weather)],
-        "tool_choice": "required",
-        "temperature": 0,
-        "max_tokens": 200,
-        "logit_bias": NO_SPACES,
-        "parallel_tool_calls": False,
-        "extra_body": NOT_THINKING,
-    }
-    found = []
-    for url in (pair.ours, pair.theirs):
-        with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
-            (call,) = list(client.chat.completions.parse(**asked).choices[0].message.tool_calls or [])
-            assert isinstance(call.function.parsed_arguments, Weather)
-            with client.chat.completions.stream(**asked) as stream:
-                kinds = {event.type for event in stream}
-                (made,) = list(stream.get_final_completion().choices[0].message.tool_calls or [])
-            assert json.loads(made.function.arguments) == json.loads(call.function.arguments)
-            found.append((call.function.parsed_arguments, kinds))
-    assert found[0] == found[1]
-    assert "tool_calls.function.arguments.done" in found[0][1]
-
-
-def test_anthropic_streams_thoughts_and_a_tool_use(pair: Pair) -> None:
-    asked: Any = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": HELLO}],
-        "tools": ANTHROPIC,
-        "tool_choice": {"type": "tool", "name": "get_time"},
-        "max_tokens": 200,
-        "extra_body": {"temperature": 0},
-    }
-    found = []
-    for url in (pair.ours, pair.theirs):
-        with Anthropic(base_url=url, auth_token=KEY) as client:
-            whole = client.messages.create(**asked)
-            with client.messages.stream(**asked) as stream:
-                kinds = {event.type for event in stream}
-                final = stream.get_final_message()
-        blocks = [
-            [(block.type, getattr(block, "input", None)) for block in answer.content]
-            for answer in (whole, final)
-        ]
-        assert blocks[0] == blocks[1]
-        found.append((blocks, kinds, final.stop_reason))
-    assert found[0] == found[1]
-    assert [kind for kind, _ in found[0][0][0]] == ["thinking", "tool_use"]

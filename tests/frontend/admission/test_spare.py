@@ -1,7 +1,5 @@
 """Spare requests in admission control: they get what nothing else waits for."""
 
-import asyncio
-
 import pytest
 
 from pdserve.config.schema import AdmissionLimits
@@ -121,13 +119,3 @@ def test_spare_requests_that_have_paused_do_not_fill_the_queue() -> None:
     model.take(model.ask("a"), model.ask("b"))
     assert len(model.paused) == 2
     assert all(model.ask(client).waiting for client in "cd")
-
-
-async def test_idle_when_spare_requests_have_left_too() -> None:
-    model = Model(0)
-    admission = model.ask("batch", spare=True)
-    idle = asyncio.create_task(model.control.idle())
-    await asyncio.sleep(0)
-    assert not idle.done()
-    model.control.leave(admission)
-    await idle

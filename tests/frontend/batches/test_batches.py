@@ -268,17 +268,6 @@ async def test_lines_fail_when_their_key_is_gone(graph: Graph, tmp_path: Path) -
         assert len(await one.results((await one.end(batch)).output_file_id)) == 1
 
 
-async def test_one_frontend_works_and_another_takes_over(graph: Graph, tmp_path: Path) -> None:
-    async with graph.worker(pace=None) as worker, served(graph, tmp_path) as second:
-        async with served(graph, tmp_path) as first:
-            batch = await first.begin(chat("a"))
-            await worker.until(lambda: worker.jobs)
-            assert (await second.client().batches.retrieve(batch.id)).status == "in_progress"
-            assert len(worker.seen) == 1
-        worker.go()
-        assert (await second.end(batch)).status == "completed"
-
-
 async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MAX_FILE", 2000)
     monkeypatch.setattr(pages, "MAX_FILES", 1)

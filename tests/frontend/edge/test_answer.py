@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from pdserve.frontend.edge.answer import with_one_shape
@@ -31,30 +29,6 @@ from pdserve.frontend.edge.answer import with_one_shape
 )
 def test_an_error_has_the_type_of_its_status(body: bytes, status: int, expected: bytes) -> None:
     assert with_one_shape("/v1/completions", body, status) == expected
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "expected"),
-    [
-        (
-            "/v1/completions",
-            b'{"detail":"no body"}',
-            {"error": {"message": "no body", "type": "BadRequestError", "param": None, "code": 400}},
-        ),
-        (
-            "/v1/messages",
-            b'{"detail":"no body"}',
-            {"type": "error", "error": {"type": "BadRequestError", "message": "no body"}},
-        ),
-        (
-            "/v1/messages/count_tokens",
-            b'{"error":{"message":"wrong","type":"Bad Request","param":"body","code":400}}',
-            {"type": "error", "error": {"type": "Bad Request", "message": "wrong"}},
-        ),
-    ],
-)
-def test_an_error_has_the_shape_of_its_route(path: str, body: bytes, expected: object) -> None:
-    assert json.loads(with_one_shape(path, body, 400)) == expected
 
 
 def test_an_error_in_anthropics_shape_stays_as_it_is() -> None:

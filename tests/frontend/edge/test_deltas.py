@@ -18,7 +18,7 @@ from pdserve.frontend.edge.deltas import DeltaStream, is_plain
 from pdserve.frontend.model.generation import Generation
 from pdserve.messages import Failed
 from tests.conditions import until
-from tests.frontend.conftest import MODEL, Graph
+from tests.frontend.conftest import MODEL, Graph, address_of, in_session
 from tests.frontend.model.echo import EchoWorker, Step
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -200,7 +200,7 @@ OPTIONS: list[dict[str, Any]] = [
 FINISHES = ((FinishReason.LENGTH, None), (FinishReason.STOP, None), (FinishReason.STOP, 7))
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 @pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
 async def test_equal_bytes(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
     rng, plain = random.Random(5), 0
@@ -218,7 +218,7 @@ async def test_equal_bytes(graph: Graph, written: Counter[str], base: dict[str, 
     assert plain > 5
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 async def test_equal_bytes_of_any_tokens(graph: Graph, written: Counter[str]) -> None:
     rng, vocabulary = random.Random(6), len(TOKENIZER)
     async with graph.worker(pace=None) as worker:
@@ -233,7 +233,7 @@ async def test_equal_bytes_of_any_tokens(graph: Graph, written: Counter[str]) ->
     assert written["chunks"] == 30 * 10
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 @pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
 async def test_equal_bytes_where_it_fails(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
     async with graph.worker(pace=None) as worker:
@@ -243,14 +243,13 @@ async def test_equal_bytes_where_it_fails(graph: Graph, written: Counter[str], b
     assert written["chunks"] == 3
 
 
-@pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
+@in_session
 async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
-    graph: Graph, written: Counter[str], base: dict[str, Any]
+    graph: Graph, written: Counter[str]
 ) -> None:
     """Its connection takes nothing more at some point: then the app has the outputs, and merges those that wait."""
     count = 4000
-    body = {**base, "max_tokens": count, "stream_options": {"include_usage": True}}
+    body = {**COMPLETION, "max_tokens": count, "stream_options": {"include_usage": True}}
     async with graph.worker(pace=None) as worker:
         worker.script = [Step([300 + number % 600]) for number in range(count)]
         worker.script[-1].finish = FinishReason.LENGTH
@@ -268,8 +267,7 @@ async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
         raw = await rest
     assert written["chunks"] > merged  # and then written again without the app
     events = [json.loads(event) for event in re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)]
-    choices = [event["choices"][0] for event in events if event["choices"]]
-    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
     assert text == TOKENIZER.decode([token for step in worker.script for token in step.tokens])
     assert events[-1]["usage"]["completion_tokens"] == count
 
@@ -294,7 +292,7 @@ async def begun(graph: Graph, worker: EchoWorker, body: dict[str, Any]) -> "asyn
     return asking
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 @pytest.mark.parametrize("changes", [{}, {"presence_penalty": 0.5}], ids=["goes on", "is replayed"])
 async def test_equal_bytes_at_another_worker(
     graph: Graph, written: Counter[str], changes: dict[str, Any]
@@ -313,7 +311,7 @@ async def test_equal_bytes_at_another_worker(
     assert written["chunks"] > 5
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 async def test_equal_bytes_beside_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
     """It looks at nothing where the request has no tools, and makes no chunk of half a character."""
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -333,7 +331,7 @@ async def test_equal_bytes_beside_a_tool_parser(graph: Graph, written: Counter[s
             assert ('"tool_calls":[{' in answers[2]) == (call in text)
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,9 +347,7 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
             await worker.until(lambda number=number: len(worker.jobs) == number)
         for _ in range(2):
             await worker.step()
-        processor = graph.models._models["demo"].processor
-        assert processor is not None
-        states = processor.core.fail_request.args[0].output_processor.request_states  # type: ignore[attr-defined]
+        states = graph.processor().core.fail_request.args[0].output_processor.request_states  # type: ignore[attr-defined]
         monkeypatch.setattr(list(states.values())[2].detokenizer, "update", None)
         await worker.step()
         stopped_id, poisoned_id = list(worker.jobs)[1:3]
@@ -366,7 +362,7 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
     assert '"code":500' in bodies[2]
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 async def test_memory_of_a_finished_request_is_free(graph: Graph) -> None:
     """Without the garbage collector, which comes rarely: prompts are large."""
     kinds = (RequestState, Generation)
@@ -383,15 +379,14 @@ async def test_memory_of_a_finished_request_is_free(graph: Graph) -> None:
 
 async def post_raw(graph: Graph, body: dict[str, Any]) -> socket.socket:
     """Over a connection that takes little until it is read from."""
-    host, port = graph.url.removeprefix("http://").split(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, (host, int(port)))
-    path, data = "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body)
+    await loop.sock_connect(sock, address_of(graph.url))
+    data = json.dumps(body)
     headers = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    await loop.sock_sendall(sock, f"POST {path} HTTP/1.1\r\n{headers}{data}".encode())
+    await loop.sock_sendall(sock, f"POST /v1/completions HTTP/1.1\r\n{headers}{data}".encode())
     return sock
 
 

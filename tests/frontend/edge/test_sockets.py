@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 
-import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
@@ -22,9 +21,8 @@ from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.server import QuietServer, http_config
 from tests.conditions import until
 from tests.frontend.admission.test_overload import NAME, PLACES, worker
-from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
+from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.test_generate import completion
-from tests.uvloops import Loop
 
 Address = tuple[str, int]
 
@@ -42,13 +40,6 @@ _HOLD = (
     "print(s.getsockname()[1], os.getpid(), flush=True)\n"
     "input()\n"
 )
-
-
-def test_processes_share_a_port() -> None:
-    with bind("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
-        with bind("127.0.0.1", port) as second:
-            assert second.getsockname()[1] == port
 
 
 _ALONE = (
@@ -107,29 +98,25 @@ def test_a_bound_port_gets_no_connections_yet() -> None:
         socket.create_connection(sock.getsockname())
 
 
-def test_connections_are_not_accepted_in_a_turn_each() -> None:
+@in_session
+async def test_connections_are_not_accepted_in_a_turn_each() -> None:
     """Turns of a busy event loop are long, and uvloop alone accepts a single connection in each."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
-    async def turns_until_all_are_open(count: int) -> int:
-        connections = ClientConnections(30.0, 30.0)
-        with bind("127.0.0.1", 0) as sock, ExitStack() as clients:
-            server = QuietServer(http_config(app, connections, 1.0), connections)
-            serving = asyncio.create_task(server.serve(sockets=[sock]))
-            await until(lambda: server.started)
-            for _ in range(count):
-                clients.enter_context(socket.create_connection(sock.getsockname()))
-            turns = 0
-            while len(connections.open) < count and turns < 2 * count:
-                await asyncio.sleep(0)
-                turns += 1
-            server.should_exit = True
-            await serving
-        return turns
-
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        assert runner.run(turns_until_all_are_open(100)) < 20
+    connections, count, turns = ClientConnections(30.0, 30.0), 100, 0
+    with bind("127.0.0.1", 0) as sock, ExitStack() as clients:
+        server = QuietServer(http_config(app, connections, 1.0), connections)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        await until(lambda: server.started)
+        for _ in range(count):
+            clients.enter_context(socket.create_connection(sock.getsockname()))
+        while len(connections.open) < count and turns < 2 * count:
+            await asyncio.sleep(0)
+            turns += 1
+        server.should_exit = True
+        await serving
+    assert turns < 20
 
 
 @asynccontextmanager
@@ -139,9 +126,7 @@ async def server(
     """The same frontend on another port."""
     async with AsyncExitStack() as stack:
         renewed = RenewedCertificate(certificate) if certificate else None
-        url = httpx.URL(await serve(graph.app, stack, connections, renewed))
-        assert url.port is not None
-        yield url.host, url.port
+        yield address_of(await serve(graph.app, stack, connections, renewed))
 
 
 @asynccontextmanager
@@ -177,12 +162,12 @@ def read(sock: socket.socket) -> bytes:
     return answer
 
 
-@on_uvloop
-async def test_unread_streams_end_and_free_everything(edge: Graph, either: ServerCertificate | None) -> None:
+@in_session
+async def test_unread_streams_end_and_free_everything(graph: Graph, either: ServerCertificate | None) -> None:
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(worker(edge))
-        address = await stack.enter_async_context(server(edge, either, ClientConnections(30.0, 0.4)))
-        admission = edge.models.find(NAME).admission
+        engine = await stack.enter_async_context(worker(graph))
+        address = await stack.enter_async_context(server(graph, either, ClientConnections(30.0, 0.4)))
+        admission = graph.models.find(NAME).admission
         for _ in range(PLACES + 1):
             unread = await stack.enter_async_context(client(address, either))
             ask(unread, max_tokens=3500)
@@ -195,14 +180,14 @@ async def test_unread_streams_end_and_free_everything(edge: Graph, either: Serve
         await until(lambda: not admission.queue.running)
 
 
-@on_uvloop
-async def test_unread_streams_make_way_and_go_on(edge: Graph, either: ServerCertificate | None) -> None:
+@in_session
+async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCertificate | None) -> None:
     """Long before their end: others get their places, and a client that reads again gets everything."""
     async with AsyncExitStack() as stack:
-        decode = await stack.enter_async_context(edge.worker(at_once=4, pace=0.001))
+        decode = await stack.enter_async_context(graph.worker(at_once=4, pace=0.001))
         connections = ClientConnections(60.0, 60.0, pause_after=0.2)
-        address = await stack.enter_async_context(server(edge, either, connections))
-        await until(lambda: bool(edge.models.live().get("demo")))
+        address = await stack.enter_async_context(server(graph, either, connections))
+        await until(lambda: bool(graph.models.live().get("demo")))
         unread = []
         for _ in range(PLACES + 1):
             unread.append(await stack.enter_async_context(client(address, either)))
@@ -215,13 +200,13 @@ async def test_unread_streams_make_way_and_go_on(edge: Graph, either: ServerCert
         for sock in unread[1:]:
             sock.close()  # over TLS without a goodbye
         assert b'"completion_tokens":1500' in await asyncio.to_thread(read, unread[0])
-        admission = edge.models.find("demo").admission
+        admission = graph.models.find("demo").admission
         await until(lambda: not admission.queue.running)
 
 
-@on_uvloop
+@in_session
 async def test_a_slow_reader_that_moves_is_served_to_the_end(
-    edge: Graph, either: ServerCertificate | None
+    graph: Graph, either: ServerCertificate | None
 ) -> None:
     """Also of what is left when the server has closed: over TLS its goodbye waits behind it."""
 
@@ -234,7 +219,7 @@ async def test_a_slow_reader_that_moves_is_served_to_the_end(
         return answer
 
     connections = ClientConnections(30.0, 0.8)
-    async with edge.worker(), server(edge, either, connections) as address, client(address, either) as sock:
+    async with graph.worker(), server(graph, either, connections) as address, client(address, either) as sock:
         ask(sock, close=True, model="demo", max_tokens=1600, logprobs=5)
         started = time.monotonic()
         answer = await asyncio.to_thread(slowly, sock)
@@ -244,9 +229,9 @@ async def test_a_slow_reader_that_moves_is_served_to_the_end(
     await until(lambda: not connections.open)
 
 
-@on_uvloop
+@in_session
 async def test_a_head_that_does_not_end_ends_the_connection(
-    edge: Graph, either: ServerCertificate | None
+    graph: Graph, either: ServerCertificate | None
 ) -> None:
     """Also when a byte comes now and then, and on a connection that was used before."""
     tls = trusting(either) if either else None
@@ -273,7 +258,7 @@ async def test_a_head_that_does_not_end_ends_the_connection(
         for again in (False, True)
     ]
     begun.remove((b"", True))  # no head has begun: the connection is kept
-    async with server(edge, either, connections) as address, asyncio.timeout(30):
+    async with server(graph, either, connections) as address, asyncio.timeout(30):
         assert all(await asyncio.gather(*(refused(address, *each) for each in begun)))
         await until(lambda: not connections.open)
 
@@ -284,13 +269,13 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
         writer.write(b"a")
 
 
-@on_uvloop
+@in_session
 async def test_an_idle_connection_stays_open_longer_than_clients_and_proxies_keep_theirs(
-    edge: Graph, either: ServerCertificate | None
+    graph: Graph, either: ServerCertificate | None
 ) -> None:
     """httpx keeps one for 5 s, Caddy for 120: where a server closes first, the request that is just sent is lost."""
     connections, tls = ClientConnections(0.4, 0.4), trusting(either) if either else None
-    async with server(edge, either, connections) as address:
+    async with server(graph, either, connections) as address:
         reader, writer = await asyncio.open_connection(*address, ssl=tls)
         for _ in range(2):
             writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -306,10 +291,10 @@ async def test_an_idle_connection_stays_open_longer_than_clients_and_proxies_kee
         writer.close()
 
 
-@on_uvloop
-async def test_a_slow_body_is_no_slow_head(edge: Graph) -> None:
+@in_session
+async def test_a_slow_body_is_no_slow_head(graph: Graph) -> None:
     body = json.dumps(completion()).encode()
-    async with edge.worker(), server(edge, None, ClientConnections(0.3, 30.0)) as address:
+    async with graph.worker(), server(graph, None, ClientConnections(0.3, 30.0)) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(HEAD % len(body))
         for byte in range(0, len(body), 10):
@@ -319,7 +304,7 @@ async def test_a_slow_body_is_no_slow_head(edge: Graph) -> None:
         writer.close()
 
 
-@on_uvloop
+@in_session
 async def test_what_is_on_its_way_when_it_stops_is_answered(either: ServerCertificate | None) -> None:
     """A connection that the kernel has made, one that is open, one with a request at work."""
     working, release = asyncio.Event(), asyncio.Event()

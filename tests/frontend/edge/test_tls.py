@@ -30,16 +30,16 @@ from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.server import http_config
 from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
 from tests.conditions import until
-from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
+from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.edge.test_sockets import Address, ask, client, server
 from tests.frontend.test_generate import completion
 
 
-@on_uvloop
+@in_session
 async def test_tls_1_2_and_1_3_with_http_1_1_are_agreed_on(
-    edge: Graph, certificate: ServerCertificate
+    graph: Graph, certificate: ServerCertificate
 ) -> None:
-    async with edge.worker(), server(edge, certificate) as address:
+    async with graph.worker(), server(graph, certificate) as address:
         url = f"https://{address[0]}:{address[1]}"
         async with httpx.AsyncClient(base_url=url, verify=trusting(certificate)) as http:
             answer = await http.post("/v1/completions", json=completion())
@@ -61,21 +61,21 @@ async def test_tls_1_2_and_1_3_with_http_1_1_are_agreed_on(
         assert await asyncio.to_thread(agreed, ssl.TLSVersion.TLSv1_2) == ("TLSv1.2", "http/1.1")
 
 
-@on_uvloop
-async def test_tls_1_1_is_refused(edge: Graph, certificate: ServerCertificate) -> None:
+@in_session
+async def test_tls_1_1_is_refused(graph: Graph, certificate: ServerCertificate) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     context.set_ciphers("ALL:@SECLEVEL=0")
-    async with server(edge, certificate) as address:
+    async with server(graph, certificate) as address:
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await asyncio.open_connection(*address, ssl=context)
 
 
-@on_uvloop
+@in_session
 async def test_a_handshake_that_does_not_end_ends_the_connection(
-    edge: Graph, certificate: ServerCertificate
+    graph: Graph, certificate: ServerCertificate
 ) -> None:
     async def ended(address: Address, hello: bytes) -> None:
         reader, writer = await asyncio.open_connection(*address)
@@ -85,17 +85,17 @@ async def test_a_handshake_that_does_not_end_ends_the_connection(
         writer.close()
 
     connections, started = ClientConnections(0.4, 30.0), time.monotonic()
-    async with server(edge, certificate, connections) as address, asyncio.timeout(30):
+    async with server(graph, certificate, connections) as address, asyncio.timeout(30):
         hellos = b"", b"\x16\x03\x01\x02\x00", b"\x16\x03\x01"
         await asyncio.gather(*(ended(address, hello) for hello in hellos))
         assert time.monotonic() - started > 0.3
         await until(lambda: not connections._entered)
 
 
-@on_uvloop
-async def test_a_client_that_never_says_goodbye_is_left(edge: Graph, certificate: ServerCertificate) -> None:
+@in_session
+async def test_a_client_that_never_says_goodbye_is_left(graph: Graph, certificate: ServerCertificate) -> None:
     connections = ClientConnections(30.0, 4.0, pause_after=0.2)
-    async with server(edge, certificate, connections) as address, client(address, certificate) as sock:
+    async with server(graph, certificate, connections) as address, client(address, certificate) as sock:
         sock.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         await until(lambda: bool(connections.open))
         await until(lambda: not connections.open)
@@ -105,42 +105,16 @@ async def test_a_client_that_never_says_goodbye_is_left(edge: Graph, certificate
 async def _silent(scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
-@on_uvloop
-async def test_a_connection_whose_socket_is_gone_costs_no_other(certificate: ServerCertificate) -> None:
-    """Between the end of the TCP connection and `connection_lost` a TLS transport has no socket."""
-    connections = ClientConnections(2.0, 30.0)
-    async with AsyncExitStack() as stack:
-        url = httpx.URL(await serve(_silent, stack, connections, RenewedCertificate(certificate)))
-        assert url.port is not None
-        address = url.host, url.port
-        await stack.enter_async_context(client(address, certificate))
-        await until(lambda: len(connections.open) == 1)
-        (going,) = connections.open
-        there = await stack.enter_async_context(client(address, certificate))
-        await until(lambda: len(connections.open) == 2)
-        failed = TASK_FAILURES.labels("client connections")._value.get()
-        going.transport.abort()
-        for _ in range(100):
-            if going.transport.get_extra_info("socket") is not None:
-                await asyncio.sleep(0)
-        assert going in connections.open
-        connections._sweep(time.monotonic())
-        assert TASK_FAILURES.labels("client connections")._value.get() == failed
-        await until(lambda: going not in connections.open)
-        assert b" 408 " in await asyncio.to_thread(there.recv, 4096)
-
-
-@on_uvloop
+@in_session
 async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: ServerCertificate) -> None:
     connections = ClientConnections(0.4, 30.0)
     async with AsyncExitStack() as stack:
-        url = httpx.URL(await serve(_silent, stack, connections, RenewedCertificate(certificate)))
-        assert url.port is not None
+        url = await serve(_silent, stack, connections, RenewedCertificate(certificate))
         failed = TASK_FAILURES.labels("client connections")._value.get()
         broken = connections(http_config(_silent, connections, 1.0), ServerState(), {})
         assert connections.enter(broken)
         connections.open.add(broken)  # without a transport, so that looking and ending fail
-        there = await stack.enter_async_context(client((url.host, url.port), certificate))
+        there = await stack.enter_async_context(client(address_of(url), certificate))
         assert b" 408 " in await asyncio.to_thread(there.recv, 4096), "the sweeps go on"
         assert broken not in connections.open
         assert TASK_FAILURES.labels("client connections")._value.get() >= failed + 2
@@ -148,12 +122,12 @@ async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: Ser
 
 
 @pytest.mark.parametrize("way", ["goodbye", "half-close", "vanish"])
-@on_uvloop
+@in_session
 async def test_a_client_that_leaves_ends_its_request(
-    edge: Graph, certificate: ServerCertificate, way: str
+    graph: Graph, certificate: ServerCertificate, way: str
 ) -> None:
-    async with edge.worker(pace=None) as decode, server(edge, certificate) as address:
-        await until(lambda: bool(edge.models.live().get("demo")))
+    async with graph.worker(pace=None) as decode, server(graph, certificate) as address:
+        await until(lambda: bool(graph.models.live().get("demo")))
         async with client(address, certificate) as sock:
             ask(sock, model="demo")
             await decode.until(lambda: decode.jobs)
@@ -169,13 +143,13 @@ async def test_a_client_that_leaves_ends_its_request(
             await decode.until(lambda: not decode.jobs)
 
 
-@on_uvloop
+@in_session
 async def test_what_is_no_handshake_ends_the_connection_and_is_counted(
-    edge: Graph, certificate: ServerCertificate, caplog: pytest.LogCaptureFixture
+    graph: Graph, certificate: ServerCertificate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A port probe, and plain HTTP."""
     connections, failed = ClientConnections(30.0, 30.0), CONNECTIONS_CLOSED.labels("handshake")
-    async with server(edge, certificate, connections) as address, httpx.AsyncClient() as http:
+    async with server(graph, certificate, connections) as address, httpx.AsyncClient() as http:
         before = failed._value.get()
         socket.create_connection(address).close()
         with pytest.raises(httpx.TransportError):
@@ -230,7 +204,7 @@ def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) 
         made(tmp_path / "secret", passphrase=b"secret").context()
 
 
-@on_uvloop
+@in_session
 async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,9 +216,8 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
     files, connections = made(tmp_path / "tls"), ClientConnections(30.0, 30.0)
     certificate = RenewedCertificate(files, every=0.02)
     async with AsyncExitStack() as stack:
-        url = httpx.URL(await serve(app, stack, connections, certificate))
-        assert url.port is not None
-        address, watching = (url.host, url.port), asyncio.create_task(certificate.watch())
+        address = address_of(await serve(app, stack, connections, certificate))
+        watching = asyncio.create_task(certificate.watch())
         first = await asyncio.to_thread(shown, address)
         assert first.strip() == files.chain.read_text().strip()
         made(tmp_path / "tls")

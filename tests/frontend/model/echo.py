@@ -24,7 +24,6 @@ from pdserve.messages import (
     Hello,
     Outputs,
     Placed,
-    Refused,
     Submit,
     ToDecode,
     ToFrontend,
@@ -76,6 +75,8 @@ class EchoWorker:
     at_once: int = 0
     loaded: str = ""
     role: Role = Role.DECODE
+    metrics: str = ""
+    """URL of its pages"""
     instance: Instance = field(init=False)
     """set on entering"""
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -116,6 +117,7 @@ class EchoWorker:
             max_concurrency=4.0,
             max_num_seqs=self.at_once,
             fingerprint=self.loaded,
+            metrics=self.metrics,
         )
         self._spawn(self._read())
         if self.pace is not None:
@@ -165,27 +167,17 @@ class EchoWorker:
             with suppress(PeerGone):
                 await self._stream.send(frontend, message)
 
-    async def refuse(self, text: str) -> None:
-        await self.send(Refused(text))
-
     def go(self) -> None:
         """Make steps from now on."""
         self._spawn(self._run(0.0))
 
-    async def step(self, *, strange: bool = False) -> None:
-        """One token for every request, in one message, as an engine does it. With `strange`, logprobs that no
-        request asked for, at which vLLM's output handler fails."""
+    async def step(self) -> None:
+        """One token for every request, in one message, as an engine does it."""
         outputs = [self._generate(job) for job in list(self.jobs.values())]
-        if strange:
-            for output in outputs:
-                output.new_logprobs = _logprobs(FIRST, 1)
         if outputs:
             body = [bytes(part) for part in self._encoder.encode(EngineCoreOutputs(outputs=outputs))]
             await self.send(Outputs(body))
             await self._tell()
-
-    async def garbage(self) -> None:
-        await self.send(Outputs([b"\xc1 no msgpack"]))
 
     async def until(self, condition: Any) -> None:
         """Wait until the condition holds, which is checked after each message and step."""

@@ -2,8 +2,10 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.decode.worker import DecodeWorker
@@ -12,10 +14,11 @@ from pdserve.engine.spec import EngineSpec
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import new_instance_id
+from pdserve.process.worker import EngineWorker
 from pdserve.records import Role
 from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
-from tests.decode.graph import living
+from tests.decode.graph import Started, living
 from tests.frontend.conftest import MODEL, Graph
 from tests.memory.queue import MemoryBroker, MemoryQueue
 from tests.memory.registry import MemoryRegistry
@@ -25,7 +28,7 @@ SIM = {"fatal-token": FATAL, "prefill-rate": 1e6, "step-seconds": 0.004, "bandwi
 
 
 @asynccontextmanager
-async def sim_engines(
+async def sim_workers(
     graph: Graph,
     decode: int,
     prefill: int = 0,
@@ -35,26 +38,33 @@ async def sim_engines(
     step: float = 0.004,
     folder: Path = MODEL,
     args: Mapping[str, object] = MappingProxyType({}),
-) -> AsyncIterator[list[SimEngine]]:
-    """Decode engines first. The lease of each one's worker ends with it. `args`: further ones of all workers."""
-    engines, broker = list[SimEngine](), MemoryBroker(ack_wait=0.5)
+    traces: str | None = None,
+) -> AsyncIterator[list[Started[EngineWorker]]]:
+    """Decode workers first. The lease of each ends with it. `args`: further ones of all workers."""
+    workers, broker = list[Started[EngineWorker]](), MemoryBroker(ack_wait=0.5)
     args = {"block-size": 16, "max-model-len": 4096, "max-num-seqs": places, **args}
     simulated = args | {"additional-config": {"sim": SIM | {"step-seconds": step}}}
     settings = DecodeConfig(remote_prefill=bool(prefill), max_local_prefill_length=64, engine_args=args)
     prefilling = PrefillConfig(engine_args=args)
     config = Config(Path("test.yaml"), str(folder), model, None, settings, prefilling, drain_timeout=1.0)
+    config, before = replace(config, otlp_endpoint=traces), graph.models.live().get(model, 0)
     async with AsyncExitStack() as stack:
         for number, role in enumerate([Role.PREFILL] * prefill + [Role.DECODE] * decode):
             slot = Slot(role, number)
             name = new_instance_id(slot)
             engine = SimEngine(EngineSpec(role, name, model, engine_args=simulated))
             seams = (engine, MemoryRegistry(graph.registry), MemoryQueue(broker))
-            worker = (
+            worker: EngineWorker = (
                 PrefillWorker(config, slot, name, *seams)
                 if role is Role.PREFILL
                 else DecodeWorker(config, slot, name, *seams, TcpStreamServer("127.0.0.1"))
             )
-            await stack.enter_async_context(living(worker))
-            engines.append(engine)
-        await until(lambda: graph.models.live().get(model) == decode)
-        yield engines[prefill:] + engines[:prefill]
+            workers.append(Started(worker, engine, await stack.enter_async_context(living(worker))))
+        await until(lambda: graph.models.live().get(model) == before + decode)
+        yield workers[prefill:] + workers[:prefill]
+
+
+@asynccontextmanager
+async def sim_engines(graph: Graph, *counts: int, **options: Any) -> AsyncIterator[list[SimEngine]]:
+    async with sim_workers(graph, *counts, **options) as workers:
+        yield [worker.engine for worker in workers]

@@ -34,10 +34,14 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "an echo with logprobs": ("/v1/completions", completion(echo=True, logprobs=2)),
     "an echo with logprobs, streamed": ("/v1/completions", completion(echo=True, logprobs=2, stream=True)),
     "a plain stream": ("/v1/completions", completion(stream=True)),
+    "a stream of one token": ("/v1/completions", completion(stream=True, max_tokens=1)),
+    "logprobs streamed": ("/v1/completions", completion(stream=True, logprobs=2)),
     "a chat": ("/v1/chat/completions", chat()),
     "a chat streamed": ("/v1/chat/completions", chat(stream=True, stream_options={"include_usage": True})),
     "a chat with logprobs": ("/v1/chat/completions", chat(logprobs=True, top_logprobs=2, prompt_logprobs=1)),
     "a chat with tools": ("/v1/chat/completions", chat(tools=[TOOL], tool_choice="none")),
+    "its stream": ("/v1/chat/completions", chat(tools=[TOOL], tool_choice="none", stream=True)),
+    "a chat streamed with logprobs": ("/v1/chat/completions", chat(stream=True, logprobs=True, top_logprobs=2)),
     "a grammar": ("/v1/completions", completion(structured_outputs={"json": SCHEMA})),
     "a response": ("/v1/responses", {"model": "demo", "input": HELLO, "max_output_tokens": 8}),
     "a response streamed": ("/v1/responses", {"model": "demo", "input": HELLO, "max_output_tokens": 8, "stream": True}),
@@ -50,7 +54,9 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a wrong grammar": ("/v1/completions", completion(structured_outputs={"json": FATAL})),
     "too long": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "a " * 9000}])),
 }  # fmt: skip
-OWN = {"id", "created", "created_at", "completed_at", "item_id", "system_fingerprint", "request_id"}
+OWN = {
+    "id", "created", "created_at", "completed_at", "item_id", "system_fingerprint", "request_id", "sequence_number",
+}  # fmt: skip
 """fields that differ from answer to answer"""
 
 
@@ -67,8 +73,8 @@ def alike(value: Any) -> Any:
 
 
 def told(answer: httpx.Response) -> list[Any]:
-    """The status and what was said; of a stream, whose chunks hold what is ready, the kinds of events and all values of
-    each field."""
+    """The status and what was said; of a stream, whose chunks hold what is ready, all that was said in each field, and
+    the values that the others had."""
     if "event-stream" not in answer.headers["content-type"]:
         return [answer.status_code, alike(answer.json())]
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
@@ -77,10 +83,11 @@ def told(answer: httpx.Response) -> list[Any]:
     for line in lines:
         gather(alike(json.loads(line)) if line.startswith("{") else line, "", fields)
     joined = {path: "".join(map(str, values)) for path, values in fields.items() if path.endswith(SAID)}
-    return [answer.status_code, joined, set(fields)]
+    others = {path: set(values) for path, values in fields.items() if path not in joined}
+    return [answer.status_code, joined, others]
 
 
-SAID = ("text", "delta", "content")
+SAID = ("text", "delta", "content", "token", "tokens")
 
 
 def gather(value: Any, path: str, fields: dict[str, list[Any]]) -> None:

@@ -71,17 +71,6 @@ def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
     assert chosen == [*(f"{number}" for number in range(21, 21 + WINDOW)), *expected]
 
 
-def test_only_available_workers_add_up() -> None:
-    both = candidates(a=FREE, b=Capacity(10, 5, 0), c=FULL)
-    assert both.capacity == Capacity(30, 3, 100)
-    both.set("d", Capacity(10, 1, float("inf")))
-    assert both.capacity == Capacity(40, 4, float("inf"))
-    for name in "abcd":
-        both.set(name, None)
-    assert both.capacity == Capacity()
-    assert len(both) == 0
-
-
 def test_after_any_changes() -> None:
     chance, there, found = Random(5), dict[str, Capacity](), Candidates()
     for _ in range(3000):

@@ -13,26 +13,29 @@ from pdserve.records import encode_record
 from pdserve.registry import keys
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card
-from tests.frontend.test_generate import chat, complete, completion, events
+from tests.frontend.test_generate import chat, completion, events
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def ask(graph: Graph) -> "asyncio.Task[int]":
-    async def post() -> int:
-        answer = await complete(graph, model="rolled", max_tokens=6)
-        return answer.status_code
+BODIES = {
+    "/v1/completions": completion(model="rolled", max_tokens=6),
+    "/v1/chat/completions": chat(model="rolled", max_tokens=6),
+    "/v1/responses": {"model": "rolled", "input": "hello", "max_output_tokens": 6},
+}
 
-    return asyncio.create_task(post())
+
+def post(graph: Graph, path: str = "/v1/completions", **changes: Any) -> "asyncio.Task[httpx.Response]":
+    return asyncio.create_task(graph.http.post(path, json={**BODIES[path], **changes}))
 
 
 async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> None:
     async with graph.worker("rolled", pace=None, loaded="old", generation=1) as old:
-        running = ask(graph)
+        running = post(graph)
         await old.until(lambda: len(old.jobs) == 1)
         async with graph.worker("rolled", loaded="new", generation=2) as new:
-            assert [await ask(graph) for _ in range(4)] == [200] * 4
+            assert [(await post(graph)).status_code for _ in range(4)] == [200] * 4
             assert len(new.seen) == 4
             assert len(old.seen) == 1
             assert graph.models._mixed["rolled"] == {"old", "new"}, "it was logged"
@@ -42,7 +45,7 @@ async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> 
             assert len(new.seen) == 4, "it does not go on where other weights are"
             async with graph.worker("rolled", loaded="old", generation=1, connected=False) as another:
                 await another.until(lambda: another.seen)
-                assert await running == 200
+                assert (await running).status_code == 200
             assert len(new.seen) == 4
     await until(lambda: "rolled" not in graph.models._mixed)
 
@@ -50,10 +53,10 @@ async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> 
 async def test_a_card_of_an_older_generation_changes_nothing(graph: Graph) -> None:
     async with graph.worker("rolled", loaded="b", generation=8) as newest:
         async with graph.worker("rolled", loaded="a", generation=7, connected=False) as older:
-            assert await ask(graph) == 200
+            assert (await post(graph)).status_code == 200
             assert (len(newest.seen), len(older.seen)) == (1, 0)
         await until(lambda: graph.models.find("rolled").live == 1)
-        assert await ask(graph) == 200
+        assert (await post(graph)).status_code == 200
         assert len(newest.seen) == 2
 
 
@@ -66,19 +69,8 @@ async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(g
     ):
         await registry.put(keys.card("rolled", "decode-9-up"), encode_record(other))
         await until(lambda: graph.models._mixed["rolled"] == {"old", "upgraded"})
-        assert await ask(graph) == 200
+        assert (await post(graph)).status_code == 200
         assert len(old.seen) == 1
-
-
-BODIES = {
-    "/v1/completions": completion(model="rolled", max_tokens=6),
-    "/v1/chat/completions": chat(model="rolled", max_tokens=6),
-    "/v1/responses": {"model": "rolled", "input": "hello", "max_output_tokens": 6},
-}
-
-
-def post(graph: Graph, path: str = "/v1/completions", **changes: Any) -> "asyncio.Task[httpx.Response]":
-    return asyncio.create_task(graph.http.post(path, json={**BODIES[path], **changes}))
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -10,7 +10,7 @@ from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.migration import body, repeatable, too_many_losses
 from pdserve.sampling import looks_back
-from tests.frontend.model.test_routing import trace
+from tests.frontend.model.test_workers import trace
 
 
 def request(**params: Any) -> EngineCoreRequest:

@@ -1,9 +1,7 @@
 """Streams with a promise: what their clients get, and when."""
 
 import asyncio
-import itertools
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -12,19 +10,18 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.frontend.model.core import RemoteCore
 from pdserve.messages import Failed, Promise
 from pdserve.slo import Promised
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
+from tests.frontend.model.test_aside import REQUESTS, TOOL, told
 from tests.frontend.test_generate import PROMPT, chat, completion, delta, text_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FOR_EVER = Promised(600.0, 3600.0)
 """outputs leave with others or with the last one"""
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 class Client:
@@ -32,21 +29,13 @@ class Client:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.times: list[float] = []
-        """of the events with text"""
+        self.tokens = 0
+        """events with text"""
         self.over = False
 
     @property
     def text(self) -> str:
         return "".join(map(delta, self.events))
-
-    @property
-    def tokens(self) -> int:
-        return len(self.times)
-
-    @property
-    def longest(self) -> float:
-        return max(after - before for before, after in itertools.pairwise(self.times))
 
     async def end(self) -> None:
         await until(lambda: self.over)
@@ -55,7 +44,7 @@ class Client:
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 self.events.append(event := json.loads(line.removeprefix("data: ")))
-                self.times += [time.monotonic()] if delta(event) else []
+                self.tokens += bool(delta(event))
         self.over = True
 
 
@@ -79,12 +68,6 @@ async def streaming(
         await asyncio.gather(reading, return_exceptions=True)
 
 
-def core(graph: Graph) -> RemoteCore:
-    processor = graph.models.find("demo").processor
-    assert processor is not None
-    return processor.core
-
-
 async def come(graph: Graph, worker: EchoWorker, count: int) -> None:
     """Let so many further outputs come to the frontend, for each request."""
     await worker.until(lambda: worker.jobs)
@@ -95,56 +78,24 @@ async def come(graph: Graph, worker: EchoWorker, count: int) -> None:
 
 
 def tokens_come(graph: Graph) -> int:
-    return sum(len(each.tokens) for each in core(graph)._generations.values())
+    return sum(len(each.tokens) for each in graph.processor().core._generations.values())
 
 
 def more_come(graph: Graph, before: int) -> bool:
     return tokens_come(graph) > before
 
 
-ASKED: dict[str, tuple[str, dict[str, object]]] = {
-    "completion": ("/v1/completions", completion(max_tokens=40)),
-    "usage": ("/v1/completions", completion(max_tokens=40, stream_options={"include_usage": True})),
-    "logprobs": ("/v1/completions", completion(max_tokens=40, logprobs=2)),
-    "chat": ("/v1/chat/completions", chat(max_tokens=40)),
-    "chat with logprobs": ("/v1/chat/completions", chat(max_tokens=40, logprobs=True, top_logprobs=2)),
-    "tools": ("/v1/chat/completions", chat(max_tokens=40, tools=[TOOL], tool_choice="none")),
-    "one token": ("/v1/completions", completion(max_tokens=1)),
-    "several": ("/v1/completions", completion(max_tokens=20, n=2, temperature=1.0)),
-    "responses": ("/v1/responses", {"model": "demo", "input": "hello", "max_output_tokens": 40}),
-    "messages": ("/v1/messages", chat(max_tokens=40)),
-}
-
-
-def answered(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a stream says in all, however it is cut into chunks."""
-    choices = [choice for event in events for choice in event.get("choices", [])]
-    logprobs = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
-    return {
-        "text": "".join(
-            str(choice.get("text") or choice.get("delta", {}).get("content") or "") for choice in choices
-        )
-        or "".join(map(delta, events)),
-        "finish": [choice["finish_reason"] for choice in choices if choice.get("finish_reason")],
-        "usage": [event["usage"] for event in events if event.get("usage")],
-        "tokens": [token for each in logprobs for token in each.get("tokens", each.get("content"))],
-    }
-
-
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", [name for name, (_, body) in REQUESTS.items() if body.get("stream")])
 @pytest.mark.parametrize("slo", [FOR_EVER, Promised(600.0, 0.003)], ids=["held to its end", "paced"])
 async def test_an_answer_is_the_same_with_and_without_a_promise(
     graph: Graph, asked: str, slo: Promised
 ) -> None:
-    path, body = ASKED[asked]
+    path, body = REQUESTS[asked]
     answers = []
     for promised in (Promised(), slo):
         async with graph.worker(slo=promised, pace=0.001) as worker:
-            async with streaming(graph, path, body) as client:
-                await client.end()
-            assert isinstance(worker.seen[0].promise, Promise) == bool(promised)
-        answers.append(answered(client.events))
-    assert answers[0]["text"]
+            answers.append(told(await graph.http.post(path, json=body)))
+        assert isinstance(worker.seen[0].promise, Promise) == bool(promised)
     assert answers[0] == answers[1]
 
 
@@ -166,19 +117,6 @@ async def test_the_first_token_leaves_alone_when_its_time_is_up(graph: Graph) ->
         await until(lambda: client.tokens == 1)
 
 
-async def test_tokens_come_while_the_worker_stalls(graph: Graph) -> None:
-    """A gap that breaks without the reserve is kept with it."""
-    async with graph.worker(slo=Promised(600.0, 0.3), pace=None) as worker, streaming(graph) as client:
-        await come(graph, worker, 9)
-        stalled, had = time.monotonic(), client.tokens
-        await until(lambda: client.tokens >= had + 4)
-        silent = time.monotonic() - stalled
-        worker.go()
-        await client.end()
-        assert client.longest < silent
-        assert client.text == await text_of(graph, continuation(PROMPT, 20))
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -198,10 +136,10 @@ async def test_a_client_that_leaves_leaves_nothing_behind(graph: Graph) -> None:
     async with graph.worker(slo=FOR_EVER, pace=None) as worker:
         async with streaming(graph):
             await come(graph, worker, 5)
-            assert core(graph)._pacer._streams
+            assert graph.processor().core._pacer._streams
         await worker.until(lambda: worker.cancelled)
-        assert not core(graph)._pacer._streams
-        assert core(graph)._pacer._timer is None
+        assert not graph.processor().core._pacer._streams
+        assert graph.processor().core._pacer._timer is None
 
 
 @pytest.mark.parametrize("body", [completion(), completion(logprobs=2)], ids=["plain", "logprobs"])
@@ -249,11 +187,10 @@ async def test_what_is_held_when_a_model_is_replaced_is_not_sent_before_its_succ
     async with AsyncExitStack() as stack:
         served = graph.worker("rolled", slo=FOR_EVER, pace=None, loaded="old", generation=71)
         old = await stack.enter_async_context(served)
-        model = graph.models.find("rolled")
+        core = graph.processor("rolled").core
         async with streaming(graph, "/v1/completions", body) as client:
             await old.until(lambda: old.jobs)
-            assert model.processor is not None
-            begun = list(model.processor.core._generations.values())
+            begun = list(core._generations.values())
             await old.step()
             await until(lambda: all(each.tokens for each in begun))
             assert client.tokens == 0

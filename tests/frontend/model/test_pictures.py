@@ -86,20 +86,6 @@ async def said(graph: Graph, *parts: dict[str, Any], **more: Any) -> str:
     return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
 
 
-async def test_each_picture_is_answered_for_itself_wherever_it_is_prefilled(seeing: Graph) -> None:
-    pictures = {"none": (), "red": (part(RED),), "blue": (part(BLUE),), "both": (part(RED), part(BLUE))}
-    answers, ways = dict[str, set[str]](), dict[str, list[str]]()
-    for name in [*pictures] * 3:
-        answer = await ask(seeing, *pictures[name])
-        text = answer.raise_for_status().json()["choices"][0]["message"]["content"]
-        answers.setdefault(name, set()).add(text)
-        ways.setdefault(name, []).append(answer.headers["x-pdserve-prefill"])
-    assert all(len(each) == 1 for each in answers.values()), answers
-    assert len(set.union(*answers.values())) == len(pictures)
-    assert ways["both"][0] == "remote"
-    assert ways["red"][-1] == ways["blue"][-1] == "local", "from the prefix cache"
-
-
 async def test_a_prompt_goes_where_its_picture_is_cached(seeing: Graph) -> None:
     async with MemoryRegistry(seeing.registry) as registry:
         await registry.put(f"{SETTINGS}router", b"kv")
@@ -117,17 +103,16 @@ async def test_the_name_that_a_client_gives_stands_for_nothing(seeing: Graph) ->
     assert (mine, other) == (await said(seeing, part(RED)), await said(seeing, part(BLUE)))
 
 
-@pytest.mark.parametrize("url", [RED, LARGE], ids=["small", "large"])
-async def test_all_routes_with_messages(seeing: Graph, url: str) -> None:
-    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+async def test_all_routes_read_large_pictures_on_another_loop(seeing: Graph) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": LARGE.partition(",")[2]}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "x"}]
-    items = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "x"}]
+    items = [{"type": "input_image", "image_url": LARGE}, {"type": "input_text", "text": "x"}]
     limit, answers = {"model": "demo", "max_tokens": 4}, []
     bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": [part(url)]}]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": [part(LARGE)]}]},
         "/v1/messages": {"messages": [{"role": "user", "content": content}]},
         "/v1/responses": {"input": [{"role": "user", "content": items}], "max_output_tokens": 4},
-        "/tokenize": {"messages": [{"role": "user", "content": [part(url)]}]},
+        "/tokenize": {"messages": [{"role": "user", "content": [part(LARGE)]}]},
     }
     for path, body in bodies.items():
         answers.append(await seeing.http.post(path, json=limit | body))
@@ -141,12 +126,9 @@ async def test_all_routes_with_messages(seeing: Graph, url: str) -> None:
         ([part(" HTTP://127.0.0.1:{port}/red")], "allowed-media-domains names no host"),
         ([part("file:///etc/passwd")], "Cannot load local files"),
         ([part("data:image/png,AAAA")], "Only base64"),
-        ([part("data:image/png;base64,AAAA")], "cannot identify image"),
         ([part(data(png("red", (8000, 5000))))], "40000000 pixels"),
         ([part(RED)] * 17, "At most 16 image"),
         ([part("", uuid="mine")], "is missing"),
-        ([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}], "At most 0 audio"),
-        ([{"type": "image_embeds", "image_embeds": "AAAA"}], "enable-mm-embeds"),
     ],
 )
 async def test_what_is_no_picture_is_refused(

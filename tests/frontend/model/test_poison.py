@@ -19,9 +19,8 @@ def post(graph: Graph, prompt: list[int], **changes: Any) -> asyncio.Task[httpx.
     return asyncio.create_task(complete(graph, prompt=prompt, **changes))
 
 
-@pytest.mark.parametrize("prefill", [0, 2])
-async def test_poison_ends_after_two_engines_and_the_others_are_served(graph: Graph, prefill: int) -> None:
-    async with sim_engines(graph, 4, prefill) as engines:
+async def test_poison_ends_after_two_engines_and_the_others_are_served(graph: Graph) -> None:
+    async with sim_engines(graph, 4, 2) as engines:
         prompts = [[300 + number, *range(400, 440)] for number in range(16)]
         innocents = [post(graph, prompt, max_tokens=150) for prompt in prompts[:12]]
         await until(lambda: all(engine.usage.running >= 3 for engine in engines[:4]))

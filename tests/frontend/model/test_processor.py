@@ -32,12 +32,9 @@ async def folder_of(card: ModelCard, state: Path, *workers: Instance) -> str:
     return await model_folder(card, context, lambda: [*workers])
 
 
-async def test_folder_on_this_host(tmp_path: Path) -> None:
-    assert await folder_of(card(str(tmp_path)), tmp_path) == str(tmp_path)
-
-
-async def test_hub_id(tmp_path: Path) -> None:
-    assert await folder_of(card("Qwen/Qwen3-8B"), tmp_path) == "Qwen/Qwen3-8B"
+async def test_a_folder_on_this_host_and_a_hub_id_stay_as_they_are(tmp_path: Path) -> None:
+    for model in (str(tmp_path), "Qwen/Qwen3-8B"):
+        assert await folder_of(card(model), tmp_path) == model
 
 
 async def test_from_a_worker_once(tmp_path: Path) -> None:
@@ -67,26 +64,28 @@ def argv(**engine_args: object) -> list[str]:
     return frontend_argv(card, "/here")
 
 
-@pytest.mark.parametrize(
-    "engine_args",
-    [
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "gpu_memory_utilization": 0.9},
-        {
-            "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
-            "kv_cache_dtype": "fp8",
-        },
-        {"max_num_seqs": 20, "max_num_batched_tokens": 512, "block_size": 64, "enable_prefix_caching": True},
-        {"enforce_eager": True, "quantization": "awq", "load_format": "dummy", "max_model_len": 10240},
-        {
-            "compilation_config": {"level": 3},
-            "speculative_config": {"method": "ngram"},
-            "spec_tokens": 3,
-            "additional_config": {"a": 1},
-        },
-    ],
-)
-def test_worker_only_arguments_stay_behind(engine_args: dict[str, object]) -> None:
-    assert argv(**engine_args) == argv()
+def test_worker_only_arguments_stay_behind() -> None:
+    engine = {
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.9,
+        "kv_cache_dtype": "fp8",
+        "block_size": 64,
+    }
+    engine |= {"kv_transfer_config": {"kv_connector": "NixlConnector"}, "additional_config": {"a": 1}}
+    limits = {
+        "max_num_seqs": 20,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 10240,
+        "pipeline_parallel_size": 2,
+    }
+    model = {
+        "enforce_eager": True,
+        "quantization": "awq",
+        "load_format": "dummy",
+        "enable_prefix_caching": True,
+    }
+    drafts = {"compilation_config": {"level": 3}, "speculative_config": {"method": "ngram"}, "spec_tokens": 3}
+    assert argv(**engine, **limits, **model, **drafts) == argv()
 
 
 def test_arguments_that_matter_to_a_frontend_are_passed_on() -> None:
@@ -98,12 +97,8 @@ def test_arguments_that_matter_to_a_frontend_are_passed_on() -> None:
             chat_template="{{ x }}",
         )
     )
-    assert args.tokenizer_mode == "slow"
-    assert (args.tool_call_parser, args.enable_auto_tool_choice, args.chat_template) == (
-        "hermes",
-        True,
-        "{{ x }}",
-    )
+    assert (args.tokenizer_mode, args.tool_call_parser) == ("slow", "hermes")
+    assert (args.enable_auto_tool_choice, args.chat_template) == (True, "{{ x }}")
     assert (args.model, args.served_model_name, args.max_model_len) == ("/here", ["served"], 2048)
 
 

@@ -1,254 +1,176 @@
-"""Two frontends that route to two decode workers with simulated engines, over streams in memory."""
+"""Two frontends that route to two decode workers with simulated engines, by what these have in their prefix caches."""
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from pdserve.config.host import VLLM_VERSION
-from pdserve.config.schema import DecodeConfig
-from pdserve.decode.worker import DecodeWorker
-from pdserve.engine.sim.engine import SimEngine
-from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.model.generation import Generation
-from pdserve.frontend.model.link import Link
-from pdserve.frontend.model.vllm_api import EngineCoreRequest
-from pdserve.frontend.model.workers import WorkerPool
-from pdserve.messages import Outputs, Submit, ToFrontend
-from pdserve.plan.slots import Slot
-from pdserve.records import Instance, Role
+from pdserve.process.worker import EngineWorker
+from pdserve.records import Instance, Role, encode_record
+from pdserve.registry import keys
 from pdserve.slo import NO_PROMISE, Promised
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
-from tests.decode.graph import config, living
-from tests.engine.sims import body, decode_outputs, spec
-from tests.memory.queue import MemoryBroker, MemoryQueue
-from tests.memory.registry import MemoryRegistry, MemoryServer
+from tests.decode.graph import Started
+from tests.frontend.conftest import Graph
+from tests.frontend.model.sims import sim_workers
+from tests.frontend.model.test_workers import request, trace
+from tests.memory.registry import MemoryRegistry
 
-_numbers = count()
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 BLOCK = 16
+SYSTEM = [300 + 7 * number % 600 for number in range(20 * BLOCK)]
 
 
-class RoutingFrontend:
-    """Sends requests where its pool says, and reads the answers."""
+@dataclass
+class Routing:
+    frontends: list[Graph]
+    workers: list[Started[EngineWorker]]
+    registry: MemoryRegistry
 
-    def __init__(self, name: str, policy: str = "kv") -> None:
-        self.pool = WorkerPool(policy, VLLM_VERSION, lambda address: TcpStreamClient(address, name), self)
-        self._answers: dict[str, tuple[Generation, list[int], asyncio.Event]] = {}
-
-    def link_up(self, link: Link) -> None: ...
-
-    def link_lost(self, link: Link, reason: str) -> None: ...
-
-    def hand_over(self, link: Link, *, begun: bool) -> None: ...
-
-    def received(self, link: Link, message: ToFrontend) -> None:
-        if isinstance(message, Outputs):
-            for output in decode_outputs(message.body).outputs:
-                generation, cached, over = self._answers[output.request_id]
-                generation.add_tokens(output.new_token_ids)
-                if output.prefill_stats is not None:
-                    cached.append(output.prefill_stats.num_cached_tokens)
-                if output.finish_reason is not None:
-                    generation.detach()
-                    over.set()
-
-    async def ask(self, prompt: list[int], max_tokens: int = 20) -> tuple[str, list[int], int]:
-        """The worker, the answer, and how many of the prompt's tokens were cached there."""
-        generation = Generation(request(prompt), trace(), size=len(prompt) + max_tokens)
-        link, name = self.pool.pick(generation, only_others=False), f"r{next(_numbers)}"
-        assert link is not None
-        cached: list[int] = []
-        over = asyncio.Event()
-        self._answers[name] = generation, cached, over
-        generation.attach(link, name)
-        link.post(Submit(name, prompt, 30.0, body(max_tokens)))
-        async with asyncio.timeout(60):
-            await over.wait()
-        return link.instance, generation.tokens, cached[0]
-
-
-def trace() -> RequestTrace:
-    return RequestTrace("r", "/v1/completions", 0.0)
-
-
-def request(prompt: list[int]) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=None,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
-
-
-class Workers:
-    def __init__(self) -> None:
-        self._stack = AsyncExitStack()
-        self._server, self._broker = MemoryServer(), MemoryBroker()
-        self.workers: dict[str, DecodeWorker] = {}
-        self._lives: dict[str, AsyncExitStack] = {}
-        self._instances: dict[str, Instance] = {}
-        self.frontends: list[RoutingFrontend] = []
-
-    async def start(self, name: str) -> None:
-        stream = TcpStreamServer("127.0.0.1")
-        worker = DecodeWorker(
-            config(DecodeConfig()),
-            Slot(Role.DECODE, 0),
-            name,
-            SimEngine(spec(Role.DECODE, name)),
-            MemoryRegistry(self._server, "t"),
-            MemoryQueue(self._broker),
-            stream,
-        )
-        life = self._lives[name] = await self._stack.enter_async_context(AsyncExitStack())
-        await life.enter_async_context(living(worker))
-        self.workers[name] = worker
-        self._instances[name] = Instance(
-            name, Role.DECODE, address=stream.address, kv_tokens=2048 * BLOCK, vllm_version=VLLM_VERSION
-        )
-        await self.tell()
-
-    async def kill(self, name: str) -> None:
-        await self._lives.pop(name).aclose()
-        del self.workers[name], self._instances[name]
-        await self.tell()
-
-    async def frontend(self, name: str, policy: str = "kv") -> RoutingFrontend:
-        frontend = RoutingFrontend(name, policy)
-        self.frontends.append(frontend)
-        self._stack.push_async_callback(frontend.pool.close)
-        await self.tell()
-        return frontend
-
-    async def tell(self) -> None:
-        """What the registry would tell."""
-        for frontend in self.frontends:
-            frontend.pool.update(self._instances.values(), len(self.frontends))
-        await until(lambda: all(frontend.pool.live == len(self.workers) for frontend in self.frontends))
+    async def route(self, policy: str) -> None:
+        await self.registry.put(keys.setting("router"), policy.encode())
+        await until(lambda: all(frontend.processor().workers.policy == policy for frontend in self.frontends))
 
     async def told(self) -> None:
         """Until the frontends know what is cached, and that nothing runs: a report from the midst of the requests
         would make one worker seem the fuller for a while."""
 
         def known() -> bool:
-            names = {name: set(worker._engine.prefixes.known()) for name, worker in self.workers.items()}
-            indexes = [frontend.pool._prefixes for frontend in self.frontends]
-            links = [link for frontend in self.frontends for link in frontend.pool._links.values()]
-            if any(link.outstanding(len(self.frontends)) for link in links):
+            cached = {worker.id: set(worker.engine.prefixes.known()) for worker in self.workers}
+            pools = [frontend.processor().workers for frontend in self.frontends]
+            if any(link.outstanding(len(pools)) for each in pools for link in each._links.values()):
                 return False
-            return all({name: set(index.told(name)) for name in names} == names for index in indexes)
+            return all({name: set(each._prefixes.told(name)) for name in cached} == cached for each in pools)
 
         await until(known)
 
-    async def close(self) -> None:
-        await self._stack.aclose()
+    async def ask(self, prompt: list[int], tokens: int = 20, at: int = 0) -> tuple[str, list[int], int]:
+        """The worker, the answer, and how many of the prompt's tokens were cached there."""
+        body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "return_token_ids": True}
+        answer = await self.frontends[at].http.post("/v1/completions", json=body | {"temperature": 0})
+        (choice,) = answer.raise_for_status().json()["choices"]
+        return (
+            answer.headers["x-pdserve-instance"],
+            choice["token_ids"],
+            int(answer.headers["x-pdserve-cached-tokens"]),
+        )
 
 
 @asynccontextmanager
-async def graph(*names: str) -> AsyncIterator[Workers]:
-    workers = Workers()
-    try:
-        for name in names:
-            await workers.start(name)
-        yield workers
-    finally:
-        await workers.close()
+async def routing(graph: Graph, state: Path, policy: str = "kv") -> AsyncIterator[Routing]:
+    async with AsyncExitStack() as stack:
+        second = Graph()
+        second.id, second.registry = "frontend-1-test", graph.registry
+        await second.start(stack, state)
+        frontends = [graph, second]
+        registry = await stack.enter_async_context(MemoryRegistry(graph.registry))
+        for frontend in frontends:
+            me = Instance(frontend.id, Role.FRONTEND)
+            await registry.put(keys.instance(me), encode_record(me))
+        workers = await stack.enter_async_context(sim_workers(graph, 2))
+        await until(lambda: second.models.live().get("demo") == 2)
+        found = Routing(frontends, workers, registry)
+        await found.route(policy)
+        yield found
 
 
-async def test_conversations_return_to_their_blocks_whichever_frontend_has_them() -> None:
-    system = list(range(1000, 1000 + 20 * BLOCK))
-    prompts = [[*system, *range(3000 + 100 * user, 3000 + 100 * user + 40)] for user in range(8)]
+async def test_conversations_return_to_their_blocks_whichever_frontend_has_them(
+    graph: Graph, tmp_path: Path
+) -> None:
+    prompts = [[*SYSTEM, *range(300 + 50 * user, 340 + 50 * user)] for user in range(8)]
     homes: list[list[str]] = [[] for _ in prompts]
-    async with graph("a", "b") as workers:
-        frontends = [await workers.frontend("one"), await workers.frontend("two")]
+    async with routing(graph, tmp_path) as routed:
         for turn in range(4):
             before = [len(prompt) for prompt in prompts]
             answers = await asyncio.gather(
-                *(frontends[(user + turn) % 2].ask(prompt) for user, prompt in enumerate(prompts))
+                *(routed.ask(prompt, at=(user + turn) % 2) for user, prompt in enumerate(prompts))
             )
-            await workers.told()
+            await routed.told()
             for user, (worker, answer, cached) in enumerate(answers):
                 homes[user].append(worker)
                 if turn:  # everything but the last block, and what is new
                     assert cached >= (before[user] - 30 - BLOCK) // BLOCK * BLOCK
-                prompts[user] += [*answer, *range(5000 + 10 * user, 5010 + 10 * user)]
+                prompts[user] += [*answer, *range(500 + 10 * user, 510 + 10 * user)]
     assert all(len(set(home)) == 1 for home in homes)
     assert min(Counter(home[0] for home in homes).values()) >= 3, (
         "what all begin with does not bring all together"
     )
 
 
-async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do() -> None:
-    system = list(range(1000, 1000 + 20 * BLOCK))
-    async with graph("a", "b") as workers:
-        frontends = [await workers.frontend("one"), await workers.frontend("two")]
-        first, _, _ = await frontends[0].ask([*system, 1])
-        await workers.told()
-        again, _, cached = await frontends[1].ask([*system, 2])
-        assert (again, cached) == (first, len(system))
-        prompts = [[*system, 3 + user] for user in range(20)]
+async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do(graph: Graph, tmp_path: Path) -> None:
+    async with routing(graph, tmp_path) as routed:
+        first, _, _ = await routed.ask([*SYSTEM, 301])
+        await routed.told()
+        again, _, cached = await routed.ask([*SYSTEM, 302], at=1)
+        assert (again, cached) == (first, len(SYSTEM))
+        prompts = [[*SYSTEM, 303 + user] for user in range(20)]
         answers = await asyncio.gather(
-            *(frontends[user % 2].ask(prompt, 200) for user, prompt in enumerate(prompts))
+            *(routed.ask(prompt, 200, at=user % 2) for user, prompt in enumerate(prompts))
         )
     assert min(Counter(worker for worker, _, _ in answers).values()) >= 6
 
 
-async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without() -> None:
-    prompt = list(range(1000, 1000 + 10 * BLOCK))
-    async with graph("a", "b") as workers:
-        frontend = await workers.frontend("one")
-        home, _, _ = await frontend.ask(prompt)
-        await workers.told()
-        assert (await frontend.ask(prompt))[0] == home
-        await workers.kill(home)
-        await until(lambda: len(frontend.pool._prefixes) == 0)
-        other, _, cached = await frontend.ask(prompt)
-        assert (other, cached) == ({"a": "b", "b": "a"}[home], 0)
-        await workers.start("c")
-        await workers.told()
-        assert (await frontend.ask(prompt))[0] == other
+async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without(
+    graph: Graph, tmp_path: Path
+) -> None:
+    prompt = SYSTEM[: 10 * BLOCK]
+    async with routing(graph, tmp_path) as routed:
+        home, _, _ = await routed.ask(prompt)
+        await routed.told()
+        assert (await routed.ask(prompt))[0] == home
+        (lost,) = [worker for worker in routed.workers if worker.id == home]
+        routed.workers.remove(lost)
+        lost.life.cancel()
+        await until(lambda: len(graph.processor().workers._prefixes) == 0)
+        other, _, cached = await routed.ask(prompt)
+        assert (other, cached) == (routed.workers[0].id, 0)
+        async with sim_workers(graph, 1) as back:
+            routed.workers += back
+            await routed.told()
+            assert (await routed.ask(prompt))[0] == other
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
-async def test_nothing_is_told_or_kept_unless_the_router_is_kv(policy: str) -> None:
-    prompt = list(range(1000, 1000 + 10 * BLOCK))
-    async with graph("a", "b") as workers:
-        frontend = await workers.frontend("one", policy)
-        await frontend.ask(prompt)
-        await frontend.ask(prompt)
-        assert not any(worker._engine.prefixes.followed for worker in workers.workers.values())
-        frontend.pool.policy = "kv"
-        await workers.told()
-        assert len(frontend.pool._prefixes) > 0
-        frontend.pool.policy = policy
-        assert len(frontend.pool._prefixes) == 0
-        await until(lambda: not any(w._engine.prefixes.followed for w in workers.workers.values()))
-        await frontend.ask(prompt)
-        assert len(frontend.pool._prefixes) == 0
+async def test_nothing_is_told_or_kept_unless_the_router_is_kv(
+    graph: Graph, tmp_path: Path, policy: str
+) -> None:
+    def followed() -> bool:
+        return any(worker.engine.prefixes.followed for worker in routed.workers)
+
+    prompt = SYSTEM[: 10 * BLOCK]
+    async with routing(graph, tmp_path, policy) as routed:
+        for _ in range(2):
+            await routed.ask(prompt)
+        assert not followed()
+        await routed.route("kv")
+        await routed.told()
+        assert len(graph.processor().workers._prefixes) > 0
+        await routed.route(policy)
+        assert len(graph.processor().workers._prefixes) == 0
+        await until(lambda: not followed())
+        await routed.ask(prompt)
+        assert len(graph.processor().workers._prefixes) == 0
 
 
-async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it() -> None:
-    async with graph("a", "b") as workers:
-        frontend = await workers.frontend("one", "round-robin")
-        links = frontend.pool._links
-        await until(lambda: all(link.load.token_seconds for link in links.values()))
-        links["b"].take_load(msgspec.structs.replace(links["b"].load, gap_seconds=0.5))
-        chosen = {promised: picked(frontend, promised) for promised in (NO_PROMISE, Promised(gap=0.06))}
-    assert chosen == {NO_PROMISE: {"a": 5, "b": 5}, Promised(gap=0.06): {"a": 10}}
+async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(graph: Graph, tmp_path: Path) -> None:
+    async with routing(graph, tmp_path, "round-robin") as routed:
+        one, slow = (graph.processor().workers._links[worker.id] for worker in routed.workers)
+        await until(lambda: bool(one.load.token_seconds and slow.load.token_seconds))
+        slow.take_load(msgspec.structs.replace(slow.load, gap_seconds=0.5))
+        chosen = {promised: picked(graph, promised) for promised in (NO_PROMISE, Promised(gap=0.06))}
+    assert chosen[NO_PROMISE] == {one.instance: 5, slow.instance: 5}
+    assert chosen[Promised(gap=0.06)] == {one.instance: 10}
 
 
-def picked(frontend: RoutingFrontend, promised: Promised) -> Counter[str]:
+def picked(frontend: Graph, promised: Promised) -> Counter[str]:
     generation = Generation(request([1, 2, 3]), trace())
     generation.trace.promised = promised
-    links = [frontend.pool.pick(generation, only_others=False) for _ in range(10)]
+    links = [frontend.processor().workers.pick(generation, only_others=False) for _ in range(10)]
     return Counter(link.instance for link in links if link is not None)

@@ -1,14 +1,15 @@
 """No decode worker is there: a prefill worker decodes until one is back."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 from msgspec.structs import replace
-from prometheus_client import REGISTRY
 
 from pdserve.records import Role, encode_record
 from pdserve.registry import keys
 from tests.conditions import holds, until
+from tests.decode.graph import counted
 from tests.frontend.conftest import Graph, card
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.model.test_moving import post, steps
@@ -24,9 +25,13 @@ def stand_in(
     return graph.worker(role=Role.PREFILL, connected=False, pace=pace, at_once=at_once)
 
 
-def handed_over() -> float:
-    labels = {"model": "demo", "reason": "handed-over"}
-    return REGISTRY.get_sample_value("pdserve_migrations_total", labels) or 0.0
+@asynccontextmanager
+async def alone(graph: Graph, pace: float | None = None, at_once: int = 0) -> AsyncIterator[EchoWorker]:
+    """Of a model whose decode worker has gone."""
+    async with stand_in(graph, pace, at_once) as prefill:
+        async with graph.worker():
+            pass
+        yield prefill
 
 
 async def decoding(graph: Graph, live: int) -> None:
@@ -54,9 +59,7 @@ async def test_a_stream_goes_on_at_a_prefill_worker(graph: Graph, generated: int
 
 
 async def test_new_requests_and_the_list_of_models_do_without_a_decode_worker(graph: Graph) -> None:
-    async with stand_in(graph) as prefill:
-        async with graph.worker():
-            pass
+    async with alone(graph, pace=0.0) as prefill:
         answer = await complete(graph)
         listed = (await graph.http.get("/v1/models")).json()["data"]
     assert answer.headers["x-pdserve-instance"] == prefill.id
@@ -85,9 +88,7 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
-    async with stand_in(graph, pace=None) as prefill:
-        async with graph.worker():
-            pass
+    async with alone(graph) as prefill:
         begun = post(graph, max_tokens=3)
         await steps(prefill, 1)
         waiting = post(graph)
@@ -103,10 +104,8 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
 
 
 async def test_streams_on_a_stand_in_are_handed_over(graph: Graph, at_once: None) -> None:
-    before = handed_over()
-    async with stand_in(graph, pace=None) as prefill:
-        async with graph.worker():
-            pass
+    before = counted("pdserve_migrations_total", reason="handed-over")
+    async with alone(graph) as prefill:
         request = post(graph, max_tokens=12)
         await steps(prefill, 5)
         async with graph.worker() as decode:
@@ -118,15 +117,13 @@ async def test_streams_on_a_stand_in_are_handed_over(graph: Graph, at_once: None
         assert not prefill.jobs
         (submit,) = decode.seen
         assert (submit.prompt, submit.migrated) == (PROMPT + continuation(PROMPT, 5), False)
-    assert handed_over() == before + 1
+    assert counted("pdserve_migrations_total", reason="handed-over") == before + 1
 
 
 async def test_a_request_that_would_have_to_be_replayed_ends_at_the_stand_in(
     graph: Graph, at_once: None
 ) -> None:
-    async with stand_in(graph, pace=None) as prefill:
-        async with graph.worker():
-            pass
+    async with alone(graph) as prefill:
         request = post(graph, presence_penalty=0.5)
         await steps(prefill, 2)
         async with graph.worker() as decode:
@@ -138,32 +135,13 @@ async def test_a_request_that_would_have_to_be_replayed_ends_at_the_stand_in(
 
 
 async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Graph) -> None:
-    async with stand_in(graph, pace=None, at_once=2) as prefill:
-        async with graph.worker():
-            pass
+    async with alone(graph, at_once=2) as prefill:
         await decoding(graph, 1)
         requests = [post(graph) for _ in range(3)]
         await prefill.until(lambda: len(prefill.seen) == 2)
         await holds(lambda: len(prefill.seen) == 2)
         prefill.go()
         assert {(await request).status_code for request in requests} == {200}
-
-
-async def test_a_stand_in_that_dies_too_is_followed_by_another_or_by_a_decode_worker(graph: Graph) -> None:
-    async with graph.worker(pace=None) as decode:
-        request = post(graph, max_tokens=12)
-        await steps(decode, 1)
-        async with stand_in(graph, pace=None) as first:
-            await decode.die()
-            await steps(first, 1)
-            async with stand_in(graph, pace=None) as second:
-                await first.die()
-                await steps(second, 1)
-    async with graph.worker() as back:
-        answer = await request
-        expected = await text_of(graph, continuation(PROMPT, 12))
-    assert answer.json()["choices"][0]["text"] == expected
-    assert answer.headers["x-pdserve-instance"] == ",".join(w.id for w in (decode, first, second, back))
 
 
 @pytest.mark.parametrize(("address", "loaded"), [(False, ""), (True, "other")])

@@ -4,14 +4,23 @@ import asyncio
 
 from msgspec.structs import replace
 
+from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.link import Link
+from pdserve.frontend.model.vllm_api import EngineCoreRequest
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Cancel, Failed, Load, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.records import Instance, Role
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
-from tests.frontend.model.test_routing import request, trace
+
+
+def trace() -> RequestTrace:
+    return RequestTrace("r", "/v1/completions", 0.0)
+
+
+def request(prompt: list[int]) -> EngineCoreRequest:
+    return EngineCoreRequest("r", prompt, None, None, None, 0.0, None, None, None)
 
 
 class Listener:

@@ -1,5 +1,5 @@
-"""`/dashboard` in headless Chromium: of a frontend and a simulated decode worker in this process, and as it draws
-states of other graphs. What is wrong in a graph is tested by tables in `tests/test_problems.py`."""
+"""`/dashboard` in headless Chromium: of a frontend and an echoing decode worker in this process, and as it draws states
+of other graphs. What is wrong in a graph is tested by tables in `tests/test_problems.py`."""
 
 import asyncio
 import dataclasses
@@ -7,33 +7,27 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from importlib import import_module
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 from playwright.async_api import Browser, Page, Request, Route, async_playwright, expect
 
 from pdserve.config.api_keys import ApiKey
-from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
 from pdserve.frontend.keys.auth import Viewer
-from pdserve.frontend.server import Frontend
 from pdserve.frontend.watching.dashboard import page as dashboard
 from pdserve.frontend.watching.dashboard.page import SHELL, Dashboard, shown_to
-from pdserve.graph import service_of
 from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.observe.pages import serve_pages
-from pdserve.plan.slots import Slot
-from pdserve.process.life import Service
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
+from pdserve.registry import keys
 from pdserve.watch import Gone, LinkState, Outage, Receipt, Watched
-from tests.conditions import until
-from tests.frontend.conftest import MODEL
+from tests.frontend.conftest import Graph, running_graph
 from tests.graph_states import NOW, SLOW, instance, loaded
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,60 +37,19 @@ EVERY = 200
 expect.set_options(timeout=30_000)
 
 
-@asynccontextmanager
-async def process(config: Config, role: Role) -> AsyncIterator[Service]:
-    """A process of the graph as it runs alone, but in this one."""
-    slot = Slot(role, 0)
-    module, _, name = service_of(slot, config).partition(":")
-    with serve_pages(config.host) as pages:
-        service: Service = getattr(import_module(module), name).connect(config, slot, pages.metrics)
-        pages.watched = service.watched
-        life = asyncio.create_task(service.run())
-        try:
-            await until(lambda: service.ready.is_set() or life.done(), 60)
-            yield service
-        finally:
-            service.stop()
-            with suppress(asyncio.CancelledError):
-                await life
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def frontend(
-    tmp_path_factory: pytest.TempPathFactory, nats_url: str, etcd_url: str
-) -> AsyncIterator[Frontend]:
-    state = tmp_path_factory.mktemp("dashboard")
-    sim = {"step-seconds": 0.005, "prefill-rate": 50_000}
-    config = Config(
-        path=state / "test.yaml",
-        model=str(MODEL),
-        served_model_name="demo",
-        frontend=FrontendConfig(port=0),
-        decode=DecodeConfig(
-            engine="sim",
-            engine_args={"max-model-len": 4096, "block-size": 16, "additional-config": {"sim": sim}},
-        ),
-        prefill=None,
-        namespace=state.name,
-        nats=nats_url,
-        etcd=etcd_url,
-        state_dir=state,
-        request_timeout=30.0,
-        drain_timeout=1.0,
-    )
+async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
+    """Its decode worker has pages, as all processes have."""
     async with AsyncExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(dashboard, "KEPT", EVERY / 1000)
-        await stack.enter_async_context(process(config, Role.DECODE))
-        found = await stack.enter_async_context(process(config, Role.FRONTEND))
-        assert isinstance(found, Frontend)
-        await until(lambda: found._models.live() == {"demo": 1}, 30)
-        yield found
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(frontend: Frontend) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=frontend._presence.instance.address, timeout=30) as client:
-        yield client
+        graph = await stack.enter_async_context(running_graph(tmp_path_factory.mktemp("state")))
+        pages = stack.enter_context(serve_pages("127.0.0.1"))
+        worker = await stack.enter_async_context(graph.worker(pace=0.005, metrics=pages.metrics))
+        worker.placed = replace(worker.placed, hops=[Hop("prefill", 1e-6, 1e-6)])
+        registry = await stack.enter_async_context(MemoryRegistry(graph.registry))
+        me = Instance(graph.id, Role.FRONTEND)
+        await registry.put(keys.instance(me), encode_record(me))
+        yield graph
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -162,9 +115,9 @@ async def _hurry(route: Route) -> None:
 
 
 @asynccontextmanager
-async def visiting(browser: Browser, frontend: Frontend, **context: Any) -> AsyncIterator[Visit]:
+async def visiting(browser: Browser, graph: Graph, **context: Any) -> AsyncIterator[Visit]:
     page = await browser.new_page(**{"viewport": {"width": 1440, "height": 900}, **context})
-    url = frontend._presence.instance.address
+    url = graph.url
     visit = Visit(page, url)
     await page.route("**/dashboard.js", _hurry)
     await page.goto(f"{url}/dashboard")
@@ -177,12 +130,10 @@ async def visiting(browser: Browser, frontend: Frontend, **context: Any) -> Asyn
 WELL = replace(loaded(), receipts=[SLOW])
 
 
-async def test_a_real_graph_is_drawn_with_its_requests(
-    frontend: Frontend, http: httpx.AsyncClient, browser: Browser
-) -> None:
+async def test_a_real_graph_is_drawn_with_its_requests(graph: Graph, browser: Browser) -> None:
     body = {"model": "demo", "prompt": [300, 310], "max_tokens": 3}
-    answer = await http.post("/v1/completions", json=body)
-    async with visiting(browser, frontend) as visit:
+    answer = await graph.http.post("/v1/completions", json=body)
+    async with visiting(browser, graph) as visit:
         page = visit.page
         await visit.says("All is well")
         for name in ("frontend-0", "decode-0"):
@@ -196,8 +147,8 @@ async def test_a_real_graph_is_drawn_with_its_requests(
         )
 
 
-async def test_the_parts_of_the_page(frontend: Frontend, browser: Browser) -> None:
-    async with visiting(browser, frontend) as visit:
+async def test_the_parts_of_the_page(graph: Graph, browser: Browser) -> None:
+    async with visiting(browser, graph) as visit:
         page = visit.page
         await visit.draws(WELL)
         await visit.says("All is well")
@@ -233,9 +184,9 @@ async def test_the_parts_of_the_page(frontend: Frontend, browser: Browser) -> No
     ids=["a process that is down", "a full queue", "a slow link"],
 )
 async def test_a_problem_is_shown_and_marked_in_the_graph(
-    frontend: Frontend, browser: Browser, state: GraphState, problem: str, place: str, text: str
+    graph: Graph, browser: Browser, state: GraphState, problem: str, place: str, text: str
 ) -> None:
-    async with visiting(browser, frontend) as visit:
+    async with visiting(browser, graph) as visit:
         await visit.draws(state)
         await visit.says(problem)
         await expect(visit.page.locator(f"#graph {place}").first).to_contain_text(text)
@@ -244,7 +195,7 @@ async def test_a_problem_is_shown_and_marked_in_the_graph(
         await expect(visit.page.locator(f"#graph {place}")).to_have_count(0)
 
 
-async def test_without_a_decode_worker_nothing_is_blank(frontend: Frontend, browser: Browser) -> None:
+async def test_without_a_decode_worker_nothing_is_blank(graph: Graph, browser: Browser) -> None:
     """The request that it lost waits, and so does one that came later."""
     hops = [Hop("migration", 3.0, 0.0, "decode-0-cc", "decode-0-cc is gone"), Hop("admission", 3.0, 6.0)]
     lost = Receipt("lost", "frontend-0-aa", "/v1/completions", 9.0, 9.0, running=True, prompt_tokens=2)
@@ -254,7 +205,7 @@ async def test_without_a_decode_worker_nothing_is_blank(frontend: Frontend, brow
     gone = [Gone("decode-0-cc", "127.0.0.1", 3.0)]
     reported = Watched(Load(waiting=2), receipts=[came, lost], gone=gone)
     state = graph_state([instance("frontend-0-aa", 1)], [], {}, {}, {"frontend-0-aa": reported})
-    async with visiting(browser, frontend) as visit:
+    async with visiting(browser, graph) as visit:
         page = visit.page
         await visit.draws(state)
         await visit.says("decode-0 of 127.0.0.1 is gone")
@@ -271,8 +222,8 @@ async def test_without_a_decode_worker_nothing_is_blank(frontend: Frontend, brow
         await expect(page.locator("#detours")).to_contain_text("is gone")
 
 
-async def test_a_chat_shows_where_it_was_prefilled(frontend: Frontend, browser: Browser) -> None:
-    async with visiting(browser, frontend) as visit:
+async def test_a_chat_shows_where_it_was_prefilled(graph: Graph, browser: Browser) -> None:
+    async with visiting(browser, graph) as visit:
         page = visit.page
         await expect(page.locator("#model")).to_have_value("demo")
         await page.fill("#max-tokens", "3500")
@@ -301,9 +252,9 @@ async def test_a_chat_shows_where_it_was_prefilled(frontend: Frontend, browser: 
         await expect(about.locator(".timeline")).to_contain_text("decode-0")
 
 
-async def test_a_request_that_is_read_stays_while_others_come(frontend: Frontend, browser: Browser) -> None:
+async def test_a_request_that_is_read_stays_while_others_come(graph: Graph, browser: Browser) -> None:
     others = [replace(SLOW, request_id=f"other-{number}") for number in range(40)]
-    async with visiting(browser, frontend) as visit:
+    async with visiting(browser, graph) as visit:
         await visit.draws(WELL)
         button = visit.page.locator(f"#requests [data-request='{SLOW.request_id}']")
         await button.click()
@@ -317,7 +268,7 @@ async def test_a_request_that_is_read_stays_while_others_come(frontend: Frontend
         await expect(visit.page.locator("#held")).to_be_hidden()
 
 
-async def test_nothing_from_outside_becomes_markup(frontend: Frontend, browser: Browser) -> None:
+async def test_nothing_from_outside_becomes_markup(graph: Graph, browser: Browser) -> None:
     slot = SlotState(XSS, Role.PREFILL, "h", "stopped", end=XSS, cause=XSS)
     twice = [replace(SLOW, request_id="twice", error=XSS)] * 2
     state = replace(WELL, slots=[slot], cards={XSS: [("decode-0-cc", ModelCard(XSS, XSS))]}, receipts=twice)
@@ -327,7 +278,7 @@ async def test_nothing_from_outside_becomes_markup(frontend: Frontend, browser: 
         body = f"data: {json.dumps(delta)}\n\ndata: {json.dumps({'error': {'message': XSS}})}\n\n"
         await route.fulfill(body=body, headers={"x-request-id": XSS, "x-pdserve-prefill": XSS})
 
-    async with visiting(browser, frontend) as visit:
+    async with visiting(browser, graph) as visit:
         visit.expected = ("404",)  # the receipt
         page = visit.page
         await page.route("**/v1/chat/completions", answer)
@@ -343,11 +294,11 @@ async def test_nothing_from_outside_becomes_markup(frontend: Frontend, browser: 
         await expect(page.locator('#requests [data-request="twice"]')).to_have_count(2)
 
 
-async def test_a_phone_and_the_dark_have_a_page_of_their_own(frontend: Frontend, browser: Browser) -> None:
+async def test_a_phone_and_the_dark_have_a_page_of_their_own(graph: Graph, browser: Browser) -> None:
     phone = {"width": 390, "height": 844}
     backgrounds = set()
     for scheme in ("light", "dark"):
-        async with visiting(browser, frontend, viewport=phone, color_scheme=scheme) as visit:
+        async with visiting(browser, graph, viewport=phone, color_scheme=scheme) as visit:
             await visit.draws(WELL)
             await expect(visit.page.locator("#graph .tiles .node")).to_have_count(6)
             await visit.page.locator("#requests tbody tr").first.click()
@@ -361,20 +312,18 @@ async def test_a_phone_and_the_dark_have_a_page_of_their_own(frontend: Frontend,
     assert len(backgrounds) == 2
 
 
-async def test_a_large_graph_is_tiles(frontend: Frontend, browser: Browser) -> None:
+async def test_a_large_graph_is_tiles(graph: Graph, browser: Browser) -> None:
     silent = [instance(f"prefill-{100 + index}-x", index) for index in range(100)]
     state = graph_state([*(each.instance for each in WELL.instances), *silent], [], {}, {}, {})
-    async with visiting(browser, frontend) as visit:
+    async with visiting(browser, graph) as visit:
         await visit.draws(state)
         await expect(visit.page.locator("#graph .tiles .node.bad")).to_have_count(106)
         await visit.says("does not answer")
         assert await visit.overflow() == 0
 
 
-async def test_a_frontend_that_does_not_answer_is_shown_until_it_does(
-    frontend: Frontend, browser: Browser
-) -> None:
-    async with visiting(browser, frontend) as visit:
+async def test_a_frontend_that_does_not_answer_is_shown_until_it_does(graph: Graph, browser: Browser) -> None:
+    async with visiting(browser, graph) as visit:
         visit.expected = ("ERR_FAILED", "undefined")
         live = visit.page.locator("#live")
         await expect(live).to_contain_text("live")
@@ -389,16 +338,14 @@ async def test_a_frontend_that_does_not_answer_is_shown_until_it_does(
         await visit.says("All is well")
 
 
-async def test_with_keys_the_page_asks_for_one(
-    frontend: Frontend, http: httpx.AsyncClient, browser: Browser
-) -> None:
-    known = frontend._keys.keys
+async def test_with_keys_the_page_asks_for_one(graph: Graph, browser: Browser) -> None:
+    known = graph.context.keys
     known.replace([ApiKey.of("sk-alice-0123456789", "alice")])
     try:
         for path in SHELL:
-            assert (await http.get(path)).status_code == 200
-        assert (await http.get("/dashboard/state")).status_code == 401
-        async with visiting(browser, frontend) as visit:
+            assert (await graph.http.get(path)).status_code == 200
+        assert (await graph.http.get("/dashboard/state")).status_code == 401
+        async with visiting(browser, graph) as visit:
             visit.expected = ("401",)
             page, entered = visit.page, asyncio.Event()
 
@@ -427,19 +374,17 @@ async def test_with_keys_the_page_asks_for_one(
         known.replace([])
 
 
-async def test_the_page_loads_nothing_from_elsewhere(http: httpx.AsyncClient) -> None:
+async def test_the_page_loads_nothing_from_elsewhere(graph: Graph) -> None:
     for path in SHELL:
-        headers = (await http.get(path)).headers
+        headers = (await graph.http.get(path)).headers
         assert (
             "default-src 'none'; script-src 'self'; style-src 'self';" in headers["content-security-policy"]
         )
         assert headers["x-frame-options"] == "DENY"
-    rebound = await http.get("/dashboard/state", headers={"host": "evil.example"})
-    assert rebound.status_code == 403
 
 
 async def test_all_open_pages_share_one_reading_of_the_graph(
-    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard, "KEPT", 60.0)
     looks = 0
@@ -449,7 +394,7 @@ async def test_all_open_pages_share_one_reading_of_the_graph(
         looks += 1
         return Watched()
 
-    page = Dashboard(dataclasses.replace(frontend._ribs.context, watched=watched))
+    page = Dashboard(dataclasses.replace(graph.context, watched=watched))
     states = await asyncio.gather(*(page.state(Viewer()) for _ in range(20)))
     assert looks == len(set(states)) == 1
 

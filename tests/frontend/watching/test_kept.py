@@ -1,7 +1,6 @@
 """What becomes of promises: in receipts, metrics and shares."""
 
 import pytest
-from prometheus_client import REGISTRY
 
 from pdserve.frontend.edge.answer import ResponseWriter
 from pdserve.frontend.edge.record import receipt_of
@@ -11,9 +10,10 @@ from pdserve.observe.graph_state import moments, promise_kept
 from pdserve.slo import NO_PROMISE, Promised
 from pdserve.watch import Receipt, Tick
 from tests.conditions import until
-from tests.frontend.conftest import Graph
+from tests.decode.graph import counted
+from tests.frontend.conftest import Graph, in_session
 from tests.frontend.model.test_moving import post, steps
-from tests.frontend.test_generate import completion
+from tests.frontend.test_generate import complete
 
 CHAT = Promised(0.5, 0.06)
 EASY = Promised(3600.0, 3600.0)
@@ -83,26 +83,26 @@ def test_the_share_that_kept_it_is_of_all_that_had_one() -> None:
     assert promise_kept(moments([[Tick(requests=3)]])) == ""
 
 
-def counted(outcome: str) -> float:
-    return REGISTRY.get_sample_value("pdserve_slo_total", {"model": "demo", "outcome": outcome}) or 0.0
+def told(outcome: str) -> float:
+    return counted("pdserve_slo_total", outcome=outcome)
 
 
-@pytest.mark.asyncio(loop_scope="session")
+@in_session
 async def test_promises_are_counted(graph: Graph) -> None:
-    before = {outcome: counted(outcome) for outcome in ("kept", "ttft", "gap", "failed")}
+    before = {outcome: told(outcome) for outcome in ("kept", "ttft", "gap", "failed")}
     async with graph.worker():
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
     async with graph.worker(slo=EASY):
-        await graph.http.post("/v1/completions", json=completion())
-        await until(lambda: counted("kept") == before["kept"] + 1)
+        await complete(graph)
+        await until(lambda: told("kept") == before["kept"] + 1)
         (newest,) = graph.ribs.receipts(1)
         assert (newest.promise, newest.broken_by) == ("kept", "")
         assert newest.longest_gap > 0
     async with graph.worker(slo=Promised(0.001, 60.0), pace=0.005):
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
     async with graph.worker(slo=Promised(60.0, 0.001), pace=0.005):
-        await graph.http.post("/v1/completions", json=completion())
-        await until(lambda: counted("gap") == before["gap"] + 1)
+        await complete(graph)
+        await until(lambda: told("gap") == before["gap"] + 1)
         (newest,) = graph.ribs.receipts(1)
         assert (newest.promise, newest.broken_by) == ("gap", "decode")
     async with graph.worker(slo=EASY, pace=None) as worker:
@@ -110,4 +110,4 @@ async def test_promises_are_counted(graph: Graph) -> None:
         await steps(worker, 1)
         await worker.send(Failed(worker.seen[0].request_id, "no more"))
         assert (await request).status_code == 500
-    await until(lambda: all(counted(outcome) == before[outcome] + 1 for outcome in before))
+    await until(lambda: all(told(outcome) == before[outcome] + 1 for outcome in before))

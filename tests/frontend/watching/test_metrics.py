@@ -13,8 +13,10 @@ from pdserve.frontend.watching.metrics import MetricsPage
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from tests.conditions import until
+from tests.decode.graph import counted
 from tests.frontend.conftest import Graph
-from tests.frontend.test_generate import completion
+from tests.frontend.model.sims import sim_engines
+from tests.frontend.test_generate import complete
 from tests.memory.registry import MemoryRegistry
 from tests.tcp import tcp_server
 
@@ -60,7 +62,7 @@ async def test_pages_of_the_others_are_in_it(graph: Graph) -> None:
         for name, url in [("p-0", good), ("p-1", silent), ("p-2", "http://127.0.0.1:1/metrics")]:
             record = encode_record(Instance(name, Role.PREFILL, metrics=url))
             await registry.put(keys.instance(Instance(name, Role.PREFILL)), record)
-        await graph.http.post("/v1/completions", json=completion())
+        await complete(graph)
         await until(lambda: REGISTRY.get_sample_value("pdserve_instances", {"role": "prefill"}) == 3)
         before = time.monotonic()
         page = (await graph.http.get("/metrics")).text
@@ -106,8 +108,37 @@ async def test_requests_are_counted_by_code(graph: Graph) -> None:
 
     async with graph.worker():
         before = [await count(200), await count(400), await count(404)]
-        await graph.http.post("/v1/completions", json=completion())
-        await graph.http.post("/v1/completions", json=completion(temperature=-1))
-        await graph.http.post("/v1/completions", json=completion(model="x"))
+        await complete(graph)
+        await complete(graph, temperature=-1)
+        await complete(graph, model="x")
         after = [await count(200), await count(400), await count(404)]
     assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, 1]
+
+
+WAYS = {"mode": "remote", "reason": "long"}, {"mode": "local", "reason": "transfer"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_transfer_that_failed_is_counted_and_told_as_local(graph: Graph, stream: bool) -> None:
+    async with sim_engines(graph, 1, 1) as (_, prefill):
+        before = [counted("pdserve_prefill_total", **labels) for labels in WAYS]
+        prefill.faults.drop_transfers = True
+        prompt = [350 + stream, *range(400, 600)]
+        answer = await complete(graph, prompt=prompt, stream=stream)
+        after = [counted("pdserve_prefill_total", **labels) for labels in WAYS]
+    assert answer.status_code == 200
+    # a stream has its headers with its first token, which came from the prefill worker
+    assert answer.headers["x-pdserve-prefill"] == ("remote" if stream else "local")
+    assert (after[0] - before[0], after[1] - before[1]) == (0, 1)
+
+
+async def test_cached_tokens_of_the_usage_leave_out_a_transfer(graph: Graph) -> None:
+    """But what either worker had in its prefix cache before is: the prefill worker, then the first decode worker."""
+    body = {"model": "demo", "input": "The code of the box is 1234. " * 30, "max_output_tokens": 4}
+    async with sim_engines(graph, 2, 1):
+        answers = [await graph.http.post("/v1/responses", json=body) for _ in range(3)]
+    ways = [answer.headers["x-pdserve-prefill"] for answer in answers]
+    cached = [answer.json()["usage"]["input_tokens_details"]["cached_tokens"] for answer in answers]
+    assert ways == ["remote", "remote", "local"]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 100

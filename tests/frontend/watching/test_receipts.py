@@ -15,7 +15,6 @@ from vllm.v1.engine import FinishReason
 
 from pdserve import watch
 from pdserve.config.api_keys import ApiKey
-from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.watching import receipts
 from pdserve.messages import Failed, Hop
@@ -27,7 +26,7 @@ from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, Step
 from tests.frontend.model.test_moving import post, steps
-from tests.frontend.test_generate import PROMPT, chat, completion
+from tests.frontend.test_generate import PROMPT, chat, complete, completion
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -59,7 +58,7 @@ def remote(worker: EchoWorker) -> EchoWorker:
 async def test_a_receipt_has_each_hop_with_its_place_and_time(graph: Graph) -> None:
     async with graph.worker() as worker:
         remote(worker)
-        answer = await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "r-1"})
+        answer = await complete(graph, headers={"x-request-id": "r-1"})
     receipt = newest(graph)
     assert way(receipt) == [
         ("admission", "", ""),
@@ -142,11 +141,16 @@ async def test_of_several_sequences_the_receipt_has_the_hops_of_the_first(
         assert receipt.prompt_tokens == prompts * len(PROMPT)
 
 
-async def test_a_client_that_leaves_is_499(graph: Graph) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_499_and_its_request_ends_at_the_worker(
+    graph: Graph, stream: bool
+) -> None:
     async with graph.worker(pace=None) as worker:
-        request = post(graph)
+        request = post(graph, stream=stream)
         await steps(worker, 1)
         request.cancel()
+        await worker.until(lambda: worker.cancelled)
+        assert (worker.cancelled, worker.jobs) == ([worker.seen[0].request_id], {})
         await until(lambda: not newest(graph).running)
     receipt = newest(graph)
     assert (receipt.status, receipt.error) == (499, "the client left")
@@ -167,31 +171,10 @@ async def test_a_receipt_quotes_no_request_and_300_characters_of_a_failure(graph
             assert receipt.error == ""
             assert secret not in str(receipt)
         worker.fail = Failed("", "x" * 10_000)
-        answer = await graph.http.post("/v1/completions", json=completion())
+        answer = await complete(graph)
         receipt = newest(graph)
         assert answer.status_code == receipt.status == 500
         assert receipt.error == "x" * 300
-
-
-async def test_a_waiting_request_and_a_refused_one_have_receipts(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with graph.worker(pace=None, at_once=2) as worker:
-        admission = graph.models.find("demo").admission
-        monkeypatch.setattr(admission, "limits", AdmissionLimits(max_waiting=1))
-        requests = [post(graph) for _ in range(2)]
-        await worker.until(lambda: len(worker.jobs) == 2)  # both places
-        waiting = post(graph)
-        await until(lambda: len(admission) == 1)
-        assert [hop.name for hop in newest(graph).hops] == ["admission"]
-        answer = await post(graph)
-        assert answer.status_code == newest(graph).status == 429
-        assert "wait" in newest(graph).error
-        worker.go()
-        await asyncio.gather(*requests, waiting)
-    held = graph.ribs.receipts(2)[1].hops[0]
-    assert (held.name, held.why) == ("admission", "")
-    assert held.seconds > 0
 
 
 async def test_receipts_are_bounded_in_number_and_age(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +184,7 @@ async def test_receipts_are_bounded_in_number_and_age(graph: Graph, monkeypatch:
     async with graph.worker():
         for number in range(5):
             headers = {"x-request-id": f"r-{number % 4}"}
-            await graph.http.post("/v1/completions", json=completion(max_tokens=number + 1), headers=headers)
+            await complete(graph, max_tokens=number + 1, headers=headers)
     assert [receipt.request_id for receipt in kept.receipts(9)] == ["r-0", "r-3", "r-2"]
     assert [receipt.output_tokens for receipt in kept.receipts(1, request_id="r-0")] == [5]
     monkeypatch.setattr(receipts, "KEPT_FOR", 0.0)
@@ -229,29 +212,13 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
     assert {len(tick.ttft) for tick in ticks} <= {0, len(watch.BUCKETS) + 1}
 
 
-async def test_a_link_reports_its_requests_and_why_it_is_down(graph: Graph) -> None:
-    async with graph.worker(pace=None) as worker:
-        request = post(graph)
-        await worker.until(lambda: worker.jobs)
-        links = {link.to: link for link in graph.models.links()}
-        link = replace(links[worker.id], round_trip=None)
-        assert link == watch.LinkState(worker.id, "requests", requests=1)
-        await worker.die()
-        await until(lambda: not {link.to: link for link in graph.models.links()}[worker.id].up)
-        lost = {link.to: link for link in graph.models.links()}[worker.id]
-        assert (lost.kind, lost.requests, lost.failure) == ("requests", 0, f"{worker.id} is gone")
-        assert lost.failures >= 1
-        request.cancel()
-    await until(lambda: worker.id not in {link.to for link in graph.models.links()})
-
-
 async def test_the_headers_of_an_answer_have_its_hops_and_reason(graph: Graph) -> None:
     async with graph.worker() as worker:
         remote(worker)
         worker.placed = replace(worker.placed, reason='l"o\r\nx: y')
-        whole = await graph.http.post("/v1/completions", json=completion())
-        stream = await graph.http.post("/v1/completions", json=completion(stream=True))
-        wrong = await graph.http.post("/v1/completions", json=completion(temperature=-1))
+        whole = await complete(graph)
+        stream = await complete(graph, stream=True)
+        wrong = await complete(graph, temperature=-1)
     for answer in (whole, stream):
         assert answer.headers["x-pdserve-reason"] == "l?o??x: y"
         assert answer.headers["x-pdserve-cached-tokens"] == "0"
@@ -285,7 +252,7 @@ async def other_frontend(graph: Graph, kept: list[Receipt]) -> AsyncIterator[lis
 async def test_requests_are_listed_and_found_at_any_frontend(graph: Graph) -> None:
     there = Receipt("there", "frontend-1-test", "/v1/completions", 0.0)
     async with graph.worker(), other_frontend(graph, [there]) as asked:
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "here"})
+        await complete(graph, headers={"x-request-id": "here"})
         here = (await graph.http.get("/requests/here")).json()
         assert asked == [], "it is here"
         assert (here["request_id"], here["frontend"], here["status"]) == ("here", "frontend-0-test", 200)
@@ -346,7 +313,7 @@ async def test_what_a_worker_reports_wrongly_is_bounded(graph: Graph) -> None:
     ]
     async with graph.worker() as worker:
         worker.placed = replace(worker.placed, prefill="☃\r\nx: y", reason="r" * 10_000, hops=wrong)
-        answer = await graph.http.post("/v1/completions", json=completion())
+        answer = await complete(graph)
         found = await graph.http.get("/requests?limit=1")
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-pdserve-prefill"] == "unknown"
@@ -365,12 +332,12 @@ async def test_receipts_with_a_detour_are_reported_for_longer(
     async with graph.worker() as worker:
         usual = worker.placed
         worker.placed = replace(usual, hops=[Hop("fallback", 0.0, 0.0, worker.id, "timeout")])
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "fell"})
+        await complete(graph, headers={"x-request-id": "fell"})
         assert [receipt.request_id for receipt in graph.watched.receipts].count("fell") == 1
         worker.placed = usual
         for _ in range(2):
-            await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "usual"})
-        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "fell"})
+            await complete(graph, headers={"x-request-id": "usual"})
+        await complete(graph, headers={"x-request-id": "fell"})
     told = graph.watched.receipts
     assert [receipt.request_id for receipt in told[:2]] == ["fell", "fell"], "another client chose its id"
     assert told[1].age > told[0].age
@@ -411,9 +378,12 @@ async def test_histograms_count_a_request_once(graph: Graph) -> None:
         assert await counted(lost(worker)) == [1, 1]
 
 
-async def test_links_and_running_sequences_are_metrics(graph: Graph) -> None:
+async def test_links_say_why_they_are_down_and_are_metrics_as_running_sequences_are(graph: Graph) -> None:
     def value(name: str, **labels: str) -> float | None:
         return REGISTRY.get_sample_value(name, {"model": "linked", **labels})
+
+    def links() -> dict[str, watch.LinkState]:
+        return {link.to: link for link in graph.models.links()}
 
     def migrations(reason: str) -> float:
         return value("pdserve_migrations_total", reason=reason) or 0.0
@@ -422,9 +392,14 @@ async def test_links_and_running_sequences_are_metrics(graph: Graph) -> None:
         request = post(graph, model="linked", n=2, temperature=1.0)
         await first.until(lambda: len(first.jobs) == 2)
         assert value("pdserve_running_requests") == 2
+        up = watch.LinkState(first.id, "requests", requests=2)
+        assert replace(links()[first.id], round_trip=None) == up
         assert (value("pdserve_links", state="up"), value("pdserve_links", state="down")) == (1, 0)
         await first.die()
         await until(lambda: value("pdserve_links", state="down") == 1)
+        lost = links()[first.id]
+        assert (lost.up, lost.requests, lost.failure) == (False, 0, f"{first.id} is gone")
+        assert lost.failures >= 1
         assert value("pdserve_running_requests") == 0
         assert migrations("gone") == 2
         async with graph.worker("linked") as second:
@@ -434,3 +409,4 @@ async def test_links_and_running_sequences_are_metrics(graph: Graph) -> None:
             await until(lambda: migrations("failed") >= 1)
             second.fail = None
             await request
+    await until(lambda: first.id not in links())

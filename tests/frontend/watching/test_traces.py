@@ -1,38 +1,27 @@
-"""Traces of a whole graph: a frontend, decode and prefill workers on simulated engines, a real NATS between them, and a
-collector that takes what they send."""
+"""Traces of a whole graph: a frontend, decode and prefill workers on simulated engines, and a collector that takes what
+they send."""
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from itertools import count
-from pathlib import Path
 from uuid import uuid4
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from pdserve import queue
 from pdserve.config.addresses import traces_url
-from pdserve.config.schema import DecodeConfig
-from pdserve.decode.worker import DecodeWorker
-from pdserve.engine.sim.engine import SimEngine
 from pdserve.observe.tracing import Tracer
-from pdserve.plan.slots import Slot
-from pdserve.prefill.worker import PrefillWorker
-from pdserve.queue.base import PrefillQueue
-from pdserve.records import Role
-from pdserve.stream.tcp import TcpStreamServer
+from pdserve.process.worker import EngineWorker
 from pdserve.watch import Receipt
 from tests.collector import Collector, Exported, collecting
 from tests.conditions import until
-from tests.decode.graph import Started, config, living
-from tests.engine.sims import spec
-from tests.frontend.conftest import MODEL, Frontend
-from tests.memory.registry import MemoryRegistry, MemoryServer
+from tests.decode.graph import Started
+from tests.frontend.conftest import Graph
+from tests.frontend.model.sims import sim_workers
 from tests.test_traces import PARENT, is_documented
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,52 +29,18 @@ ROUTE = "POST /v1/completions"
 _prompts = (list(range(start, start + 100)) for start in count(300))
 
 
-Decode = Started[DecodeWorker]
+Worker = Started[EngineWorker]
 
 
-class TracedGraph(Frontend):
-    """With one prefill worker, and the decode workers that a test starts."""
+class TracedGraph(Graph):
+    collector: Collector
+    url_of_traces: str
 
-    def __init__(self, nats: str, collector: Collector) -> None:
-        super().__init__("frontend-0")
-        decode = DecodeConfig(remote_prefill=True, max_local_prefill_length=32)
-        self.collector = collector
-        self.config = replace(config(decode), model=str(MODEL), otlp_endpoint=traces_url(collector.url))
-        self._server = MemoryServer()
-        self._nats = nats
-        self._ids = count()
-
-    async def enter(self, stack: AsyncExitStack, state: Path) -> None:
-        assert self.config.otlp_endpoint is not None
-        tracer = await stack.enter_async_context(
-            Tracer().exporting(self.config.otlp_endpoint, "pdserve-frontend", self.id)
-        )
-        await self.start(stack, self._server, state, tracer=tracer)
-        self.prefill = SimEngine(spec(Role.PREFILL, "prefill-0"))
-        slot = Slot(Role.PREFILL, 0)
-        worker = PrefillWorker(self.config, slot, "prefill-0", self.prefill, self._registry, self._queue)
-        await stack.enter_async_context(living(worker))
-
-    async def decode(self, stack: AsyncExitStack) -> Decode:
-        """A further worker, to which the frontend is connected."""
-        name = f"decode-{next(self._ids)}"
-        engine, stream = SimEngine(spec(Role.DECODE, name)), TcpStreamServer("127.0.0.1")
-        slot = Slot(Role.DECODE, 0)
-        worker = DecodeWorker(self.config, slot, name, engine, self._registry, self._queue, stream)
-        life = await stack.enter_async_context(living(worker))
-        await until(lambda: name in {link.to for link in self.models.links() if link.up})
-        return Started(worker, engine, life)
+    def workers(self, decode: int, prefill: int = 0) -> AbstractAsyncContextManager[list[Worker]]:
+        return sim_workers(self, decode, prefill, traces=self.url_of_traces)
 
     def receipt(self, request_id: str) -> Receipt | None:
         return next(iter(self.ribs.receipts(1, None, request_id)), None)
-
-    @property
-    def _queue(self) -> PrefillQueue:
-        return queue.connect(self._nats, f"traces-{id(self)}", "demo")
-
-    @property
-    def _registry(self) -> MemoryRegistry:
-        return MemoryRegistry(self._server)
 
     async def ask(self, headers: Mapping[str, str], tokens: int = 100, **body: object) -> httpx.Response:
         """With a prompt of so many tokens that no engine has seen."""
@@ -107,19 +62,28 @@ class TracedGraph(Frontend):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def graph(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TracedGraph]:
+async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TracedGraph]:
     with pytest.MonkeyPatch.context() as patch, collecting() as collector:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
         async with AsyncExitStack() as stack:
-            graph = TracedGraph(nats_url, collector)
-            await graph.enter(stack, tmp_path_factory.mktemp("state"))
+            graph = TracedGraph()
+            graph.collector, graph.url_of_traces = collector, traces_url(collector.url)
+            exporting = Tracer().exporting(graph.url_of_traces, "pdserve-frontend", graph.id)
+            tracer = await stack.enter_async_context(exporting)
+            await graph.start(stack, tmp_path_factory.mktemp("state"), tracer)
             yield graph
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def worker(graph: TracedGraph) -> AsyncIterator[Decode]:
-    async with AsyncExitStack() as stack:
-        yield await graph.decode(stack)
+async def workers(graph: TracedGraph) -> AsyncIterator[list[Worker]]:
+    """A decode worker and a prefill worker."""
+    async with graph.workers(1, 1) as workers:
+        yield workers
+
+
+@pytest.fixture
+def worker(workers: list[Worker]) -> Worker:
+    return workers[0]
 
 
 def client_trace(flags: str = "01") -> tuple[str, dict[str, str]]:
@@ -140,8 +104,9 @@ def below(spans: list[Exported]) -> list[tuple[str, str, str]]:
 
 
 async def test_a_remote_request_has_a_span_for_each_hop_in_its_process(
-    graph: TracedGraph, worker: Decode
+    graph: TracedGraph, workers: list[Worker]
 ) -> None:
+    worker, prefill = workers
     trace_id, headers = client_trace()
     before = time.time_ns()
     answer = await graph.ask({**headers, "tracestate": "vendor=x", "x-request-id": "mine"})
@@ -150,13 +115,13 @@ async def test_a_remote_request_has_a_span_for_each_hop_in_its_process(
     spans = await graph.trace(trace_id, ROUTE, "attempt", "generate", *hops)
     assert sorted(below(spans)) == sorted(
         [
-            (ROUTE, "client", "frontend-0"),
-            ("admission", ROUTE, "frontend-0"),
-            ("attempt", ROUTE, "frontend-0"),
-            ("decode", "attempt", "frontend-0"),
+            (ROUTE, "client", graph.id),
+            ("admission", ROUTE, graph.id),
+            ("attempt", ROUTE, graph.id),
+            ("decode", "attempt", graph.id),
             ("generate", "attempt", worker.id),
             ("queue", "generate", worker.id),
-            ("prefill", "attempt", "prefill-0"),
+            ("prefill", "attempt", prefill.id),
             ("transfer", "generate", worker.id),
             ("first-step", "generate", worker.id),
         ]
@@ -175,7 +140,7 @@ async def test_a_remote_request_has_a_span_for_each_hop_in_its_process(
 
 
 async def test_a_local_request_has_its_prefill_at_the_decode_worker(
-    graph: TracedGraph, worker: Decode
+    graph: TracedGraph, worker: Worker
 ) -> None:
     trace_id, headers = client_trace()
     await graph.ask(headers, tokens=9)
@@ -184,16 +149,16 @@ async def test_a_local_request_has_its_prefill_at_the_decode_worker(
     assert one(spans, "prefill").attributes["pdserve.why"] == "short"
 
 
-async def test_a_fallback_is_an_event_with_its_reason(graph: TracedGraph, worker: Decode) -> None:
+async def test_a_fallback_is_an_event_with_its_reason(graph: TracedGraph, workers: list[Worker]) -> None:
+    worker, prefill = workers
     trace_id, headers = client_trace()
-    graph.prefill.faults.deaf = True
+    prefill.engine.faults.deaf = True
     answer = await graph.ask(headers)
-    graph.prefill.faults.deaf = False
     assert answer.headers["x-pdserve-prefill"]
     hops = ["admission", "queue", "prefill", "transfer", "prefill", "decode"]
     spans = await graph.trace(trace_id, ROUTE, "attempt", "generate", *hops)
     assert {process for name, _, process in below(spans) if name == "prefill"} == {
-        "prefill-0",
+        prefill.id,
         worker.id,
     }
     generate = one(spans, "generate")
@@ -202,7 +167,7 @@ async def test_a_fallback_is_an_event_with_its_reason(graph: TracedGraph, worker
 
 
 @pytest.mark.parametrize("how", ["killed", "engine"])
-async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker: Decode, how: str) -> None:
+async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker: Worker, how: str) -> None:
     trace_id, headers = client_trace()
     worker.engine.faults.slow = 50
     asking = asyncio.create_task(graph.ask({**headers, "x-request-id": trace_id}, tokens=9, max_tokens=20))
@@ -212,8 +177,7 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
         return receipt.output_tokens if receipt is not None else 0
 
     await until(lambda: generated() > 2)
-    async with AsyncExitStack() as stack:
-        other = await graph.decode(stack)
+    async with graph.workers(1) as (other,):
         if how == "killed":
             worker.life.cancel()
         else:
@@ -235,7 +199,7 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
     assert second.error is one(spans, ROUTE).error is None
 
 
-async def test_a_request_that_fails_has_an_error(graph: TracedGraph, worker: Decode) -> None:
+async def test_a_request_that_fails_has_an_error(graph: TracedGraph, worker: Worker) -> None:
     trace_id, headers = client_trace()
     worker.engine.faults.slow = 500
     answer = await graph.ask({**headers, "x-request-timeout": "0.2"}, tokens=9)
@@ -246,7 +210,7 @@ async def test_a_request_that_fails_has_an_error(graph: TracedGraph, worker: Dec
     assert whole.error
 
 
-async def test_a_wrong_request_is_no_error_of_the_server(graph: TracedGraph, worker: Decode) -> None:
+async def test_a_wrong_request_is_no_error_of_the_server(graph: TracedGraph, worker: Worker) -> None:
     trace_id, headers = client_trace()
     answer = await graph.ask(headers, max_tokens=-1)
     assert answer.status_code == 400
@@ -255,7 +219,7 @@ async def test_a_wrong_request_is_no_error_of_the_server(graph: TracedGraph, wor
     assert whole.attributes["http.response.status_code"] == 400
 
 
-async def test_an_unsampled_request_is_not_traced(graph: TracedGraph, worker: Decode) -> None:
+async def test_an_unsampled_request_is_not_traced(graph: TracedGraph, worker: Worker) -> None:
     unsampled, headers = client_trace("00")
     assert (await graph.ask(headers)).status_code == 200
     trace_id, headers = client_trace()
@@ -274,7 +238,7 @@ async def test_an_unsampled_request_is_not_traced(graph: TracedGraph, worker: De
     ids=str,
 )
 async def test_what_names_no_parent_begins_a_trace(
-    graph: TracedGraph, worker: Decode, wrong: dict[str, str]
+    graph: TracedGraph, worker: Worker, wrong: dict[str, str]
 ) -> None:
     name = uuid4().hex
     raw = {key: value.encode("latin-1") for key, value in wrong.items()} | {"x-request-id": name.encode()}
@@ -285,7 +249,7 @@ async def test_what_names_no_parent_begins_a_trace(
     assert one(graph.collector.of(receipt.trace_id), ROUTE).parent == ""
 
 
-async def test_of_two_parents_none_is_taken(graph: TracedGraph, worker: Decode) -> None:
+async def test_of_two_parents_none_is_taken(graph: TracedGraph, worker: Worker) -> None:
     (first, given), (second, other) = client_trace(), client_trace()
     headers = httpx.Headers([*given.items(), *other.items(), ("x-request-id", first)])
     assert (await graph.ask(headers, tokens=9)).status_code == 200

@@ -1,0 +1,167 @@
+"""`/v1/responses` without a store, `/v1/messages` with its `count_tokens`, `/tokenize`, `/detokenize` and
+`/generative_scoring`: what is answered, and the events of streams."""
+
+from typing import Any
+
+import pytest
+
+from tests.conformance.answers import Request
+from tests.conformance.asking import MESSAGES, RESPONSES, Body
+from tests.conformance.pair import Pair
+from tests.conformance.prompts import SHORT, long
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+COUNT = f"{MESSAGES}/count_tokens"
+HELLO: list[Body] = [{"role": "user", "content": SHORT}]
+
+
+def response(name: str, **fields: Any) -> Request:
+    body = {"model": "demo", "input": SHORT, "max_output_tokens": 16, "store": False, **fields}
+    return Request(f"response {name}", RESPONSES, body)
+
+
+def message(name: str, **fields: Any) -> Request:
+    body = {"model": "demo", "messages": HELLO, "max_tokens": 8, **fields}
+    return Request(f"message {name}", MESSAGES, body)
+
+
+def count(name: str, **fields: Any) -> Request:
+    return Request(f"count {name}", COUNT, {"model": "demo", "messages": HELLO, **fields})
+
+
+def text(content: str) -> dict[str, str]:
+    return {"type": "text", "text": content}
+
+
+OF_RESPONSES: dict[str, Body] = {
+    "plain": {},
+    "long": {"input": long("responses")},
+    "instructions": {"instructions": "Be short."},
+    "items": {"input": [{"role": "user", "content": SHORT}]},
+    "content parts": {"input": [{"role": "user", "content": [{"type": "input_text", "text": SHORT}]}]},
+    "turns": {
+        "input": [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "The code of the red box is 4711."},
+            {"type": "message", "role": "assistant", "id": "m", "status": "completed",
+             "content": [{"type": "output_text", "text": "I see.", "annotations": []}]},
+            {"role": "user", "content": SHORT},
+        ]
+    },
+    "developer": {"input": [{"role": "developer", "content": "Be short."}, {"role": "user", "content": SHORT}]},
+    "no bound": {"max_output_tokens": None},
+    "sampling": {"temperature": 0.0, "top_p": 0.9},
+    "metadata": {"metadata": {"a": "b"}, "user": "me"},
+    "truncation": {"truncation": "disabled"},
+    "format": {"text": {"format": {"type": "text"}}},
+    "top logprobs": {"top_logprobs": 2, "include": ["message.output_text.logprobs"]},
+    "request id": {"request_id": "resp_my-own"},
+    "salt": {"cache_salt": "salt"},
+    "unknown field": {"no_such_field": 1},
+    "reasoning": {"reasoning": {"effort": "low"}},
+    "stored": {"store": True},
+    "messages too": {"enable_response_messages": True},
+    "service tier": {"service_tier": "auto"},
+    "parallel tools": {"parallel_tool_calls": False, "max_tool_calls": 3},
+    "ignore_eos": {"ignore_eos": True},
+    "stop": {"stop": ["1", "2"]},
+    "seed": {"temperature": 1.0, "seed": 3},
+}  # fmt: skip
+CONVERSATIONS: dict[str, Body] = {
+    "plain": {},
+    "long": {"messages": [{"role": "user", "content": long("messages")}]},
+    "system": {"system": "Be short."},
+    "system blocks": {"system": [text("Be short."), text("Be kind.")]},
+    "cached system": {"system": [{**text("Be short."), "cache_control": {"type": "ephemeral"}}]},
+    "blocks": {"messages": [{"role": "user", "content": [text("What is"), text("the code?")]}]},
+    "turns": {
+        "messages": [
+            {"role": "user", "content": "The code of the red box is 4711."},
+            {"role": "assistant", "content": [text("I see.")]},
+            {"role": "user", "content": SHORT},
+        ]
+    },
+    "begun": {"messages": [*HELLO, {"role": "assistant", "content": "The code is"}]},
+    "empty": {"messages": [{"role": "user", "content": ""}]},
+    "tool result": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "4711"}]},
+        ],
+    },
+    "thinking in the past": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}, text("So.")]},
+            *HELLO,
+        ]
+    },
+}  # fmt: skip
+OF_MESSAGES: dict[str, Body] = {
+    "stop sequences": {"stop_sequences": ["1", "2", "3"]},
+    "temperature": {"temperature": 0.0, "top_p": 0.9, "top_k": 5},
+    "metadata": {"metadata": {"user_id": "me"}},
+    "one token": {"max_tokens": 1},
+    "unknown field": {"no_such_field": 1},
+    "thinking": {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "no thinking": {"thinking": {"type": "disabled"}},
+    "service tier": {"service_tier": "auto"},
+}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOKENIZE: dict[str, Body] = {
+    "text": {"prompt": SHORT},
+    "long text": {"prompt": long("tokenize")},
+    "very long text": {"prompt": long("tokenize") * 300},
+    "without a model": {"prompt": SHORT, "model": None},
+    "strings": {"prompt": SHORT, "return_token_strs": True},
+    "no special tokens": {"prompt": SHORT, "add_special_tokens": False},
+    "unicode": {"prompt": "äöü 漢字 🙂 \u0000"},
+    "chat": {"messages": HELLO},
+    "chat, no generation prompt": {"messages": HELLO, "add_generation_prompt": False},
+    "chat, strings": {"messages": HELLO, "return_token_strs": True},
+    "chat, tools": {"messages": HELLO, "tools": [LOOK]},
+    "chat, continued": {
+        "messages": [*HELLO, {"role": "assistant", "content": "The"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+    "chat, arguments": {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}},
+    "both": {"prompt": SHORT, "messages": HELLO},
+    "unknown field": {"prompt": SHORT, "no_such_field": 1},
+}
+DETOKENIZE: dict[str, list[int]] = {"few": [60, 61, 62], "none": [], "many": list(range(20, 600))}
+SCORING: dict[str, Body] = {
+    "texts": {"query": "Is it red? ", "items": ["a red box", "a blue box"], "label_token_ids": [300, 301]},
+    "softmax": {"query": "Is it red? ", "items": ["a"], "label_token_ids": [300, 301], "apply_softmax": False},
+    "item first": {"query": "Is it?", "items": ["a", "b"], "label_token_ids": [300, 301], "item_first": True},
+    "ids": {"query": [60, 61], "items": [[62], [63, 64]], "label_token_ids": [300, 301]},
+    "one label": {"query": "a", "items": ["b"], "label_token_ids": [300]},
+    "long": {"query": long("scoring"), "items": ["a", "b"], "label_token_ids": [300, 301]},
+}  # fmt: skip
+REQUESTS = [
+    *(make(f"{name}{', streamed' if stream else ''}", stream=stream, **fields)
+      for make, variants in ((response, OF_RESPONSES), (message, CONVERSATIONS | OF_MESSAGES))
+      for stream in (False, True) for name, fields in variants.items()),
+    *(count(name, **fields) for name, fields in CONVERSATIONS.items()),
+    count("tools", tools=[{"name": "look", "description": "Look.", "input_schema": {"type": "object"}}]),
+    Request("message with Anthropic's headers", MESSAGES, message("").json,
+            headers={"anthropic-version": "2023-06-01", "anthropic-beta": "x"}),
+    *(Request(f"tokenize {name}", "/tokenize", {"model": "demo", **fields}) for name, fields in TOKENIZE.items()),
+    *(Request(f"detokenize {name}", "/detokenize", {"model": "demo", "tokens": tokens})
+      for name, tokens in DETOKENIZE.items()),
+    *(Request(f"scoring {name}", "/generative_scoring", {"model": "demo", **fields})
+      for name, fields in SCORING.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_as_vllm(pair: Pair, request_: Request) -> None:
+    pair.same(request_)
+
+
+def test_tokens_that_were_cached_are_counted(pair: Pair) -> None:
+    """The whole prompt again, and a longer one: what a prefix cache has, wherever the prompt was prefilled before."""
+    for prompt in (long("cached"), long("cached"), f"{long('cached')} {SHORT}"):
+        pair.same(response("cached", input=prompt))
