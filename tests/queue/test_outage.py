@@ -9,13 +9,11 @@ import nats.js.errors
 import pytest
 from nats.aio.client import Client
 
-from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
 from pdserve.queue import connect, server_info
 from pdserve.queue.jetstream import connection
-from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
 from pdserve.supervisor.embedded import EmbeddedNats
 from tests.conditions import until
@@ -100,16 +98,6 @@ async def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
             assert ids(await prefill.pull(9, 1)) == ["restarted"]
 
 
-async def test_an_outage_is_logged_with_what_it_means_for_this_process(
-    nats_outage: NatsOutage, credentials: Credentials, caplog: pytest.LogCaptureFixture
-) -> None:
-    url = nats_outage.server.url
-    async with connect(url, "ns", "m", credentials, "no prompt comes") as queue:
-        await nats_outage.down()
-        await until(lambda: not queue.connected)
-        await until(lambda: f"NATS at {url} is away; no prompt comes until it is back" in caplog.text)
-
-
 async def test_a_pull_ends_when_the_server_dies(outage: Outage) -> None:
     prefill = await outage.queues()
     pulling = asyncio.create_task(prefill.pull(1, 60))
@@ -154,20 +142,6 @@ async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage)
         publishing.cancel()
         await asyncio.wait({publishing})
         assert publishing.cancelled()
-
-
-async def test_a_cancellation_that_ends_in_an_error_is_one() -> None:
-    async def call() -> None:
-        try:
-            await asyncio.sleep(9)
-        except asyncio.CancelledError:
-            raise TimeoutError from None
-
-    task = asyncio.create_task(cancellable(call()))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 async def test_the_stream_is_made_anew_when_it_is_deleted(nats_outage: NatsOutage) -> None:

@@ -18,7 +18,6 @@ from pdserve.records import Instance, Role
 from pdserve.supervisor import output as module
 from pdserve.supervisor.output import LogFile, ProcessOutput
 from pdserve.supervisor.summary import curl, summary
-from pdserve.supervisor.terminal import LineWriter
 from tests.conditions import until
 from tests.terminal import Terminal
 
@@ -155,27 +154,6 @@ async def test_a_terminal_that_is_not_read_holds_no_process(tmp_path: Path, kind
     assert len((tmp_path / "decode-0.log").read_text().splitlines()) == whole + 1
 
 
-def test_a_terminal_that_is_read_slowly_holds_no_process_either(tmp_path: Path) -> None:
-    """As over a slow line: roles whose output the supervisor does not read hang in their next line."""
-    (reader, written), read, over = open_ends("pipe"), [0], threading.Event()
-
-    def slowly() -> None:
-        while not over.wait(0.01):
-            read[0] += len(os.read(reader.fileno(), 4096))
-
-    reading = threading.Thread(target=slowly)
-    reading.start()
-    lines = LineWriter(written)
-    for _ in range(20_000):
-        lines.write("x" * 100)
-    assert read[0] < 1_000_000, "of two million"
-    over.set()
-    reading.join()
-    reader.close()
-    lines.close()
-    written.close()
-
-
 def open_ends(kind: str) -> tuple[TextIO, TextIO]:
     """Something to read from, and something to write to."""
     ends = os.pipe() if kind == "pipe" else [end.detach() for end in socket.socketpair()]
@@ -200,20 +178,6 @@ output.close()
         shell.until("the exit code is 0")
         numbers = [line.split()[4] for line in shell.text.splitlines() if "xxx" in line]
     assert numbers == [str(number) for number in range(3000)]
-
-
-def test_a_terminal_has_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Screen(StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    output = ProcessOutput(tmp_path, stream=(screen := Screen()))
-    output.line("decode-0", OURS.replace(" I ", " E "))
-    output.close()
-    name, message = "\x1b[32mdecode-0  \x1b[0m", "\x1b[1;31mrequest r1: prefill remote\x1b[0m"
-    assert screen.getvalue() == f"\x1b[2m12:00:00\x1b[0m {name} {message}\n"
 
 
 IN_FRONT = """
