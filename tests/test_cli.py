@@ -6,8 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import sysconfig
-import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -190,41 +188,6 @@ def test_plan_cannot_say_what_it_does_not_know(pdserve: Run, tmp_path: Path) -> 
     assert result.returncode == 3
     assert "Cannot say whether it fits" in result.stdout
     assert json.loads(pdserve("plan", "-f", tmp_path / "hub.yaml", "--json").stdout)["fits"] is None
-
-
-@pytest.fixture(scope="module")
-def without_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has all of this one's packages but vLLM."""
-    folder = tmp_path_factory.mktemp("env")
-    venv.create(folder, symlinks=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not entry.name.startswith("vllm") and entry.suffix != ".pth":
-            (packages / entry.name).symlink_to(entry)
-    return folder / "bin/python"
-
-
-@pytest.mark.parametrize("command", ["serve", "decode", "frontend", "plan"])
-def test_without_an_engine_one_sentence_says_what_to_install(
-    without_vllm: Path, tmp_path: Path, command: str
-) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
-    env |= {"PYTHONPATH": str(LOCAL.parents[1]), "PDSERVE_STATE_DIR": str(tmp_path / "state")}
-    env["XDG_DATA_HOME"] = str(tmp_path)
-    done = subprocess.run(
-        [without_vllm, "-m", "pdserve", command, "-f", LOCAL],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    told = done.stderr if command != "plan" else " ".join(done.stdout.split()).partition(" demo ")[0]
-    assert done.returncode == 2, done.stderr
-    assert len(told.splitlines()) == 1, told
-    assert "no engine is installed" in told
-    assert f"{without_vllm} -m pdserve install`" in told
-    assert not (tmp_path / "state").exists()
 
 
 def test_output_suggests_commands_that_work_as_typed(tmp_path: Path, without_vllm: Path) -> None:

@@ -133,14 +133,3 @@ def test_the_banner_has_a_curl_that_works_with_a_key(graph: Serve) -> None:
     env = os.environ | {"KEY": BOB}
     result = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=True)
     assert result.stdout.rstrip().endswith("data: [DONE]")
-
-
-def test_a_mistake_in_the_file_ends_the_start_at_once(tmp_path: Path) -> None:
-    (tmp_path / "keys.yaml").write_text(f"alice: {{key: {ALICE}, request-per-minute: 3}}")
-    serve = Serve(tmp_path, YAML.format(port=free_port("127.0.0.1"), kv_port=kv_ports()))
-    assert serve.start().wait(240) == 2
-    assert (
-        f"{tmp_path}/keys.yaml:1: alice.request-per-minute is not a key of an API key: did you mean"
-        in serve.text
-    )
-    assert "frontend-0" not in serve.text

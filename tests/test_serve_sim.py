@@ -310,21 +310,6 @@ def test_closing_the_terminal_leaves_nothing(serve: Serve) -> None:
         until(lambda: not serve.processes(), serve)
 
 
-def test_serve_starts_again_after_killall_python(serve: Serve) -> None:
-    """The guardian is gone too, and NATS and etcd are not."""
-    serve.start()
-    until(lambda: serve.ready(), serve, 240)
-    first = serve.processes()
-    for process in first:
-        if "python" in process.name():
-            process.kill()
-    serve.process.wait()
-    assert {process.name() for process in serve.processes()} == {"nats-server", "etcd"}
-    with running(serve):
-        assert not any(process.is_running() for process in first)
-    assert serve.processes() == []
-
-
 def _problems(graph: Serve) -> str:
     return str(httpx.get(f"{graph.url}/dashboard/state").json()["problems"])
 

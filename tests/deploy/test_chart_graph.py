@@ -408,16 +408,3 @@ def test_no_volume_binds_a_pod_to_a_zone(name: str) -> None:
     for server in rendering.of("StatefulSet").values():
         assert "volumeClaimTemplates" not in server["spec"]
         assert {"name": "data", "emptyDir": {}} in server["spec"]["template"]["spec"]["volumes"]
-
-
-def test_workers_that_exchange_kv_are_near_and_those_of_a_role_apart() -> None:
-    for role in ("decode", "prefill"):
-        each = combination("demo").roles()[role]
-        (near,) = each.pod["spec"]["affinity"]["podAffinity"][
-            "preferredDuringSchedulingIgnoredDuringExecution"
-        ]
-        assert near["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
-        (expression,) = near["podAffinityTerm"]["labelSelector"]["matchExpressions"]
-        assert {"decode", "prefill", "both"} == set(expression["values"])
-        (spread,) = each.pod["spec"]["topologySpreadConstraints"]
-        assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == role

@@ -187,14 +187,6 @@ def test_pipeline_stages_are_refused_where_kv_moves(tmp_path: Path, section: str
     assert not [problem for problem in plan(tmp_path, alone, machine()).problems if "pipeline" in problem]
 
 
-def test_the_reference_on_this_kind_of_machine(tmp_path: Path) -> None:
-    found = plan(tmp_path, DYNAMO, machine())
-    assert len(found.problems) == 2
-    assert "model folder /mnt/DeepSeek-R1-Distill-Qwen-14B not found" in found.problems[0]
-    assert found.problems[1].startswith("The graph needs 4 GPUs (2 for decode-0, 2 for prefill-0), found 0: ")
-    assert [worker.memory for worker in found.workers] == [None, None]
-
-
 def test_weights_are_known_without_gpus(tmp_path: Path) -> None:
     found = plan(tmp_path, dynamo(tmp_path), what_if("0", machine()))
     assert len(found.problems) == 1
