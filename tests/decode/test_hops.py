@@ -106,19 +106,6 @@ async def test_a_transfer_that_fails(prefill: Prefill, frontend: FrontendStream)
     assert "no KV from prefill-0" in hops[3].why
 
 
-async def test_a_prefill_worker_that_goes(acted: ActedPrefill, frontend: FrontendStream, pulled: str) -> None:
-    await acted.start(pulled, 0.01)
-    await acted.leave()
-    hops = fit(await frontend.end_of(pulled), 30.0)
-    assert parts(hops) == [
-        ("queue", "", "long"),
-        ("prefill", "prefill-x", ""),
-        ("fallback", "prefill-x", "no-prefill-worker"),
-        ("prefill", "decode-0", "fallback"),
-    ]
-    assert hops[0].seconds == pytest.approx(0.01)
-
-
 async def test_a_prompt_that_is_delivered_again(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:

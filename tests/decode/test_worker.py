@@ -1,7 +1,6 @@
 """The decode worker among simulated engines: where prompts are prefilled, and what happens when that goes wrong."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,9 +28,7 @@ from pdserve.messages import (
     WorkerLoad,
 )
 from pdserve.records import Role, decode_card, decode_instance
-from pdserve.registry.view import RegistryView
-from pdserve.stream.archives import archive_name, fetch, pack_model
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import holds, until
 from tests.decode.graph import (
     LONG,
@@ -561,19 +558,6 @@ async def test_a_decode_worker_registers_its_instance_and_its_card(
     await frontend.client.__aexit__(None, None, None)
     await graph.life
     assert await other.read("") == {}
-
-
-async def test_frontends_get_the_archive_of_its_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    async with (
-        WorkerGraph(model=str(tmp_path)) as graph,
-        TcpStreamClient(graph.stream.address, "new") as client,
-    ):
-        archive = await fetch(client)
-        async with RegistryView(await graph.registry_of_another()) as view:
-            ((_, card),) = view.cards()["demo"]
-    assert archive_name(archive) == card.blob
-    assert archive == pack_model(tmp_path)
 
 
 async def test_the_load_is_sent_to_frontends_that_follow_it(
