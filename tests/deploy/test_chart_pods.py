@@ -1,5 +1,5 @@
-"""The rendered pods run for real, with simulated engines: each is a host of namespaces with the rendering's mounts, user
-and read-only root, gets ready by its probes, and ends by its preStop and SIGTERM within its grace. Names are in
+"""The rendered pods run for real, with simulated engines: each is a host of namespaces with the rendering's mounts,
+user and read-only root, gets ready by its probes, and ends by its preStop and SIGTERM within its grace. Names are in
 /etc/hosts. There is no admission, no scheduling, no device. (Processes that are replaced under load:
 `tests/wire/test_rolling.py`; hosts that are lost: chaos.)"""
 

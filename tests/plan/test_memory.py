@@ -9,9 +9,8 @@ import pytest
 from pdserve.config.host import find_folder
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError
-from pdserve.plan.machine import GIB, MIB, Gpu, what_if
+from pdserve.plan.machine import GIB, Gpu, what_if
 from pdserve.plan.memory import (
-    GPU_RUNTIME_BYTES,
     adapter_bytes,
     kv_bytes_per_token,
     runtime_bytes,
@@ -19,7 +18,7 @@ from pdserve.plan.memory import (
     weight_bytes,
 )
 from pdserve.plan.model_folder import ModelFacts, read_model
-from tests.plan.models import QWEN_14B_BYTES, machine, qwen_14b, write_safetensors
+from tests.plan.models import machine, qwen_14b, write_safetensors
 
 FAMILIES = Path(__file__).parent / "families"
 A10 = Gpu(0, "A10", 24 * GIB)
@@ -48,38 +47,6 @@ def qwen(tmp_path: Path) -> ModelFacts:
 )
 def test_kv_bytes_per_token(qwen: ModelFacts, args: dict[str, object], expected: int) -> None:
     assert kv_bytes_per_token(qwen, args) == expected
-
-
-def test_14b_model_on_two_a10s_eagerly(qwen: ModelFacts) -> None:
-    """Worked out by hand, eagerly: no CUDA graphs, and five hidden states of 5,120 in the MLP."""
-    args = {"tensor-parallel-size": 2, "block-size": 64, "max-model-len": 10240, "max-num-seqs": 20}
-    memory = size(qwen, {**args, "enforce-eager": True}, A10)
-    # a layer loses 1 + 1 + 1 + 0.5 MiB to the allocator; the rotary table has 131,072 x 128 elements
-    weights = QWEN_14B_BYTES // 2 + 48 * 7 * MIB // 2 + 32 * MIB
-    activations = 2048 * (3 * 13_824 // 2 + 5 * 5120) * 2
-    space = int(24 * GIB * 0.92) - weights - activations - GPU_RUNTIME_BYTES
-    assert (memory.weights, memory.activations) == (weights, activations)
-    assert (memory.fixed, memory.kv_space) == (GPU_RUNTIME_BYTES, space)
-    assert memory.blocks == space // (64 * 98_304) == 1_314
-    assert memory.tokens == 84_096
-    assert memory.max_concurrency == pytest.approx(1_314 / 160)
-
-
-def test_14b_model_on_two_a10s_compiled(qwen: ModelFacts) -> None:
-    """3.5 hidden states; graphs of 1, 2, 4, 8, 16, 24, 32 and 40 tokens, and full ones of 1, 2, 4, 8 and 16."""
-    memory = size(qwen, {"tensor-parallel-size": 2, "max-num-seqs": 20}, A10)
-    assert memory.activations == 2048 * (3 * 13_824 // 2 + 5120 * 7 // 2) * 2
-    assert (memory.runtime, memory.graphs) == (GPU_RUNTIME_BYTES, GIB // 5 + 13 * 48 * (3 * MIB // 20))
-
-
-@pytest.mark.parametrize(
-    ("sequences", "tokens"),
-    # few: the MLP decides; many: the logits of each request, and the hidden states of all tokens
-    [(1, 3 * 13_824 + 4 * 5120), (512, 5120 + 152_064)],
-)
-def test_the_peak_is_the_mlp_s_or_the_logits(qwen: ModelFacts, sequences: int, tokens: int) -> None:
-    args = {"max-num-seqs": sequences, "max-num-batched-tokens": 512}
-    assert size(qwen, args, A10).activations == 512 * tokens * 2
 
 
 @pytest.mark.parametrize(
