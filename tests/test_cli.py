@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -296,23 +295,6 @@ def test_credentials_are_made_and_not_lost(pdserve: Run, tmp_path: Path) -> None
     assert pdserve("credentials", "/proc/secrets").returncode == 2
 
 
-def test_a_graph_that_other_machines_could_reach_is_refused(
-    pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "open.yaml"
-    file.write_text(LOCAL.read_text().replace("  port: 8000", "  port: 8000\n  host: 0.0.0.0"))
-    result = pdserve("plan", "-f", file)
-    assert result.returncode == 2
-    assert (
-        "Frontend.host is 0.0.0.0, which other machines reach, but the API has no keys and no TLS"
-        in result.stderr
-    )
-    monkeypatch.setenv("PDSERVE_API_KEYS", "key")
-    assert pdserve("plan", "-f", file).returncode == 2
-    file.write_text(file.read_text() + "Security: {allow: [plain-http]}\n")
-    assert "Frontend.host" not in pdserve("plan", "-f", file).stderr
-
-
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [(("decode",), "names no nats and etcd"), (("prefill", "--index", "3"), "has no prefill number 3")],
@@ -320,18 +302,6 @@ def test_a_graph_that_other_machines_could_reach_is_refused(
 def test_a_role_that_cannot_run_alone_says_why(tmp_path: Path, args: tuple[str, ...], complaint: str) -> None:
     result = process(*args, "-f", LOCAL, state=tmp_path)
     assert (result.returncode, complaint in result.stderr) == (2, True), result.stderr
-
-
-def test_a_configuration_that_a_role_finds_wrong_is_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    """The frontend binds its port after it has started."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        file = tmp_path / "graph.yaml"
-        file.write_text(LOCAL.read_text().replace("port: 8000", f"port: {taken.getsockname()[1]}"))
-        servers = {"PDSERVE_NATS": "nats://127.0.0.1:1", "PDSERVE_ETCD": "127.0.0.1:1"}
-        result = process("frontend", "-f", file, state=tmp_path, **servers)
-    assert result.returncode == 2, result.stderr
-    assert "is in use by process" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

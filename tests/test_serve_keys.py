@@ -5,7 +5,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -93,20 +93,6 @@ def test_both_frontends_together_give_the_rate_of_a_limit(graph: Serve) -> None:
     assert 30 <= taken <= 60 + (time.monotonic() - started) / 2 + 2
     assert 0 < int(refused[-1].headers["retry-after"]) <= 4
     assert refused[-1].headers["x-ratelimit-remaining-requests"] == "0"
-
-
-def test_each_frontend_runs_its_share_of_concurrent_requests(graph: Serve) -> None:
-    with ExitStack() as stack:
-        begun: list[httpx.Response] = []
-
-        def both_have_one() -> bool:
-            answer = stack.enter_context(long_answer(graph, BOB))
-            begun.extend([answer] * (answer.status_code == 200))
-            return codes(graph, BOB) == {429}
-
-        until(both_have_one, graph)
-        assert len(begun) == 2
-    until(lambda: codes(graph, BOB) == {200}, graph)
 
 
 def test_a_key_that_is_taken_away_works_no_more_and_its_requests_end_well(graph: Serve, keys: Keys) -> None:

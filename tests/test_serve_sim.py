@@ -191,8 +191,6 @@ def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
         ),
         graph,
     )
-    health = graph.health()
-    assert health["status"] in ("degraded", "ok"), "the other worker serves"
     until(lambda: "decode-0 is ready again" in graph.text, graph)
     until(lambda: "decode-0 is back after its end" in _problems(graph), graph)
     until(lambda: {"status": "ok", "workers": {"demo": 2}}.items() <= graph.health().items(), graph)
@@ -201,15 +199,11 @@ def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
     assert 'pdserve_slot_ready{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics
     (slot,) = (slot for slot in json.loads(_status(graph))["slots"] if slot["name"] == "decode-0")
     assert (slot["state"], slot["restarts"]) == ("ready", 1)
-    assert "restarts" in graph.pdserve("status").stdout
-    assert "decode-0 ended (killed by SIGKILL" in graph.text
-    assert victim not in {instance["id"] for instance in _instances(graph)}
     until(lambda: len({instance["id"] for instance in _instances(graph)} - set(before)) == 1, graph)
     assert graph.chat()[1]
 
 
 def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: Serve) -> None:
-    """At the same addresses."""
     processes = graph.processes()
     pids = {name: next(each.pid for each in processes if name in each.name()) for name in ("nats", "etcd")}
     for pid in pids.values():
@@ -224,8 +218,6 @@ def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: Serve) 
     assert graph.pdserve("trace", "--json").stdout.startswith("[")
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
-    for name in pids:
-        until(lambda name=name: f"{name} is back at" in graph.text, graph)  # type: ignore[misc]
     until(lambda: len(_instances(graph)) == 4, graph)
     assert graph.chat()[1]
 

@@ -10,7 +10,6 @@ import pytest
 from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Sampling
-from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 from pdserve.prefixes import names, root
 from pdserve.records import Role
@@ -166,20 +165,6 @@ async def test_blocks_read_after_their_lease_give_wrong_tokens(decode: SimEngine
         await prefilled(prefill, "other", PROMPT[::-1])
         await decode.generate("r", PROMPT, body(5), handle)
         assert tokens(await collect(decode, "r")) != await computed_alone(PROMPT, 5)
-
-
-async def test_a_handle_that_does_not_fit_is_refused_and_starts_nothing(
-    prefill: SimEngine, decode: SimEngine
-) -> None:
-    """`tests/kv/test_handles.py` has all reasons."""
-    handle = msgspec.structs.replace(await prefilled(prefill, "r", PROMPT), num_tokens=12)
-    with pytest.raises(ProtocolError):
-        await decode.generate("r", PROMPT, body(), handle)
-    assert decode.usage.waiting == 0
-    await decode.generate("r", PROMPT, body(), None)
-    with pytest.raises(ProtocolError, match="before"):
-        await decode.generate("r", PROMPT, body(), None)
-    assert len(tokens(await collect(decode, "r"))) == 4
 
 
 async def test_released_kv_is_freed_and_named_once(decode: SimEngine) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import nats
 import nats.js.errors
 import pytest
-from nats.aio.client import Client
 
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
@@ -190,22 +189,6 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=rf"{server.url} runs without JetStream"):
             async with connect(server.url, "ns", "m"):
                 pass
-
-
-async def test_a_server_that_refuses_the_stream_is_named_once(
-    nats_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tries = 0
-
-    async def prepare(client: Client) -> None:
-        nonlocal tries
-        tries += 1
-        await client.jetstream().add_stream(name="m", subjects=["not..valid"])
-
-    async with NatsConnection(nats_url, None, "nothing happens", prepare) as refused:
-        await until(lambda: tries > 2)
-        assert not refused.connected
-    assert caplog.text.count(f"NATS at {nats_url} refuses what is needed of it") == 1
 
 
 async def test_what_a_server_says_of_itself(nats_url: str) -> None:
