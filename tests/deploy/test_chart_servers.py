@@ -14,7 +14,6 @@ import pytest
 from pdserve_bench.clusters import HOST, EtcdMember, NatsMember, addresses, cluster
 
 from pdserve.credentials import Credentials
-from pdserve.ports import free_port
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry
 from pdserve.supervisor.child import Child
@@ -35,16 +34,10 @@ def _container(name: str, server: str, image: str) -> Container:
 
 
 class _ChartNats(NatsMember):
-    def __init__(
-        self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
-    ) -> None:
-        super().__init__(folder, number, peers, credentials)
-        self.monitor = free_port(HOST)
-
     def command(self) -> list[str]:
         assert self.credentials
         text = combination("clusters").of("ConfigMap")["pdserve-nats"]["data"]["nats.conf"]
-        ours = {"127.0.0.1:8222": f"127.0.0.1:{self.monitor}", CREDENTIALS: str(self.credentials.folder)}
+        ours = {"127.0.0.1:8222": f"127.0.0.1:{self._pages}", CREDENTIALS: str(self.credentials.folder)}
         ours["0.0.0.0:6222"] = f"{HOST}:{self.peer_port}"
         for number, port in enumerate(self.peers):
             ours[f"pdserve-nats-{number}.pdserve-nats:6222"] = f"{HOST}:{port}"
@@ -60,20 +53,19 @@ class _ChartNats(NatsMember):
 async def test_three_of_nats_keep_the_queue(tmp_path: Path, credentials: Credentials) -> None:
     async with cluster(_ChartNats, tmp_path, credentials) as members:
         for member in members:
-            assert isinstance(member, _ChartNats)
             await _healthy(member)
         async with connect_queue(members[0].url, "ns", "m", credentials) as queue:
             await until(lambda: queue.connected, 60)  # the first attempt may come before there is a leader
             await publish(queue, "r")
 
 
-async def _healthy(server: _ChartNats) -> None:
+async def _healthy(server: NatsMember) -> None:
     """What the probes ask."""
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         command = _container("clusters", "nats", "nats").spec[probe]["exec"]["command"]
         assert command[0] == "wget"
         async with httpx.AsyncClient() as client:
-            answer = await client.get(command[-1].replace(":8222", f":{server.monitor}"))
+            answer = await client.get(server.page(command[-1].partition(":8222/")[2]))
             assert answer.status_code == 200
 
 
