@@ -33,17 +33,6 @@ def chat(question: str) -> dict[str, object]:
     }
 
 
-def test_recalls_a_fact_over_remote_kv(graph: RealGraph) -> None:
-    response = httpx.post(
-        f"{graph.url}/v1/chat/completions", json=chat("What is the code of the red box?"), timeout=120
-    )
-    assert response.status_code == 200
-    assert "4711" in response.json()["choices"][0]["message"]["content"]
-    assert response.headers["x-pdserve-prefill"] == "remote"
-    assert response.headers["x-pdserve-instance"].startswith("decode-0-")
-    assert response.headers["x-request-id"]
-
-
 def test_sockets_of_engines_are_in_the_folder_that_serve_empties(graph: RealGraph) -> None:
     folders = [process.environ().get("VLLM_RPC_BASE_PATH") for process in graph.processes()]
     (folder,) = {Path(folder) for folder in folders if folder}
