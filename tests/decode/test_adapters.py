@@ -191,22 +191,6 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
         await until(lambda: not graph.view.loading("demo"))
 
 
-async def test_an_unloaded_adapter_has_no_name_and_its_requests_finish(tmp_path: Path) -> None:
-    files = {"red": adapter_in(tmp_path, "red")}
-    async with LoraGraph(files) as graph:
-        red = graph.names()["red"]
-        running = await graph.begin(red.id, 400)
-        await until(lambda: bool(running.tokens))
-        await graph.store.unload("demo", "red")
-        assert graph.names() == {}
-        for name in ("one", "two"):  # the second needs the place of the one in use
-            await asyncio.gather(
-                graph.store.load("demo", name, str(adapter_in(tmp_path, name))), return_exceptions=True
-            )
-        await until(lambda: running.over)
-        assert running.tokens == generated(LONG, 400, red.id)
-
-
 async def test_a_name_that_is_loaded_again_with_other_weights_is_another_adapter(tmp_path: Path) -> None:
     async with LoraGraph() as graph:
         path = adapter_in(tmp_path, "red")
