@@ -9,8 +9,9 @@ import pytest
 from pdserve.config.host import find_folder
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError
-from pdserve.plan.machine import GIB, Gpu, what_if
+from pdserve.plan.machine import GIB, MIB, Gpu, what_if
 from pdserve.plan.memory import (
+    GPU_RUNTIME_BYTES,
     adapter_bytes,
     kv_bytes_per_token,
     runtime_bytes,
@@ -47,6 +48,23 @@ def qwen(tmp_path: Path) -> ModelFacts:
 )
 def test_kv_bytes_per_token(qwen: ModelFacts, args: dict[str, object], expected: int) -> None:
     assert kv_bytes_per_token(qwen, args) == expected
+
+
+def test_14b_model_on_two_a10s_compiled(qwen: ModelFacts) -> None:
+    """3.5 hidden states; graphs of 1, 2, 4, 8, 16, 24, 32 and 40 tokens, and full ones of 1, 2, 4, 8 and 16."""
+    memory = size(qwen, {"tensor-parallel-size": 2, "max-num-seqs": 20}, A10)
+    assert memory.activations == 2048 * (3 * 13_824 // 2 + 5120 * 7 // 2) * 2
+    assert (memory.runtime, memory.graphs) == (GPU_RUNTIME_BYTES, GIB // 5 + 13 * 48 * (3 * MIB // 20))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens"),
+    # few: the MLP decides; many: the logits of each request, and the hidden states of all tokens
+    [(1, 3 * 13_824 + 4 * 5120), (512, 5120 + 152_064)],
+)
+def test_the_peak_is_the_mlp_s_or_the_logits(qwen: ModelFacts, sequences: int, tokens: int) -> None:
+    args = {"max-num-seqs": sequences, "max-num-batched-tokens": 512}
+    assert size(qwen, args, A10).activations == 512 * tokens * 2
 
 
 @pytest.mark.parametrize(
