@@ -14,7 +14,6 @@ from pdserve_bench.launch import plain_vllm
 
 from pdserve.demo import MODEL_DIR
 from pdserve.ports import free_port
-from tests.collector import collecting
 from tests.e2e.graph import RealGraph, serving
 
 GRAPH = """
@@ -61,13 +60,9 @@ class Reference:
 
 @contextmanager
 def one_graph(folder: Path) -> Iterator[RealGraph]:
-    """It sends traces to `RealGraph.collector`, of requests that come with a `traceparent`."""
     yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
-    with collecting() as collector:
-        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
-        with serving(yaml, folder, env | {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}) as graph:
-            graph.collector = collector
-            yield graph
+    with serving(yaml, folder) as graph:
+        yield graph
 
 
 @contextmanager

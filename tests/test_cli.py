@@ -3,11 +3,8 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import sysconfig
-import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -192,41 +189,6 @@ def test_plan_cannot_say_what_it_does_not_know(pdserve: Run, tmp_path: Path) -> 
     assert json.loads(pdserve("plan", "-f", tmp_path / "hub.yaml", "--json").stdout)["fits"] is None
 
 
-@pytest.fixture(scope="module")
-def without_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has all of this one's packages but vLLM."""
-    folder = tmp_path_factory.mktemp("env")
-    venv.create(folder, symlinks=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not entry.name.startswith("vllm") and entry.suffix != ".pth":
-            (packages / entry.name).symlink_to(entry)
-    return folder / "bin/python"
-
-
-@pytest.mark.parametrize("command", ["serve", "decode", "frontend", "plan"])
-def test_without_an_engine_one_sentence_says_what_to_install(
-    without_vllm: Path, tmp_path: Path, command: str
-) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
-    env |= {"PYTHONPATH": str(LOCAL.parents[1]), "PDSERVE_STATE_DIR": str(tmp_path / "state")}
-    env["XDG_DATA_HOME"] = str(tmp_path)
-    done = subprocess.run(
-        [without_vllm, "-m", "pdserve", command, "-f", LOCAL],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    told = done.stderr if command != "plan" else " ".join(done.stdout.split()).partition(" demo ")[0]
-    assert done.returncode == 2, done.stderr
-    assert len(told.splitlines()) == 1, told
-    assert "no engine is installed" in told
-    assert f"{without_vllm} -m pdserve install`" in told
-    assert not (tmp_path / "state").exists()
-
-
 def test_output_suggests_commands_that_work_as_typed(tmp_path: Path, without_vllm: Path) -> None:
     """As after `make install`, which puts nothing on PATH."""
     bare = {name: value for name, value in os.environ.items() if name != "PATH"}
@@ -333,23 +295,6 @@ def test_credentials_are_made_and_not_lost(pdserve: Run, tmp_path: Path) -> None
     assert pdserve("credentials", "/proc/secrets").returncode == 2
 
 
-def test_a_graph_that_other_machines_could_reach_is_refused(
-    pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "open.yaml"
-    file.write_text(LOCAL.read_text().replace("  port: 8000", "  port: 8000\n  host: 0.0.0.0"))
-    result = pdserve("plan", "-f", file)
-    assert result.returncode == 2
-    assert (
-        "Frontend.host is 0.0.0.0, which other machines reach, but the API has no keys and no TLS"
-        in result.stderr
-    )
-    monkeypatch.setenv("PDSERVE_API_KEYS", "key")
-    assert pdserve("plan", "-f", file).returncode == 2
-    file.write_text(file.read_text() + "Security: {allow: [plain-http]}\n")
-    assert "Frontend.host" not in pdserve("plan", "-f", file).stderr
-
-
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [(("decode",), "names no nats and etcd"), (("prefill", "--index", "3"), "has no prefill number 3")],
@@ -357,18 +302,6 @@ def test_a_graph_that_other_machines_could_reach_is_refused(
 def test_a_role_that_cannot_run_alone_says_why(tmp_path: Path, args: tuple[str, ...], complaint: str) -> None:
     result = process(*args, "-f", LOCAL, state=tmp_path)
     assert (result.returncode, complaint in result.stderr) == (2, True), result.stderr
-
-
-def test_a_configuration_that_a_role_finds_wrong_is_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    """The frontend binds its port after it has started."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        file = tmp_path / "graph.yaml"
-        file.write_text(LOCAL.read_text().replace("port: 8000", f"port: {taken.getsockname()[1]}"))
-        servers = {"PDSERVE_NATS": "nats://127.0.0.1:1", "PDSERVE_ETCD": "127.0.0.1:1"}
-        result = process("frontend", "-f", file, state=tmp_path, **servers)
-    assert result.returncode == 2, result.stderr
-    assert "is in use by process" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

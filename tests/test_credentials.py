@@ -44,31 +44,6 @@ async def greeted(port: int, context: ssl.SSLContext) -> bytes:
         writer.close()
 
 
-async def greeted_if_let_in(port: int, context: ssl.SSLContext) -> bytes:
-    """In TLS 1.3 a client learns after its own handshake that the server does not take its certificate."""
-    with suppress(ssl.SSLError, ConnectionError):
-        return await greeted(port, context)
-    return b""
-
-
-async def test_a_client_of_another_graph_or_without_a_certificate_is_refused(tmp_path: Path) -> None:
-    ours, theirs = make(tmp_path / "new" / "ours"), make(tmp_path / "theirs")
-    stranger = theirs.client_context()
-    stranger.load_verify_locations(ours.authority)
-    bare = ssl.create_default_context(cafile=str(ours.authority))
-    async with greeter(ours) as port:
-        assert await greeted_if_let_in(port, stranger) == b""
-        assert await greeted_if_let_in(port, bare) == b""
-        assert await greeted_if_let_in(port, ours.client_context()) == b"hello"
-
-
-async def test_a_server_of_another_graph_is_refused(tmp_path: Path) -> None:
-    ours, theirs = make(tmp_path / "ours"), make(tmp_path / "theirs")
-    async with greeter(theirs) as port:
-        with pytest.raises(ssl.SSLCertVerificationError):
-            await greeted(port, ours.client_context())
-
-
 def test_only_their_user_can_read_them(tmp_path: Path) -> None:
     credentials = make(tmp_path / "credentials")
     assert credentials.folder.stat().st_mode & 0o777 == 0o700

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdserve.watch import Receipt
 from tools.metrics import page
 
 ROOT = Path(__file__).parent.parent
@@ -74,8 +73,3 @@ def test_each_reason_of_a_failure_is_in_its_table() -> None:
     listed = {word for reasons, _ in rows("Why remote prefills fail") for word in words(reasons)}
     assert len(written) > 12
     assert listed == written
-
-
-def test_a_receipts_reason_is_explained_here() -> None:
-    assert "docs/metrics.md" in SOURCES[ROOT / "pdserve/watch.py"]
-    assert "reason" in Receipt.__struct_fields__

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 from functools import wraps
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,39 +51,32 @@ async def others_are_served(
     await until(graph.decode_engine.all_blocks_free)
 
 
-async def test_a_submit_that_fails_is_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with WorkerGraph() as graph:
-        frontend, runner = await graph.frontend(), graph.decode._runner
-        monkeypatch.setattr(
-            runner, "submit", failing(runner.submit, lambda _, submit: submit.request_id == BAD)
-        )
-        await frontend.submit(SHORT, request_id=BAD)
-        failed = (await frontend.end_of(BAD)).failed
-        assert failed is not None
-        assert failed.retry
-        await others_are_served(graph, frontend)
-
-
-@pytest.mark.parametrize("part", ["proof", "encoding"])
-async def test_an_output_that_fails_ends_its_request_alone(
-    part: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("part", "method", "bad", "prompt"),
+    [
+        ("decode._runner", "submit", lambda _, submit: submit.request_id == BAD, SHORT),
+        ("decode._runner", "_prove", lambda request, _: request.id == BAD, SHORT),
+        ("decode_engine", "pack", lambda outputs: any(each.request_id == BAD for each in outputs), SHORT),
+        ("prefill_engine", "prefill", lambda _, prompt, *rest: prompt == LONG, LONG),
+        ("decode._answers", "_started", lambda request, _: request.id == BAD, LONG),
+    ],
+    ids=["submit", "first token", "encoding", "prefill", "answer of a prefill worker"],
+)
+async def test_an_error_about_a_request_costs_that_request(
+    part: str, method: str, bad: Callable[..., bool], prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is tried elsewhere. What cannot be prefilled remotely is computed at the decode worker, and not delivered to
+    one prefill worker after the other."""
     async with WorkerGraph() as graph:
-        frontend, runner, engine = await graph.frontend(), graph.decode._runner, graph.decode_engine
+        prefill, frontend, other = await graph.prefill(), await graph.frontend("a"), await graph.frontend("b")
+        owner = attrgetter(part)(SimpleNamespace(**vars(graph), prefill_engine=prefill.engine))
+        monkeypatch.setattr(owner, method, failing(getattr(owner, method), bad))
         beside = await frontend.submit(LONG[:20], 200)
-        if part == "proof":
-            prove = failing(runner._prove, lambda request, _: request.id == BAD)
-            monkeypatch.setattr(runner, "_prove", prove)
-        else:
-            pack = failing(engine.pack, lambda outputs: any(each.request_id == BAD for each in outputs))
-            monkeypatch.setattr(engine, "pack", pack)
-        other = await graph.frontend("frontend-1")
-        await other.submit(SHORT, 200, request_id=BAD)
+        await other.submit(prompt, 200, request_id=BAD)
         failed = (await other.end_of(BAD)).failed
-        assert failed is not None
-        assert failed.retry
-        assert (await frontend.end_of(beside)).tokens == expected(LONG[:20], 200)
-        await others_are_served(graph, other)
+        assert (failed is not None and failed.retry) is (prompt == SHORT)
+        assert not (await frontend.end_of(beside)).failed
+        await others_are_served(graph, other, prefill)
 
 
 async def test_a_request_that_cannot_be_cancelled_at_its_deadline_keeps_no_other(
@@ -98,32 +93,6 @@ async def test_a_request_that_cannot_be_cancelled_at_its_deadline_keeps_no_other
         engine.faults.slow = 1.0
         await cancel([BAD])
         await others_are_served(graph, frontend)
-
-
-async def test_a_prompt_that_a_prefill_worker_cannot_begin_is_no_ones_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Unanswered it would be delivered again, to one prefill worker after the other."""
-    async with WorkerGraph() as graph:
-        prefill, frontend = await graph.prefill(), await graph.frontend()
-        begin = failing(prefill.engine.prefill, lambda _, prompt, *rest: prompt == LONG)
-        monkeypatch.setattr(prefill.engine, "prefill", begin)
-        answered = await frontend.ask(LONG)
-        assert (answered.tokens, answered.way[0]) == (expected(LONG, 4), "local")
-        await others_are_served(graph, frontend, prefill)
-
-
-async def test_an_answer_that_cannot_be_taken_costs_its_request_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with WorkerGraph() as graph:
-        prefill, frontend = await graph.prefill(), await graph.frontend()
-        reader = graph.decode._answers
-        started = failing(reader._started, lambda request, _: request.id == BAD)
-        monkeypatch.setattr(reader, "_started", started)
-        await frontend.submit(LONG, request_id=BAD)
-        assert (await frontend.end_of(BAD)).tokens == expected(LONG, 4)
-        await others_are_served(graph, frontend, prefill)
 
 
 async def test_a_frontend_that_cannot_be_told_the_load_keeps_no_other_from_it(

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import threading
-import time
 from contextlib import ExitStack
 
 import httpx
@@ -111,32 +110,6 @@ async def test_pages_are_refused_under_foreign_names_and_bound_what_is_asked(
                 assert (await http.get(path, headers={"host": "localhost:80"})).status_code == 200
     assert asked[:4] == [MAX_REPORTED, MAX_REPORTED, MAX_REPORTED, 7]
     assert capfd.readouterr().err == ""
-
-
-async def test_the_event_loop_works_between_two_questions() -> None:
-    turns, asked = 0, list[int]()
-
-    async def work() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    def watched() -> Watched:
-        asked.append(turns)
-        return Watched()
-
-    with serve_pages("127.0.0.1") as page, ExitStack() as stack:
-        page.watched = watched
-        sent, before = b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n", threading.active_count()
-        for _ in range(8):
-            stack.enter_context(_connection(page.metrics, sent))
-        while threading.active_count() < before + 8:  # they ask; the event loop hangs meanwhile
-            time.sleep(0.001)  # noqa: ASYNC251
-        working = asyncio.create_task(work())
-        await until(lambda: len(asked) == 8)
-        working.cancel()
-    assert len(set(asked)) == 8
 
 
 def _connection(url: str, sent: bytes) -> socket.socket:

@@ -155,18 +155,14 @@ def test_live_settings_are_of_one_file_and_logs_may_be_json(serve: Serve, tmp_pa
         shown = " ".join(again.pdserve("status").stdout.split())
         assert "set policy = adaptive (file: threshold)" in shown
     (folder := tmp_path / "other").mkdir()
-    yaml = (FRONTEND + WORKERS).format(port=(port := free_port("127.0.0.1")), kv_port=kv_ports(), workers=1)
-    other = Serve(folder, yaml, "--log-format", "json", port=port)
+    other = Serve(folder, WORKERS.format(kv_port=kv_ports(), workers=1), "--log-format", "json")
     other.env["PDSERVE_STATE_DIR"] = serve.env["PDSERVE_STATE_DIR"]
     with running(other):
         assert f"live setting policy=adaptive dropped: it was set on {tmp_path / 'graph.yaml'}" in other.text
         assert "(file: " not in other.text
         assert "policy = threshold (as in the file)" in other.pdserve("set").stdout
-        other.chat()
-        until(lambda: "/v1/chat/completions" in other.text, other)
         lines = [json.loads(line) for line in other.text.splitlines()[:-1]]
-    roles = {"serve", "frontend-0", "decode-0", "prefill-0"}
-    assert roles <= {line["role"] for line in lines}, "each line is JSON"
+    assert {"serve", "decode-0", "prefill-0"} <= {line["role"] for line in lines}, "each line is JSON"
 
 
 def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: Serve) -> None:
@@ -191,8 +187,6 @@ def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
         ),
         graph,
     )
-    health = graph.health()
-    assert health["status"] in ("degraded", "ok"), "the other worker serves"
     until(lambda: "decode-0 is ready again" in graph.text, graph)
     until(lambda: "decode-0 is back after its end" in _problems(graph), graph)
     until(lambda: {"status": "ok", "workers": {"demo": 2}}.items() <= graph.health().items(), graph)
@@ -201,15 +195,11 @@ def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
     assert 'pdserve_slot_ready{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics
     (slot,) = (slot for slot in json.loads(_status(graph))["slots"] if slot["name"] == "decode-0")
     assert (slot["state"], slot["restarts"]) == ("ready", 1)
-    assert "restarts" in graph.pdserve("status").stdout
-    assert "decode-0 ended (killed by SIGKILL" in graph.text
-    assert victim not in {instance["id"] for instance in _instances(graph)}
     until(lambda: len({instance["id"] for instance in _instances(graph)} - set(before)) == 1, graph)
     assert graph.chat()[1]
 
 
 def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: Serve) -> None:
-    """At the same addresses."""
     processes = graph.processes()
     pids = {name: next(each.pid for each in processes if name in each.name()) for name in ("nats", "etcd")}
     for pid in pids.values():
@@ -224,8 +214,6 @@ def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: Serve) 
     assert graph.pdserve("trace", "--json").stdout.startswith("[")
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
-    for name in pids:
-        until(lambda name=name: f"{name} is back at" in graph.text, graph)  # type: ignore[misc]
     until(lambda: len(_instances(graph)) == 4, graph)
     assert graph.chat()[1]
 
@@ -308,21 +296,6 @@ def test_closing_the_terminal_leaves_nothing(serve: Serve) -> None:
         terminal.until("Ready after")
         terminal.hang_up()
         until(lambda: not serve.processes(), serve)
-
-
-def test_serve_starts_again_after_killall_python(serve: Serve) -> None:
-    """The guardian is gone too, and NATS and etcd are not."""
-    serve.start()
-    until(lambda: serve.ready(), serve, 240)
-    first = serve.processes()
-    for process in first:
-        if "python" in process.name():
-            process.kill()
-    serve.process.wait()
-    assert {process.name() for process in serve.processes()} == {"nats-server", "etcd"}
-    with running(serve):
-        assert not any(process.is_running() for process in first)
-    assert serve.processes() == []
 
 
 def _problems(graph: Serve) -> str:

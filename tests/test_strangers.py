@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 
-import nats
-import nats.errors
 import psutil
 import pytest
 
 from pdserve import registry
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
-from pdserve.queue import check, connect
+from pdserve.queue import connect
 from pdserve.registry import etcd
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from tests.conditions import until
@@ -96,23 +94,6 @@ async def test_no_port_tells_a_stranger_anything(
     member = credentials.client_context()
     member.minimum_version = ssl.TLSVersion.TLSv1_2
     assert right in await told(server.port, question, member)
-
-
-async def test_nats_serves_no_stranger(tmp_path: Path, credentials: Credentials, other: Credentials) -> None:
-    async with nats_server(tmp_path, credentials=credentials) as server:
-        for stranger in (without_certificate, of_another_graph):
-            with pytest.raises((nats.errors.Error, OSError)):
-                await nats.connect(server.url, tls=stranger(other), allow_reconnect=False)
-        with pytest.raises(ConfigError, match=r"asks for TLS: set Security\.credentials"):
-            async with connect(server.url, "ns", "m"):
-                pass
-        with pytest.raises(ConfigError, match=r"not of this graph's credentials \(.*certificate"):
-            async with connect(server.url, "ns", "m", other):
-                pass
-        for credentials_of_none in (None, other):
-            with pytest.raises(ConfigError):
-                await check(server.url, credentials_of_none)
-        await check(server.url, credentials)
 
 
 async def test_no_prompt_goes_to_a_nats_without_tls(

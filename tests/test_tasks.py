@@ -1,4 +1,4 @@
-"""No background task ends unseen: the owner itself, then a failure in each seam that has such tasks."""
+"""No background task ends unseen. (Background tasks have an owner: `test_house.py`.)"""
 
 import asyncio
 import logging
@@ -13,15 +13,8 @@ from pdserve import tasks
 from pdserve.errors import EngineDead
 from pdserve.observe.metrics import TASK_FAILURES
 from pdserve.queue.jetstream import connection
-from pdserve.queue.jetstream.queue import JetStreamQueue
-from pdserve.queue.jetstream.stream import StreamLimits
-from pdserve.records import Instance, Role, encode_record
-from pdserve.registry.etcd import EtcdRegistry
-from pdserve.registry.etcd_session import EtcdSession
-from pdserve.registry.view import RegistryView
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
+from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import holds, until
-from tests.queue.requests import publish
 from tests.stream.raw import raw
 
 
@@ -167,91 +160,6 @@ async def test_a_frontend_that_is_silent_after_another_has_gone_is_noticed() -> 
             assert await asyncio.wait_for(anext(received), 30) == ("there", None), (
                 "its silence is not noticed"
             )
-
-
-@pytest.mark.parametrize("part", ["server", "client"])
-async def test_heartbeats_go_on(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind: Any = TcpStreamServer if part == "server" else TcpStreamClient
-    before, calls = failures("stream heartbeats"), 0
-    beat = kind._keep_beating
-
-    async def keep_beating(self: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise KeyError("not expected")
-        await beat(self)
-
-    monkeypatch.setattr(kind, "_keep_beating", keep_beating)
-    async with (
-        TcpStreamServer("127.0.0.1", silence=1.6) as server,
-        TcpStreamClient(server.address, "f", silence=1.6) as client,
-    ):
-        with pytest.raises(TimeoutError):  # and not PeerGone
-            async with asyncio.timeout(2.2):
-                await anext(client.received())
-    assert failures("stream heartbeats") == before + 1
-
-
-async def test_the_lease_is_kept_by_a_new_session(
-    etcd_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = failures("etcd session")
-    monkeypatch.setattr(EtcdSession, "keep_alive", failing_once(EtcdSession.keep_alive))
-    async with EtcdRegistry(etcd_url, namespace, ttl=2) as registry:
-        await until(lambda: failures("etcd session") == before + 1)
-        await until(lambda: registry.connected)
-        await registry.put("instances/decode/a", b"here")
-        await asyncio.sleep(2.5)
-
-        async def kept() -> bool:  # on a machine that stalls it is lost for a moment
-            return await registry.read("instances/") == {"instances/decode/a": b"here"}
-
-        await until(kept)
-
-
-async def test_a_view_follows_on_without_what_went_meanwhile(
-    etcd_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def record(name: str) -> bytes:
-        return encode_record(Instance(name, Role.DECODE))
-
-    monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.3)
-    async with EtcdRegistry(etcd_url, namespace) as registry, RegistryView(registry) as view:
-        await registry.put("instances/decode/a", record("a"))
-        await until(lambda: len(view.instances()) == 1)
-        monkeypatch.setattr(view, "_take", None)  # called for the next change, which fails
-        before = failures("registry view")
-        await registry.put("instances/decode/b", record("b"))
-        await until(lambda: failures("registry view") > before)
-        monkeypatch.undo()
-        await registry.delete("instances/decode/a")
-        await until(lambda: [instance.id for instance in view.instances()] == ["b"])
-
-
-async def test_nats_is_connected_again(
-    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = failures("nats connection")
-    monkeypatch.setattr(connection, "_until_lost", failing_once(connection._until_lost))
-    async with JetStreamQueue(nats_url, namespace, "m") as queue:
-        await until(lambda: failures("nats connection") == before + 1)
-        await until(lambda: queue.connected)
-        await publish(queue, "a")
-        assert [delivery.request.request_id for delivery in await queue.pull(1, 30)] == ["a"]
-
-
-async def test_the_queues_depth_stays_true(
-    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = failures("queue depth")
-    limits = StreamLimits(max_age=1.0, resync=0.1)
-    async with JetStreamQueue(nats_url, namespace, "m", limits) as queue:
-        monkeypatch.setattr(queue._acks, "repeat", failing_once(queue._acks.repeat))
-        await until(lambda: failures("queue depth") == before + 1)
-        await publish(queue, "a")
-        assert queue.depth == 1
-        await until(lambda: queue.depth == 0)  # it was not pulled: its age ended it
 
 
 async def test_errors_in_handlers_of_nats_messages_are_seen(

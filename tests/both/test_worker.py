@@ -130,15 +130,6 @@ async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: Bot
     assert (await pair.b.frontend.failure(stream)).retry, "another worker continues it"
 
 
-async def test_a_worker_that_is_killed_loses_no_prompt(pair: BothWorkers) -> None:
-    await pair.a.frontend.stream()
-    pair.b.engine.faults.going.clear()
-    prompt = await pair.a.frontend.submit(LONG)
-    await until(lambda: len(pair.b.worker._prompts._running) == 1)
-    pair.b.life.cancel()
-    assert not (await pair.a.frontend.end_of(prompt)).failed
-
-
 async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_it_is_read(
     pair: BothWorkers,
 ) -> None:
@@ -152,18 +143,6 @@ async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_
     await pair.b.life
     assert (await pair.a.frontend.end_of(prompt)).way == ("remote", "long")
     assert not (await pair.b.frontend.end_of(stream)).failed
-
-
-async def test_a_cancelled_client_frees_every_block_of_both(pair: BothWorkers) -> None:
-    stream = await pair.a.frontend.stream()
-    pair.b.engine.faults.slow = 100.0
-    prompt = await pair.a.frontend.submit(LONG)
-    await until(lambda: len(pair.b.worker._prompts._running) == 1)
-    for name in (prompt, stream):
-        await pair.a.frontend.cancel(name)
-    await pair.a.frees_all()
-    await pair.b.frees_all()
-    assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
 
 
 async def test_a_worker_that_only_prefills_may_be_beside_them(pair: BothWorkers) -> None:

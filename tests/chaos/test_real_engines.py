@@ -1,6 +1,5 @@
 """Real engines, two of each, in float32, where every answer has to be the undisturbed one's to the last token: the
-faults that an engine itself can suffer. One decode worker of two is killed in tests/e2e/test_speculation.py; the other
-faults are tried with simulated engines."""
+faults that an engine itself can suffer. The other faults are tried with simulated engines."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -15,7 +15,7 @@ from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.adapters import adapter_id, with_adapter
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Lora, Sampling
-from pdserve.errors import ConfigError, EngineDead, ProtocolError, Unavailable
+from pdserve.errors import ConfigError, EngineDead, ProtocolError
 from pdserve.frontend.model.adapters import AdapterStore, served
 from pdserve.messages import Submit
 from pdserve.prefill.worker import PrefillWorker
@@ -69,25 +69,6 @@ async def test_kv_of_another_adapter_is_refused(
     assert handle is not None
     with pytest.raises(ProtocolError, match="KV of other weights"):
         await decode.generate("r", LONG, body(asked), handle)
-
-
-async def test_the_prefix_cache_knows_adapters_apart(engines: tuple[SimEngine, SimEngine]) -> None:
-    engine = engines[1]
-    for number, adapter in enumerate((0, RED, BLUE)):
-        assert engine.prefix_hit(LONG, body(adapter)) == 0
-        await engine.generate(f"r{number}", LONG, body(adapter), None)
-        assert tokens(await collect(engine, f"r{number}")) == generated(LONG, 4, adapter)
-        assert engine.prefix_hit(LONG, body(adapter)) == 496
-
-
-async def test_an_adapter_in_use_is_not_unloaded(engines: tuple[SimEngine, SimEngine]) -> None:
-    engine = engines[1]
-    await engine.generate("r", LONG, body(RED, 300), None)
-    assert not await engine.unload_adapter(RED)
-    assert len(tokens(await collect(engine, "r"))) == 300
-    assert await engine.unload_adapter(RED)
-    with pytest.raises(Unavailable, match="adapter 7 is not in this engine"):
-        await engine.generate("s", LONG, body(RED), None)
 
 
 def test_the_number_is_that_of_the_files(tmp_path: Path) -> None:
@@ -159,17 +140,6 @@ class LoraGraph(Seams):
         return answered
 
 
-async def test_adapters_of_the_file_answer_with_kv_of_the_prefill_worker(tmp_path: Path) -> None:
-    files = {name: adapter_in(tmp_path, name) for name in ("red", "blue")}
-    async with LoraGraph(files) as graph:
-        names = graph.names()
-        assert {name: each.path for name, each in names.items()} == {k: str(v) for k, v in files.items()}
-        for adapter in (names["red"].id, names["blue"].id, 0):
-            answered = await graph.ask(adapter)
-            assert answered.way[0] == "remote"
-            assert answered.tokens == generated(LONG, 4, adapter)
-
-
 async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there(tmp_path: Path) -> None:
     async with sim(Role.DECODE, "d", **LORA) as engine:
         registry = MemoryRegistry(MemoryServer(), "t")
@@ -219,22 +189,6 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
         assert graph.names() == before
         assert graph.view.adapters("demo").keys() == before.keys()
         await until(lambda: not graph.view.loading("demo"))
-
-
-async def test_an_unloaded_adapter_has_no_name_and_its_requests_finish(tmp_path: Path) -> None:
-    files = {"red": adapter_in(tmp_path, "red")}
-    async with LoraGraph(files) as graph:
-        red = graph.names()["red"]
-        running = await graph.begin(red.id, 400)
-        await until(lambda: bool(running.tokens))
-        await graph.store.unload("demo", "red")
-        assert graph.names() == {}
-        for name in ("one", "two"):  # the second needs the place of the one in use
-            await asyncio.gather(
-                graph.store.load("demo", name, str(adapter_in(tmp_path, name))), return_exceptions=True
-            )
-        await until(lambda: running.over)
-        assert running.tokens == generated(LONG, 400, red.id)
 
 
 async def test_a_name_that_is_loaded_again_with_other_weights_is_another_adapter(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def finish(
     return sorted(each.times[-1] - each.begun for each in done)[len(done) // 2], sum(inside) / len(inside)
 
 
-@pytest.mark.parametrize("load", [0.1, 0.25, 0.4, 0.6])
+@pytest.mark.parametrize("load", [0.1, 0.25, 0.6])
 @pytest.mark.parametrize("slow", [(0.3, 0.3), (1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (2.0, 2.0)], ids=str)
 def test_without_a_promise_no_way_alone_is_better(slow: tuple[float, float], load: float) -> None:
     """On a quiet machine, and where decode or prefill workers are slowed."""

@@ -6,14 +6,11 @@ import pytest
 
 from pdserve.config.schema import DecodeSection
 from pdserve.decode.promises import chunk_of, chunk_without_promise, longest_step
-from pdserve.engine.base import Step
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.messages import Promise
-from pdserve.records import Role
 from pdserve.slo import torn
 from tests.decode.graph import LONG, SHORT, FrontendStream, WorkerGraph
 from tests.decode.virtual import BLOCK, SPEED, Promised, VirtualGraph
-from tests.engine.sims import body, sim
 
 USUAL = 256
 
@@ -97,24 +94,3 @@ async def test_the_chunk_follows_what_runs() -> None:
             await frontend.cancel(stream)
             await frontend.ask(LONG)
             assert engine.chunks[-1] == USUAL
-
-
-async def test_the_engine_computes_no_more_in_a_step() -> None:
-    async with sim(Role.DECODE, "d", long_prefill_token_threshold=USUAL, max_model_len=8192) as engine:
-        assert await most(engine, "a") == USUAL
-        await engine.limit_chunk(64)
-        assert await most(engine, "b") == 64
-        await engine.limit_chunk(1)
-        assert await most(engine, "c") == 16, "a KV block"
-
-
-async def most(engine: SimEngine, name: str) -> int:
-    """Tokens of a prompt in a step with a stream."""
-    await engine.generate(f"{name}-stream", [5], body(200), None)
-    await engine.step()
-    await engine.generate(name, [ord(name)] * 1000, body(1), None)
-    found: list[Step] = []
-    while not found or found[-1].outputs[-1].request_id != name:
-        found.append(await engine.step())
-    await engine.cancel([f"{name}-stream"])
-    return max(step.prompt_tokens for step in found)

@@ -82,13 +82,6 @@ def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
     assert seen.left(own, FAST) == pytest.approx((left, token_seconds))
 
 
-def test_costs_explain_themselves() -> None:
-    assert str(found(streams=2, queued=500, rate=10.0, lost=0.5, there=[(0, FAST)])) == (
-        "local costs 150 ms (wait 2.0 x 0, compute 50, stall 2 streams x 50), "
-        "remote 170 ms (wait 2.0 x 25, compute 50, stall 2 streams x 25, handover 20)"
-    )
-
-
 def test_a_second_of_any_request_costs_the_same() -> None:
     alone, beside = found(there=[(0, FAST)]), found(streams=3, there=[(0, FAST)])
     assert beside.local - alone.local == pytest.approx(3 * alone.compute_here)

@@ -17,7 +17,6 @@ from tests.decode.graph import (
     SHORT,
     ActedPrefill,
     Answered,
-    BothWorkers,
     FrontendStream,
     Prefill,
     WorkerGraph,
@@ -71,24 +70,6 @@ async def test_a_remote_prefill_with_the_first_token(prefill: Prefill, frontend:
     assert parts(frontend.messages[-2].hops) == there  # type: ignore[union-attr]
 
 
-async def test_a_remote_prefill_without_the_first_token(prefill: Prefill, frontend: FrontendStream) -> None:
-    began = time.monotonic()
-    answered = await frontend.ask(LONG, structured_outputs={"regex": "."})
-    hops = fit(answered, time.monotonic() - began)
-    assert [hop.name for hop in hops] == ["queue", "prefill", "transfer", "first-step"]
-    messages = [message for message in frontend.messages if isinstance(message, Placed | Outputs)]
-    assert [type(message) for message in messages[:3]] == [Placed, Placed, Outputs]
-
-
-async def test_the_engine_waits_for_a_slow_read(
-    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
-) -> None:
-    """Nearly all of the time from the request's entering to its first step there."""
-    graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.2)
-    hops = await way(frontend, LONG)
-    assert hops[2].seconds >= 0.2 > hops[3].seconds
-
-
 @pytest.mark.parametrize("pulled", [True, False])
 async def test_a_timeout(graph: WorkerGraph, monkeypatch: pytest.MonkeyPatch, pulled: bool) -> None:
     monkeypatch.setattr(policy, "FLOOR", 0.3)
@@ -125,19 +106,6 @@ async def test_a_transfer_that_fails(prefill: Prefill, frontend: FrontendStream)
     assert "no KV from prefill-0" in hops[3].why
 
 
-async def test_a_prefill_worker_that_goes(acted: ActedPrefill, frontend: FrontendStream, pulled: str) -> None:
-    await acted.start(pulled, 0.01)
-    await acted.leave()
-    hops = fit(await frontend.end_of(pulled), 30.0)
-    assert parts(hops) == [
-        ("queue", "", "long"),
-        ("prefill", "prefill-x", ""),
-        ("fallback", "prefill-x", "no-prefill-worker"),
-        ("prefill", "decode-0", "fallback"),
-    ]
-    assert hops[0].seconds == pytest.approx(0.01)
-
-
 async def test_a_prompt_that_is_delivered_again(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
@@ -156,32 +124,6 @@ async def test_a_prompt_that_is_delivered_again(
     ]
     assert hops[1].seconds > 0.3, "until the queue gave it to another one"
     assert counted("pdserve_prefill_queue_wait_seconds_count") == before, "nothing is counted twice"
-
-
-async def test_a_request_that_is_cancelled_is_reported_no_more(
-    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
-) -> None:
-    prefill.engine.faults.drop_transfers = True
-    request = await frontend.stream(LONG)
-    await frontend.cancel(request)
-    await until(lambda: not len(graph.decode.requests))
-    await frontend.ask(SHORT)
-    placed = [message for message in frontend.messages if isinstance(message, Placed)]
-    assert [hop.name for p in placed if p.request_id == request for hop in p.hops] == ["queue", "prefill"]
-
-
-async def test_a_prompt_that_no_other_worker_has_time_for() -> None:
-    async with BothWorkers() as pair:
-        pair.b.engine.faults.going.clear()
-        await pair.b.frontend.submit(SHORT, 100)
-        await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
-        pair.b.worker._prompts.pulling.looked = 1e9  # it never looks again
-        await pair.a.frontend.stream()
-        hops = await way(pair.a.frontend, LONG)
-        pair.b.engine.faults.going.set()
-        links = pair.a.worker.watched().links
-    assert parts(hops) == [("queue", "", "long"), ("prefill", "both-0", "own")]
-    assert [(link.to, link.failures) for link in links] == [("both-1", 0)]
 
 
 async def test_a_prompt_waits_for_its_turn() -> None:

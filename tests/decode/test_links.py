@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from prometheus_client import REGISTRY
 
-from pdserve.engine.base import Read, Transfers
 from pdserve.watch import LinkState
 from tests.conditions import until
 from tests.decode.graph import LONG, SHORT, ActedPrefill, FrontendStream, Prefill, WorkerGraph
@@ -78,12 +77,6 @@ async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(
     assert handshake_failures("prefill-left") is None
 
 
-async def test_nothing_is_kept_of_a_worker_that_is_gone_before_its_last_read(graph: WorkerGraph) -> None:
-    graph.decode._links.read(Transfers([Read("prefill-gone", 0.1, 100)]))
-    graph.decode._links.unreachable(["prefill-gone"])
-    assert handshake_failures("prefill-gone") is None
-
-
 async def test_a_graph_without_remote_prefill_has_no_links() -> None:
     async with WorkerGraph(remote_prefill=False) as graph:
         await graph.act_prefill()
@@ -99,10 +92,3 @@ async def test_a_graph_without_remote_prefill_has_no_links() -> None:
 async def test_the_limit_of_the_queue(settings: dict[str, object], limit: int) -> None:
     async with WorkerGraph(**settings) as graph:  # type: ignore[arg-type]
         assert graph.decode.load().queue_limit == limit
-
-
-async def test_an_outage_of_nats_is_reported_while_it_lasts(graph: WorkerGraph) -> None:
-    await graph.broker.down()
-    assert [outage.server for outage in graph.decode.watched().outages] == ["NATS"]
-    await graph.broker.up()
-    assert graph.decode.watched().outages == []

@@ -118,20 +118,3 @@ async def test_the_client_sees_nothing_but_a_pause(phase: Phase, fault: Fault) -
         await until(spare.engine.all_blocks_free)
         again = await frontend.ask([7, *PROMPT], 4)
         assert again.way[0] == "remote", "the other worker is asked, and no request waits for the lost one"
-
-
-async def test_a_full_queue_is_left_alone() -> None:
-    """All prefill workers hang: what fills the queue waits for one, the rest goes on meanwhile."""
-    async with WorkerGraph(max_prefill_queue_size=4) as graph, victim(graph):
-        frontend = await graph.frontend()
-        queued = [await frontend.submit([n, *PROMPT], 4) for n in range(3, 7)]
-        await until(lambda: graph.depth == 4)
-        fast = [await frontend.submit([n, *PROMPT], 4) for n in range(7, 15)]
-        for request_id in fast:
-            assert (await frontend.end_of(request_id)).way == ("local", "queue-full")
-        assert not any(frontend.answered[request_id].over for request_id in queued)
-        await graph.prefill(SPARE)
-        for request_id in queued:
-            assert not (await frontend.end_of(request_id)).failed
-        await until(lambda: graph.depth == 0)
-        await until(graph.decode_engine.all_blocks_free)

@@ -2,11 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from pdserve.decode.turns import PromptTurns
 
 
 class Prompts:
-    """Tasks that are in the engine from their turn until `leave`."""
+    """Tasks that are in the engine from their turn until `leave`. A prompt's name begins with its client's."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
@@ -21,7 +23,7 @@ class Prompts:
         await asyncio.sleep(0)
 
     async def _stay(self, name: str, tokens: int) -> None:
-        async with self.turns.turn(tokens, name.split()[0]):
+        async with self.turns.turn(tokens, name.rstrip("0123456789")):
             self.inside.append(name)
             await self.ends[name].wait()
             self.inside.remove(name)
@@ -31,99 +33,81 @@ class Prompts:
         await self.tasks[name]
         await asyncio.sleep(0)
 
+    async def give_up(self, name: str) -> None:
+        self.tasks[name].cancel()
+        await asyncio.gather(self.tasks[name], return_exceptions=True)
+        await asyncio.sleep(0)
 
-async def test_a_long_prompt_is_alone() -> None:
+    async def play(self, word: str) -> None:
+        """`a1:40`: comes, with so many tokens; `-a1`: leaves; `!a1`: is given up; `=25`: the chunk is so long."""
+        match word[0], word[1:]:
+            case "-", name:
+                await self.leave(name)
+            case "!", name:
+                await self.give_up(name)
+            case "=", tokens:
+                self.chunk = int(tokens)
+            case _:
+                name, _, tokens = word.partition(":")
+                await self.come(name, int(tokens))
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        pytest.param(
+            ["long:5000 longer:9000 shorter:20 | long", "-long | longer", "-longer | shorter"],
+            id="a long prompt is alone",
+        ),
+        pytest.param(
+            ["=25 long:5000 longer:5000 longest:5000 =100 -long | longer"],
+            id="a long prompt is alone though the chunk was shorter when it came",
+        ),
+        pytest.param(
+            ["=25 greedy1:5000 a1:10 | greedy1 a1"],
+            id="a very short prompt passes a long one whatever its chunk",
+        ),
+        pytest.param(
+            [
+                "greedy1:5000 greedy2:10 a1:10 b1:10 c1:10 d1:10 e1:10 a2:10 | greedy1 a1 b1 c1 d1",
+                "-a1 a3:10 | greedy1 b1 c1 d1 a3",
+                "-greedy1 | b1 c1 d1 a3 greedy2 e1 a2",
+            ],
+            id="very short prompts pass: one of each client that has none in the engine, and four at a time",
+        ),
+        pytest.param(
+            ["long:5000 ~batch:10 b:100 | long", "-long | b", "-b | ~batch"],
+            id="spare prompts pass none and are last",
+        ),
+        pytest.param(
+            ["~batch:5000 ~other:5000 a:5000 b:5000 | ~batch a", "-~batch | a", "-a | b"],
+            id="no prompt waits for a spare one that is computed",
+        ),
+        pytest.param(["a:40 b:40 c:40 d:40 | a b", "-b | a c"], id="short prompts make a chunk together"),
+        pytest.param(
+            ["a:80 b:80 c:20 | a", "!b | a c", "-a -c d:100 | d"],
+            id="a prompt that is given up in line holds up no other",
+        ),
+        pytest.param(
+            [
+                "greedy1:5000 greedy2:5000 greedy3:5000 honest1:5000 honest2:5000 other1:5000 | greedy1",
+                "-greedy1 | greedy2",
+                "-greedy2 | honest1",
+                "-honest1 | other1",
+                "-other1 | greedy3",
+                "-greedy3 | honest2",
+            ],
+            id="turns go round the clients",
+        ),
+    ],
+)
+async def test_which_prompts_are_in_the_engine(story: list[str]) -> None:
     prompts = Prompts(100)
-    await prompts.come("long", 5000)
-    await prompts.come("longer", 9000)
-    await prompts.come("shorter", 20)
-    assert prompts.inside == ["long"]
-    await prompts.leave("long")
-    assert prompts.inside == ["longer"]
-    await prompts.leave("longer")
-    assert prompts.inside == ["shorter"]
-
-
-async def test_a_long_prompt_is_alone_though_the_chunk_was_shorter_when_it_came() -> None:
-    prompts = Prompts(100)
-    prompts.chunk = 25
-    for name in ("long", "longer", "longest"):
-        await prompts.come(name, 5000)
-    prompts.chunk = 100
-    await prompts.leave("long")
-    assert prompts.inside == ["longer"]
-
-
-async def test_a_very_short_prompt_passes_a_long_one_whatever_its_chunk() -> None:
-    prompts = Prompts(100)
-    prompts.chunk = 25
-    await prompts.come("greedy 1", 5000)
-    await prompts.come("a 1", 10)
-    assert prompts.inside == ["greedy 1", "a 1"]
-
-
-async def test_very_short_prompts_pass_a_long_one_of_another_client() -> None:
-    """One of each client that has none in the engine, and four at a time."""
-    prompts = Prompts(100)
-    await prompts.come("greedy 1", 5000)
-    await prompts.come("greedy 2", 10)
-    for client in "abcde":
-        await prompts.come(f"{client} 1", 10)
-    await prompts.come("a 2", 10)
-    assert prompts.inside == ["greedy 1", "a 1", "b 1", "c 1", "d 1"]
-    await prompts.leave("a 1")
-    await prompts.come("a 3", 10)
-    assert prompts.inside == ["greedy 1", "b 1", "c 1", "d 1", "a 3"]
-    await prompts.leave("greedy 1")
-    assert prompts.inside == ["b 1", "c 1", "d 1", "a 3", "greedy 2", "e 1", "a 2"]
-
-
-async def test_spare_prompts_pass_none_and_are_last() -> None:
-    prompts = Prompts(100)
-    await prompts.come("long", 5000)
-    await prompts.come("~batch", 10)
-    await prompts.come("b", 100)
-    assert prompts.inside == ["long"]
-    await prompts.leave("long")
-    assert prompts.inside == ["b"]
-    await prompts.leave("b")
-    assert prompts.inside == ["~batch"]
-
-
-async def test_no_prompt_waits_for_a_spare_one_that_is_computed() -> None:
-    prompts = Prompts(100)
-    for name in ("~batch", "~other", "a", "b"):
-        await prompts.come(name, 5000)
-    assert prompts.inside == ["~batch", "a"]
-    await prompts.leave("~batch")
-    assert prompts.inside == ["a"]
-    await prompts.leave("a")
-    assert prompts.inside == ["b"]
-
-
-async def test_short_prompts_make_a_chunk_together() -> None:
-    prompts = Prompts(100)
-    for name in "abcd":
-        await prompts.come(name, 40)
-    assert prompts.inside == ["a", "b"]
-    await prompts.leave("b")
-    assert prompts.inside == ["a", "c"]
-
-
-async def test_a_prompt_that_is_given_up_in_line_holds_up_no_other() -> None:
-    prompts = Prompts(100)
-    await prompts.come("a", 80)
-    await prompts.come("b", 80)
-    await prompts.come("c", 20)
-    assert prompts.inside == ["a"]
-    prompts.tasks["b"].cancel()
-    await asyncio.gather(prompts.tasks["b"], return_exceptions=True)
-    await asyncio.sleep(0)
-    assert prompts.inside == ["a", "c"]
-    await prompts.leave("a")
-    await prompts.leave("c")
-    await prompts.come("d", 100)
-    assert prompts.inside == ["d"]
+    for step in story:
+        words, _, inside = step.partition(" | ")
+        for word in words.split():
+            await prompts.play(word)
+        assert prompts.inside == inside.split(), step
 
 
 async def test_without_a_chunk_there_are_no_turns() -> None:
@@ -131,14 +115,3 @@ async def test_without_a_chunk_there_are_no_turns() -> None:
     for name in "abc":
         await prompts.come(name, 5000)
     assert prompts.inside == ["a", "b", "c"]
-
-
-async def test_turns_go_round_the_clients() -> None:
-    prompts = Prompts(100)
-    for name in ("greedy 1", "greedy 2", "greedy 3", "honest 1", "honest 2", "other 1"):
-        await prompts.come(name, 5000)
-    order = []
-    while prompts.inside:
-        order += prompts.inside
-        await prompts.leave(prompts.inside[0])
-    assert order == ["greedy 1", "greedy 2", "honest 1", "other 1", "greedy 3", "honest 2"]

@@ -155,15 +155,6 @@ async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, r
         await asyncio.gather(life, return_exceptions=True)
 
 
-@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
-async def test_a_self_test_leaves_the_engine_as_it_was(role: Role) -> None:
-    async with sim(role, f"{role.value}-0") as engine:
-        await self_test(engine, role)
-        assert engine.usage.kv_usage == 0
-        assert engine._pool.free == engine._pool.total
-        assert engine._computed > 0
-
-
 async def test_a_worker_whose_engine_dies_of_its_first_work_never_registers() -> None:
     graph = WorkerGraph()
     graph.decode_engine.faults.dead = True

@@ -16,7 +16,6 @@ from pdserve.cli import build_group
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
-from pdserve.observe.pages import READY
 from pdserve.plan.machine import Machine, what_if
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.process.life import LAST_RESORT
@@ -385,39 +384,3 @@ def test_a_revision_keeps_its_own_yaml() -> None:
             assert volume["configMap"]["name"] == graph["metadata"]["name"]
         names.append(graph["metadata"]["name"])
     assert names[0] != names[1]
-
-
-def test_frontends_wait_for_nothing_else_to_be_ready() -> None:
-    """A gateway that is never ready: kserve#4980, #5385, #5986. The API needs no object of another controller; a
-    frontend is ready when it answers, whatever its workers do."""
-    frontend = combination("demo").roles()["frontend"]
-    assert frontend.spec["readinessProbe"]["httpGet"]["path"] == READY
-    assert "initContainers" not in frontend.pod["spec"]
-    kinds = {each["kind"] for each in combination("demo")}
-    assert kinds == {
-        *("ConfigMap", "Deployment", "StatefulSet", "Service"),
-        *("Job", "NetworkPolicy", "PodDisruptionBudget"),
-    }
-
-
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_no_volume_binds_a_pod_to_a_zone(name: str) -> None:
-    """Volumes of etcd and NATS in the wrong zone: NVIDIA/aicr#257."""
-    rendering = combination(name)
-    assert not rendering.of("PersistentVolumeClaim")
-    for server in rendering.of("StatefulSet").values():
-        assert "volumeClaimTemplates" not in server["spec"]
-        assert {"name": "data", "emptyDir": {}} in server["spec"]["template"]["spec"]["volumes"]
-
-
-def test_workers_that_exchange_kv_are_near_and_those_of_a_role_apart() -> None:
-    for role in ("decode", "prefill"):
-        each = combination("demo").roles()[role]
-        (near,) = each.pod["spec"]["affinity"]["podAffinity"][
-            "preferredDuringSchedulingIgnoredDuringExecution"
-        ]
-        assert near["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
-        (expression,) = near["podAffinityTerm"]["labelSelector"]["matchExpressions"]
-        assert {"decode", "prefill", "both"} == set(expression["values"])
-        (spread,) = each.pod["spec"]["topologySpreadConstraints"]
-        assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == role

@@ -1,25 +1,30 @@
-"""The rendered pods run for real, in namespaces (`kubelet.py`), with simulated engines: installed, asked, upgraded and
-scaled under load, with a node that is lost and a probe that fails. No request is lost, and no token is wrong."""
+"""The rendered pods run for real, with simulated engines: each is a host of namespaces with the rendering's mounts,
+user and read-only root, gets ready by its probes, and ends by its preStop and SIGTERM within its grace. Names are in
+/etc/hosts. There is no admission, no scheduling, no device. (Processes that are replaced under load:
+`tests/wire/test_rolling.py`; hosts that are lost: chaos.)"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGTERM
+from typing import Any
 
 import httpx
 import pytest
-from pdserve_bench.chaos.judge import Judgement
-from pdserve_bench.chaos.load import JudgedLoad
-from pdserve_bench.chaos.questions import PromptLengths, computed, endless
+from pdserve_bench.hosts.network import Host, HostProcess, Network
 
 from pdserve.credentials import Credentials
-from pdserve.engine.sim.model import SimModel
-from tests.deploy.helm import Rendering, render
-from tests.deploy.kubelet import Cluster, cluster
+from pdserve.supervisor.embedded import etcd_binary, nats_binary
+from tests.conditions import until
+from tests.deploy.helm import Object, Rendering, render, template
 from tests.network import hosts
 
-HEADERS = {"Authorization": "Bearer sk-of-the-tests-of-the-chart"}
+KEY = "sk-of-the-tests-of-the-chart"
 YAML = """
 Common: {model: demo, block-size: 32, max-model-len: 4096}
 Frontend: {served_model_name: demo, port: 8000}
@@ -27,118 +32,189 @@ VllmWorker:
   engine: sim
   remote-prefill: true
   max-local-prefill-length: 100
-  ServiceArgs: {workers: 2}
   common-configs: [model, block-size, max-model-len]
 PrefillWorker: {engine: sim, common-configs: [model, block-size, max-model-len]}
 Security: {allow: [plain-http]}
 Graph: {drain-timeout: 20}
 """
-CLIENTS = 4
-ANSWERED_MEANWHILE = 12
-"""requests after each change that must be answered"""
+PROGRAMS = {
+    "/usr/local/bin/etcd": [str(etcd_binary())],
+    "/usr/local/bin/etcdctl": [str(etcd_binary().with_name("etcdctl"))],
+    "pdserve": [sys.executable, "-m", "pdserve"],
+    "nats": [str(nats_binary())],
+}
+"""of images, by the command or the image's name"""
+_ELSEWHERE = {"/data": "/srv"}
+"""folders of images that this machine has not"""
+_MACHINE = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+_MOUNTS = """
+set -e
+for folder in /etc /var/lib /root; do
+    mkdir -p /tmp/.pod$folder/up /tmp/.pod$folder/work
+    mount -t overlay -o lowerdir=$folder,upperdir=/tmp/.pod$folder/up,workdir=/tmp/.pod$folder/work overlay $folder
+done
+chmod 755 /root
+chmod 1777 /tmp
+mount --bind {names} /etc/hosts
+mount --bind /dev/null /etc/resolv.conf  # this machine's server is not there, and would be waited for
+{volumes}
+mount -o remount,ro,bind /
+"""
+
+
+@dataclass(eq=False)
+class Pod:
+    owner: Object
+    host: Host
+    files: Mapping[str, Mapping[str, str]]
+    """texts by the names of ConfigMaps and Secrets"""
+    process: HostProcess | None = None
+
+    @property
+    def template(self) -> Object:
+        return template(self.owner)
+
+    @property
+    def spec(self) -> Object:
+        """Of its container."""
+        (container,) = self.template["spec"]["containers"]
+        return dict(container)
+
+    @property
+    def log(self) -> Path:
+        return self.host.folder / "log"
+
+    def port(self, name: str) -> int:
+        return int(next(port["containerPort"] for port in self.spec["ports"] if port["name"] == name))
+
+    async def start(self, names: Path) -> None:
+        mounts = self.host.start(["sh", "-c", self._mounts(names)], self.log)
+        assert await mounts.ended(30) == 0, self.log.read_text()
+        self.process = self.host.start(self._command(), self.log)
+
+    async def well(self, kind: str) -> bool:
+        """What the probe says. One that has ended fails the test."""
+        assert self.process
+        assert self.process.poll() is None, self.log.read_text()[-3000:]
+        probe = self.spec[kind]
+        if "exec" in probe:
+            return await self._exec(probe["exec"]["command"]) == 0
+        with suppress(httpx.HTTPError):
+            async with httpx.AsyncClient(trust_env=False, timeout=2) as client:
+                url = f"http://{self.host.address}:{self.port(probe['httpGet']['port'])}"
+                return (await client.get(url + probe["httpGet"]["path"])).is_success
+        return False
+
+    async def end(self) -> int | None:
+        """Its exit code; None where it takes longer than its grace."""
+        assert self.process
+        if hook := self.spec.get("lifecycle", {}).get("preStop"):
+            await self._exec(hook["exec"]["command"])
+        self.process.signal(SIGTERM)
+        return await self.process.ended(self.template["spec"]["terminationGracePeriodSeconds"])
+
+    async def _exec(self, command: list[str]) -> int | None:
+        words = [*PROGRAMS.get(command[0], [command[0]]), *command[1:]]
+        return await self.host.start(words, self.log).ended(30)
+
+    def _command(self) -> list[str]:
+        spec, user = self.spec, self.template["spec"]["securityContext"]
+        words = spec.get("command") or [spec["image"].partition(":")[0]]
+        env = {name: os.environ[name] for name in _MACHINE if name in os.environ}
+        env["HOME"] = "/var/lib/pdserve"
+        for each in spec["env"]:
+            of_pod = {"status.podIP": self.host.address, "metadata.name": self.host.name}
+            env[each["name"]] = each.get("value") or of_pod[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        rights = ["--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+        program = [*PROGRAMS[words[0]], *words[1:], *spec["args"]]
+        for image, here in _ELSEWHERE.items():
+            program = [word.replace(f"={image}", f"={here}") for word in program]
+        return [
+            *("setpriv", f"--reuid={user['runAsUser']}", f"--regid={user['runAsGroup']}", *rights),
+            *("env", "-i", *(f"{name}={value}" for name, value in env.items())),
+            *(word.replace("$(POD_NAME)", self.host.name) for word in program),
+        ]
+
+    def _mounts(self, names: Path) -> str:
+        """The script that mounts the volumes."""
+        volumes = {volume["name"]: volume for volume in self.template["spec"]["volumes"]}
+        lines = []
+        for mount in self.spec["volumeMounts"]:
+            target, volume = mount["mountPath"], volumes[mount["name"]]
+            target = _ELSEWHERE.get(target, target)
+            if target == "/tmp":
+                continue  # the host's own, which has this machine's folders in it
+            lines.append(f"mkdir -p {target}")
+            if "emptyDir" in volume:
+                lines.append(f"mount -t tmpfs -o mode=1777 tmpfs {target}")
+            else:
+                source = shlex.quote(str(self._files(volume)))
+                lines.append(f"mount --bind {source} {target}; mount -o remount,ro,bind {target}")
+        return _MOUNTS.format(names=shlex.quote(str(names)), volumes="\n".join(lines))
+
+    def _files(self, volume: Object) -> Path:
+        """A ConfigMap's, or a Secret's: of root and the pod's group."""
+        folder: Path = self.host.folder / volume["name"]
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
+        secret: Any = volume.get("secret")
+        for name, text in self.files[secret["secretName"] if secret else volume["configMap"]["name"]].items():
+            (file := folder / name).write_text(text)
+            file.chmod(secret["defaultMode"] if secret else 0o644)
+            os.chown(file, 0, self.template["spec"]["securityContext"]["fsGroup"])
+        return folder
+
+
+def pods_of(rendering: Rendering, net: Network, secrets: Mapping[str, Mapping[str, str]]) -> list[Pod]:
+    """One of each owner."""
+    files = {**secrets, **{name: each["data"] for name, each in rendering.of("ConfigMap").items()}}
+    owners = [each for each in rendering.owners() if each["kind"] != "Job"]
+    return [Pod(each, net.host(f"{each['metadata']['name']}-0"), files) for each in owners]
+
+
+def written_names(folder: Path, pods: list[Pod]) -> Path:
+    named = [pod for pod in pods if pod.owner["kind"] == "StatefulSet"]
+    lines = [f"{pod.host.address} {pod.host.name}.{pod.owner['spec']['serviceName']}\n" for pod in named]
+    (found := folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+    return found
 
 
 @pytest.mark.timeout(600)
-def test_nothing_is_lost_while_pods_come_and_go(tmp_path: Path, credentials: Credentials) -> None:
+def test_the_pods_get_ready_answer_and_end_well(tmp_path: Path, credentials: Credentials) -> None:
     secrets = {
         "graph-certificates": {path.name: path.read_text() for path in credentials.folder.iterdir()},
-        "keys": {"api-keys": HEADERS["Authorization"].split()[1]},
+        "keys": {"api-keys": KEY},
     }
     with hosts(tmp_path) as net:
+        pods = pods_of(render({"config": YAML}), net, secrets)
+        names = written_names(tmp_path, pods)
+
+        async def ready(kind: str) -> bool:
+            return all(await asyncio.gather(*(pod.well(kind) for pod in pods)))
 
         async def story() -> None:
-            async with cluster(net, tmp_path, secrets) as pods:
-                await _installed(pods)
-                async with _load(pods) as load:
-                    for change in (_upgraded, _scaled, _node_lost, _probe_failed):
-                        await change(pods)
-                        await _answered(load)
-                seen = load.seen("", 0.0)
-                assert [str(each.trace) for each in seen if each.result is not Judgement.OK] == []
-                assert {attempt.prefill for attempt in load.done} == {"local", "remote"}
-                assert pods.faults == []
+            await asyncio.gather(*(pod.start(names) for pod in pods))
+            await until(lambda: ready("startupProbe"), 300)
+            await until(lambda: ready("readinessProbe"), 60)
+            assert await ready("livenessProbe")
+            (frontend,) = (pod for pod in pods if pod.host.name == "pdserve-frontend-0")
+            await answers(f"http://{frontend.host.address}:{frontend.port('http')}")
+            roles = [pod for pod in pods if pod.owner["kind"] == "Deployment"]
+            ended = {pod.host.name: await pod.end() for pod in (frontend, *(set(roles) - {frontend}))}
+            assert set(ended.values()) == {0}, ended
 
         asyncio.run(story())
 
 
-async def _answered(load: JudgedLoad) -> None:
-    enough = len(load.done) + ANSWERED_MEANWHILE
-    await load.until(lambda _: len(load.done) >= enough)
-
-
-def _rendered(pods: Cluster, text: str) -> Rendering:
-    """HOME is kept: what a frontend finds out about the model takes long, and vLLM keeps it there."""
-    (home := pods.folder / "home").mkdir(exist_ok=True)
-    home.chmod(0o1777)
-    return render({"config": text, "home": {"hostPath": {"path": str(home)}}})
-
-
-async def _installed(pods: Cluster) -> None:
-    pods.apply(_rendered(pods, YAML))
-    await _settled(pods)
-    (address,) = pods.endpoints("pdserve")
-    async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=300) as client:
+async def answers(url: str) -> None:
+    asked = {"model": "demo", "prompt": "one " * 200, "max_tokens": 4}
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=300) as client:
         assert (await client.get("/v1/models")).status_code == 401
-        asked = {"model": "demo", "prompt": "one " * 200, "max_tokens": 4}
-        answer = await client.post("/v1/completions", json=asked, headers=HEADERS)
-    assert answer.headers["x-pdserve-prefill"] == "remote", answer.text
+        client.headers["authorization"] = f"Bearer {KEY}"
 
+        async def remote() -> bool:
+            """With a prompt that is in no cache; the prefill worker may be there a moment after the frontend."""
+            answer = await client.post("/v1/completions", json=asked | {"cache_salt": os.urandom(8).hex()})
+            return answer.raise_for_status().headers["x-pdserve-prefill"] == "remote"
 
-async def _upgraded(pods: Cluster) -> None:
-    """Another YAML: each pod but those of the servers is another one afterwards."""
-    before = {pod.name for pod in pods.pods if pod.owner["kind"] == "Deployment"}
-    pods.apply(_rendered(pods, YAML + "# changed\n"))
-    await _settled(pods)
-    assert not before & {pod.name for pod in pods.pods}
-
-
-async def _scaled(pods: Cluster) -> None:
-    for replicas in (3, 1):
-        pods.scale("pdserve-prefill", replicas)
-        await _settled(pods)
-
-
-async def _node_lost(pods: Cluster) -> None:
-    pods.lose(pods.of("pdserve-decode")[0])
-    await _settled(pods)
-
-
-async def _probe_failed(pods: Cluster) -> None:
-    """A pod that answers nothing is started again."""
-    pod = pods.of("pdserve-prefill")[0]
-    pod.host.link.cut()
-    await _until(lambda: pod.restarts == 1, pods)
-    pod.host.link.mend()
-    await _settled(pods)
-
-
-async def _settled(pods: Cluster) -> None:
-    await _until(lambda: pods.settled, pods)
-
-
-async def _until(condition: Callable[[], bool], pods: Cluster) -> None:
-    async with asyncio.timeout(400):
-        while not condition():
-            for task in (pod.task for pod in pods.pods):
-                assert task is None or not task.done() or not task.exception(), task
-            await asyncio.sleep(0.1)
-
-
-@asynccontextmanager
-async def _load(pods: Cluster) -> AsyncIterator[JudgedLoad]:
-    """Clients that ask what is ready of the Service, with a connection for each request, as through kube-proxy."""
-    cases = endless(PromptLengths((8, 48), (164, 1500)), seed=7)
-    known = (replace(case, expected=computed(case, SimModel())) for case in cases)
-    (first,) = pods.endpoints("pdserve")
-    async with JudgedLoad(f"http://{first}", "demo", known, CLIENTS, timeout=60, headers=HEADERS) as load:
-        follow = asyncio.create_task(_follow(pods, load))
-        yield load
-    follow.cancel()
-    with suppress(asyncio.CancelledError):
-        await follow
-
-
-async def _follow(pods: Cluster, load: JudgedLoad) -> None:
-    while True:
-        load.urls = [f"http://{address}" for address in pods.endpoints("pdserve")] or load.urls
-        await asyncio.sleep(0.05)
+        await until(remote, 60)

@@ -1,5 +1,5 @@
-"""The servers that the chart starts are the real ones, with its arguments and files: alone and as clusters of three,
-and a member of etcd whose data went with its pod."""
+"""The clusters that the chart starts are of the real servers, with its arguments and files: three of each, and a member
+of etcd whose data went with its pod. (Alone: `test_chart_pods.py`.)"""
 
 import asyncio
 import os
@@ -14,7 +14,6 @@ import pytest
 from pdserve_bench.clusters import HOST, EtcdMember, NatsMember, addresses, cluster
 
 from pdserve.credentials import Credentials
-from pdserve.ports import free_port
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry
 from pdserve.supervisor.child import Child
@@ -35,66 +34,42 @@ def _container(name: str, server: str, image: str) -> Container:
 
 
 class _ChartNats(NatsMember):
-    values = "clusters"
-
-    def __init__(
-        self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
-    ) -> None:
-        super().__init__(folder, number, peers, credentials)
-        self.monitor = free_port(HOST)
-
     def command(self) -> list[str]:
         assert self.credentials
-        text = combination(self.values).of("ConfigMap")["pdserve-nats"]["data"]["nats.conf"]
-        ours = {"127.0.0.1:8222": f"127.0.0.1:{self.monitor}"}
-        if self.values == "clusters":
-            ours |= {"0.0.0.0:6222": f"{HOST}:{self.peer_port}", CREDENTIALS: str(self.credentials.folder)}
-            for number, port in enumerate(self.peers):
-                ours[f"pdserve-nats-{number}.pdserve-nats:6222"] = f"{HOST}:{port}"
+        text = combination("clusters").of("ConfigMap")["pdserve-nats"]["data"]["nats.conf"]
+        ours = {"127.0.0.1:8222": f"127.0.0.1:{self._pages}", CREDENTIALS: str(self.credentials.folder)}
+        ours["0.0.0.0:6222"] = f"{HOST}:{self.peer_port}"
+        for number, port in enumerate(self.peers):
+            ours[f"pdserve-nats-{number}.pdserve-nats:6222"] = f"{HOST}:{port}"
         self.state_dir.mkdir(parents=True, exist_ok=True)
         conf = self.state_dir / f"{self.name}.conf"
         conf.write_text("\n".join(replaced(text.splitlines(), ours)))
         ours = {"=0.0.0.0": f"={HOST}", "=4222": f"={self.port}", "$(POD_NAME)": self.name}
         ours |= {"/etc/pdserve/nats/nats.conf": str(conf), "=/data": f"={self.data_dir}"}
         ours[CREDENTIALS] = str(self.credentials.folder)
-        return [str(nats_binary()), *replaced(_container(self.values, "nats", "nats").spec["args"], ours)]
-
-
-class _OneNats(_ChartNats):
-    values = "demo"
-
-
-async def test_one_nats(tmp_path: Path, credentials: Credentials) -> None:
-    async with _OneNats(tmp_path, 0, [0], credentials) as server:
-        await _healthy(server)
-        async with connect_queue(server.url, "ns", "m", credentials) as queue:
-            await until(lambda: queue.connected, 60)  # the first attempt may come before there is a leader
-            await publish(queue, "r")
-            assert queue.max_payload == 8 << 20
+        return [str(nats_binary()), *replaced(_container("clusters", "nats", "nats").spec["args"], ours)]
 
 
 async def test_three_of_nats_keep_the_queue(tmp_path: Path, credentials: Credentials) -> None:
     async with cluster(_ChartNats, tmp_path, credentials) as members:
         for member in members:
-            assert isinstance(member, _ChartNats)
             await _healthy(member)
         async with connect_queue(members[0].url, "ns", "m", credentials) as queue:
             await until(lambda: queue.connected, 60)  # the first attempt may come before there is a leader
             await publish(queue, "r")
 
 
-async def _healthy(server: _ChartNats) -> None:
+async def _healthy(server: NatsMember) -> None:
     """What the probes ask."""
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        command = _container(server.values, "nats", "nats").spec[probe]["exec"]["command"]
+        command = _container("clusters", "nats", "nats").spec[probe]["exec"]["command"]
         assert command[0] == "wget"
         async with httpx.AsyncClient() as client:
-            answer = await client.get(command[-1].replace(":8222", f":{server.monitor}"))
+            answer = await client.get(server.page(command[-1].partition(":8222/")[2]))
             assert answer.status_code == 200
 
 
 class _ChartEtcd(EtcdMember):
-    values = "clusters"
     clients: dict[int, int]
     """ports of all members, by their numbers"""
 
@@ -110,12 +85,12 @@ class _ChartEtcd(EtcdMember):
         return await super().start()
 
     def command(self) -> list[str]:
-        (argument,) = _container(self.values, "etcd", "etcd").spec["args"]
+        (argument,) = _container("clusters", "etcd", "etcd").spec["args"]
         return [str(etcd_binary()), argument.replace("/data", str(self.data_dir))]
 
     def _run_init_container(self) -> None:
         assert self.credentials
-        text = combination(self.values).of("ConfigMap")["pdserve-etcd"]["data"]["member.sh"]
+        text = combination("clusters").of("ConfigMap")["pdserve-etcd"]["data"]["member.sh"]
         ours = {"data=/data": f"data={self.data_dir}", CREDENTIALS: str(self.credentials.folder)}
         ours |= {"0.0.0.0:2379": self.url, "0.0.0.0:2380": f"{HOST}:{self.peer_port}"}
         ours |= {"$POD_NAME.pdserve-etcd:2380": f"{HOST}:{self.peer_port}"}

@@ -3,7 +3,6 @@ is shown where a graph runs: tests/test_serve_sim.py."""
 
 import json
 import re
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +73,6 @@ def _missing(ours: Any, known: Any, at: str) -> list[str]:
             path for index, one in enumerate(ours) for path in _missing(one, known[index], f"{at}/{index}")
         ]
     return [] if ours == known else [at]
-
-
-def test_no_two_panels_are_the_same_or_overlap() -> None:
-    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
-    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
-    spaces = {panel["title"]: panel["gridPos"] for panel in PANELS}
-    assert [name for name, space in spaces.items() if space["x"] + space["w"] > 24] == []
-    assert [pair for pair in combinations(spaces, 2) if _overlap(*(spaces[name] for name in pair))] == []
-
-
-def _overlap(one: dict[str, int], other: dict[str, int]) -> bool:
-    return all(
-        one[side] < other[side] + other[size] and other[side] < one[side] + one[size]
-        for side, size in (("x", "w"), ("y", "h"))
-    )
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,12 @@ import httpx
 
 from pdserve.config.load import load
 from pdserve.frontend.watching.metrics import KEPT
-from tests.collector import Collector
 from tests.serving import Serve, running
 
 _START_SECONDS = 420.0
 
 
 class RealGraph(Serve):
-    collector: Collector
-    """of the session's graph: what takes its traces"""
-
     def __init__(self, folder: Path, yaml: str) -> None:
         super().__init__(folder, yaml)
         frontend = load(self.file, self.env).frontend

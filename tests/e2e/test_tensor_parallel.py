@@ -1,5 +1,5 @@
-"""Prefill and decode workers of different tensor-parallel sizes: KV heads are divided or copied on their way, and the
-answers are one plain engine's. They are joined in test_kinds_of_models.py."""
+"""Workers of different tensor-parallel sizes: KV heads are divided, copied or joined on their way, and the
+answers are one plain engine's. Also of a model whose KV is not that of full attention in all layers."""
 
 import asyncio
 import json
@@ -51,6 +51,13 @@ async def check(folder: Path, yaml: str, cases: list[Case], reference: dict[str,
         assert metrics.values("pdserve_remote_prefill_failures_total", "reason") <= slow
 
 
+async def answers_of(model: Path, folder: Path) -> dict[str, list[int]]:
+    """Of one plain engine."""
+    (folder / "plain").mkdir()
+    with one_vllm(folder / "plain", model) as server:
+        return await asyncio.to_thread(plain_answers, server)
+
+
 def sizes(prefill: int, decode: int) -> str:
     yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
     yaml = yaml.replace("VllmWorker:", f"VllmWorker:\n  tensor-parallel-size: {decode}")
@@ -65,7 +72,23 @@ async def test_decode_ranks_share_kv_heads(
 
 async def test_ranks_have_copies_of_a_kv_head(tmp_path: Path, cases: list[Case]) -> None:
     model = one_kv_head(tmp_path / "model")
-    (tmp_path / "plain").mkdir()
-    with one_vllm(tmp_path / "plain", model) as server:
-        reference = await asyncio.to_thread(plain_answers, server)
+    reference = await answers_of(model, tmp_path)
     await check(tmp_path, sizes(1, 2).replace("model: demo", f"model: {model}"), cases, reference)
+
+
+WINDOWS = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "qkv_bias": True,  # what makes it Qwen2
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+async def test_layers_with_a_sliding_window_of_two_ranks_whose_kv_heads_are_joined(
+    tmp_path: Path, cases: list[Case], reference: dict[str, list[int]]
+) -> None:
+    model = changed(tmp_path / "model", **WINDOWS)
+    expected = await answers_of(model, tmp_path)
+    assert expected != reference, "the window does nothing"
+    await check(tmp_path, sizes(2, 1).replace("model: demo", f"model: {model}"), cases, expected)

@@ -1,6 +1,5 @@
 """The simulated engine keeps the contract, and goes wrong where vLLM would."""
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -11,7 +10,6 @@ import pytest
 from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Sampling
-from pdserve.errors import EngineDead, ProtocolError
 from pdserve.messages import KvHandle
 from pdserve.prefixes import names, root
 from pdserve.records import Role
@@ -84,15 +82,6 @@ async def test_pulled_kv_gives_the_tokens_of_local_kv(
     assert tokens(await collect(decode, "r")) == await computed_alone(prompt, 5)
     await until(prefill.all_blocks_free)
     await until(decode.all_blocks_free)
-
-
-async def test_kv_of_a_long_prompt_is_pulled() -> None:
-    """4,000 blocks: what lies in them takes more than asyncio's 64 KiB for a line."""
-    large = PATIENT | {"num_gpu_blocks_override": 5000, "max_model_len": 80_000}
-    prompt = [5] * 64_000
-    async with sim(Role.PREFILL, "p", **large) as prefill, sim(Role.DECODE, "d", **large) as decode:
-        await decode.generate("r", prompt, body(1), await prefilled(prefill, "r", prompt))
-        assert (await transfers(decode)).failures == 0
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 500])
@@ -178,35 +167,6 @@ async def test_blocks_read_after_their_lease_give_wrong_tokens(decode: SimEngine
         assert tokens(await collect(decode, "r")) != await computed_alone(PROMPT, 5)
 
 
-async def test_a_handle_that_does_not_fit_is_refused_and_starts_nothing(
-    prefill: SimEngine, decode: SimEngine
-) -> None:
-    """`tests/kv/test_handles.py` has all reasons."""
-    handle = msgspec.structs.replace(await prefilled(prefill, "r", PROMPT), num_tokens=12)
-    with pytest.raises(ProtocolError):
-        await decode.generate("r", PROMPT, body(), handle)
-    assert decode.usage.waiting == 0
-    await decode.generate("r", PROMPT, body(), None)
-    with pytest.raises(ProtocolError, match="before"):
-        await decode.generate("r", PROMPT, body(), None)
-    assert len(tokens(await collect(decode, "r"))) == 4
-
-
-async def test_cancel_frees_blocks_at_every_phase(prefill: SimEngine) -> None:
-    async with sim(Role.DECODE, "d", max_num_seqs=1, **PATIENT) as decode:
-        handle = await prefilled(prefill, "pulling", PROMPT)
-        prefill.faults.drop_transfers = True
-        await decode.generate("pulling", PROMPT, body(), handle)
-        await decode.generate("waiting", PROMPT, body(), None)
-        await until(lambda: decode.usage.waiting == 2 and decode.usage.kv_usage > 0)
-        prefill.faults.drop_transfers = False
-        await decode.cancel(["pulling", "unknown"])
-        assert (await decode.step()).outputs[0].request_id == "waiting"
-        await decode.cancel(["waiting"])
-        await until(decode.all_blocks_free)
-        await until(prefill.all_blocks_free)
-
-
 async def test_released_kv_is_freed_and_named_once(decode: SimEngine) -> None:
     async with sim(Role.PREFILL, "p", lease=0.2) as prefill:
         read = msgspec.structs.replace(await prefilled(prefill, "read", PROMPT), lease=30.0)
@@ -235,29 +195,3 @@ async def test_requests_wait_for_free_blocks() -> None:
         while len(done) < 4:
             done |= {output.request_id for output in (await decode.step()).outputs if output.finished}
         await until(decode.all_blocks_free)
-
-
-async def test_every_method_of_a_dead_engine_raises(decode: SimEngine) -> None:
-    waiting = asyncio.create_task(decode.step())
-    await asyncio.sleep(0)
-    decode.die()
-    with pytest.raises(EngineDead):
-        await waiting
-    with pytest.raises(EngineDead):
-        await decode.generate("r", PROMPT, body(), None)
-
-
-async def test_a_hung_engine_goes_on_afterwards(decode: SimEngine) -> None:
-    decode.faults.going.clear()
-    await decode.generate("r", PROMPT, body(1), None)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(decode.step(), 0.05)
-    decode.faults.going.set()
-    assert len(tokens(await collect(decode, "r"))) == 1
-
-
-async def test_prompt_logprobs_need_a_local_prefill(decode: SimEngine) -> None:
-    assert decode.prefix_hit(PROMPT, body()) is not None
-    assert decode.prefix_hit(PROMPT, body(prompt_logprobs=1)) is None
-    with pytest.raises(ProtocolError):
-        decode.prefix_hit(PROMPT, [b"\xff"])

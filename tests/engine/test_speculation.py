@@ -1,6 +1,7 @@
 """Two real engines, of which the one that decodes, or both, decode speculatively: the tokens are those of an engine
 without it, wherever the prompt was computed."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -56,6 +57,20 @@ async def test_the_tokens_are_those_of_an_engine_without_it(pair: Engines, lengt
     assert len(pair.prefill.outputs[f"p-remote-{length}"][0].tokens) == 1, "the first token comes from there"
     assert not any(output.recomputed for output in remote)
     await pair.all_free()
+
+
+async def test_requests_together_have_their_own_drafts(pair: Engines) -> None:
+    """Greedy ones, and drawn of one token each, with other temperatures, in the same steps."""
+    kinds = (
+        body(TOKENS),
+        *(sampled(TOKENS, temperature=heat, top_k=1, ignore_eos=True) for heat in (1.0, 0.3)),
+    )
+    asked = [(f"together-{length}-{n}", length, kind) for length in (33, 500) for n, kind in enumerate(kinds)]
+    found = await asyncio.gather(
+        *(pair.hand_over(name, repeating(length), kind) for name, length, kind in asked)
+    )
+    for (name, length, _), outputs in zip(asked, found, strict=True):
+        assert tokens_of(outputs) == EXPECTED[length], name
 
 
 async def test_it_goes_on_after_any_token(pair: Engines) -> None:

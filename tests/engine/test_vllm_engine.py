@@ -24,7 +24,7 @@ import pytest_asyncio
 import torch
 import zmq
 from pdserve_bench.chaos.cut import _duplicate, _ends
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import REGISTRY
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -33,10 +33,8 @@ from pdserve.credentials import create
 from pdserve.engine.base import Output, Step, Transfers
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm.api import (
-    EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    MsgpackDecoder,
     SamplingParams,
     encode_request,
 )
@@ -495,19 +493,6 @@ async def test_a_first_token_that_cannot_be_read_is_not_taken(pair: Engines) -> 
     await engine.reject(handle)
 
 
-async def test_only_what_is_not_cached_is_pulled(pair: Engines) -> None:
-    shared = prompt_of(10 * BLOCK)
-    await pair.decode.generate("cached", [*shared, 301])
-    before = pair.decode.bytes
-    longer = shared + prompt_of(2 * BLOCK, seed=1)
-    remote = await pair.decode.generate("longer", longer, await pair.prefill.prefill("p-longer", longer))
-    pulled = pair.decode.bytes - before
-    await pair.all_free()
-    whole = await pair.decode.generate("whole", longer, await pair.prefill.prefill("p-whole", longer))
-    assert remote == whole
-    assert pulled * 6 == pair.decode.bytes - before - pulled
-
-
 async def read_ahead(pair: Engines, name: str, prompt: list[int]) -> KvHandle:
     """The handle of a prompt that was read while it was computed, as far as whole steps go."""
     pair.prefill.complete.clear()
@@ -609,16 +594,6 @@ async def test_a_salt_separates_prefixes(pair: Engines) -> None:
     await pair.decode.answer("salted", prompt, salted)
     assert pair.decode.engine.prefix_hit(prompt, salted)
     assert pair.decode.engine.prefix_hit(prompt, body()) == 0
-
-
-async def test_outputs_are_in_vllms_own_encoding(pair: Engines) -> None:
-    tokens = await pair.decode.generate("packed", prompt_of(40))
-    steps = [MsgpackDecoder(EngineCoreOutputs).decode(frames) for frames in pair.decode.packed]
-    ours = [output for step in steps for output in step.outputs if output.request_id == "packed"]
-    assert [token for output in ours for token in output.new_token_ids] == tokens
-    assert ours[-1].finish_reason == FinishReason.LENGTH
-    assert all(step.scheduler_stats is None and step.timestamp > 0 for step in steps)
-    assert all(output.kv_transfer_params is None for step in steps for output in step.outputs)
 
 
 async def test_cancel_frees_both_sides_at_every_phase(pair: Engines) -> None:
@@ -756,12 +731,6 @@ async def test_prompt_logprobs_are_computed_locally(pair: Engines) -> None:
     assert pair.decode.engine.prefix_hit(prompt_of(64), body()) is not None
     outputs = await pair.decode.answer("logprobs", prompt_of(64), wanted)
     assert outputs[0].raw.new_prompt_logprobs_tensors is not None
-
-
-async def test_vllms_metrics_are_on_the_page(pair: Engines) -> None:
-    page = generate_latest(REGISTRY).decode()
-    assert "vllm:kv_cache_usage_perc" in page
-    assert "vllm:nixl_bytes_transferred" in page
 
 
 async def test_malformed_messages_do_not_end_the_side_channel(pair: Engines) -> None:

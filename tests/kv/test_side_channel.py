@@ -8,16 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
 from pdserve.credentials import Credentials, create
-from pdserve.kv import CREDENTIALS, side_channel
-from pdserve.kv.nixl import provide_nixl
+from pdserve.kv import side_channel
 from pdserve.kv.side_channel import CurveKey
 from pdserve.ports import free_port
 
@@ -121,25 +118,3 @@ def test_the_key_is_the_graphs(tmp_path: Path) -> None:
     assert CurveKey.of(copied) == CurveKey.of(graph)
     assert CurveKey.of(create(tmp_path / "other")) != CurveKey.of(graph)
     assert graph.secret("a") != graph.secret("b")
-
-
-def test_vllms_connector_listens_and_asks_with_it(tmp_path: Path) -> None:
-    """The classes that vLLM makes, without engines around them: the configuration alone leads them to the key."""
-    provide_nixl()
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
-
-    from pdserve.kv.connector import ConnectorScheduler
-
-    graph = create(tmp_path / "graph")
-    extra = {CREDENTIALS: str(graph.folder)}
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(get_from_extra_config=extra.get))
-    scheduler: Any = SimpleNamespace(vllm_config=config)
-
-    def listen(ready: threading.Event, stop: threading.Event, port: int) -> None:
-        ConnectorScheduler._nixl_handshake_listener(scheduler, ANSWERS, ready, stop, "127.0.0.1", port)
-
-    with running(listen) as path:
-        side_channel.ask(path, WITHIN, CurveKey.configured(config))
-        with pytest.raises(TimeoutError):
-            side_channel.ask(path, NEVER)
-    assert "zmq_ctx" in base_worker.NixlBaseConnectorWorker._nixl_handshake.__code__.co_names

@@ -19,7 +19,7 @@ from pdserve.plan.memory import (
     weight_bytes,
 )
 from pdserve.plan.model_folder import ModelFacts, read_model
-from tests.plan.models import QWEN_14B_BYTES, machine, qwen_14b, write_safetensors
+from tests.plan.models import machine, qwen_14b, write_safetensors
 
 FAMILIES = Path(__file__).parent / "families"
 A10 = Gpu(0, "A10", 24 * GIB)
@@ -48,21 +48,6 @@ def qwen(tmp_path: Path) -> ModelFacts:
 )
 def test_kv_bytes_per_token(qwen: ModelFacts, args: dict[str, object], expected: int) -> None:
     assert kv_bytes_per_token(qwen, args) == expected
-
-
-def test_14b_model_on_two_a10s_eagerly(qwen: ModelFacts) -> None:
-    """Worked out by hand, eagerly: no CUDA graphs, and five hidden states of 5,120 in the MLP."""
-    args = {"tensor-parallel-size": 2, "block-size": 64, "max-model-len": 10240, "max-num-seqs": 20}
-    memory = size(qwen, {**args, "enforce-eager": True}, A10)
-    # a layer loses 1 + 1 + 1 + 0.5 MiB to the allocator; the rotary table has 131,072 x 128 elements
-    weights = QWEN_14B_BYTES // 2 + 48 * 7 * MIB // 2 + 32 * MIB
-    activations = 2048 * (3 * 13_824 // 2 + 5 * 5120) * 2
-    space = int(24 * GIB * 0.92) - weights - activations - GPU_RUNTIME_BYTES
-    assert (memory.weights, memory.activations) == (weights, activations)
-    assert (memory.fixed, memory.kv_space) == (GPU_RUNTIME_BYTES, space)
-    assert memory.blocks == space // (64 * 98_304) == 1_314
-    assert memory.tokens == 84_096
-    assert memory.max_concurrency == pytest.approx(1_314 / 160)
 
 
 def test_14b_model_on_two_a10s_compiled(qwen: ModelFacts) -> None:

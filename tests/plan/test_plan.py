@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from pdserve.config.load import load
+from pdserve.config.schema import DecodeConfig
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, Machine, what_if
+from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.plan.render import plan_as_dict, render
 from pdserve.records import Role
@@ -46,6 +48,17 @@ def plan(
     return make_plan(load(path, {}), on, roles, index, env or {})
 
 
+def memory_of(found: Plan, worker: int = 0) -> Memory:
+    memory = found.workers[worker].memory
+    assert memory is not None
+    return memory
+
+
+def decode_of(found: Plan) -> DecodeConfig:
+    assert found.config.decode is not None
+    return found.config.decode
+
+
 def dynamo(tmp_path: Path, *changes: tuple[str, str]) -> str:
     text = DYNAMO.replace("/mnt/DeepSeek-R1-Distill-Qwen-14B", str(qwen_14b(tmp_path / "qwen")))
     for old, new in changes:
@@ -69,9 +82,7 @@ def test_the_split_on_four_a10s(tmp_path: Path) -> None:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "5601",
     }
-    decode, prefill = (worker.memory for worker in found.workers)
-    assert decode is not None
-    assert prefill is not None
+    decode, prefill = memory_of(found, 0), memory_of(found, 1)
     assert decode.kv_per_token == 98_304
     assert decode.weights == pytest.approx(13.95 * GIB, rel=0.001)
     # The prefill worker's steps of 32,768 tokens cost it KV space.
@@ -102,10 +113,8 @@ def test_a_worker_that_spans_hosts_is_placed_on_each(tmp_path: Path) -> None:
         ("prefill-0", (0, 1), 5601),
         ("frontend-0", (), 0),
     ]
-    first, second, _ = found.workers
-    assert first.memory == second.memory
-    assert first.memory is not None
-    assert first.memory.weights < 8 * GIB, "a quarter of the model on each GPU, and an embedding"
+    assert memory_of(found, 0) == memory_of(found, 1)
+    assert memory_of(found).weights < 8 * GIB, "a quarter of the model on each GPU, and an embedding"
     (note,) = [note for note in found.notes if "span hosts" in note]
     commands = re.findall(r"(\w+ -f \S+graph.yaml[^`]*)`", note)
     assert [command.replace(f"-f {tmp_path}/graph.yaml", "").split() for command in commands] == [
@@ -187,20 +196,10 @@ def test_pipeline_stages_are_refused_where_kv_moves(tmp_path: Path, section: str
     assert not [problem for problem in plan(tmp_path, alone, machine()).problems if "pipeline" in problem]
 
 
-def test_the_reference_on_this_kind_of_machine(tmp_path: Path) -> None:
-    found = plan(tmp_path, DYNAMO, machine())
-    assert len(found.problems) == 2
-    assert "model folder /mnt/DeepSeek-R1-Distill-Qwen-14B not found" in found.problems[0]
-    assert found.problems[1].startswith("The graph needs 4 GPUs (2 for decode-0, 2 for prefill-0), found 0: ")
-    assert [worker.memory for worker in found.workers] == [None, None]
-
-
 def test_weights_are_known_without_gpus(tmp_path: Path) -> None:
     found = plan(tmp_path, dynamo(tmp_path), what_if("0", machine()))
     assert len(found.problems) == 1
-    memory = found.workers[0].memory
-    assert memory is not None
-    assert (memory.kv_per_token, memory.kv_space) == (98_304, None)
+    assert (memory_of(found).kv_per_token, memory_of(found).kv_space) == (98_304, None)
     assert found.workers[0].slot.env.get("CUDA_VISIBLE_DEVICES") is None
 
 
@@ -224,10 +223,8 @@ def test_a_graph_on_the_cpu(tmp_path: Path) -> None:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "5602",
     }
-    decode = found.config.decode
-    assert decode is not None
-    assert decode.engine_args["enforce-eager"] is True
-    assert decode.origins["enforce-eager"] == "pdserve (no GPU)"
+    assert decode_of(found).engine_args["enforce-eager"] is True
+    assert decode_of(found).origins["enforce-eager"] == "pdserve (no GPU)"
 
 
 @pytest.mark.parametrize(
@@ -249,8 +246,7 @@ def test_a_decode_worker_computes_prompts_in_chunks(
         f"\nPrefillWorker: {{model: demo, block-size: 32{length}}}" if "remote-prefill: true" in keys else ""
     )
     worker = f"VllmWorker: {{model: demo, block-size: 32, {keys}}}"
-    decode = plan(tmp_path, worker + prefill, machine()).config.decode
-    assert decode is not None
+    decode = decode_of(plan(tmp_path, worker + prefill, machine()))
     assert decode.engine_args.get("long-prefill-token-threshold") == tokens
     assert decode.origins.get("long-prefill-token-threshold") == origin
 
@@ -311,17 +307,13 @@ def test_the_users_devices_win(tmp_path: Path) -> None:
 def test_what_the_file_or_the_environment_says_wins_on_the_cpu(tmp_path: Path) -> None:
     text = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  enforce-eager: false")
     found = plan(tmp_path, text, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "3", "OMP_NUM_THREADS": "5"})
-    env, memory, decode = found.slots[0].env, found.workers[0].memory, found.config.decode
+    env = found.slots[0].env
     assert (env["VLLM_CPU_KVCACHE_SPACE"], env["OMP_NUM_THREADS"]) == ("3", "5")
-    assert memory is not None
-    assert memory.kv_space == 3 * GIB
-    assert decode is not None
-    assert decode.engine_args["enforce-eager"] is False
+    assert memory_of(found).kv_space == 3 * GIB
+    assert decode_of(found).engine_args["enforce-eager"] is False
     given = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  kv-cache-memory-bytes: 256M")
     found = plan(tmp_path, given, machine())
-    memory = found.workers[0].memory
-    assert memory is not None
-    assert memory.kv_space == 256 * 2**20
+    assert memory_of(found).kv_space == 256 * 2**20
     assert "VLLM_CPU_KVCACHE_SPACE" not in found.slots[0].env
 
 
@@ -397,13 +389,8 @@ def test_a_share_of_a_gpu_is_a_share_of_its_memory(tmp_path: Path) -> None:
     for worker in found.workers:
         assert worker.config.engine_args["gpu-memory-utilization"] == 0.46
         assert worker.config.origins["gpu-memory-utilization"] == "pdserve (share of a GPU)"
-    alone = plan(tmp_path, local(), machine(*[("H100", 80)] * 3)).workers[0].memory
-    shared = found.workers[0].memory
-    assert alone is not None
-    assert shared is not None
-    assert alone.kv_space is not None
-    assert shared.kv_space is not None
-    assert alone.kv_space - shared.kv_space == pytest.approx(0.46 * (80 << 30), abs=4)
+    alone, shared = memory_of(plan(tmp_path, local(), machine(*[("H100", 80)] * 3))), memory_of(found)
+    assert (alone.kv_space or 0) - (shared.kv_space or 0) == pytest.approx(0.46 * (80 << 30), abs=4)
 
 
 def test_shares_that_do_not_fit_are_refused(tmp_path: Path) -> None:

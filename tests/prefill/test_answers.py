@@ -22,26 +22,6 @@ def done(name: str, lease: float = 30.0) -> PrefillDone:
     )
 
 
-async def test_a_fresh_answer_is_not_repeated(answers: AnswerSender) -> None:
-    await answers.send("decode-0", done("a"))
-    assert list(answers.untaken()) == []
-
-
-async def test_an_answer_is_repeated_until_its_kv_is_released(
-    answers: AnswerSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pdserve.prefill.answers.REPEAT_AFTER", 0.0)
-    await answers.send("decode-0", done("a"))
-    await answers.send("decode-1", done("b"))
-    assert list(answers.untaken()) == [("decode-0", done("a")), ("decode-1", done("b"))]
-    answers.released("engine-a")
-    answers.released("unknown")
-    assert list(answers.untaken()) == [("decode-1", done("b"))]
-    answers.released("engine-b")
-    assert list(answers.untaken()) == []
-    await answers.empty()
-
-
 async def test_an_answer_whose_kv_is_never_released_is_forgotten(answers: AnswerSender) -> None:
     await answers.send("decode-0", done("a", lease=0.0))
     assert list(answers.untaken()) == []

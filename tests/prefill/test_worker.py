@@ -233,24 +233,6 @@ async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_few
         assert ["prefill-2"] in steps, "b0 shares its step with none"
 
 
-async def test_two_workers_share_the_work() -> None:
-    async with Scene(max_num_batched_tokens=256) as scene:
-        scene.engine.faults.slow = 20.0
-        (await scene.prefill("prefill-1")).engine.faults.slow = 20.0
-        for number in range(20):
-            await scene.ask(f"r{number}")
-        engines = {(await scene.done(f"r{number}")).handle.engine_id for number in range(20)}
-        assert engines == {"prefill-0", "prefill-1"}
-
-
-async def test_an_outage_of_the_queue_is_survived(scene: Scene) -> None:
-    await scene.broker.down()
-    await until(lambda: not scene.decode.connected)
-    await scene.broker.up()
-    await scene.ask()
-    assert await scene.done()
-
-
 async def test_drain_finishes_and_waits_for_the_pull(scene: Scene) -> None:
     scene.engine.faults.slow = 100.0
     await scene.ask_and_run()
@@ -344,13 +326,6 @@ async def test_a_cancelled_request_is_kept_in_mind_without_its_prompt() -> None:
     requests.cancel(running)
     kept = requests.pop_cancelled(running.engine_id)
     assert kept == PrefillRequest("r", "decode-0", [], 60, 16, [])
-
-
-async def test_a_worker_says_which_requests_it_has(scene: Scene) -> None:
-    scene.engine.faults.going.clear()
-    await scene.ask()
-    await until(lambda: scene.started == {"r": "prefill-0"})
-    assert not scene.answers
 
 
 async def test_nothing_is_pulled_before_it_is_registered(

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from pdserve import tasks
 from pdserve.config.schema import Config
 from pdserve.errors import EngineDead
 from pdserve.plan.slots import Slot
@@ -118,26 +117,6 @@ async def test_a_life_in_its_order() -> None:
     assert service.draining
     assert not service.ready.is_set()
     assert service.left_behind.cancelled(), "no task outlives the service"
-
-
-async def test_permanent_work_that_fails_or_ends_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.001)
-    ends = [KeyError("x"), asyncio.CancelledError(), None, OSError()]
-    goes_on = asyncio.Event()
-
-    async def work() -> None:
-        if not ends:
-            goes_on.set()
-            await asyncio.sleep(60)
-        if (end := ends.pop()) is not None:
-            raise end
-
-    service = Idle(work)
-    running = asyncio.create_task(service.run())
-    await asyncio.wait_for(goes_on.wait(), 30)
-    service.stop()
-    await asyncio.wait_for(running, 30)
-    assert service.noted[-2:] == ["drain", "left"]
 
 
 async def test_a_dead_engine_is_reported_before_the_seams_are_left() -> None:

@@ -3,7 +3,6 @@
 import pytest
 
 from pdserve import __version__
-from pdserve.process import presence
 from pdserve.process.presence import Presence, generation, refusal
 from pdserve.records import WIRE, Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
@@ -43,20 +42,6 @@ async def test_a_frontend_announces_itself_also_while_the_registry_is_away() -> 
         assert list(await other.read("instances/")) == ["instances/frontend/frontend-0"]
         await mine.leave()
         assert await other.read("") == {}
-
-
-async def test_a_prefill_worker_says_in_its_instance_that_it_has_lost_the_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(presence, "INTERVAL", 0.01)
-    lost = False
-    server = MemoryServer()
-    async with MemoryRegistry(server, "t") as registry, RegistryView(registry) as view, Owner() as tasks:
-        mine = Presence(registry, Instance("prefill-0", Role.PREFILL), None, lambda: lost)
-        tasks.forever(mine.keep_current, "instance record")
-        await mine.announce()
-        for lost in (False, True, False):
-            await until(lambda: [each.queue_lost for each in view.instances()] == [lost])  # noqa: B023
 
 
 OLD = Instance("decode-0-old", Role.DECODE, version="0.0.7", wire=WIRE - 2)

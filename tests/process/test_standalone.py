@@ -70,20 +70,6 @@ async def test_ctrl_c_lets_a_decode_worker_finish(alone: Alone) -> None:
         await until(lambda: not view.instances())
 
 
-async def test_the_second_ctrl_c_ends_it_at_once(alone: Alone) -> None:
-    async with alone.view() as view:
-        with Terminal(alone.command(Role.DECODE), alone.env) as terminal:
-            answer = await _asked(view)
-            terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "draining: 1 requests to finish")
-            await asyncio.sleep(SAME_SIGNAL)  # no finger is quicker
-            terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "the exit code is 0")
-        assert "second signal" in terminal.text
-        answer.cancel()
-        await asyncio.gather(answer, return_exceptions=True)
-
-
 async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
     """It is importing vLLM by then, in a thread that cannot be stopped, and a client holds a connection."""
     async with alone.view() as view:

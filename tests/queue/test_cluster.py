@@ -11,7 +11,7 @@ import pytest
 from pdserve_bench.clusters import NatsMember, addresses, cluster
 
 from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.errors import QueueUnavailable
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.jetstream.client import PASSING, short_connection
 from pdserve.queue.jetstream.queue import JetStreamQueue
@@ -19,7 +19,7 @@ from pdserve.queue.jetstream.stream import CONSUMER
 from tests.conditions import until
 from tests.queue.conftest import Queues, nats_queues
 from tests.queue.requests import publish
-from tests.servers import hung, kill, nats_server, restart
+from tests.servers import hung, kill, restart
 
 
 class NatsCluster:
@@ -135,10 +135,3 @@ async def test_the_stream_gets_the_replicas_that_are_asked_for(nats_cluster: Nat
 
 async def replicated(servers: NatsCluster, queue: PrefillQueue) -> bool:
     return await servers.replicas(queue) == 3
-
-
-async def test_servers_that_are_no_cluster_are_refused(tmp_path: Path) -> None:
-    async with nats_server(tmp_path / "a") as first, nats_server(tmp_path / "b") as second:
-        with pytest.raises(ConfigError, match="belongs to no cluster, but"):
-            async with JetStreamQueue(f"{first.url},{second.url}", "ns", "m"):
-                pass

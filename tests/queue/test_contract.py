@@ -90,13 +90,6 @@ async def test_what_a_process_holds_counts_for_all_until_it_ends(
     await until(lambda: other.depth == 1)
 
 
-async def test_models_are_apart(queues: Queues) -> None:
-    a, b = await queues("org/a"), await queues("org.a")
-    await publish(a, "r")
-    assert await b.pull(1, 0.1) == []
-    assert ids(await a.pull(1, 1)) == ["r"]
-
-
 async def test_pull_waits_only_for_the_first(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     started = time.monotonic()

@@ -7,15 +7,12 @@ from pathlib import Path
 import nats
 import nats.js.errors
 import pytest
-from nats.aio.client import Client
 
-from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
 from pdserve.queue import connect, server_info
 from pdserve.queue.jetstream import connection
-from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
 from pdserve.supervisor.embedded import EmbeddedNats
 from tests.conditions import until
@@ -100,16 +97,6 @@ async def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
             assert ids(await prefill.pull(9, 1)) == ["restarted"]
 
 
-async def test_an_outage_is_logged_with_what_it_means_for_this_process(
-    nats_outage: NatsOutage, credentials: Credentials, caplog: pytest.LogCaptureFixture
-) -> None:
-    url = nats_outage.server.url
-    async with connect(url, "ns", "m", credentials, "no prompt comes") as queue:
-        await nats_outage.down()
-        await until(lambda: not queue.connected)
-        await until(lambda: f"NATS at {url} is away; no prompt comes until it is back" in caplog.text)
-
-
 async def test_a_pull_ends_when_the_server_dies(outage: Outage) -> None:
     prefill = await outage.queues()
     pulling = asyncio.create_task(prefill.pull(1, 60))
@@ -154,20 +141,6 @@ async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage)
         publishing.cancel()
         await asyncio.wait({publishing})
         assert publishing.cancelled()
-
-
-async def test_a_cancellation_that_ends_in_an_error_is_one() -> None:
-    async def call() -> None:
-        try:
-            await asyncio.sleep(9)
-        except asyncio.CancelledError:
-            raise TimeoutError from None
-
-    task = asyncio.create_task(cancellable(call()))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 async def test_the_stream_is_made_anew_when_it_is_deleted(nats_outage: NatsOutage) -> None:
@@ -216,22 +189,6 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=rf"{server.url} runs without JetStream"):
             async with connect(server.url, "ns", "m"):
                 pass
-
-
-async def test_a_server_that_refuses_the_stream_is_named_once(
-    nats_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tries = 0
-
-    async def prepare(client: Client) -> None:
-        nonlocal tries
-        tries += 1
-        await client.jetstream().add_stream(name="m", subjects=["not..valid"])
-
-    async with NatsConnection(nats_url, None, "nothing happens", prepare) as refused:
-        await until(lambda: tries > 2)
-        assert not refused.connected
-    assert caplog.text.count(f"NATS at {nats_url} refuses what is needed of it") == 1
 
 
 async def test_what_a_server_says_of_itself(nats_url: str) -> None:

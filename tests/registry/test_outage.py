@@ -141,25 +141,6 @@ async def test_two_processes_that_claim_one_key_do_not_write_without_end(
         await seen.until({"a": b"2"})
 
 
-async def test_a_connection_lost_within_the_lease_writes_only_missing_keys(
-    etcd_stage: EtcdStage,
-) -> None:
-    async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
-        assert isinstance(first, EtcdRegistry)
-        for key in ("a", "b"):
-            await first.put(key, b"1")
-        await seen.until({"a": b"1", "b": b"1"})
-        seen.changes.clear()
-        lost = first._session
-        assert lost
-        await lost.delete("/ns/b")  # as an etcd that lost what came last
-        lost.lost.set()
-        await until(lambda: first.connected and first._session is not lost)
-        await first.put("c", b"1")
-        await seen.until({"a": b"1", "b": b"1", "c": b"1"})
-        assert [change.key for change in seen.changes] == ["b", "b", "c"]
-
-
 async def test_a_killed_process_vanishes_with_its_lease(etcd_stage: EtcdStage) -> None:
     script = (
         "import asyncio, pathlib, sys\n"

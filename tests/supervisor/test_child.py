@@ -76,26 +76,6 @@ async def test_nothing_of_its_group_outlives_it() -> None:
     assert not alive(grandchild)
 
 
-async def test_shared_memory_of_the_killed_is_cleaned_up() -> None:
-    lines: list[str] = []
-    child = start(
-        fake("""
-            import time
-            from multiprocessing import shared_memory
-            memory = shared_memory.SharedMemory(create=True, size=4096)
-            print(memory.name, flush=True)
-            time.sleep(600)
-        """),
-        lines.append,
-    )
-    await until(lambda: bool(lines))
-    path = Path("/dev/shm") / lines[0].lstrip("/")
-    assert path.exists()
-    child.kill()
-    await child.wait()
-    assert not path.exists()
-
-
 FORKED = """
     import multiprocessing, os, sys, time
     from multiprocessing import shared_memory

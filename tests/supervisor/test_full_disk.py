@@ -1,7 +1,6 @@
 """A disk that runs full, and has space again: nothing ends, and everything comes back by itself."""
 
 from collections.abc import Iterator
-from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -11,13 +10,11 @@ from msgspec.structs import replace
 from pdserve.credentials import Credentials
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.records import Role
 from pdserve.stream.archives import pack_model, unpack
 from pdserve.supervisor import state
 from pdserve.supervisor.child import Child
 from pdserve.supervisor.output import ProcessOutput
 from tests.full_disk import Disk, small_disk
-from tests.servers import nats_server, restart
 from tests.supervisor.fakes import fake
 
 
@@ -52,18 +49,6 @@ def test_log_lines_are_dropped_and_counted_and_come_back(
     assert lines[-2].endswith("after")
     assert lines[-1].endswith("and on")
     assert "after" in (disk.path / "logs/prefill-0.log").read_text()
-
-
-async def test_a_role_that_writes_much_is_read_to_its_end(disk: Disk) -> None:
-    output = ProcessOutput(disk.path / "logs", stream=StringIO())
-    output.line("decode-0", "before")
-    disk.fill()
-    spec = fake("for i in range(5000): print('line', i, 'x' * 200)", Role.DECODE)
-    child = Child(spec.name, spec.command, partial(output.line, "decode-0"))
-    end = await child.wait()
-    assert end.code == 0
-    assert end.last_lines[-1].startswith("line 4999")
-    output.close()
 
 
 async def test_a_line_that_cannot_be_taken_ends_no_reader() -> None:
@@ -110,13 +95,6 @@ def test_a_model_archive_is_unpacked_when_there_is_space(disk: Disk) -> None:
     disk.free()
     assert (unpack(archive, disk.path / "models") / "config.json").exists()
     assert len(list((disk.path / "models").iterdir())) == 1, "nothing half unpacked is left"
-
-
-async def test_nats_starts_and_restarts_on_it(disk: Disk) -> None:
-    disk.fill()
-    async with nats_server(disk.path / "state") as server:
-        await restart(server)
-        assert await server.answers()
 
 
 def test_credentials_that_cannot_be_written_are_a_wrong_configuration(disk: Disk) -> None:

@@ -16,52 +16,11 @@ from pdserve.supervisor.embedded import EmbeddedNats
 from pdserve.supervisor.guardian import alive, stop_in_waves
 from tests.conditions import until
 
-SUPERVISOR = """
-    import asyncio, sys
-    from pathlib import Path
-    from pdserve.records import Role
-    from tests.supervisor.fakes import Graph, fake
-
-    ROLE = '''
-        import os, signal, subprocess, sys, time
-        child = "import os, signal, time; signal.signal(15, signal.SIG_IGN)"
-        child += "; print('up', os.getpid(), flush=True); time.sleep(600)"
-        subprocess.Popen([sys.executable, "-c", child])
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, %s)
-        print("up", os.getpid(), flush=True)
-        time.sleep(600)
-    '''
-
-    async def main():
-        specs = [fake(ROLE % "signal.SIG_DFL"), fake(ROLE % "signal.SIG_IGN", Role.PREFILL)]
-        async with Graph(Path(sys.argv[1]), *specs, registered=False, patience=0.5, stream=sys.stdout):
-            await asyncio.sleep(600)
-
-    asyncio.run(main())
-"""
-
 
 def start(script: str, log: Path, *args: str) -> "subprocess.Popen[bytes]":
     with log.open("wb") as out:
         command = [sys.executable, "-c", textwrap.dedent(script), *args]
         return subprocess.Popen(command, stdout=out, process_group=0)
-
-
-async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
-    """One role ends when it is told to and leaves a deaf child; the other is deaf itself."""
-    log = tmp_path / "log"
-    process = start(SUPERVISOR, log, str(tmp_path))
-
-    def pids() -> list[int]:
-        lines = log.read_text().splitlines()
-        return [int(line.rsplit(" ", 1)[1]) for line in lines if ": up " in line]
-
-    await until(lambda: len(pids()) == 4)
-    assert all(map(alive, pids()))
-    process.kill()
-    process.wait()
-    await until(lambda: not any(map(alive, pids())))
 
 
 WAVES = """

@@ -2,12 +2,10 @@ import json
 import logging
 import os
 import shutil
-import socket
 import sys
 import threading
 from io import StringIO
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
@@ -18,7 +16,6 @@ from pdserve.records import Instance, Role
 from pdserve.supervisor import output as module
 from pdserve.supervisor.output import LogFile, ProcessOutput
 from pdserve.supervisor.summary import curl, summary
-from pdserve.supervisor.terminal import LineWriter
 from tests.conditions import until
 from tests.terminal import Terminal
 
@@ -131,10 +128,10 @@ def test_the_summary_says_where_it_is_and_its_curl_is_json(tmp_path: Path) -> No
     assert "red box" in body["messages"][0]["content"]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "socket"])
-async def test_a_terminal_that_is_not_read_holds_no_process(tmp_path: Path, kind: str) -> None:
+async def test_a_terminal_that_is_not_read_holds_no_process(tmp_path: Path) -> None:
     """Ctrl-S, a lost connection: the graph goes on, and the terminal shows new lines when it is read again."""
-    (reader, written), (got, whole) = open_ends(kind), (list[str](), 20_000)
+    ends, got, whole = os.pipe(), list[str](), 20_000
+    reader, written = os.fdopen(ends[0], encoding="utf-8"), os.fdopen(ends[1], "w")
     output = ProcessOutput(tmp_path, stream=written)
     for number in range(whole):
         output.line("decode-0", f"{number} {'x' * 100}")
@@ -155,33 +152,6 @@ async def test_a_terminal_that_is_not_read_holds_no_process(tmp_path: Path, kind
     assert len((tmp_path / "decode-0.log").read_text().splitlines()) == whole + 1
 
 
-def test_a_terminal_that_is_read_slowly_holds_no_process_either(tmp_path: Path) -> None:
-    """As over a slow line: roles whose output the supervisor does not read hang in their next line."""
-    (reader, written), read, over = open_ends("pipe"), [0], threading.Event()
-
-    def slowly() -> None:
-        while not over.wait(0.01):
-            read[0] += len(os.read(reader.fileno(), 4096))
-
-    reading = threading.Thread(target=slowly)
-    reading.start()
-    lines = LineWriter(written)
-    for _ in range(20_000):
-        lines.write("x" * 100)
-    assert read[0] < 1_000_000, "of two million"
-    over.set()
-    reading.join()
-    reader.close()
-    lines.close()
-    written.close()
-
-
-def open_ends(kind: str) -> tuple[TextIO, TextIO]:
-    """Something to read from, and something to write to."""
-    ends = os.pipe() if kind == "pipe" else [end.detach() for end in socket.socketpair()]
-    return os.fdopen(ends[0], encoding="utf-8"), os.fdopen(ends[1], "w")
-
-
 async def test_a_terminal_that_is_read_shows_every_line(tmp_path: Path) -> None:
     """However much comes at once, and without colours where the user wants none."""
     script = """
@@ -200,43 +170,6 @@ output.close()
         shell.until("the exit code is 0")
         numbers = [line.split()[4] for line in shell.text.splitlines() if "xxx" in line]
     assert numbers == [str(number) for number in range(3000)]
-
-
-def test_a_terminal_has_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Screen(StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    output = ProcessOutput(tmp_path, stream=(screen := Screen()))
-    output.line("decode-0", OURS.replace(" I ", " E "))
-    output.close()
-    name, message = "\x1b[32mdecode-0  \x1b[0m", "\x1b[1;31mrequest r1: prefill remote\x1b[0m"
-    assert screen.getvalue() == f"\x1b[2m12:00:00\x1b[0m {name} {message}\n"
-
-
-IN_FRONT = """
-import os, pathlib, signal, sys
-from pdserve.supervisor.terminal import own_foreground
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-said = pathlib.Path(sys.argv[1])
-with own_foreground():
-    said.write_text("in front" if os.tcgetpgrp(0) == os.getpid() else "not in front")
-    try:
-        os.read(0, 1)
-    except OSError:
-        pass
-said.write_text("left")
-"""
-
-
-async def test_a_terminal_that_is_closed_meanwhile_is_left_in_good_order(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    with Terminal([sys.executable, "-c", IN_FRONT, str(said)], os.environ) as shell:
-        await until(lambda: said.exists() and said.read_text() == "in front")
-        shell.hang_up()
-        await until(lambda: said.read_text() == "left", 10)
 
 
 def test_a_log_file_that_is_removed_renamed_or_cut_goes_on_under_its_name(tmp_path: Path) -> None:

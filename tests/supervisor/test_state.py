@@ -34,16 +34,6 @@ def test_one_graph_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
-    holder = (
-        "import os, pathlib, sys; from pdserve.supervisor import state\n"
-        "with state.locked(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", holder, str(tmp_path)], check=False).returncode == -9
-    with state.locked(tmp_path):
-        pass
-
-
 def test_waits_for_the_guardian_of_a_killed_graph(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It holds the lock as well, until nothing is left of that graph."""
     holder = (
