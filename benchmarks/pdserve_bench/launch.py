@@ -28,7 +28,7 @@ from pdserve_bench.sections import Sections, put, read_sections, take, with_mode
 from pdserve_bench.simulated import write
 
 PDSERVE = (sys.executable, "-m", "pdserve")
-VLLM = ("vllm.entrypoints.launchers.api_server.entry",)
+VLLM = "vllm.entrypoints.launchers.api_server.entry"
 START_WITHIN = 900.0
 TELL_EVERY = 15.0
 STOP_WITHIN = 90.0
@@ -266,15 +266,13 @@ async def plain_vllm(
     folder: Path,
     say: Callable[[str], None],
     variables: Mapping[str, str] | None = None,
-    program: Sequence[str] = VLLM,
 ) -> AsyncIterator[tuple[str, int]]:
     """The URL of vLLM's own API server, once it has answered, and its pid: what a graph is compared with. On a CPU host
-    it gets one thread and 1 GiB of KV cache unless `variables` say otherwise. `program` is a module and its first
-    arguments."""
+    it gets one thread and 1 GiB of KV cache unless `variables` say otherwise."""
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *program, "--model", str(model), "--port", str(port), *arguments]
+    command = [sys.executable, "-m", VLLM, "--model", str(model), "--port", str(port), *arguments]
     server = ServerRun(command, folder / "vllm.log", {**small, **(variables or {})})
     with Guardian(ENGINE_PATIENCE) as guardian:
         process = server.start()
