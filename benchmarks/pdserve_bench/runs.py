@@ -153,7 +153,6 @@ def run_and_show(
     work: Callable[[], Coroutine[None, None, object]],
     report: Callable[[bool], Report | None],
     json: Path | None,
-    plot: Path | None,
     failed: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run the work to its end or until a signal; then show and write what there is, also where it has failed. `report`
@@ -166,7 +165,8 @@ def run_and_show(
         problem = error
     if found := report(complete):
         found.show()
-        found.write(json, plot)
+        if json is not None:
+            found.write(json)
     elif problem is None:
         print("Broken off before anything was measured.", file=sys.stderr)
     if problem:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
+from pdserve_bench.cpu import CpuMeter
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.foreign import ForeignLoad
 from pdserve_bench.runs import LoadRun, Scalable
 from pdserve_bench.samples import wilson
 from pdserve_bench.slo import SHARE, Slo, Tally
-from pdserve_bench.systems.cpu import CpuMeter
 
 _IDLE_WITHIN = 60.0
 _WARM_WITHIN = 120.0

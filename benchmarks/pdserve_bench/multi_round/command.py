@@ -72,7 +72,7 @@ def multi_round(
           --model RAG_LLM --base-url http://0.0.0.0:8009/v1
     """
     slo = read_slo(ttft, gap, file)
-    check_outputs(json, None)
+    check_outputs(json)
     load = MultiRound(
         num_users=num_users,
         num_rounds=num_rounds,
@@ -103,7 +103,6 @@ def multi_round(
         work,
         lambda complete: results[0].report(complete) if results else None,
         json,
-        None,
         lambda: not results[0].finished,
     )
 

@@ -59,17 +59,6 @@ class Origin:
     command: str = field(default_factory=command_line)
     machine: dict[str, Any] = field(default_factory=machine)
 
-    @property
-    def short(self) -> str:
-        """A line of text: machine, versions, date."""
-        known = self.machine
-        hardware = [known.get("processor"), f"{known['cores']} cores" if known.get("cores") else ""]
-        packages = [
-            f"{name} {number}" for name, number in known.get("packages", {}).items() if "vllm" in name
-        ]
-        parts = [*hardware, f"pdserve {known.get('pdserve', '')}".strip(), *packages, known.get("date")]
-        return " · ".join(str(part) for part in parts if part)
-
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:
     cleared, before = [], ""
