@@ -12,7 +12,7 @@ from pdserve.config.schema import DecodeConfig
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import CPU_KV_VARIABLE, cpu_kv_bytes, gpu_share
 from pdserve.plan.plan import Plan
-from pdserve_bench.systems.system import PlainVllm
+from pdserve_bench.compare.systems import PlainVllm
 
 MOST_OF_A_GPU = 0.92
 """vLLM's default of gpu-memory-utilization"""
@@ -31,11 +31,11 @@ _NOT_TAKEN = (
 )
 
 
-def one_engine(plan: Plan, name: str, *, tensor: int = 1, threads: int = 0, batch: int = 0) -> PlainVllm:
+def one_engine(plan: Plan, *, tensor: int = 1, threads: int = 0, batch: int = 0) -> PlainVllm:
     """`threads` of a CPU host, 0: all cores; `batch` is max-num-batched-tokens, 0: vLLM's own choice."""
     config = plan.config
     words = [*to_argv(_arguments(plan, tensor, batch)), "--disable-uvicorn-access-log"]
-    return PlainVllm(name, Path(config.model), config.served_model_name, words, _variables(plan, threads))
+    return PlainVllm(Path(config.model), config.served_model_name, words, _variables(plan, threads))
 
 
 def thread_counts(cores: int) -> list[int]:

@@ -266,7 +266,7 @@ def _why_out(finding: CandidateResult) -> str:
 
 def _bare(finding: CandidateResult) -> str:
     """Return its name as the subject of a sentence."""
-    return finding.name.removeprefix("aggregated: ").partition(", remote above")[0]
+    return finding.name.removeprefix("aggregated: ")
 
 
 def _carries(finding: CandidateResult) -> str:

@@ -54,7 +54,7 @@ def promise(
     judged = dict(_promise(text) for text in promises or PROMISES)
     arms = [OFF, *(arm_of(name, slo) for name, slo in judged.items()), *(WAYS if ways else ())]
     result = ArmsRun(judged, rates_of("--rates", rates), arms, seconds_, seed_of(seed))
-    check_outputs(json, None)
+    check_outputs(json)
     graph = find_graph(file, None, None)
     title = f"The promise, {prompt_tokens} tokens in, {answer_len} out"
     users = prompt_tokens, answer_len
@@ -64,7 +64,6 @@ def promise(
             report_of(result, title) if any(made.counted for _, made in result.windows) else None
         ),
         json,
-        None,
         lambda: not result.complete,
     )
 

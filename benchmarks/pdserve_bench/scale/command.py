@@ -40,13 +40,11 @@ def scale(
       pdserve bench scale
       pdserve bench scale --decode 500 --prefill 500 --frontends 1 --servers 1 --rates 5,10 --json scale.json
     """
-    check_outputs(json, None)
+    check_outputs(json)
     found = ScaleRun(GraphSize(decode, prefill, frontends, servers), rates_of("--rates", rates), seconds)
 
     async def work() -> None:
         with tempfile.TemporaryDirectory(prefix="pdserve-scale-") as folder:
             await found.measure(Path(folder))
 
-    return run_and_show(
-        work, lambda complete: report_of(found, complete) if found.loads else None, json, None
-    )
+    return run_and_show(work, lambda complete: report_of(found, complete) if found.loads else None, json)

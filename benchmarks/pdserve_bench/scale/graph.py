@@ -17,10 +17,10 @@ from pdserve.ports import free_port
 from pdserve.supervisor.exits import exit_of
 from pdserve.supervisor.readiness import until_frontends_ready
 from pdserve_bench.clusters import EtcdMember, NatsMember, addresses, cluster
+from pdserve_bench.cpu import cpu_seconds
 from pdserve_bench.launch import ServerRun, family
 from pdserve_bench.progress import say
 from pdserve_bench.simulated import simulated, write
-from pdserve_bench.systems.cpu import cpu_seconds
 from pdserve_bench.watch import series
 
 FLEETS = 2

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from pdserve_bench.systems.cpu import CpuMeter
+from pdserve_bench.cpu import CpuMeter
 
 
 def test_a_meter_reads_what_was_spent_in_between() -> None:
