@@ -50,7 +50,7 @@ COMMANDS = {
             ),
             "scale": (
                 "pdserve_bench.scale.command:scale",
-                "what each process costs in a graph of 1,000 workers",
+                "what each kind of process costs in a graph of many workers",
             ),
         },
         "measure a server, or this graph against one engine",
