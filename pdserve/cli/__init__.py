@@ -48,10 +48,6 @@ COMMANDS = {
                 "pdserve_bench.promise.command:promise",
                 "the graph that runs here with a promise (SLO) and without, in turn",
             ),
-            "scale": (
-                "pdserve_bench.scale.command:scale",
-                "what each kind of process costs in a graph of many workers",
-            ),
         },
         "measure a server, or this graph against one engine",
     ),

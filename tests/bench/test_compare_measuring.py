@@ -188,7 +188,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_path: Path) -> None:
     log: list[str] = []
-    found = compared(tmp_path, log, 0.06, a1=0.3, d1=0.01)
+    found = compared(tmp_path, log, 0.15, a1=0.3, d1=0.01)
     await found.run()
     assert log == ["+a1", "-a1", "+d1", "-d1", "+a1", "-a1"], "one at a time, and the one that runs goes on"
     assert [each.name for each in found.finalists] == ["a1", "d1"]
