@@ -116,10 +116,6 @@ class Workload(Protocol):
 class Scalable(Protocol):
     """Users of one kind, as many as it takes for a rate."""
 
-    @property
-    def rate(self) -> float:
-        """Requests per second on average, of the trace, or as the options say."""
-
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
         """A workload of so many seconds, `rate` requests per second on average; other seeds make other prompts and
         arrivals."""

@@ -51,8 +51,9 @@ def compare(
     noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
-    of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. With --rate,
-    or the times of a trace, the answer is for that rate; without, for the highest that can be carried.
+    of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. They arrive
+    at random. With --rate, or the mean rate of a trace with times, the answer is for that rate; without, for the
+    highest that can be carried.
 
     Nothing else should run on the machine. Ctrl-C shows what is known by then. The exit code is 0 whatever the answer.
 
@@ -94,7 +95,7 @@ def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:
     async def make(endpoint: Endpoint) -> Scalable:
         return replace(found, tokens_per_word=(await learn_prompts(endpoint, 0)).tokens_per_word)
 
-    return UserLoad(f"{found.name}: {found.describe()}", make), found.rate if found.timed else None
+    return UserLoad(f"{found.name}: {found.describe()}", make), found.rate
 
 
 def _single(prompt_tokens: int, answer_len: int, seed: int) -> UserLoad:

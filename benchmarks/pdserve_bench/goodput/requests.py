@@ -20,7 +20,6 @@ class PoissonRequests:
     """of the model that is measured: `learn_prompts`"""
     prompt_tokens: int = 1300
     answer_tokens: int = 64
-    rate: float = 4.0
     patience: float = PATIENCE
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
