@@ -23,7 +23,7 @@ help:  ## show this list
 	@echo
 	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
 	@echo "         COMPARE='--minutes 30' (bench: more options)"
-	@echo "         REQUESTS=2000 FUZZ='--real --vllm' (fuzz: requests, more options)"
+	@echo "         REQUESTS=2000 FUZZ=--real (fuzz: requests, more options)"
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
 install:  ## install everything to serve into .venv, for this machine's GPU or CPU

@@ -27,6 +27,8 @@ from pdserve_bench.clusters import Clusters
 from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write
 
+REAL = Path("configs/local.yaml")
+"""the graph of real engines that programs start on request"""
 PDSERVE = (sys.executable, "-m", "pdserve")
 VLLM = "vllm.entrypoints.launchers.api_server.entry"
 START_WITHIN = 900.0
