@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -26,6 +26,8 @@ from pdserve.tied import tied
 from pdserve_bench.clusters import Clusters
 from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write
+
+T = TypeVar("T")
 
 REAL = Path("configs/local.yaml")
 """the graph of real engines that programs start on request"""
@@ -76,10 +78,11 @@ class ServerRun:
     def text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    async def until(self, ready: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """Raises ConfigError, or Unavailable with the end of its output, where it does not come up."""
+    async def until(self, ready: Callable[[], Awaitable[T]], say: Callable[[str], None]) -> T:
+        """Wait until that is something true, and return it. Raises ConfigError, or Unavailable with the end of its
+        output, where it does not come up."""
         began, tell_at = time.monotonic(), TELL_EVERY
-        while not ready():
+        while not (found := await ready()):
             seconds = time.monotonic() - began
             if self.process.poll() == 2:
                 raise ConfigError(_complaints(self.text))
@@ -89,6 +92,15 @@ class ServerRun:
                 say(f"still starting after {seconds:.0f} s")
                 tell_at += TELL_EVERY
             await asyncio.sleep(0.1)
+        return found
+
+    async def says(self, words: str, say: Callable[[str], None]) -> None:
+        """Wait until they are in its output. Raises as `until`."""
+
+        async def said() -> bool:
+            return words in self.text
+
+        await self.until(said, say)
 
     async def stop(self) -> None:
         """Stop it as by Ctrl-C, however far its start came. Waits for its end also when cancelled meanwhile."""
@@ -202,7 +214,7 @@ class StartedGraph(RunningGraph):
     async def start(self) -> None:
         """Start the graph, also again after its supervisor has ended. Raises ConfigError and Unavailable."""
         self.serve.start()
-        await self.serve.until(self.serve.ready, self.say)
+        await self.serve.says(READY, self.say)
         graph = state.read(self.state_dir)
         assert graph is not None
         self.graph, self.away = graph, False
@@ -280,7 +292,7 @@ async def plain_vllm(
         process = server.start()
         guardian.watch(process.pid)
         try:
-            await server.until(lambda: "Application startup complete" in server.text, say)
+            await server.says("Application startup complete", say)
             yield url, process.pid
         finally:
             await server.stop()

@@ -28,7 +28,8 @@ from pdserve.errors import ConfigError
 Cell = str | float | int | None
 PIPE_WIDTH = 110
 """columns of a table, where its figures fit"""
-_UNBOUNDED = 10_000
+_NAME, _UNBOUNDED = 50, 10_000
+"""columns that a text is folded to, and that no table has"""
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,18 @@ class Rows:
 
     def drawn(self) -> Table:
         made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for column in self.columns:
+        shown = [
+            [Text(printable(column.shown(cell))) for column, cell in zip(self.columns, row, strict=True)]
+            for row in self.rows
+        ]
+        for place, column in enumerate(self.columns):
+            widest = max((row[place].cell_len for row in shown), default=1)
             justify: Any = "right" if column.spec else "left"
-            made.add_column(Text(printable(column.name)), justify=justify, overflow="fold")
-        for number, row in enumerate(self.rows):
-            cells = (column.shown(cell) for column, cell in zip(self.columns, row, strict=True))
-            style = "bold" if number == self.best else None
-            made.add_row(*(Text(printable(cell)) for cell in cells), style=style)
+            made.add_column(
+                Text(printable(column.name)), justify=justify, overflow="fold", min_width=min(_NAME, widest)
+            )
+        for number, row in enumerate(shown):
+            made.add_row(*row, style="bold" if number == self.best else None)
         return made
 
 

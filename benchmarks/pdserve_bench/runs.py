@@ -97,7 +97,7 @@ class LoadRun:
             for share in (0.5, 0.9, 0.99):
                 figures[f"{name} p{100 * share:g}"] = percentile(samples, share)
         if slo is not None:
-            figures["kept"] = slo.attainment(self.exchanges)
+            figures["kept"] = sum(map(slo.kept, self.exchanges)) / max(1, len(self.exchanges))
             figures["goodput"] = sum(map(slo.kept, self.exchanges)) / window
         return figures
 

@@ -90,21 +90,14 @@ class Rolled:
             {"PYTHONPATH": str(build), "PYTHONSAFEPATH": "1", "PDSERVE_STATE_DIR": str(self.folder / name)},
         )
         self.running[name] = run
-        before, registered = {each.id for each in await self.watch.instances()}, False
+        before = {each.id for each in await self.watch.instances()}
+
+        async def registered() -> bool:
+            new = {each.id for each in await self.watch.instances()} - before
+            return any(slot_name(each) == name for each in new)
+
         run.start()
-
-        async def look() -> None:
-            nonlocal registered
-            while not registered:
-                new = {each.id for each in await self.watch.instances()} - before
-                registered = any(slot_name(each) == name for each in new)
-                await asyncio.sleep(0.2)
-
-        looking = asyncio.create_task(look())
-        try:
-            await run.until(lambda: registered, self.say)
-        finally:
-            looking.cancel()
+        await run.until(registered, self.say)
 
     async def end(self, role: Role, index: int) -> None:
         """Let it drain. Raises Unavailable where it does not end well."""
@@ -112,6 +105,9 @@ class Rolled:
         run.process.terminate()
         if code := await exit_of(run.process):
             raise Unavailable(f"{role.value}-{index} ended with exit code {code}:\n{run.text[-3000:]}")
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(run.stop() for run in self.running.values()))
 
     async def fill(self, build: Path) -> None:
         """The whole graph, with one frontend."""
@@ -153,7 +149,7 @@ async def upgrade(
         watch = await stack.enter_async_context(GraphWatch())
         await watch.move(GraphRecord(os.getpid(), "", "", config.namespace, etcd.url, nats.url))
         rolled = Rolled(folder, (_url(config), _url(other)), watch, say)
-        stack.push_async_callback(_stop, rolled)
+        stack.push_async_callback(rolled.stop)
         await rolled.fill(first)
         longest = min(each.max_model_len for each in await watch.learn() if each.max_model_len)
         known, rows = await _cases(config, longest), []
@@ -176,10 +172,6 @@ async def _cases(config: Config, longest: int) -> Iterator[Case]:
     return await questions.known(
         config, longest, 1, lambda cases: questions.learn(client, name, cases, PATIENCE)
     )
-
-
-async def _stop(rolled: Rolled) -> None:
-    await asyncio.gather(*(run.stop() for run in rolled.running.values()))
 
 
 async def _until_serving(url: str) -> None:

@@ -175,7 +175,7 @@ def compared(folder: Path, log: list[str], minutes: float, **gaps: float) -> Com
         [each for each in made if each.aggregated],
         [each for each in made if not each.aggregated],
     )
-    options = CompareOptions(config.path, Slo(0.1, 0.1), rate=4.0, minutes=minutes)
+    options = CompareOptions(config.path, Slo(0.1, 0.1), rate=40.0, minutes=minutes)
     return Comparison(options, _single(20, 5, 1), config, maker.here, maker)
 
 
@@ -188,7 +188,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_path: Path) -> None:
     log: list[str] = []
-    found = compared(tmp_path, log, 0.15, a1=0.3, d1=0.01)
+    found = compared(tmp_path, log, 0.2, a1=0.3, d1=0.01)
     await found.run()
     assert log == ["+a1", "-a1", "+d1", "-d1", "+a1", "-a1"], "one at a time, and the one that runs goes on"
     assert [each.name for each in found.finalists] == ["a1", "d1"]

@@ -12,7 +12,6 @@ from pdserve_bench.chaos import (
     features,
     garbage,
     hosts,
-    lost,
     members,
     restarts,
     unregistered,
@@ -33,8 +32,8 @@ STORIES = (
     restarts.SERVE_KILL,
     unregistered.KEYS_DELETED,
     unregistered.PREFILL_WITHOUT_NATS,
-    lost.STATE_LOST,
-    lost.SERVE_AND_GUARDIAN_KILL,
+    disk.STATE_LOST,
+    restarts.SERVE_AND_GUARDIAN_KILL,
 )
 FAULTS: tuple[Fault, ...] = (*faults.FAULTS, *STORIES)
 

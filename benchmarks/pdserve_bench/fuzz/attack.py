@@ -14,9 +14,9 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
@@ -26,7 +26,6 @@ import msgspec
 from pdserve.credentials import create
 from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.load import JudgedLoad
-from pdserve_bench.chaos.questions import Attempt
 from pdserve_bench.client import HttpConnection, post, send_unread, trusted
 from pdserve_bench.endpoint import key_headers
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
@@ -217,14 +216,14 @@ async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -
 def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:
     """The longest wait for a token of the streamed requests from that one on, and the id of its request."""
     now = time.monotonic()
-    running = [replace(attempt, arrivals=[*attempt.arrivals, now], ended=now) for attempt in load.running]
-    return max(_waits([*load.done[first:], *running]), default=(0.0, ""))
-
-
-def _waits(attempts: Iterable[Attempt]) -> Iterator[tuple[float, str]]:
-    for attempt in attempts:
-        if attempt.case.stream:
-            yield longest_pause(attempt.started, attempt.arrivals, attempt.ended), attempt.request_id
+    ended = [(attempt, attempt.arrivals, attempt.ended) for attempt in load.done[first:]]
+    running = [(attempt, [*attempt.arrivals, now], now) for attempt in load.running]
+    waits = [
+        (longest_pause(attempt.started, arrivals, end), attempt.request_id)
+        for attempt, arrivals, end in (*ended, *running)
+        if attempt.case.stream
+    ]
+    return max(waits, default=(0.0, ""))
 
 
 def _key(client: str) -> str:
