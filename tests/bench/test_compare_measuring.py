@@ -21,7 +21,7 @@ from pdserve_bench.compare.measuring import (
     noise,
 )
 from pdserve_bench.compare.recommend import Verdict
-from pdserve_bench.compare.systems import PlainVllm, RunningSystem
+from pdserve_bench.compare.systems import PlainVllm
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import GoodputOptions, Probe
 from pdserve_bench.goodput.result import GoodputResult
@@ -137,12 +137,12 @@ class Served:
     log: list[str]
 
     @asynccontextmanager
-    async def start(self, folder: Path) -> AsyncIterator[RunningSystem]:
+    async def start(self, folder: Path) -> AsyncIterator[Endpoint]:
         if not self.gap:
             raise Unavailable(f"{self.name} did not come up")
         async with tiny_server(OpenAi(ttft=self.gap, gap=self.gap)) as tiny:
             self.log.append(f"+{self.name}")
-            yield RunningSystem(Endpoint(tiny.url, "tiny"))
+            yield Endpoint(tiny.url, "tiny")
         self.log.append(f"-{self.name}")
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from pdserve_bench.client import Outcome
 from pdserve_bench.compare.candidates import Candidate, HardwareKind
 from pdserve_bench.compare.recommend import AtLoad, CandidateResult
-from pdserve_bench.compare.systems import RunningSystem
-from pdserve_bench.cpu import CpuMeter
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import GoodputOptions, Probe, warm_up
 from pdserve_bench.goodput.result import GoodputResult, find_goodput
@@ -105,16 +103,12 @@ class Entrant:
             return None
         ttfts = [ttft for each in probes for ttft in each.ttfts]
         gaps = [gap for each in probes for gap in each.longest_gaps]
-        done = [exchange for each in probes for exchange in each.run.of(Outcome.FINISHED)]
-        tokens = sum(each.prompt_tokens + each.output_tokens for each in done)
-        spent = sum(each.cpu for each in probes)
         return AtLoad(
             rate,
             sum(each.tally.kept for each in probes),
             self.found.judged(rate),
             (percentile(ttfts, 0.5), percentile(ttfts, 0.9)),
             (percentile(gaps, 0.5), percentile(gaps, 0.9)),
-            1000 * spent / tokens if tokens and spent else None,
         )
 
 
@@ -143,7 +137,7 @@ class Measuring:
     options: CompareOptions
     load: UserLoad
     kind: HardwareKind
-    running: RunningSystem | None = None
+    running: Endpoint | None = None
     name: str = ""
     """of the candidate that runs"""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -160,10 +154,10 @@ class Measuring:
         begin(f"starting {candidate.name}", START_SECONDS[self.kind])
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self.folder))
         running = await self._stack.enter_async_context(candidate.system.start(folder))
-        users = self._users or await self.load.make(running.endpoint)
+        users = self._users or await self.load.make(running)
         warm = min(3.0, max(1.0, 60 * self.options.minutes / 150))
         begin(f"warming up {candidate.name}", warm)
-        run = await warm_up(running.endpoint, users, _WARM_RATE, warm, self._next_seed())
+        run = await warm_up(running, users, _WARM_RATE, warm, self._next_seed())
         done = [each for each in run.of(Outcome.FINISHED) if each.ttft]
         if done and self._users is None:
             low, high = _RATES
@@ -199,8 +193,7 @@ class Measuring:
         left = until - time.monotonic()
         seconds = max(_LEAST, min(_MOST, _STEADY * self._whole), min(_MOST, left / _PROBES))
         found.options = replace(found.options, seconds=seconds, budget=max(left, _LONGER * seconds + 1))
-        meter = CpuMeter(self.running.pids())
-        await find_goodput(self.running.endpoint, self._users, found, self.name, meter)
+        await find_goodput(self.running, self._users, found, self.name)
 
     def _next_seed(self) -> int:
         """Far enough from the last one: each probe of a search has another."""

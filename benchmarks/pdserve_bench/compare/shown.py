@@ -23,7 +23,6 @@ _COLUMNS = (
     Column("TTFT p50", ".0f"),
     Column("p90", ".0f"),
     Column("gap p90", ".0f"),
-    Column("CPU", ".2f"),
     Column("breaks on"),
 )
 
@@ -65,23 +64,20 @@ def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Re
         f"({options.slo}), and between which rates it lies; of a candidate that is no finalist these are far apart."
     )
     if seen:
-        note += (
-            f" At {seen:.3g} requests/s: the share that keeps it, TTFT and the longest gap of a request in ms, and CPU "
-            "seconds of all processes for 1,000 tokens, in and out."
-        )
+        note += f" At {seen:.3g} requests/s: the share that keeps it, TTFT and the longest gap of a request in ms."
     title = f"{comparison.asked.described}, on {comparison.here}"
     return Rows(title, _COLUMNS, [_row(each) for each in results], note, best[0] if best else None)
 
 
 def _row(result: CandidateResult) -> list[Cell]:
     if not result.probed:
-        return [result.name, None, result.problem or "not measured", *[None] * 6]
+        return [result.name, None, result.problem or "not measured", *[None] * 5]
     high = f"{result.broken:.3g}" if result.broken is not None else "?"
     load = result.load
-    seen: list[Cell] = [None] * 5
+    seen: list[Cell] = [None] * 4
     if load is not None:
         times = (load.ttft[0], load.ttft[1], load.gap[1])
-        seen = [load.share, *(1000 * each for each in times), load.cpu_per_1000]
+        seen = [load.share, *(1000 * each for each in times)]
     between = f"{result.carried:.3g} and {high}" if result.carried is not None else f"under {high}"
     return [result.name, result.estimate, between, *seen, result.broke.describe().partition(" ")[0]]
 

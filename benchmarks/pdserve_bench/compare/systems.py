@@ -7,27 +7,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.launch import family, plain_vllm, started
+from pdserve_bench.launch import plain_vllm, started
 from pdserve_bench.simulated import write
-
-
-@dataclass(frozen=True)
-class RunningSystem:
-    """One that answers."""
-
-    endpoint: Endpoint
-    pid: int = 0
-    """of the process above all others of it; 0 where they are not on this machine"""
-
-    def pids(self) -> set[int]:
-        """Of the processes that it has now; none where they are not known."""
-        return {process.pid for process in family(self.pid)} if self.pid else set()
 
 
 class System(Protocol):
     """A recipe for one."""
 
-    def start(self, folder: Path) -> AbstractAsyncContextManager[RunningSystem]:
+    def start(self, folder: Path) -> AbstractAsyncContextManager[Endpoint]:
         """Start it in an empty folder of its own. Entering raises ConfigError and Unavailable where it does not come
         up; leaving stops it."""
 
@@ -43,10 +30,10 @@ class PlainVllm:
     """as OMP_NUM_THREADS, which says how much of a CPU host the engine may have"""
 
     @asynccontextmanager
-    async def start(self, folder: Path) -> AsyncIterator[RunningSystem]:
+    async def start(self, folder: Path) -> AsyncIterator[Endpoint]:
         arguments = [*self.arguments, "--served-model-name", self.served]
-        async with plain_vllm(self.model, arguments, folder, _quiet, self.variables) as (url, pid):
-            yield RunningSystem(Endpoint(url, self.served), pid)
+        async with plain_vllm(self.model, arguments, folder, _quiet, self.variables) as (url, _):
+            yield Endpoint(url, self.served)
 
 
 @dataclass(frozen=True)
@@ -57,9 +44,9 @@ class GraphSystem:
     """of the file; ports, NATS and etcd are chosen where it is started"""
 
     @asynccontextmanager
-    async def start(self, folder: Path) -> AsyncIterator[RunningSystem]:
+    async def start(self, folder: Path) -> AsyncIterator[Endpoint]:
         async with started(write(self.sections, folder / "system.yaml"), folder, _quiet) as running:
-            yield RunningSystem(Endpoint(running.graph.url, running.graph.model), running.graph.pid)
+            yield Endpoint(running.graph.url, running.graph.model)
 
 
 def _quiet(_: str) -> None:

@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 from pdserve_bench.client import Outcome
-from pdserve_bench.cpu import CpuMeter
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
 from pdserve_bench.goodput.search import GoodputSearch
@@ -74,7 +73,6 @@ async def find_goodput(
     users: Scalable,
     result: GoodputResult,
     name: str = "goodput",
-    meter: CpuMeter | None = None,
 ) -> None:
     """Fill the result, or go on with it. Raises Unavailable where the server answers no request at all, or does not
     become idle again."""
@@ -94,7 +92,7 @@ async def find_goodput(
         made = Probe(rate, seconds, options.seed + len(result.probes))
         result.probes.append(made)
         begin(f"{name}: {rate:.3g} req/s", seconds)
-        await probe(endpoint, users, made, options, meter)
+        await probe(endpoint, users, made, options)
         await canary.until_idle()
         made.counted = True
         search.tell(rate, made.tally.kept, made.judged)
