@@ -280,9 +280,9 @@ async def plain_vllm(
     folder: Path,
     say: Callable[[str], None],
     variables: Mapping[str, str] | None = None,
-) -> AsyncIterator[tuple[str, int]]:
-    """The URL of vLLM's own API server, once it has answered, and its pid: what a graph is compared with. On a CPU host
-    it gets one thread and 1 GiB of KV cache unless `variables` say otherwise."""
+) -> AsyncIterator[str]:
+    """The URL of vLLM's own API server, once it has answered: what a graph is compared with. On a CPU host it gets one
+    thread and 1 GiB of KV cache unless `variables` say otherwise."""
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -293,7 +293,7 @@ async def plain_vllm(
         guardian.watch(process.pid)
         try:
             await server.says("Application startup complete", say)
-            yield url, process.pid
+            yield url
         finally:
             await server.stop()
             await asyncio.shield(end_group(process.pid))  # an engine that was starting outlives its server

@@ -15,13 +15,16 @@ from typing import Protocol
 from pdserve.errors import PdserveError
 from pdserve.process.signals import STOPPERS
 from pdserve_bench.client import Exchange, Outcome
-from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.endpoint import Endpoint, Prompts
+from pdserve_bench.load import arrivals
 from pdserve_bench.report import Report
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
 
 INTERRUPTED = 130
 """exit code of a command that was broken off by a signal, after it has shown what it has"""
+PATIENCE = 120.0
+"""seconds until a request without an end has failed"""
 
 
 @dataclass
@@ -143,6 +146,26 @@ class OpenLoop:
                     group.create_task(endpoint.ask(run.exchanges[-1], self.timeout))
         finally:
             run.ended = time.monotonic()
+
+
+@dataclass
+class PoissonRequests:
+    """A `Scalable`: each request has a prompt of `prompt_tokens` that no request had before, and an answer of
+    `answer_tokens`; they arrive independently of each other (Poisson)."""
+
+    prompts: Prompts
+    """of the model that is measured: `learn_prompts`"""
+    prompt_tokens: int = 1300
+    answer_tokens: int = 64
+    patience: float = PATIENCE
+
+    def at(self, rate: float, seconds: float, seed: int) -> Workload:
+        """Other seeds make other arrivals. Prompts are new each time: none is in a prefix cache already."""
+        due = ((moment, self._body) for moment in arrivals(rate, seconds, seed))
+        return OpenLoop(due, seconds, self.patience)
+
+    def _body(self, endpoint: Endpoint) -> dict[str, object]:
+        return endpoint.body(self.prompts.of(self.prompt_tokens), self.answer_tokens)
 
 
 def run_and_show(

@@ -17,7 +17,6 @@ from pdserve_bench.compare.measuring import (
     CompareOptions,
     Entrant,
     best_of,
-    common_rate,
     noise,
 )
 from pdserve_bench.compare.recommend import Verdict
@@ -77,12 +76,13 @@ def test_one_that_does_not_come_up_is_no_finalist() -> None:
     assert best_of([broken], True) is None
 
 
-def test_figures_are_of_the_highest_common_rate_that_one_of_them_carries() -> None:
-    together, separate = entrant("a", True, r2=20, r4=5), entrant("d", False, r2=20, r4=20, r8=20)
-    assert common_rate([together, separate]) == 4.0
-    assert common_rate([entrant("a", True, r2=20, r4=5), entrant("d", False, r2=20, r4=5)]) == 2.0
-    assert common_rate([entrant("a", True, r2=1), entrant("d", False, r2=1)]) == 2.0
-    assert common_rate([entrant("a", True, r2=1), entrant("d", False, r4=1)]) is None
+def test_figures_are_of_the_rate_that_was_asked_about_or_is_carried() -> None:
+    found = entrant("a", True, r2=20, r4=5)
+    assert [load and load.rate for load in (found.result().load, found.result(4.0).load)] == [2.0, 4.0]
+    assert found.result(9.0).load is None
+    lowest = entrant("a", True, r2=1).result().load
+    assert lowest is not None
+    assert lowest.rate == 2.0
 
 
 def test_failures_count_at_rates_that_are_carried() -> None:

@@ -10,9 +10,8 @@ import pytest
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.goodput.measure import GoodputOptions, Probe, probe
-from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.goodput.result import GoodputResult, find_goodput, lead_of, report_of
-from pdserve_bench.runs import LoadRun, Workload
+from pdserve_bench.runs import LoadRun, PoissonRequests, Workload
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
 

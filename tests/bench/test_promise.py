@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from pdserve_bench.endpoint import Endpoint, Prompts
-from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.options import rates_of
 from pdserve_bench.promise.arms import OFF, WAYS, Arm, ArmsRun, Switch, arm_of, compare_arms, in_turn
 from pdserve_bench.promise.result import report_of
+from pdserve_bench.runs import PoissonRequests
 from pdserve_bench.slo import Slo
 
 from pdserve.cli import main

@@ -19,7 +19,8 @@ from pdserve_bench.chaos import (
 )
 from pdserve_bench.chaos.scene import Fault
 
-STORIES = (
+FAULTS: tuple[Fault, ...] = (
+    *faults.FAULTS,
     *clocks.WRONG_CLOCKS,
     abuse.UNREAD_STREAMS,
     abuse.POISON,
@@ -35,9 +36,6 @@ STORIES = (
     disk.STATE_LOST,
     restarts.SERVE_AND_GUARDIAN_KILL,
 )
-FAULTS: tuple[Fault, ...] = (*faults.FAULTS, *STORIES)
-
-
 HOST_FAULTS = hosts.HOST_FAULTS
 """those of a graph whose processes have a host each"""
 CLUSTER_FAULTS = members.CLUSTER_FAULTS

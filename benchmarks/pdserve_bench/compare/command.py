@@ -13,10 +13,9 @@ from pdserve_bench.compare.measuring import CompareOptions, UserLoad
 from pdserve_bench.compare.shown import report_of, winning_file
 from pdserve_bench.compare.trace import read_trace
 from pdserve_bench.endpoint import Endpoint, learn_prompts
-from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.options import AnswerLen, Gap, Json, PromptTokens, Share, Ttft
 from pdserve_bench.report import Report, check_outputs
-from pdserve_bench.runs import Scalable, run_and_show
+from pdserve_bench.runs import PoissonRequests, Scalable, run_and_show
 from pdserve_bench.slo import read_slo
 
 

@@ -26,7 +26,6 @@ from pdserve_bench.compare.measuring import (
     Measuring,
     UserLoad,
     best_of,
-    common_rate,
     noise,
 )
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
@@ -82,16 +81,8 @@ class Comparison:
         best = (best_of(self.entrants, True), best_of(self.entrants, False))
         return [each for each in best if each is not None]
 
-    @property
-    def seen_at(self) -> float | None:
-        """The rate whose TTFTs and gaps are shown: the asked one, else one that all finalists were probed at."""
-        asked = self.options.rate
-        if asked is not None and any(each.found.of(asked) for each in self.entrants):
-            return asked
-        return common_rate(self.finalists)
-
     def results(self) -> list[CandidateResult]:
-        return [each.result(self.seen_at) for each in self.entrants]
+        return [each.result(self.options.rate) for each in self.entrants]
 
     def recommendation(self) -> Recommendation:
         options = self.options

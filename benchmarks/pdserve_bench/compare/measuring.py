@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,7 +79,7 @@ class Entrant:
         return search.estimate or 0.0, self.found.share(search.broken) if search.broken else 1.0
 
     def result(self, rate: float | None = None) -> CandidateResult:
-        """Sum up what is known, with what users saw at `rate`."""
+        """Sum up what is known, with what users saw at `rate`, else at the highest rate that it carries."""
         found, search, candidate = self.found, self.found.search, self.candidate
         low, thin = search.carried, found.thin
         lowest = low if low is not None else min((each.rate for each in self.probes), default=0.0)
@@ -92,7 +92,7 @@ class Entrant:
             sum((each.tally for each in found.of(search.broken)), Tally()),
             sum(each.tally.failed for each in self.probes if each.rate <= lowest),
             candidate.split,
-            self.at(rate) if rate is not None else None,
+            self.at(lowest if rate is None else rate),
             self.problem,
             "" if thin is None else f"{found.judged(thin)} requests at {thin:.3g} requests/s",
         )
@@ -116,16 +116,6 @@ def best_of(entrants: Iterable[Entrant], aggregated: bool) -> Entrant | None:
     """Return the best measured entrant of this kind; the first of equals."""
     kind = [each for each in entrants if each.candidate.aggregated == aggregated]
     return max((each for each in kind if each.probes and not each.problem), key=Entrant.rank, default=None)
-
-
-def common_rate(entrants: Sequence[Entrant]) -> float | None:
-    """A rate at which each of them was probed, so that what users saw there can be compared: the highest that at least
-    one of them carries; where none carries any, the lowest."""
-    if not entrants:
-        return None
-    rates = set.intersection(*({each.rate for each in entrant.probes} for entrant in entrants))
-    most = max(each.found.search.carried or 0.0 for each in entrants)
-    return max((rate for rate in rates if rate <= most), default=min(rates, default=None))
 
 
 @dataclass

@@ -19,6 +19,7 @@ _COLUMNS = (
     Column("candidate"),
     Column("goodput", ".3g"),
     Column("between"),
+    Column("at", ".3g"),
     Column("kept", ".0%"),
     Column("TTFT p50", ".0f"),
     Column("p90", ".0f"),
@@ -57,27 +58,27 @@ def report_of(comparison: Comparison, complete: bool, written: Path | None = Non
 
 
 def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Recommendation) -> Rows:
-    seen, options = comparison.seen_at, comparison.options
+    options = comparison.options
     best = [place for place, each in enumerate(results) if found.choice and each.name == found.choice.name]
     note = (
         f"Goodput: the highest rate, in requests/s, at which {options.share:.0%} of the requests keep the SLO "
-        f"({options.slo}), and between which rates it lies; of a candidate that is no finalist these are far apart."
+        f"({options.slo}), and between which rates it lies; of a candidate that is no finalist these are far apart. "
+        "At: the rate that was asked about, else the highest that it carries, and there the share that keeps the SLO, "
+        "TTFT and the longest gap of a request in ms."
     )
-    if seen:
-        note += f" At {seen:.3g} requests/s: the share that keeps it, TTFT and the longest gap of a request in ms."
     title = f"{comparison.asked.described}, on {comparison.here}"
     return Rows(title, _COLUMNS, [_row(each) for each in results], note, best[0] if best else None)
 
 
 def _row(result: CandidateResult) -> list[Cell]:
     if not result.probed:
-        return [result.name, None, result.problem or "not measured", *[None] * 5]
+        return [result.name, None, result.problem or "not measured", *[None] * 6]
     high = f"{result.broken:.3g}" if result.broken is not None else "?"
     load = result.load
-    seen: list[Cell] = [None] * 4
+    seen: list[Cell] = [None] * 5
     if load is not None:
         times = (load.ttft[0], load.ttft[1], load.gap[1])
-        seen = [load.share, *(1000 * each for each in times)]
+        seen = [load.rate, load.share, *(1000 * each for each in times)]
     between = f"{result.carried:.3g} and {high}" if result.carried is not None else f"under {high}"
     return [result.name, result.estimate, between, *seen, result.broke.describe().partition(" ")[0]]
 

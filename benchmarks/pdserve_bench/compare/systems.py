@@ -32,7 +32,7 @@ class PlainVllm:
     @asynccontextmanager
     async def start(self, folder: Path) -> AsyncIterator[Endpoint]:
         arguments = [*self.arguments, "--served-model-name", self.served]
-        async with plain_vllm(self.model, arguments, folder, _quiet, self.variables) as (url, _):
+        async with plain_vllm(self.model, arguments, folder, _quiet, self.variables) as url:
             yield Endpoint(url, self.served)
 
 

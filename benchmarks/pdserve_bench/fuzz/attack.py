@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import closing, suppress
@@ -22,7 +21,6 @@ from random import Random
 import msgspec
 
 from pdserve.credentials import create
-from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.client import HttpConnection, post, send_unread
 from pdserve_bench.endpoint import key_headers
@@ -195,15 +193,8 @@ async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -
 
 def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:
     """The longest wait for a token of the streamed requests from that one on, and the id of its request."""
-    now = time.monotonic()
-    ended = [(attempt, attempt.arrivals, attempt.ended) for attempt in load.done[first:]]
-    running = [(attempt, [*attempt.arrivals, now], now) for attempt in load.running]
-    waits = [
-        (longest_pause(attempt.started, arrivals, end), attempt.request_id)
-        for attempt, arrivals, end in (*ended, *running)
-        if attempt.case.stream
-    ]
-    return max(waits, default=(0.0, ""))
+    asked = [attempt for attempt in (*load.done[first:], *load.running) if attempt.case.stream]
+    return max(((attempt.longest_wait, attempt.request_id) for attempt in asked), default=(0.0, ""))
 
 
 def _key(client: str) -> str:

@@ -9,7 +9,6 @@ from pdserve.cli.options import GraphFile
 from pdserve.errors import ConfigError
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts, server_url
 from pdserve_bench.goodput.measure import GoodputOptions
-from pdserve_bench.goodput.requests import PATIENCE, PoissonRequests
 from pdserve_bench.goodput.result import GoodputResult, find_goodput, report_of
 from pdserve_bench.options import (
     AnswerLen,
@@ -25,7 +24,7 @@ from pdserve_bench.options import (
     seed_of,
 )
 from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import run_and_show
+from pdserve_bench.runs import PATIENCE, PoissonRequests, run_and_show
 from pdserve_bench.slo import read_slo, seconds
 
 

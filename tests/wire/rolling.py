@@ -1,50 +1,41 @@
-"""A rolling upgrade under load: the roles of a graph are started from the build of another commit, each by itself, on
-one NATS and etcd, and replaced one by one by those of this checkout, as on hosts of which each gets the new build in
-its turn; then back. Every answer is compared, token for token.
+"""A rolling upgrade under load: the roles of a graph are started from another build, each by itself, on one NATS and
+etcd, and replaced one by one by those of this checkout, as on hosts of which each gets the new build in its turn. Every
+answer is compared, token for token.
 
 Workers are ended before their successors start, since there is no second GPU for them; a frontend's successor has its
-clients first, as behind a load balancer. Exit code 1 where a request failed, hung or was answered wrongly, or KV blocks
-stayed held.
-
-    python -m pdserve_bench.upgrade 40fa7c4                             simulated engines
-    python -m pdserve_bench.upgrade 40fa7c4 -f configs/local.yaml       those of the file, in float32
+clients first, as behind a load balancer.
 """
 
 import asyncio
 import io
-import logging
 import os
 import subprocess
-import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve_bench.chaos import questions
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.questions import Case
+from pdserve_bench.chaos.scorecard import Row, score
+from pdserve_bench.client import LoadClient
+from pdserve_bench.launch import PDSERVE, ServerRun, derive, with_thresholds
+from pdserve_bench.simulated import write
+from pdserve_bench.watch import GraphWatch
+
 from pdserve.config.load import load as load_config
 from pdserve.config.schema import Config
 from pdserve.errors import Unavailable
 from pdserve.observe.graph_state import slot_name
-from pdserve.observe.tables import show
 from pdserve.ports import free_port
 from pdserve.records import Role
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.exits import exit_of
 from pdserve.supervisor.readiness import until_frontends_ready
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.chaos import questions
-from pdserve_bench.chaos.load import JudgedLoad
-from pdserve_bench.chaos.questions import Case
-from pdserve_bench.chaos.scorecard import Row, score, scorecard
-from pdserve_bench.client import LoadClient
-from pdserve_bench.launch import PDSERVE, SIM_SPEED, ServerRun, derive, with_thresholds
-from pdserve_bench.options import program
-from pdserve_bench.progress import say
-from pdserve_bench.simulated import simulated, write
-from pdserve_bench.watch import GraphWatch
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {Role.PREFILL: 2, Role.DECODE: 2}
@@ -189,25 +180,3 @@ def _alone(file: Path, to: Path, nats: str, etcd: str) -> Config:
     sections = with_thresholds(derive(file, 2, free_port("127.0.0.1"), free_port("127.0.0.1", 32), "float32"))
     sections["Graph"] |= {"nats": nats, "etcd": etcd}
     return load_config(write(sections, to), {})
-
-
-def main() -> int:
-    parser = program(__doc__)
-    parser.add_argument("commit", help="of the other build")
-    parser.add_argument("-f", "--file", type=Path, help="a graph with real engines")
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="pdserve-upgrade-") as name:
-        folder = Path(name)
-        file = args.file or write(simulated(SIM_SPEED["sim"]), folder / "sim.yaml")
-        other = build_of(args.commit, folder / args.commit)
-        rows = asyncio.run(upgrade(file, other, [ROOT, other], folder, say))
-        for row in rows:
-            for each in row.traces:
-                say(str(each))
-    show(scorecard(rows))
-    return 0 if all(row.good for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
