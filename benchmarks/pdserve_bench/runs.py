@@ -53,12 +53,6 @@ class LoadRun:
     def of(self, outcome: Outcome) -> list[Exchange]:
         return [exchange for exchange in self.exchanges if exchange.outcome is outcome]
 
-    @property
-    def on_their_way(self) -> list[Exchange]:
-        """Requests that had not ended when the window of the rates closed, whatever became of them since."""
-        closes = self.closes
-        return [exchange for exchange in self.exchanges if not exchange.ended or exchange.ended > closes]
-
     def errors(self) -> list[tuple[str, int]]:
         """What failed requests say, and how many; the most frequent first. Texts that differ in numbers alone, as of
         tokens or ports, count as the first of them."""
@@ -87,7 +81,6 @@ class LoadRun:
             "finished": float(len(finished)),
             "failed": float(len(self.of(Outcome.FAILED))),
             "unfinished": float(len(self.of(Outcome.UNFINISHED))),
-            "on their way": float(len(self.on_their_way)),
             "seconds": self.seconds,
             "window": window,
             "requests/s": len(in_time) / window,

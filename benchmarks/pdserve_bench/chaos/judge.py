@@ -110,11 +110,6 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
     return None if len(got) == len(expected) else min(len(got), len(expected))
 
 
-def longest(seen: Sequence[Seen]) -> float:
-    """Seconds of the longest pause of all."""
-    return max((request.pause or 0.0 for request in seen), default=0.0)
-
-
 def too_long(pause: float, calm: float) -> str:
     """What is amiss where decode workers were killed and others, or prefill workers that stand in, are there; empty if
     nothing is. `calm`: the longest pause without a fault."""

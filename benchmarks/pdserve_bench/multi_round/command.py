@@ -10,8 +10,7 @@ from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers, server_url
 from pdserve_bench.multi_round.summary import MultiRoundResult
-from pdserve_bench.multi_round.texts import Texts
-from pdserve_bench.multi_round.workload import MultiRound
+from pdserve_bench.multi_round.workload import MultiRound, Texts
 from pdserve_bench.options import ApiKey, BaseUrl, Json, Model, Seed, seed_of
 from pdserve_bench.progress import begin, say
 from pdserve_bench.report import check_outputs
