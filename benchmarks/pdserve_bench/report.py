@@ -72,9 +72,6 @@ class Rows:
         return made
 
 
-BROKEN_OFF = "Broken off: this is what was there by then."
-
-
 @functools.cache
 def machine() -> dict[str, Any]:
     """What the figures are measured on, and with. Read once, at the first call: `load` is that of the machine before
@@ -129,7 +126,7 @@ class Report:
         for note in self.notes:
             _say(console, note)
         console.print()
-        _say(console, "" if self.complete else BROKEN_OFF, "bold yellow")
+        _say(console, "" if self.complete else "Broken off: this is what was there by then.", "bold yellow")
         _say(console, self.verdict, "bold")
         _say(console, self.lead, "" if self.verdict else "bold")
 
