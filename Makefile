@@ -22,8 +22,8 @@ help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
 	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
-	@echo "         COMPARE='--minutes 30' HOPS='--only stream' (bench: more options of each)"
-	@echo "         REQUESTS=2000 FUZZ='--real --vllm' (fuzz: requests, more options)"
+	@echo "         COMPARE='--minutes 30' (bench: more options)"
+	@echo "         REQUESTS=2000 FUZZ=--real (fuzz: requests, more options)"
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
 install:  ## install everything to serve into .venv, for this machine's GPU or CPU
@@ -42,16 +42,9 @@ chaos: install  ## inject every fault into the graph of CONFIG under load, print
 fuzz: dev  ## send requests of every shape to a graph of simulated engines (FUZZ=--real: real ones)
 	@$(BIN)/python -m pdserve_bench.fuzz --requests $(REQUESTS) $(FUZZ)
 
-bench: install  ## measure the best single engine against the graph of CONFIG, then the hops, into RESULTS (some 13 minutes)
-	@mkdir -p $(RESULTS); failed=; code=0; \
-	measure() { \
-	  name=$$1; shift; echo; echo "pdserve $$*"; \
-	  $(BIN)/pdserve "$$@" --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name && return; \
-	  code=$$?; [ $$code -eq 130 ] && exit 130; failed="$$failed $$name"; \
-	}; \
-	measure compare compare -f $(CONFIG) $(COMPARE); measure hops bench hops $(HOPS); \
-	echo; echo "To look at: $(RESULTS)/*.png; all figures are in the .json beside them."; \
-	[ -z "$$failed" ] || echo "FAILED:$$failed (see above)"; exit $$code
+bench: install  ## measure the best single engine against the graph of CONFIG, into RESULTS (some 10 minutes)
+	@mkdir -p $(RESULTS)
+	@exec $(BIN)/pdserve compare -f $(CONFIG) --json $(RESULTS)/compare.json $(COMPARE)
 
 test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)
 	@rm -f .pytest_cache/v/cache/lastfailed

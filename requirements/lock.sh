@@ -12,12 +12,12 @@ compile() { "$uv" pip compile --quiet --no-annotate --python-version 3.11 \
 # its `torch==2.13.0` would resolve to the CPU wheel.
 torch=(--index https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
 [ -n "${PIP_FIND_LINKS:-}" ] && torch=(--find-links "$PIP_FIND_LINKS")
-compile pyproject.toml --extra cpu --extra bench --override requirements/leave-out-cpu.txt "${torch[@]}" -o $locks/cpu.txt
+compile pyproject.toml --extra cpu --override requirements/leave-out-cpu.txt "${torch[@]}" -o $locks/cpu.txt
 sed -i 's/^intel-[a-z-]*==[0-9.]*$/& ; platform_machine == "x86_64"/' $locks/cpu.txt # torch's, which aarch64 has not
 
 # The GPU build uses the CPU build's versions where possible, so that both behave alike and dev.txt fits both.
 shared=$(mktemp)
 trap 'rm -f "$shared"' EXIT
 grep -vE '^(torch|triton|apache-tvm-ffi)==' $locks/cpu.txt > "$shared"
-compile pyproject.toml --extra cuda --extra bench -c "$shared" -o $locks/gpu.txt
+compile pyproject.toml --extra cuda -c "$shared" -o $locks/gpu.txt
 compile requirements/dev.in -c "$shared" -o requirements/dev.txt

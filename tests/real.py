@@ -77,5 +77,5 @@ def one_vllm(
     with TemporaryDirectory(prefix="vllm-") as sockets, start_blocking_portal() as portal:
         given = IN_CORE | {"VLLM_RPC_BASE_PATH": sockets} | dict(variables or {})
         server = plain_vllm(model, arguments, folder, lambda _: None, given)
-        with portal.wrap_async_context_manager(server) as (url, _):
+        with portal.wrap_async_context_manager(server) as url:
             yield Reference(url)

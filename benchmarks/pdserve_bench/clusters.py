@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,19 +19,24 @@ SIZE = 3
 HOST = "127.0.0.1"
 
 
-class NatsMember(EmbeddedNats):
+class Member(EmbeddedServer):
     def __init__(
         self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
     ) -> None:
         """`peers`: the ports at which the members reach each other."""
-        self.name = f"nats-{number}"
+        self.name = f"{type(self).name}-{number}"
         super().__init__(folder, free_port(HOST), credentials=credentials)
         self.peers, self.peer_port = peers, peers[number]
-        self._pages = free_port(HOST)
 
+
+class NatsMember(Member, EmbeddedNats):
     def page(self, name: str) -> str:
         """Of its monitoring: `jsz` says which server leads the cluster."""
         return f"http://{HOST}:{self._pages}/{name}"
+
+    @cached_property
+    def _pages(self) -> int:
+        return free_port(HOST)
 
     def command(self) -> list[str]:
         alone = [*super().command(), "--http_port", str(self._pages)]
@@ -40,15 +46,7 @@ class NatsMember(EmbeddedNats):
         return [*alone, *member] if len(self.peers) > 1 else alone
 
 
-class EtcdMember(EmbeddedEtcd):
-    def __init__(
-        self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
-    ) -> None:
-        """`peers`: the ports at which the members reach each other."""
-        self.name = f"etcd-{number}"
-        super().__init__(folder, free_port(HOST), credentials=credentials)
-        self.peers, self.peer_port = peers, peers[number]
-
+class EtcdMember(Member, EmbeddedEtcd):
     def command(self) -> list[str]:
         """Of a flag that comes twice, etcd takes the last."""
         scheme = "https" if self.credentials else "http"

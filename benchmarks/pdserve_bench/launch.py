@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -27,8 +27,12 @@ from pdserve_bench.clusters import Clusters
 from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write
 
+T = TypeVar("T")
+
+REAL = Path("configs/local.yaml")
+"""the graph of real engines that programs start on request"""
 PDSERVE = (sys.executable, "-m", "pdserve")
-VLLM = ("vllm.entrypoints.launchers.api_server.entry",)
+VLLM = "vllm.entrypoints.launchers.api_server.entry"
 START_WITHIN = 900.0
 TELL_EVERY = 15.0
 STOP_WITHIN = 90.0
@@ -74,10 +78,11 @@ class ServerRun:
     def text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    async def until(self, ready: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """Raises ConfigError, or Unavailable with the end of its output, where it does not come up."""
+    async def until(self, ready: Callable[[], Awaitable[T]], say: Callable[[str], None]) -> T:
+        """Wait until that is something true, and return it. Raises ConfigError, or Unavailable with the end of its
+        output, where it does not come up."""
         began, tell_at = time.monotonic(), TELL_EVERY
-        while not ready():
+        while not (found := await ready()):
             seconds = time.monotonic() - began
             if self.process.poll() == 2:
                 raise ConfigError(_complaints(self.text))
@@ -87,6 +92,15 @@ class ServerRun:
                 say(f"still starting after {seconds:.0f} s")
                 tell_at += TELL_EVERY
             await asyncio.sleep(0.1)
+        return found
+
+    async def says(self, words: str, say: Callable[[str], None]) -> None:
+        """Wait until they are in its output. Raises as `until`."""
+
+        async def said() -> bool:
+            return words in self.text
+
+        await self.until(said, say)
 
     async def stop(self) -> None:
         """Stop it as by Ctrl-C, however far its start came. Waits for its end also when cancelled meanwhile."""
@@ -200,7 +214,7 @@ class StartedGraph(RunningGraph):
     async def start(self) -> None:
         """Start the graph, also again after its supervisor has ended. Raises ConfigError and Unavailable."""
         self.serve.start()
-        await self.serve.until(self.serve.ready, self.say)
+        await self.serve.says(READY, self.say)
         graph = state.read(self.state_dir)
         assert graph is not None
         self.graph, self.away = graph, False
@@ -266,22 +280,20 @@ async def plain_vllm(
     folder: Path,
     say: Callable[[str], None],
     variables: Mapping[str, str] | None = None,
-    program: Sequence[str] = VLLM,
-) -> AsyncIterator[tuple[str, int]]:
-    """The URL of vLLM's own API server, once it has answered, and its pid: what a graph is compared with. On a CPU host
-    it gets one thread and 1 GiB of KV cache unless `variables` say otherwise. `program` is a module and its first
-    arguments."""
+) -> AsyncIterator[str]:
+    """The URL of vLLM's own API server, once it has answered: what a graph is compared with. On a CPU host it gets one
+    thread and 1 GiB of KV cache unless `variables` say otherwise."""
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *program, "--model", str(model), "--port", str(port), *arguments]
+    command = [sys.executable, "-m", VLLM, "--model", str(model), "--port", str(port), *arguments]
     server = ServerRun(command, folder / "vllm.log", {**small, **(variables or {})})
     with Guardian(ENGINE_PATIENCE) as guardian:
         process = server.start()
         guardian.watch(process.pid)
         try:
-            await server.until(lambda: "Application startup complete" in server.text, say)
-            yield url, process.pid
+            await server.says("Application startup complete", say)
+            yield url
         finally:
             await server.stop()
             await asyncio.shield(end_group(process.pid))  # an engine that was starting outlives its server

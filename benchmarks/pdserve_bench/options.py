@@ -43,19 +43,10 @@ Seed = Annotated[
     int | None, typer.Option(metavar="N", help="of prompts and arrivals (default: others each time)")
 ]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")]
-Plot = Annotated[Path | None, typer.Option(metavar="NAME", help="draw the charts as NAME.png")]
 
 
 def seed_of(seed: int | None) -> int:
     return random.SystemRandom().randrange(1 << 31) if seed is None else seed
-
-
-def numbers(option: str, text: str, least: int = 1) -> list[int]:
-    """Parse `1,8,32`, each number once; none of an empty text. Raises ConfigError."""
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdecimal() and int(word) >= least for word in words):
-        raise ConfigError([f"{option} {text}: give whole numbers from {least} on, as in 512,2048."])
-    return list(dict.fromkeys(map(int, words)))
 
 
 def rates_of(option: str, text: str) -> list[float]:

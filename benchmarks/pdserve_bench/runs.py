@@ -15,13 +15,16 @@ from typing import Protocol
 from pdserve.errors import PdserveError
 from pdserve.process.signals import STOPPERS
 from pdserve_bench.client import Exchange, Outcome
-from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.endpoint import Endpoint, Prompts
+from pdserve_bench.load import arrivals
 from pdserve_bench.report import Report
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
 
 INTERRUPTED = 130
 """exit code of a command that was broken off by a signal, after it has shown what it has"""
+PATIENCE = 120.0
+"""seconds until a request without an end has failed"""
 
 
 @dataclass
@@ -49,12 +52,6 @@ class LoadRun:
 
     def of(self, outcome: Outcome) -> list[Exchange]:
         return [exchange for exchange in self.exchanges if exchange.outcome is outcome]
-
-    @property
-    def on_their_way(self) -> list[Exchange]:
-        """Requests that had not ended when the window of the rates closed, whatever became of them since."""
-        closes = self.closes
-        return [exchange for exchange in self.exchanges if not exchange.ended or exchange.ended > closes]
 
     def errors(self) -> list[tuple[str, int]]:
         """What failed requests say, and how many; the most frequent first. Texts that differ in numbers alone, as of
@@ -84,7 +81,6 @@ class LoadRun:
             "finished": float(len(finished)),
             "failed": float(len(self.of(Outcome.FAILED))),
             "unfinished": float(len(self.of(Outcome.UNFINISHED))),
-            "on their way": float(len(self.on_their_way)),
             "seconds": self.seconds,
             "window": window,
             "requests/s": len(in_time) / window,
@@ -97,7 +93,7 @@ class LoadRun:
             for share in (0.5, 0.9, 0.99):
                 figures[f"{name} p{100 * share:g}"] = percentile(samples, share)
         if slo is not None:
-            figures["kept"] = slo.attainment(self.exchanges)
+            figures["kept"] = sum(map(slo.kept, self.exchanges)) / max(1, len(self.exchanges))
             figures["goodput"] = sum(map(slo.kept, self.exchanges)) / window
         return figures
 
@@ -115,10 +111,6 @@ class Workload(Protocol):
 
 class Scalable(Protocol):
     """Users of one kind, as many as it takes for a rate."""
-
-    @property
-    def rate(self) -> float:
-        """Requests per second on average, of the trace, or as the options say."""
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
         """A workload of so many seconds, `rate` requests per second on average; other seeds make other prompts and
@@ -149,11 +141,30 @@ class OpenLoop:
             run.ended = time.monotonic()
 
 
+@dataclass
+class PoissonRequests:
+    """A `Scalable`: each request has a prompt of `prompt_tokens` that no request had before, and an answer of
+    `answer_tokens`; they arrive independently of each other (Poisson)."""
+
+    prompts: Prompts
+    """of the model that is measured: `learn_prompts`"""
+    prompt_tokens: int = 1300
+    answer_tokens: int = 64
+    patience: float = PATIENCE
+
+    def at(self, rate: float, seconds: float, seed: int) -> Workload:
+        """Other seeds make other arrivals. Prompts are new each time: none is in a prefix cache already."""
+        due = ((moment, self._body) for moment in arrivals(rate, seconds, seed))
+        return OpenLoop(due, seconds, self.patience)
+
+    def _body(self, endpoint: Endpoint) -> dict[str, object]:
+        return endpoint.body(self.prompts.of(self.prompt_tokens), self.answer_tokens)
+
+
 def run_and_show(
     work: Callable[[], Coroutine[None, None, object]],
     report: Callable[[bool], Report | None],
     json: Path | None,
-    plot: Path | None,
     failed: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run the work to its end or until a signal; then show and write what there is, also where it has failed. `report`
@@ -166,7 +177,8 @@ def run_and_show(
         problem = error
     if found := report(complete):
         found.show()
-        found.write(json, plot)
+        if json is not None:
+            found.write(json)
     elif problem is None:
         print("Broken off before anything was measured.", file=sys.stderr)
     if problem:

@@ -1,23 +1,17 @@
 """What many samples say in one figure."""
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 
 CONFIDENCE = 1.645
 """standard deviations of the normal distribution: 90 % between plus and minus, 95 % on one side"""
 
 
-def percentile(values: Iterable[float], share: float, none: float = 0.0) -> float:
-    """The smallest value that is not exceeded by `share` of them; `none` where there are no values."""
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that is not exceeded by `share` of them; 0 where there are no values."""
     ordered = sorted(values)
     place = math.ceil(share * len(ordered) - 1e-9)  # 0.07 * 100 is a little more than 7
-    return ordered[max(0, place - 1)] if ordered else none
-
-
-def median_ratio(ours: Sequence[float], baseline: Sequence[float]) -> float:
-    """The median of the ratios pair by pair: what slows the machine for a while slows both of a pair."""
-    return statistics.median(a / b for a, b in zip(ours, baseline, strict=True))
+    return ordered[max(0, place - 1)] if ordered else 0.0
 
 
 def wilson(hits: int, count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:

@@ -31,8 +31,6 @@ class Shape:
     """max-num-batched-tokens of an aggregated graph's engines; 0: as the file says"""
     tensor: tuple[int, int] = (0, 0)
     """tensor-parallel-size of prefill and decode workers; 0: as the file says"""
-    settings: tuple[tuple[str, str], ...] = ()
-    """what decides in the decode workers, as live settings"""
 
 
 def read_sections(file: Path) -> Sections:
@@ -59,11 +57,6 @@ def reshape(base: Sections, shape: Shape) -> Sections:
         prefill = prefill if prefill is not None else _like(decode)
         sections["PrefillWorker"] = prefill
         put(decode, "remote-prefill", True)
-        for name, value in shape.settings:
-            for other in THRESHOLDS if name == "policy" else ("policy",):
-                take(decode, other)
-                _unlist(decode, other)
-            put(decode, name, int(value) if value.isdecimal() else value)
         _resize(prefill, shape.prefill, shape.tensor[0])
     else:
         for key in _OF_REMOTE_PREFILL:

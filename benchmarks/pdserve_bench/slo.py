@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -58,10 +58,6 @@ class Slo:
     def broke_gap(self, exchange: Exchange) -> bool:
         """Whether two of its tokens are too far apart; what it waits for now is not counted."""
         return max(exchange.gaps, default=0.0) > self.gap
-
-    def attainment(self, exchanges: Collection[Exchange]) -> float:
-        """The share of the requests that keep it; 1 of none."""
-        return sum(map(self.kept, exchanges)) / len(exchanges) if exchanges else 1.0
 
 
 def read_slo(ttft: str | None, gap: str | None, file: Path | None = None) -> Slo:

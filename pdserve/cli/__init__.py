@@ -48,11 +48,6 @@ COMMANDS = {
                 "pdserve_bench.promise.command:promise",
                 "the graph that runs here with a promise (SLO) and without, in turn",
             ),
-            "hops": ("pdserve_bench.hops.command:hops", "what each part of the graph costs, alone"),
-            "scale": (
-                "pdserve_bench.scale.command:scale",
-                "what each process costs in a graph of 1,000 workers",
-            ),
         },
         "measure a server, or this graph against one engine",
     ),
@@ -199,9 +194,7 @@ class _LazyCommand(TyperCommand):
         except ModuleNotFoundError as error:
             if not module.startswith("pdserve_bench"):
                 raise
-            raise Unavailable(
-                f"pdserve {self.name} needs {error.name}: run `pdserve install`, or install 'pdserve[bench]'."
-            ) from None
+            raise Unavailable(f"pdserve {self.name} needs {error.name}: run `pdserve install`.") from None
         text, _, examples = (inspect.getdoc(function) or "").partition("\nexamples:\n")
         app = typer.Typer(**_PLAIN)
         app.command(self.name, cls=_Command, help=text, epilog=f"examples:\n{examples}\n")(function)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits
 from pdserve_bench.compare.one_engine import one_engine
+from pdserve_bench.compare.systems import PlainVllm
 from pdserve_bench.sections import read_sections, reshape
 from pdserve_bench.simulated import simulated, write
-from pdserve_bench.systems.system import PlainVllm
 
 from pdserve.config.load import load
 from pdserve.plan.machine import Gpu, Machine, what_if
@@ -65,10 +65,9 @@ def test_on_the_cpu_engines_share_the_threads() -> None:
         "aggregated: 1 engine x 4 threads",
         "aggregated: 1 engine x 3 threads, batch 512",
         "aggregated: 2 engines x 2 threads",
-        "1 prefill + 1 decode, each prompt the cheaper way",
-        "1 prefill + 1 decode, all prompts remote",
+        "1 prefill + 1 decode",
     ]
-    system = candidates[2].launch.system
+    system = candidates[2].system
     assert isinstance(system, PlainVllm)
     assert system.variables["OMP_NUM_THREADS"] == "3"
     assert "--max-num-batched-tokens=512" in system.arguments
@@ -88,8 +87,8 @@ def test_on_gpus_an_engine_is_spread_where_its_heads_divide() -> None:
 
 
 def test_one_engine_on_gpus_has_all_of_them() -> None:
-    (engine, *_) = maker(CONFIGS / "disagg.yaml", GPUS, SMALL).aggregated([2048])
-    system = engine.launch.system
+    (engine, *_) = maker(CONFIGS / "disagg.yaml", GPUS, SMALL).aggregated()
+    system = engine.system
     assert isinstance(system, PlainVllm)
     assert system.variables["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert "OMP_NUM_THREADS" not in system.variables
@@ -104,16 +103,12 @@ def test_workers_that_share_a_gpu_leave_their_shares_to_the_one_engine(tmp_path:
     }
     file = write(simulated(decode=worker, prefill=worker), tmp_path / "shared.yaml")
     plan = make_plan(load(file, {}), what_if("1xH100", GPUS), env={})
-    assert "--gpu-memory-utilization=0.8" in one_engine(plan, "base").arguments
+    assert "--gpu-memory-utilization=0.8" in one_engine(plan).arguments
 
 
 def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
     found = maker(CONFIGS / "agg.yaml", GPUS, SMALL)
-    adaptive, separate = found.disaggregated()
-    assert (adaptive.settings, separate.settings) == (
-        {"policy": "adaptive"},
-        {"max-local-prefill-length": "0"},
-    )
+    (separate,) = found.disaggregated()
     sections = reshape(found.base, separate.shape)
     assert sections["PrefillWorker"]["tensor-parallel-size"] == 2
     assert sections["VllmWorker"]["tensor-parallel-size"] == 2
@@ -122,9 +117,8 @@ def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
 
 def test_splits_of_simulated_workers(tmp_path: Path) -> None:
     found = maker(sim_file(tmp_path, decode=2, prefill=1), CPU)
-    separate = found.disaggregated()
-    assert list(dict.fromkeys(candidate.split for candidate in separate)) == ["1P+2D", "2P+1D"]
-    assert [candidate.split for candidate in found.aggregated([512])] == ["3 engines"]
+    assert [candidate.split for candidate in found.disaggregated()] == ["1P+2D", "2P+1D"]
+    assert {candidate.split for candidate in found.aggregated()} == {"3 engines"}
 
 
 def test_no_worker_of_a_split_is_without_hardware() -> None:
@@ -143,25 +137,24 @@ def test_workers_that_share_a_card_are_compared_with_an_engine_that_has_all_of_i
     )
     one = replace(GPUS, gpus=GPUS.gpus[:1])
     assert hardware(load(file, {}), one).units == 1
-    engines = [candidate.launch.system for candidate in maker(file, one, SMALL).aggregated()]
+    engines = [candidate.system for candidate in maker(file, one, SMALL).aggregated()]
     shares = [engine.arguments for engine in engines if isinstance(engine, PlainVllm)]
     assert shares
     assert all("--gpu-memory-utilization=0.92" in each for each in shares)
 
 
-@pytest.mark.parametrize(
-    ("decode", "expected"),
-    [
-        ({}, ["remote above 64 tokens", "all prompts remote"]),
-        ({"max-local-prefill-length": 0}, ["all prompts remote"]),
-        ({"conditional-disagg": False}, ["all prompts remote"]),
-    ],
-)
-def test_a_split_decides_as_its_file_does_or_prefills_all_remotely(
-    tmp_path: Path, decode: dict[str, object], expected: list[str]
-) -> None:
-    found = maker(write(simulated(decode=decode), tmp_path / "sim.yaml"), CPU).disaggregated()
-    assert names(found) == [f"1 prefill + 1 decode, {way}" for way in expected]
+@pytest.mark.parametrize("decode", [{}, {"max-local-prefill-length": 0}, {"conditional-disagg": False}])
+def test_a_split_decides_as_its_file_does(tmp_path: Path, decode: dict[str, object]) -> None:
+    file = write(simulated(decode=decode), tmp_path / "sim.yaml")
+    found = maker(file, CPU)
+    (split,) = found.disaggregated()
+    changed = load(write(reshape(found.base, split.shape), tmp_path / "changed.yaml"), {}).decode
+    own = load(file, {}).decode
+    assert changed is not None
+    assert own is not None
+    assert changed.remote_prefill
+    for name in ("policy", "max_local_prefill_length", "conditional_disagg"):
+        assert getattr(changed, name) == getattr(own, name)
 
 
 def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:
@@ -170,4 +163,3 @@ def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:
     sections["VllmWorker"]["max-num-batched-tokens"] = 1024
     found = maker(write(sections, tmp_path / "file.yaml"), CPU)
     assert {candidate.shape.batch for candidate in found.aggregated()} == {1024, 512}
-    assert {candidate.shape.batch for candidate in found.aggregated([128, 288])} == {1024, 288}

@@ -45,7 +45,7 @@ def running(folder: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.timeout(2 * WITHIN)
 def test_the_verdict_follows_from_the_results_that_it_comes_with(tmp_path: Path) -> None:
-    load_ = "--prompt-tokens 200 --answer-len 8 --ttft 2s --gap 1s --share 0.5 --rate 4 --batch-sizes 512"
+    load_ = "--prompt-tokens 200 --answer-len 8 --ttft 2s --gap 1s --share 0.5 --rate 4"
     with running(tmp_path, *load_.split(), "--minutes", "0.4") as process:
         said, _ = process.communicate(timeout=WITHIN)
     assert process.returncode == 0, said[-5000:]
@@ -59,15 +59,15 @@ def test_the_verdict_follows_from_the_results_that_it_comes_with(tmp_path: Path)
     assert data["choice"] == (again.choice.name if again.choice else None)
     assert again.reason in report["lead"]
     assert {result.name for result in results} >= {
-        "aggregated: 2 engines, batch 512",
-        "1 prefill + 1 decode, remote above 64 tokens",
+        "aggregated: 2 engines, batch 128",
+        "1 prefill + 1 decode",
     }
     assert any(result.probed for result in results)
 
 
 @pytest.mark.timeout(2 * WITHIN)
 def test_broken_off_while_a_graph_starts_it_stops_it(tmp_path: Path) -> None:
-    with running(tmp_path, "--batch-sizes", "512") as process:
+    with running(tmp_path) as process:
         asyncio.run(until(lambda: bool(processes_below(tmp_path)), within=WITHIN))
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=WITHIN)
@@ -78,7 +78,6 @@ def test_broken_off_while_a_graph_starts_it_stops_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ("--batch-sizes many", "--batch-sizes many: give whole numbers"),
         ("--trace gone.jsonl", "gone.jsonl"),
         ("--ttft soon", "soon"),
         ("--json /nowhere/found.json", "there is no folder /nowhere"),

@@ -22,7 +22,7 @@ def separate(
     low: float | None = 9.0, high: float | None = 9.9, broke: Tally = LATE, **more: object
 ) -> CandidateResult:
     middle = None if low is None else low if high is None else (low + high) / 2
-    name = "1 prefill + 1 decode, remote above 64 tokens"
+    name = "1 prefill + 1 decode"
     return CandidateResult(name, False, low, high, middle, broke, **{"split": "1P+1D", **more})  # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ def test_of_too_few_requests_nothing_is_recommended() -> None:
 )
 def test_an_answer_comes_with_its_doubts(criteria: Criteria, doubt: str) -> None:
     found = answer([together(), separate()], criteria)
-    assert found.headline == "in doubt: disaggregate: 1 prefill + 1 decode, remote above 64 tokens."
+    assert found.headline == "in doubt: disaggregate: 1 prefill + 1 decode."
     (text,) = found.doubts
     assert doubt in text
     assert not answer([together(), separate()], QUIET).doubts

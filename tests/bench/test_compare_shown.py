@@ -21,7 +21,7 @@ def comparison(tmp_path: Path) -> Comparison:
     file = write(simulated(), tmp_path / "graph.yaml")
     found = Comparison.prepare(CompareOptions(file, Slo()), _single(100, 8, 1))
     for candidate, carried in (
-        (found.maker.aggregated((512,))[0], 2.0),
+        (found.maker.aggregated()[0], 2.0),
         (found.maker.disaggregated()[0], 4.0),
     ):
         entrant = Entrant(candidate, unknown())

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from pdserve_bench.endpoint import Endpoint, Prompts
-from pdserve_bench.goodput.requests import PoissonRequests
+from pdserve_bench.options import rates_of
 from pdserve_bench.promise.arms import OFF, WAYS, Arm, ArmsRun, Switch, arm_of, compare_arms, in_turn
 from pdserve_bench.promise.result import report_of
+from pdserve_bench.runs import PoissonRequests
 from pdserve_bench.slo import Slo
 
 from pdserve.cli import main
+from pdserve.errors import ConfigError
 from pdserve.registry import keys
 from pdserve.settings import promise_of
 from tests.bench.answers import OpenAi, tiny_server
@@ -126,3 +128,10 @@ def test_a_wrong_command_line_is_refused_at_once(
 ) -> None:
     assert main(["bench", "promise", *options.split()]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["ten", "10,", "0", "10,-2"])
+def test_rates(text: str) -> None:
+    with pytest.raises(ConfigError, match="--rates"):
+        rates_of("--rates", text)
+    assert rates_of("--rates", "20, 10") == [10, 20]

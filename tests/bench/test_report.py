@@ -1,4 +1,4 @@
-"""Reports as data: in the terminal, in a pipe, as JSON, as a picture; where figures come from; files refused."""
+"""Reports as data: in the terminal, in a pipe, as JSON; where figures come from; files refused."""
 
 import json
 import math
@@ -8,16 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.image import imread
-from pdserve_bench.report import Cell, Chart, Column, Origin, Report, Rows, Series, check_outputs, machine
-from pdserve_bench.report.origin import command_line, revision
-from pdserve_bench.report.plot import draw
+from pdserve_bench.report import Cell, Column, Report, Rows, check_outputs, machine, revision
 
 from pdserve.errors import ConfigError
 from tests.terminal import Terminal
 
-NAN = math.nan
 SYSTEMS = ["plain vLLM", "pdserve, all local", "pdserve, as it decides"]
 COLUMNS = [
     Column("system"),
@@ -40,21 +35,11 @@ def rows(best: int | None = 2) -> Rows:
 
 
 def report() -> Report:
-    chart = Chart(
-        "Goodput",
-        "bars",
-        "",
-        "requests/s",
-        [Series("goodput", SYSTEMS, [2.9, 5.5, 10.2], [2.7, 5.0, 9.9], [3.0, 6.0, 10.9])],
-        across={"asked for": 8.0},
-        better="higher",
-    )
     return Report(
         "One engine against the graph",
         "The graph carries 3.5 times as many requests.",
         [rows()],
-        [chart],
-        ["A control run: 1.02."],
+        notes=["A control run: 1.02."],
         data={"rounds": [2.9, 3.0]},
         verdict="Disaggregate.",
     )
@@ -74,7 +59,7 @@ def test_a_table_breaks_no_number(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it does not fit, it is wider than the terminal."""
-    monkeypatch.setattr("pdserve_bench.report.terminal.PIPE_WIDTH", columns)
+    monkeypatch.setattr("pdserve_bench.report.PIPE_WIDTH", columns)
     Report("", tables=[rows()]).show()
     lines = capsys.readouterr().out.splitlines()
     assert columns < 110 or max(map(len, lines)) <= columns
@@ -117,10 +102,9 @@ def test_the_best_row_is_bold_in_a_terminal() -> None:
 
 def test_json_has_all_of_a_report() -> None:
     found = json.loads(report().as_json())
-    assert found["charts"][0]["series"][0]["ys"] == [2.9, 5.5, 10.2]
     assert found["tables"][0]["rows"][2][0] == "pdserve, as it decides"
     assert (found["verdict"], found["data"]) == ("Disaggregate.", {"rounds": [2.9, 3.0]})
-    assert found["origin"]["machine"]["cores"] > 0
+    assert found["machine"]["cores"] > 0
 
 
 def test_json_has_no_nan() -> None:
@@ -128,7 +112,6 @@ def test_json_has_no_nan() -> None:
     whole = Report(
         "",
         tables=[Rows("", [Column("n", ".1f")], [[nan], [inf], [None]])],
-        charts=[Chart("", "lines", "", "", [Series("a", [1, 2], [nan, None], [inf, 0])])],
         data={"deep": [{"x": nan}], "path": Path("/x"), "by number": {1: 2}},
     )
 
@@ -137,51 +120,7 @@ def test_json_has_no_nan() -> None:
 
     found = json.loads(whole.as_json(), parse_constant=refuse)
     assert found["tables"][0]["rows"] == [[None], [None], [None]]
-    assert found["charts"][0]["series"][0]["ys"] == [None, None]
     assert found["data"] == {"deep": [{"x": None}], "path": "/x", "by number": {"1": 2}}
-
-
-LONG = "a system with max-num-batched-tokens=2048 and max-num-seqs=256, which takes a line and another one"
-NASTY = [
-    Chart("no series", "lines", "x", "y", []),
-    Chart("no points", "bars", "x", "y", [Series("a", [], [])]),
-    Chart("only NaN", "lines", "x", "y", [Series("a", [1, 2], [NAN, None])], log=True),
-    Chart("zeros", "lines", "x", "y", [Series("a", [0, 1, 100], [5, 0, 1e6])], log=True),
-    Chart("one point", "lines", "x", "y", [Series("a", [3], [4])], {"far": 70}, {"left": -3}),
-    Chart("below 0", "bars", "x", "y", [Series("a", ["p", "q"], [-1, 2], [-2, 1], [0, 3])]),
-    Chart(LONG, "bars", LONG, LONG, [Series(LONG, [LONG, EVIL], [1, NAN], [], [2, 3])]),
-    Chart(EVIL, "lines", "$x^2", "_y", [Series("_a", [1, 2], [1, 2]), Series("$", [1], [math.inf])]),
-]
-
-
-def test_nothing_that_was_measured_breaks_a_picture(tmp_path: Path) -> None:
-    Report(EVIL, LONG, charts=NASTY, complete=False).write(None, tmp_path / "v0.2")
-    assert imread(tmp_path / "v0.2.png").shape[1] == 1500
-    Report("nothing").write(None, tmp_path / "x.png")
-    assert imread(tmp_path / "x.png").shape[1] == 1500
-
-
-def test_ticks_are_plain_numbers() -> None:
-    """Also on a logarithmic scale, where matplotlib writes powers of ten as mathematics, which is off."""
-    figure = Figure()
-    axes = figure.subplots()
-    draw(axes, Chart("", "lines", "", "", [Series("a", [1, 32, 1000], [20, 300, 400])], log=True))
-    figure.draw_without_rendering()
-    ticks = [
-        text.get_text() for text in (*axes.get_xticklabels(which="both"), *axes.get_yticklabels(which="both"))
-    ]
-    assert {"1", "100", "20", "200"} <= set(ticks)
-    assert not any("^" in text or "e+" in text for text in ticks)
-
-
-def test_the_command_is_there_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = "--api-key sk-1 --base-url http://me:pw@host/v1 --api-key=sk-2 --hf-token hf_1"
-    words = f"/usr/bin/pdserve bench goodput {secrets} --prompt-tokens 512 --note"
-    monkeypatch.setattr(sys, "argv", [*words.split(), "two words"])
-    assert command_line() == (
-        "pdserve bench goodput --api-key '***' --base-url 'http://***@host/v1' '--api-key=***' --hf-token '***' "
-        "--prompt-tokens 512 --note 'two words'"
-    )
 
 
 def test_only_a_repository_of_ours_says_which_revision_it_is(tmp_path: Path) -> None:
@@ -197,32 +136,15 @@ def test_only_a_repository_of_ours_says_which_revision_it_is(tmp_path: Path) -> 
 def test_the_machine_is_described() -> None:
     assert machine() is machine()
     assert machine()["cores"] > 0
-    origin = Origin(
-        "pdserve bench", {"processor": "EPYC", "cores": 2, "packages": {"vllm": "1"}, "date": "D"}
-    )
-    assert origin.short == "EPYC · 2 cores · pdserve · vllm 1 · D"
-    assert Origin("x", {}).short == "pdserve"
 
 
 @pytest.mark.parametrize(
-    ("json_file", "plot", "wrong"),
-    [
-        ("no/x.json", None, "no folder"),
-        (None, "no/x", "no folder"),
-        (None, "x.svg", "ends with .png"),
-        (".", None, "is a folder"),
-        (None, "..", "a name that ends with .png"),
-        ("x.json", "qwen-2.5", ""),
-        ("x.json", "x.png", ""),
-        (None, None, ""),
-    ],
+    ("name", "wrong"), [("no/x.json", "no folder"), (".", "is a folder"), ("x.json", ""), (None, "")]
 )
-def test_outputs_are_checked_before_the_work(
-    json_file: str | None, plot: str | None, wrong: str, tmp_path: Path
-) -> None:
-    places = [tmp_path / name if name else None for name in (json_file, plot)]
+def test_outputs_are_checked_before_the_work(name: str | None, wrong: str, tmp_path: Path) -> None:
+    file = tmp_path / name if name else None
     if wrong:
         with pytest.raises(ConfigError, match=wrong):
-            check_outputs(*places)
+            check_outputs(None, file)
     else:
-        check_outputs(*places)
+        check_outputs(None, file)

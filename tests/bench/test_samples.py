@@ -1,9 +1,7 @@
 """Percentiles, intervals, fits: against what is known of them."""
 
-import math
-
 import pytest
-from pdserve_bench.samples import falling, median_ratio, percentile, wilson
+from pdserve_bench.samples import falling, percentile, wilson
 
 
 @pytest.mark.parametrize(
@@ -30,13 +28,6 @@ def test_percentiles_are_values_of_the_sample(count: int, share: float, found: i
 
 def test_percentiles_of_nothing() -> None:
     assert percentile([], 0.9) == 0.0
-    assert math.isnan(percentile([], 0.9, none=float("nan")))
-
-
-def test_a_ratio_is_that_of_pairs() -> None:
-    assert median_ratio([1, 20, 3], [1, 10, 3]) == 1.0
-    with pytest.raises(ValueError, match="shorter"):
-        median_ratio([1, 2], [1])
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,3 @@ def test_each_request_has_one_fate(exchange: Exchange, fate: str) -> None:
     assert tally.requests == 1
     assert tally.missed == (fate not in ("kept", "unfinished"))
     assert SLO.kept(exchange) == (fate == "kept")
-
-
-def test_attainment_is_of_all_requests() -> None:
-    exchanges = [_exchange(0.1), _exchange(0.6), _exchange(ended=0.0), _exchange(error="x")]
-    assert SLO.attainment(exchanges) == 0.25
-    assert SLO.attainment([]) == 1.0
-    tally = Tally.of(SLO, exchanges, now=102.0)
-    assert (tally.kept, tally.ttft, tally.failed) == (1, 2, 1)
-    assert tally.describe() == "TTFT 2, failed 1"

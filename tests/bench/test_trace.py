@@ -1,9 +1,8 @@
-"""Traces are read strictly, and replayed with the lengths, times and shared prefixes that they have."""
+"""Traces are read strictly, and replayed with the lengths and shared prefixes that they have."""
 
 import asyncio
 import json
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.conditions import until
 ENDPOINT = Endpoint("http://127.0.0.1:1", "m")
 WORD = 2.0
 """tokens per word in these tests"""
+DUES = (0, 0.25, 0.5, 0.75)
 
 
 def trace(folder: Path, *lines: "dict[str, Any] | str") -> Trace:
@@ -33,12 +33,12 @@ def mooncake(at: float, tokens: int, blocks: list[int], answer: int = 8) -> dict
 
 
 def words(found: Trace, number: int, salt: str = "s") -> list[str]:
-    body = found.requests[number].body(ENDPOINT, WORD, salt)
+    body = found.requests[number].body(ENDPOINT, WORD, salt, f"request {number}")
     return str(body["prompt"]).split()
 
 
-def arrivals(found: Trace, rate: float, seconds: float, seed: int = 0) -> list[tuple[Any, ...]]:
-    """The moment, the tokens of a word and the salt of each."""
+def asked(found: Trace, rate: float, seconds: float, seed: int = 0) -> list[tuple[Any, ...]]:
+    """The moment, the tokens of a word, the salt and the own name of each."""
     workload = found.at(rate, seconds, seed)
     assert isinstance(workload, OpenLoop)
     return [(due, *made.keywords.values()) for due, made in workload.requests]  # type: ignore[attr-defined]
@@ -72,7 +72,6 @@ def test_prefixes_are_shared_as_the_hash_ids_say(tmp_path: Path) -> None:
         ({"input_length": 0, "output_length": 1}, "`$.input_length`"),
         ({"input_length": 5}, "`output_length`"),
         ({"prompt": "Hello", "max_tokens": 5}, "`input_length`"),
-        ({"timestamp": 5, "input_length": 5, "output_length": 1}, "either all lines have one or none"),
         ("[1]", "Expected `object`"),
     ],
 )
@@ -95,40 +94,33 @@ def test_requests_that_cannot_be_sent_are_left_out_and_counted(tmp_path: Path) -
         mooncake(3000, 90, []),
     ]
     found = trace(tmp_path, *lines).within(4096)
-    assert [request.prompt_tokens for request in found.requests] == [100, 90]
-    assert found.requests[0].due == 0
-    assert "1 left out: with no answer; 1 left out: longer than the model's 4,096" in found.describe()
+    assert [request.input_length for request in found.requests] == [100, 90]
+    assert found.rate == pytest.approx(1.0)
+    assert "; 2 left out: without an answer, or too long" in found.describe()
     with pytest.raises(ConfigError, match="all its requests are longer"):
         trace(tmp_path, *lines).within(64)
 
 
-def test_arrivals_keep_their_bursts_at_the_wanted_rate(tmp_path: Path) -> None:
-    times = [1000 * burst + 10 * number for burst in range(10) for number in range(10)]
-    found = trace(tmp_path, *(mooncake(at, 100, []) for at in times))
-    assert found.rate == pytest.approx(100 / (9.09 * 100 / 99))
-    for rate, seconds in ((5.0, 10.0), (20.0, 3.0), (40.0, 10.0)):
-        due = [at for at, _, _ in arrivals(found, rate, seconds)]
-        assert len(due) == rate * seconds
-        assert due == sorted(due)
-        assert due[0] >= 0
-        assert due[-1] < seconds
-        gaps = [after - before for before, after in pairwise(due)]
-        assert max(gaps) > 5 / rate, "ten requests come together, then a pause"
-    salts = {salt for _, _, salt in arrivals(found, 40.0, 10.0)}
-    assert len(salts) >= 4, "400 of 100 requests: fresh prompts each time"
-    assert arrivals(found, 5.0, 10.0) == arrivals(found, 5.0, 10.0)
-    assert arrivals(found, 5.0, 10.0, 1) != arrivals(found, 5.0, 10.0)
+def test_requests_come_in_the_order_of_the_trace_which_begins_again(tmp_path: Path) -> None:
+    found = trace(tmp_path, *(mooncake(100 * number, 100, []) for number in range(100)))
+    assert found.rate == pytest.approx(10.0)
+    few = asked(found, 5.0, 10.0)
+    due = [at for at, *_ in few]
+    assert due == sorted(due)
+    assert due[-1] < 10.0
+    names = [own for *_, own in few]
+    first = int(names[0].removeprefix("request "))
+    assert names == [f"request {(first + number) % 100}" for number in range(len(few))]
+    assert len({salt for _, _, salt, _ in asked(found, 40.0, 10.0)}) >= 4, "fresh prompts each time"
+    assert asked(found, 5.0, 10.0) == few
+    assert asked(found, 5.0, 10.0, 1) != few
 
 
-def test_times_that_the_recorder_rounded_are_spread(tmp_path: Path) -> None:
-    """As in Mooncake's traces: 3 s."""
-    found = trace(tmp_path, *(mooncake(3000 * (number // 6), 100, []) for number in range(60)))
-    dues = [request.due for request in found.requests]
-    assert dues == pytest.approx([number / 2 for number in range(60)])
-    assert found.rate == pytest.approx(2.0)
+def test_without_times_it_has_no_rate(tmp_path: Path) -> None:
+    assert trace(tmp_path, {"input_length": 5, "output_length": 1}).rate is None
 
 
-async def test_it_is_sent_at_its_times_whatever_becomes_of_those_before(tmp_path: Path) -> None:
+async def test_it_is_sent_at_its_moments_whatever_becomes_of_those_before(tmp_path: Path) -> None:
     """To a server of words of two tokens that never ends an answer of 9 tokens. Cancelled, its requests are too."""
     found = trace(
         tmp_path,
@@ -148,7 +140,8 @@ async def test_it_is_sent_at_its_times_whatever_becomes_of_those_before(tmp_path
 
     run = LoadRun()
     async with tiny_server(respond) as server:
-        workload = found.at(4.0, 1.0, 1)
+        bodies = [made for _, made in found._from(10.0, 60.0, 1)]
+        workload = OpenLoop(zip(DUES, bodies, strict=False), 1.0, 60.0)
         work = asyncio.create_task(workload.run(Endpoint(server.url, "m"), run))
         await until(lambda: len(run.exchanges) == 4 and len(run.of(Outcome.FINISHED)) == 3)
         work.cancel()
@@ -158,6 +151,6 @@ async def test_it_is_sent_at_its_times_whatever_becomes_of_those_before(tmp_path
     assert endless.body["max_tokens"] == 9
     assert sorted(each.prompt_tokens for each in run.of(Outcome.FINISHED)) == [40, 60, 80]
     times = [each.started - run.began for each in run.exchanges]
-    assert all(time >= due - 0.01 for time, due in zip(times, (0, 0.25, 0.5, 0.75), strict=True))
+    assert all(time >= due - 0.01 for time, due in zip(times, DUES, strict=True))
     assert run.asks_until == run.began + 1.0
     assert run.began < run.ended <= time.monotonic()

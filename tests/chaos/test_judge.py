@@ -1,7 +1,7 @@
 """What came of a request, by tables."""
 
 import pytest
-from pdserve_bench.chaos.judge import Judgement, first_difference, judge, longest_pause, too_long, trace
+from pdserve_bench.chaos.judge import Judgement, first_difference, judge, too_long, trace
 from pdserve_bench.chaos.questions import Attempt, Case
 
 RIGHT = (5, 6, 7)
@@ -38,7 +38,8 @@ def test_judge(tokens: list[int], error: str, hung: bool, result: Judgement) -> 
     ],
 )
 def test_longest_pause(arrivals: list[float], ended: float, pause: float) -> None:
-    assert longest_pause(10.0, arrivals, ended) == pytest.approx(pause)
+    attempt = Attempt(started=10.0, arrivals=arrivals, ended=ended, case=Case((1,), 1, True))
+    assert attempt.longest_wait == pytest.approx(pause)
 
 
 @pytest.mark.parametrize(("pause", "amiss"), [(1.4, False), (4.9, False), (5.1, True), (17.0, True)])

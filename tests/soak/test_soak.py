@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from pdserve_bench.fuzz import attack, schema
-from pdserve_bench.fuzz.__main__ import REAL
 from pdserve_bench.fuzz.answers import problem
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzReport
 from pdserve_bench.fuzz.nasties import nasties, unfinished
 from pdserve_bench.fuzz.request import FuzzRequest
-from pdserve_bench.launch import StartedGraph, started
+from pdserve_bench.launch import REAL, StartedGraph, started
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.soak.__main__ import soak
 from pdserve_bench.soak.requests import Ending

@@ -1,14 +1,13 @@
-"""The last release, replaced by this build while clients ask: `python -m pdserve_bench.upgrade` has the way back, too,
-and real engines."""
+"""The last release, replaced by this build while clients ask, and then back."""
 
 from pathlib import Path
 
 import pytest
 from pdserve_bench.launch import SIM_SPEED
 from pdserve_bench.simulated import simulated, write
-from pdserve_bench.upgrade import ROOT, build_of, upgrade
 
 from pdserve.errors import Unavailable
+from tests.wire.rolling import ROOT, build_of, upgrade
 from tools import wire
 
 
@@ -18,6 +17,8 @@ async def test_process_by_process_no_request_is_lost(tmp_path: Path) -> None:
     except Unavailable as lacking:
         pytest.skip(str(lacking))
     file = write(simulated(SIM_SPEED["sim"]), tmp_path / "sim.yaml")
-    (row,) = await upgrade(file, released, [ROOT], tmp_path, print)
-    assert row.good, [*row.traces, *row.amiss, row.held]
-    assert row.requests > 20
+    rows = await upgrade(file, released, [ROOT, released], tmp_path, print)
+    assert len(rows) == 2
+    for row in rows:
+        assert row.good, [*row.traces, *row.amiss, row.held]
+        assert row.requests > 20

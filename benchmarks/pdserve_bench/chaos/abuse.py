@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 from pdserve.records import Role
-from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.questions import LONGEST, Attempt, simulated
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.client import Exchange, LoadClient, post, send_unread
@@ -52,9 +51,7 @@ async def read_nothing(scene: Scene) -> float | None:
 
 def _longest_pause(attempts: Iterable[Attempt]) -> float:
     """Seconds that any of these waited for a token; 0 if none was streamed."""
-    return max(
-        (longest_pause(x.started, x.arrivals, x.ended) for x in attempts if x.case.stream), default=0.0
-    )
+    return max((attempt.longest_wait for attempt in attempts if attempt.case.stream), default=0.0)
 
 
 def _unread(scene: Scene, number: int) -> socket.socket | None:

@@ -12,7 +12,6 @@ from pdserve_bench.chaos import (
     features,
     garbage,
     hosts,
-    lost,
     members,
     restarts,
     unregistered,
@@ -20,7 +19,8 @@ from pdserve_bench.chaos import (
 )
 from pdserve_bench.chaos.scene import Fault
 
-STORIES = (
+FAULTS: tuple[Fault, ...] = (
+    *faults.FAULTS,
     *clocks.WRONG_CLOCKS,
     abuse.UNREAD_STREAMS,
     abuse.POISON,
@@ -33,12 +33,9 @@ STORIES = (
     restarts.SERVE_KILL,
     unregistered.KEYS_DELETED,
     unregistered.PREFILL_WITHOUT_NATS,
-    lost.STATE_LOST,
-    lost.SERVE_AND_GUARDIAN_KILL,
+    disk.STATE_LOST,
+    restarts.SERVE_AND_GUARDIAN_KILL,
 )
-FAULTS: tuple[Fault, ...] = (*faults.FAULTS, *STORIES)
-
-
 HOST_FAULTS = hosts.HOST_FAULTS
 """those of a graph whose processes have a host each"""
 CLUSTER_FAULTS = members.CLUSTER_FAULTS

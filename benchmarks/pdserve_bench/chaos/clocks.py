@@ -2,13 +2,12 @@
 behind, and takes no harm. Whether they are used is looked up, and whether remote prefill goes on as without them."""
 
 import asyncio
-import subprocess
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from pdserve.clock import VARIABLE
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.graph import to_environment
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
@@ -38,35 +37,26 @@ ON_THEIR_WAY = 0.3
 """seconds in which a request that has begun is at its frontend"""
 
 
-@dataclass
-class ExtraProcess:
-    """A process of the graph that its supervisor does not know."""
-
-    name: str
-    process: "subprocess.Popen[bytes]"
-    offset: float
-
-
 async def _play(scene: Scene, role: Role) -> float | None:
-    processes = [
-        ExtraProcess(f"clock-{slot.name}", _process(scene, slot, offset).start(), offset)
-        for slot, offset in zip(_slots(scene, role), OFFSETS, strict=True)
-    ]
+    """The processes are of the graph, and its supervisor does not know them."""
+    extras = [_extra(scene, *each) for each in zip(_slots(scene, role), OFFSETS, strict=True)]
+    for extra in extras:
+        extra.start()
     try:
-        instances = [await _registered(scene, extra) for extra in processes]
+        instances = [await _registered(scene, extra) for extra in extras]
         scene.say(f"{', '.join(instance.id for instance in instances)}: clocks off by {OFFSETS} s")
         await _use(scene, instances)
         pages = await scene.watch.metrics(role)
         scene.amiss += [
-            f"{extra.name}, whose clock is off by {extra.offset:g} s, was given nothing to do"
-            for extra, instance in zip(processes, instances, strict=True)
+            f"{instance.id}, whose clock is off by {offset:g} s, was given nothing to do"
+            for instance, offset in zip(instances, OFFSETS, strict=True)
             if not total(pages.get(instance.id, {}), WORK[role])
         ]
         scene.gone |= {instance.id for instance in instances}
     finally:
-        for extra in processes:
+        for extra in extras:
             extra.process.terminate()
-        for extra in processes:
+        for extra in extras:
             await _end(scene, extra)
     return await scene.recovery()
 
@@ -116,7 +106,7 @@ def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
     ]
 
 
-def _process(scene: Scene, slot: Slot, offset: float) -> ServerRun:
+def _extra(scene: Scene, slot: Slot, offset: float) -> ServerRun:
     """A frontend gets a port of its own: it would share the graph's only with children of one parent."""
     running, frontend = scene.running, scene.config.frontend
     graph = running.graph
@@ -137,21 +127,25 @@ def _process(scene: Scene, slot: Slot, offset: float) -> ServerRun:
     return ServerRun(command, running.state_dir / "logs" / f"clock-{slot.name}.log", variables)
 
 
-async def _registered(scene: Scene, extra: ExtraProcess) -> Instance:
-    deadline = time.monotonic() + READY_WITHIN
-    while time.monotonic() < deadline and extra.process.poll() is None:
-        for instance in await scene.watch.instances():
-            if instance.pid == extra.process.pid:
-                return instance
-        await asyncio.sleep(0.25)
-    raise LookupError(f"{extra.name} did not come to be ready")
+async def _registered(scene: Scene, extra: ServerRun) -> Instance:
+    async def found() -> Instance | None:
+        pid = extra.process.pid
+        return next((each for each in await scene.watch.instances() if each.pid == pid), None)
+
+    try:
+        async with asyncio.timeout(READY_WITHIN):
+            instance = await extra.until(found, scene.say)
+    except (TimeoutError, ConfigError, Unavailable):
+        raise LookupError(f"{extra.log.stem} did not come to be ready") from None
+    assert instance is not None
+    return instance
 
 
-async def _end(scene: Scene, extra: ExtraProcess) -> None:
+async def _end(scene: Scene, extra: ServerRun) -> None:
     try:
         await asyncio.wait_for(exit_of(extra.process), scene.config.drain_timeout + 10)
     except TimeoutError:
-        scene.amiss.append(f"{extra.name} did not stop on SIGTERM")
+        scene.amiss.append(f"{extra.log.stem} did not stop on SIGTERM")
         extra.process.kill()
         await exit_of(extra.process)
     await end_group(extra.process.pid)

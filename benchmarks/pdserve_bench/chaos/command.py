@@ -121,15 +121,11 @@ def chaos(
         good = complete and passed(rows)
     finally:  # what is known is shown, however it ends
         if rows:
-            _report(rows, complete, json or folder / CARD)
+            show(scorecard(rows))
+            print(verdict(rows, complete))
+            (json or folder / CARD).write_text(as_json(rows, complete))
         if good or not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
         else:
             _say(f"kept for a look at it: {folder}")
     return INTERRUPTED if not complete else 0 if good else 1
-
-
-def _report(rows: list[Row], complete: bool, file: Path) -> None:
-    show(scorecard(rows))
-    print(verdict(rows, complete))
-    file.write_text(as_json(rows, complete))

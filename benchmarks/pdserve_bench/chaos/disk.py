@@ -1,16 +1,21 @@
-"""A full disk: nothing can be written to the graph's state directory for some seconds."""
+"""The state directory: nothing can be written to it for some seconds, or all that was written is gone."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from pdserve_bench.chaos.faults import Harm, Target, find, injected
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import StartedGraph
 
 LOGS_WITHIN = 30.0
 _CHUNK = bytes(1 << 20)
+NEED = ("lock", "graph.json", "credentials", "logs", "sockets", "nats", "etcd")
+"""what restarts and other commands need of the state directory, as far as it was there"""
+BACK_WITHIN = 10.0
 
 
 async def fill(scene: Scene) -> float | None:
@@ -74,4 +79,43 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {path.stem: path.stat().st_size for path in folder.glob("decode-*.log")}
 
 
+async def remove_state(scene: Scene) -> float | None:
+    """Of each kind a process is killed meanwhile: what is started again needs what was removed."""
+    running, folder = scene.running, scene.running.state_dir
+    instances = await scene.watch.instances()
+    victims = [
+        victim
+        for target in (Target.PREFILL, Target.DECODE, Target.NATS, Target.ETCD)
+        for victim in find(target, scene.turn, instances, running.graph.pid)[0]
+    ]
+    there = {path.name for path in folder.iterdir()} & set(NEED)
+    for path in folder.iterdir():
+        _remove(path)
+    scene.say(f"{', '.join(sorted(there))} removed; killing {', '.join(each.name for each in victims)}")
+    scene.victims += [victim.name for victim in victims]
+    async with injected(Harm.KILL, victims, running.graph.pid, folder):
+        scene.gone |= {victim.name for victim in victims}
+    recovered = await scene.recovery()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BACK_WITHIN):
+            while not all((folder / name).exists() for name in there):  # noqa: ASYNC110 (files)
+                await asyncio.sleep(0.1)
+    if missing := sorted(name for name in there if not (folder / name).exists()):
+        scene.amiss.append(f"not made anew: {', '.join(missing)}")
+    return recovered
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 DISK_FULL = Fault("disk-full", "no space on the state directory's file system for --hold seconds", fill)
+STATE_LOST = Fault(
+    "state-lost",
+    "all files and folders of the state directory are removed, and a process of each kind is killed",
+    remove_state,
+    kills_decode=True,
+)

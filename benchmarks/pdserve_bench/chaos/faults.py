@@ -154,10 +154,11 @@ async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
 
 @asynccontextmanager
 async def injected(
-    how: Harm, victims: Sequence[Victim], supervisor: int, state_dir: Path
+    how: Harm, victims: Sequence[Victim], supervisor: int, state_dir: Path, beside: Sequence[int] = ()
 ) -> AsyncIterator[None]:
-    """What hangs or is cut off does so while this is entered; the others have been told to end by then. Raises
-    LookupError where a victim has ended by itself, and Cannot."""
+    """What hangs or is cut off does so while this is entered; the others have been told to end by then. `beside` are
+    processes that the supervisor did not start, and that are cut from the victim too. Raises LookupError where a victim
+    has ended by itself, and Cannot."""
     match how:
         case Harm.KILL:
             _send(victims, signal.SIGKILL)
@@ -180,7 +181,7 @@ async def injected(
                     _send(victims, signal.SIGCONT)
         case Harm.CUT:
             (victim,) = victims
-            async with cut_off(victim.group, family(supervisor)):
+            async with cut_off(victim.group, [*family(supervisor), *beside]):
                 yield
 
 

@@ -243,11 +243,8 @@ def _fault(name: str, told: str, feature: Trial, adds: Mapping[str, Body]) -> Fa
     return Fault(name, told, partial(play, feature=feature), kills_decode=kills_decode, adds=adds)
 
 
-async def _kill(scene: Scene, target: Target) -> float | None:
-    return await harm(scene, target, Harm.KILL)
-
-
-_kill_decode, _kill_prefill = partial(_kill, target=Target.DECODE), partial(_kill, target=Target.PREFILL)
+_kill_decode = partial(harm, target=Target.DECODE, how=Harm.KILL)
+_kill_prefill = partial(harm, target=Target.PREFILL, how=Harm.KILL)
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 _HOST = {"kv-offload": "512MiB", "num-gpu-blocks-override": 450}
 """a cache of 14,400 tokens, in which all that runs has room, beside 70,000 of the demo model in host memory"""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 
 from pdserve_bench.chaos.questions import Attempt
 
@@ -111,19 +110,8 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
     return None if len(got) == len(expected) else min(len(got), len(expected))
 
 
-def longest(seen: Sequence[Seen]) -> float:
-    """Seconds of the longest pause of all."""
-    return max((request.pause or 0.0 for request in seen), default=0.0)
-
-
 def too_long(pause: float, calm: float) -> str:
     """What is amiss where decode workers were killed and others, or prefill workers that stand in, are there; empty if
     nothing is. `calm`: the longest pause without a fault."""
     bound = 2 * calm + STAND_IN_WITHIN
     return f"a pause of {pause:.1f} s; {bound:.1f} s may pass until others go on" if pause > bound else ""
-
-
-def longest_pause(started: float, arrivals: Sequence[float], ended: float) -> float:
-    """`ended` counts where no token ever came: then all of it was waiting."""
-    times = [started, *(arrivals or [ended])]
-    return max(after - before for before, after in pairwise(times))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
-from pdserve_bench.chaos.judge import Judgement, Seen, judge, longest_pause, trace
+from pdserve_bench.chaos.judge import Judgement, Seen, judge, trace
 from pdserve_bench.chaos.questions import Attempt, Case
 from pdserve_bench.client import LoadClient
 from pdserve_bench.load import ClosedLoop
@@ -54,7 +54,7 @@ class JudgedLoad(ClosedLoop[Attempt]):
         other = self.also_right.get(case.prompt, ())[: case.max_tokens]
         if other and tuple(attempt.tokens) == other[: len(attempt.tokens)]:
             attempt.case = case = replace(case, expected=other)
-        pause = longest_pause(attempt.started, attempt.arrivals, attempt.ended) if case.stream else None
+        pause = attempt.longest_wait if case.stream else None
         result = judge(attempt.tokens, case.expected, attempt.error, attempt.hung)
         if result is Judgement.OK:
             return Seen(result, pause, None, attempt.request_id)

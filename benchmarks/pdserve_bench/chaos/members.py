@@ -3,11 +3,9 @@ off, the majority is lost for a while, all six members are restarted in turn. Af
 as before."""
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,7 @@ from nats.js.api import ClusterInfo
 
 from pdserve.queue.jetstream.client import PASSING, short_connection
 from pdserve.supervisor.embedded import EmbeddedServer
-from pdserve_bench.chaos.cut import cut_off
-from pdserve_bench.chaos.faults import Harm
+from pdserve_bench.chaos.faults import Harm, Victim, injected
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.clusters import Clusters, EtcdMember, NatsMember, addresses, cluster
 from pdserve_bench.launch import StartedGraph, started
@@ -125,12 +122,15 @@ async def _etcd_leader(clusters: Clusters) -> EmbeddedServer:
 async def harm_leader(
     scene: Scene, leader: Callable[[Clusters], Awaitable[EmbeddedServer]], how: Harm
 ) -> float | None:
-    clusters = _clusters(scene)
+    """A dead member starts again at once; one that is hung or cut is so for --hold seconds."""
+    clusters, running = _clusters(scene), scene.running
     member = await leader(clusters)
-    async with AsyncExitStack() as stack:
-        await _hit(scene, stack, how, member)
+    beside = [each.child.pid for each in clusters.members if each.child and each is not member]
+    async with injected(how, [_victim(scene, member)], running.graph.pid, running.state_dir, beside):
         if how.lasts:
             await asyncio.sleep(scene.options.hold)
+    if not how.lasts:
+        await _restart(member)
     return await _recovery(scene)
 
 
@@ -141,10 +141,10 @@ async def lose_majority(
     first = await leader(clusters)
     peers: Sequence[EmbeddedServer] = clusters.nats if isinstance(first, NatsMember) else clusters.etcd
     second = next(member for member in peers if member is not first)
-    for member in (first, second):
-        await _kill(scene, member)
-    await asyncio.sleep(MAJORITY * scene.options.hold)
-    await asyncio.gather(first.start(), second.start())
+    victims = [_victim(scene, member) for member in (first, second)]
+    async with injected(Harm.KILL, victims, scene.running.graph.pid, scene.running.state_dir):
+        await asyncio.sleep(MAJORITY * scene.options.hold)
+    await asyncio.gather(_restart(first), _restart(second))
     return await _recovery(scene)
 
 
@@ -159,34 +159,18 @@ async def restart_all(scene: Scene) -> float | None:
     return await _recovery(scene)
 
 
-async def _hit(scene: Scene, stack: AsyncExitStack, how: Harm, member: EmbeddedServer) -> None:
-    """A dead member starts again at once; what is hung or cut is so until the stack is left."""
-    if how is Harm.KILL:
-        await _kill(scene, member)
-        await member.start()
-        return
-    pid = _note(scene, member)
-    if how is Harm.HANG:
-        os.killpg(pid, signal.SIGSTOP)
-        stack.callback(os.killpg, pid, signal.SIGCONT)
-    else:
-        others = [process.pid for process in scene.running.family()]
-        others += [each.child.pid for each in _clusters(scene).members if each.child and each is not member]
-        await stack.enter_async_context(cut_off(pid, others))
-
-
-async def _kill(scene: Scene, member: EmbeddedServer) -> None:
-    os.killpg(_note(scene, member), signal.SIGKILL)
+async def _restart(member: EmbeddedServer) -> None:
+    """Start one that was killed."""
     assert member.child is not None
     await member.child.wait()
+    await member.start()
 
 
-def _note(scene: Scene, member: EmbeddedServer) -> int:
-    """Return its process."""
+def _victim(scene: Scene, member: EmbeddedServer) -> Victim:
     assert member.child is not None
     scene.victims.append(member.name)
     scene.say(f"{member.name} (process {member.child.pid}), {len(scene.load.running)} requests in flight")
-    return member.child.pid
+    return Victim(member.name, member.child.pid)
 
 
 # afterwards

@@ -3,10 +3,11 @@ graph's own answers while nothing disturbs it."""
 
 import asyncio
 import random
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, cycle, islice
+from itertools import count, cycle, islice, pairwise
 from typing import Self
 
 from pdserve.config.schema import Config
@@ -42,6 +43,12 @@ class Attempt(Exchange):
     """A case that is asked, and its answer."""
 
     case: Case = field(kw_only=True)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds for a token, the first one included; until now where it runs. Where none ever came, all of it."""
+        last = [] if self.ended and self.arrivals else [self.ended or time.monotonic()]
+        return max(after - before for before, after in pairwise([self.started, *self.arrivals, *last]))
 
     @classmethod
     def of(cls, case: Case, model: str) -> Self:

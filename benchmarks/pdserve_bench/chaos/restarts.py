@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import psutil
 
@@ -83,25 +84,40 @@ async def hold_load(scene: Scene) -> StartedGraph:
     return running
 
 
-async def kill_serve(scene: Scene) -> float | None:
+async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
+    """With its guardian, what it started goes on, and the next `serve` ends it."""
     running = await hold_load(scene)
     family = running.family()
-    scene.say(f"SIGKILL of process {running.graph.pid}, {len(scene.load.running)} requests in flight")
+    victims = [family[0], *(each for each in family if guardian and _is_guardian(each))]
     running.away = True
-    running.serve.process.kill()
+    for process in victims:
+        process.suspend()  # so that none sees another's end
+    for process in victims:
+        process.kill()
+    running.serve.process.wait()
     killed = time.monotonic()
+    scene.say(f"SIGKILL of process {family[0].pid}, {len(scene.load.running)} requests in flight")
     await scene.load.idle()
     scene.say(f"the last request in flight ended after {time.monotonic() - killed:.1f} s")
+    if guardian:
+        await running.start()
     if left := await survivors(family, scene.config.drain_timeout + AFTER_DRAIN):
         scene.amiss.append(f"{len(left)} processes outlived serve: {', '.join(map(described, left))}")
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
     scene.say(f"all processes were gone after {time.monotonic() - killed:.1f} s")
-    await running.start()
+    if not guardian:
+        await running.start()
     await scene.watch.move(running.graph)
     scene.load.resume()
     return await scene.recovery()
+
+
+def _is_guardian(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any(word.endswith("guardian.py") for word in process.cmdline())
+    return False
 
 
 async def survivors(family: Sequence[psutil.Process], within: float) -> list[psutil.Process]:
@@ -139,4 +155,9 @@ SERVE_KILL = Fault(
     "serve-kill",
     "SIGKILL of `serve`: running requests end well, nothing is left; then `serve` again",
     kill_serve,
+)
+SERVE_AND_GUARDIAN_KILL = Fault(
+    "serve-guardian-kill",
+    "SIGKILL of `serve` and its guardian together: running requests end well; then `serve` again, beside nothing old",
+    partial(kill_serve, guardian=True),
 )

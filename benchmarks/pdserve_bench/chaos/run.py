@@ -11,7 +11,7 @@ from pdserve.errors import Unavailable
 from pdserve.records import Role
 from pdserve_bench.chaos import questions
 from pdserve_bench.chaos.cut import Cannot
-from pdserve_bench.chaos.judge import longest, too_long
+from pdserve_bench.chaos.judge import too_long
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case
 from pdserve_bench.chaos.scene import Fault, Options, Scene
@@ -120,7 +120,7 @@ class Chaos:
         left = await self._watch.leftovers(SETTLE_AFTER_DEATH if fault and fault.kills_decode else SETTLE)
         plain = fault.name if fault else CALM
         victims, seen = " ".join(scene.victims) or (plain if fault else ""), load.seen(plain, began)
-        pause = longest(seen)
+        pause = max((request.pause or 0.0 for request in seen), default=0.0)
         if fault is None:
             self._calm = pause
         elif (

@@ -10,7 +10,6 @@ from pdserve.records import Role
 from pdserve.registry import keys
 from pdserve_bench.chaos.cut import cut_off
 from pdserve_bench.chaos.faults import Target, find
-from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.scene import Fault, Scene
 
 OWN = (keys.INSTANCES, keys.CARDS, keys.SLOTS)
@@ -76,7 +75,7 @@ async def take_nats(scene: Scene) -> float | None:
         scene.amiss.append("not every prefill worker said that it had lost NATS")
         return await scene.recovery()
     asked = [each for each in scene.load.done if each.started > said and each.ended < healed]
-    pauses = [longest_pause(each.started, each.arrivals, each.ended) for each in asked]
+    pauses = [each.longest_wait for each in asked]
     scene.say(
         f"said after {said - cut:.1f} s; the longest pause of {len(pauses)} requests from then on was "
         f"{max(pauses, default=0.0):.1f} s"

@@ -1,36 +1,39 @@
 """What could be run on this hardware instead: pure, from the user's file and the machine to candidates.
 
 Aggregated: one engine with all of the hardware (plain vLLM, the fairest peer, at several `max-num-batched-tokens`), and
-as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split, each other split
-of the same hardware, and thresholds, which are live settings of one running graph.
+as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split and each other
+split of the same hardware, which decide between local and remote as the file does.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.config.schema import Config, WorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.plan.machine import GIB, Machine
-from pdserve.plan.memory import CPU_KV_GIB
+from pdserve.plan.machine import Machine
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import gpus_needed
 from pdserve_bench.compare.one_engine import one_engine, thread_counts
+from pdserve_bench.compare.systems import GraphSystem, System
 from pdserve_bench.sections import Sections, Shape, reshape, with_model
-from pdserve_bench.systems.system import GraphSystem, System
-
-BATCHES = {"cpu": (0, 512), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
-"""values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
-prefill faster; 0: vLLM's own choice"""
-START_SECONDS = {"cpu": 40.0, "gpu": 120.0, "sim": 15.0}
 
 
 class HardwareKind(StrEnum):
     GPU = "gpu"
     CPU = "cpu"
     SIM = "sim"
+
+
+BATCHES: Mapping[HardwareKind, tuple[int, ...]] = {
+    HardwareKind.CPU: (0, 512),
+    HardwareKind.GPU: (512, 2048, 8192),
+    HardwareKind.SIM: (128, 512, 2048),
+}
+"""values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
+prefill faster; 0: vLLM's own choice"""
 
 
 @dataclass(frozen=True)
@@ -52,50 +55,16 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What has to be started. Several candidates may be settings of one launch."""
-
-    key: str
-    system: System
-    memory_gib: float
-    """of RAM, about, while it runs; 0 where GPUs are the limit"""
-
-
-@dataclass(frozen=True)
 class Candidate:
     name: str
     aggregated: bool
     shape: Shape
     """the graph of the configuration that would be written; plain vLLM's is one decode worker"""
-    launch: Launch
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """live ones, beside its file"""
+    system: System
     split: str = ""
     """`1P+1D`, or the number of engines"""
     threads: int = 0
     """OMP_NUM_THREADS of an engine that has fewer than the machine has cores; 0: as many"""
-
-
-ADAPTIVE = {"policy": "adaptive"}
-
-
-def threshold(tokens: int) -> dict[str, str]:
-    """Return the live setting, which also selects the policy `threshold`."""
-    return {"max-local-prefill-length": str(tokens)}
-
-
-def own_settings(config: Config) -> dict[str, str]:
-    """What decides in the file's graph, as live settings."""
-    assert config.decode is not None
-    adaptive = config.decode.policy == "adaptive"
-    return ADAPTIVE if adaptive else threshold(config.decode.max_local_prefill_length)
-
-
-def in_words(settings: Mapping[str, str]) -> str:
-    if settings == ADAPTIVE:
-        return "each prompt the cheaper way"
-    tokens = int(settings["max-local-prefill-length"])
-    return f"remote above {counted(tokens, 'token')}" if tokens else "all prompts remote"
 
 
 def hardware(config: Config, machine: Machine) -> Hardware:
@@ -149,80 +118,63 @@ class CandidateMaker:
     machine: Machine
     model: ModelFacts | None = None
 
-    def _single_engines(self, batches: Sequence[int]) -> list[Candidate]:
+    def aggregated(self) -> list[Candidate]:
         """One engine with all of the hardware, the likeliest first: at several batch sizes, on a CPU also with another
-        number of threads. Where that cannot be, several engines."""
-        first, *others = self._batches(batches)
+        number of threads; then a graph of as many engines as there is room for. Where one engine cannot be, such graphs
+        alone."""
+        first, *others = self._batches()
         if self.here.kind is HardwareKind.CPU:
             threads, *more = thread_counts(self.here.units)
-            tried = [
-                (first, threads),
-                *((first, count) for count in more),
-                *((size, threads) for size in others),
-            ]
-            return [self._one_engine(batch, count) for batch, count in tried]
-        if self._has_one_engine:
-            return [self._one_engine(batch) for batch in (first, *others)]
-        return [self._engines(self._width(), batch) for batch in (first, *others)]
-
-    def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
-        """Single engines, and a graph of as many engines as the hardware has room for where those are single ones."""
-        found = self._single_engines(batches)
-        replicas = self._has_one_engine and self._width() > 1
-        return [*found, self._engines(self._width(), found[0].shape.batch)] if replicas else found
-
-    @property
-    def _weights_gib(self) -> float:
-        return sum(self.model.stored.values()) / GIB if self.model else 0.0
+            found = [self._one_engine(first, count) for count in (threads, *more)]
+            found += [self._one_engine(size, threads) for size in others]
+        elif self._has_one_engine:
+            found = [self._one_engine(size) for size in (first, *others)]
+        else:
+            return [self._engines(size) for size in (first, *others)]
+        return [*found, self._engines(first)] if self._room > 1 else found
 
     def disaggregated(self) -> list[Candidate]:
         """Splits of the same hardware: the file's own first, then those like it."""
-        own = self._own_split()
+        own = self.own_split
         order = sorted(
             splits(self.here, self.here.slots),
             key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
         )
-        ways, decode = [threshold(0)], self.config.decode
-        decides = own_settings(self.config)
-        if decode is not None and decode.conditional_disagg and decides not in ways:
-            ways.insert(0, decides)
-        return [candidate for split in order for candidate in self._split(split, ways)]
+        return [self._split(*split) for split in order]
 
-    def _width(self) -> int:
-        """Engines of the file's size that the hardware has room for."""
-        return max(1, self.here.slots // self.here.decode_width)
-
-    def _own_split(self) -> tuple[int, int] | None:
+    @property
+    def own_split(self) -> tuple[int, int] | None:
+        """Of the file, prefill workers first."""
         if self.config.prefill is None or self.config.decode is None:
             return None
         return self.config.prefill.count, self.config.decode.count
 
-    def _split(self, split: tuple[int, int], ways: Sequence[Mapping[str, str]]) -> list[Candidate]:
-        prefill, decode = split
-        here = self.here
-        narrower = here.kind is HardwareKind.GPU and self.config.prefill is None
-        tensor = (here.prefill_width, here.decode_width) if narrower else (0, 0)
-        shape = Shape(prefill, decode, tensor=tensor)
-        name = f"{prefill} prefill + {decode} decode"
-        launch = self._graph(f"{prefill}P+{decode}D", name, shape)
-        return [
-            Candidate(
-                name=f"{name}, {in_words(settings)}" if settings else name,
-                aggregated=False,
-                shape=replace(shape, settings=tuple(settings.items())),
-                launch=launch,
-                settings=settings,
-                split=f"{prefill}P+{decode}D",
-            )
-            for settings in ways
-        ]
+    @property
+    def _room(self) -> int:
+        """Engines of the file's size that the hardware has room for."""
+        return max(1, self.here.slots // self.here.decode_width)
 
-    def _engines(self, count: int, batch: int) -> Candidate:
-        narrower = self.here.kind is HardwareKind.GPU and self.config.prefill is None and count > 1
+    @property
+    def _narrower(self) -> bool:
+        """Whether workers of a split have other widths than the file says."""
+        return self.here.kind is HardwareKind.GPU and self.config.prefill is None
+
+    def _split(self, prefill: int, decode: int) -> Candidate:
+        tensor = (self.here.prefill_width, self.here.decode_width) if self._narrower else (0, 0)
+        shape = Shape(prefill, decode, tensor=tensor)
+        return self._graph(f"{prefill} prefill + {decode} decode", shape, f"{prefill}P+{decode}D")
+
+    def _engines(self, batch: int) -> Candidate:
+        """As many as there is room for."""
+        count = self._room
+        narrower = self._narrower and count > 1
         shape = Shape(0, count, batch, (0, self.here.decode_width if narrower else 0))
-        name = f"aggregated: {counted(count, 'engine')}{self._each(count)}{_batch(batch)}"
-        launch = self._graph(f"{count} x {batch}", name, shape)
-        return Candidate(name, True, shape, launch, split=counted(count, "engine"))
+        engines = counted(count, "engine")
+        return self._graph(f"aggregated: {engines}{self._each(count)}{_batch(batch)}", shape, engines)
+
+    def _graph(self, name: str, shape: Shape, split: str) -> Candidate:
+        sections = with_model(reshape(self.base, shape), self.config.model)
+        return Candidate(name, not shape.prefill, shape, GraphSystem(sections), split)
 
     def _one_engine(self, batch: int, threads: int = 0) -> Candidate:
         """On GPUs over all of them; on the CPU with so many threads."""
@@ -231,13 +183,15 @@ class CandidateMaker:
         on_gpu = here.kind is HardwareKind.GPU
         tensor = here.units if on_gpu and here.units != decode.ranks else 0
         each = f" x {counted(threads, 'thread')}" if threads else self._each(1)
-        name = f"aggregated: 1 engine{each}{_batch(batch)}"
         plan, ranks = make_plan(self.config, self.machine), here.units if on_gpu else 1
-        system = one_engine(plan, name, tensor=ranks, threads=threads, batch=batch)
-        memory = 0.0 if on_gpu else 2.1 + CPU_KV_GIB * here.slots + self._weights_gib
-        launch = Launch(f"vllm{each}{_batch(batch)}", system, memory)
-        shape = Shape(0, 1, batch, (0, tensor))
-        return Candidate(name, True, shape, launch, split="1 engine", threads=threads % here.units)
+        return Candidate(
+            f"aggregated: 1 engine{each}{_batch(batch)}",
+            True,
+            Shape(0, 1, batch, (0, tensor)),
+            one_engine(plan, tensor=ranks, threads=threads, batch=batch),
+            "1 engine",
+            threads % here.units,
+        )
 
     @property
     def _has_one_engine(self) -> bool:
@@ -245,7 +199,7 @@ class CandidateMaker:
         decode = self.config.decode
         if self.here.kind is HardwareKind.SIM:
             return False
-        if self.here.kind is HardwareKind.CPU or decode is None or self.here.units == decode.ranks:
+        if decode is None or self.here.units == decode.ranks:
             return True
         if self.model is None or decode.ranks != int(str(decode.engine_args.get("tensor-parallel-size", 1))):
             return False
@@ -258,27 +212,17 @@ class CandidateMaker:
         noun = "GPU" if self.here.kind is HardwareKind.GPU else "thread"
         return f" x {counted(max(1, self.here.units // count), noun)}"
 
-    def _batches(self, wanted: Sequence[int]) -> list[int]:
+    def _batches(self) -> list[int]:
         """The file's own first. vLLM wants them no smaller than max-num-seqs."""
         args = self.config.decode.engine_args if self.config.decode else {}
         workers = [worker for worker in (self.config.decode, self.config.prefill) if worker is not None]
         most = sum(int(str(each.engine_args.get("max-num-seqs", 256))) * each.count for each in workers)
         if self.here.kind is HardwareKind.SIM:
             most = 1
-        sizes = list(wanted or BATCHES[self.here.kind])
+        sizes = list(BATCHES[self.here.kind])
         if (own := args.get("max-num-batched-tokens")) is not None:
             sizes = [int(str(own)), *filter(None, sizes)]
-        kept = list(dict.fromkeys(size for size in sizes if size >= most or not size))
-        if not kept:
-            raise ConfigError([f"--batch-sizes: vLLM takes none below max-num-seqs, {most} of all workers."])
-        return kept
-
-    def _graph(self, key: str, name: str, shape: Shape) -> Launch:
-        sections = with_model(reshape(self.base, shape), self.config.model)
-        workers = shape.prefill + shape.decode
-        each = {"cpu": 2.1 + CPU_KV_GIB + self._weights_gib, "sim": 0.2}
-        memory = 1.0 + each[self.here.kind] * workers if self.here.kind in each else 0.0
-        return Launch(key, GraphSystem(name, sections), memory)
+        return list(dict.fromkeys(size for size in sizes if size >= most or not size)) or [0]
 
 
 def _batch(size: int) -> str:

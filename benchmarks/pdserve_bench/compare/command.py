@@ -13,10 +13,9 @@ from pdserve_bench.compare.measuring import CompareOptions, UserLoad
 from pdserve_bench.compare.shown import report_of, winning_file
 from pdserve_bench.compare.trace import read_trace
 from pdserve_bench.endpoint import Endpoint, learn_prompts
-from pdserve_bench.goodput.requests import PoissonRequests
-from pdserve_bench.options import AnswerLen, Gap, Json, Plot, PromptTokens, Share, Ttft, numbers
+from pdserve_bench.options import AnswerLen, Gap, Json, PromptTokens, Share, Ttft
 from pdserve_bench.report import Report, check_outputs
-from pdserve_bench.runs import Scalable, run_and_show
+from pdserve_bench.runs import PoissonRequests, Scalable, run_and_show
 from pdserve_bench.slo import read_slo
 
 
@@ -35,39 +34,34 @@ def compare(
     gap: Gap = None,
     share: Share = 0.9,
     minutes: Annotated[float, typer.Option(metavar="M", min=0.2, help="for all of it")] = 9.0,
-    batch_sizes: Annotated[
-        str,
-        typer.Option(metavar="N,N", help="max-num-batched-tokens of aggregated engines, beside the file's"),
-    ] = "",
     seed: Annotated[int, typer.Option(metavar="N", help="of prompts and arrivals")] = 1,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the winner there, for pdserve serve -f")
     ] = None,
     json: Json = None,
-    plot: Plot = None,
 ) -> int:
     """Should I disaggregate? Runs your load against aggregated and disaggregated graphs of the same hardware, in turn,
     and says which one to run and why; also when the answer is "don't".
 
-    Candidates: one vLLM engine with all of the hardware of FILE's graph, at several --batch-sizes, on a CPU also with
-    a thread less than it has cores; as many engines as the graph has workers; the graph of FILE and other splits, each
-    deciding as FILE says and with all prompts prefilled remotely. The best of each kind are measured by their goodput,
+    Candidates: one vLLM engine with all of the hardware of FILE's graph, at several max-num-batched-tokens, on a CPU
+    also with a thread less than it has cores; as many engines as the graph has workers; the graph of FILE and other
+    splits, deciding as FILE says. One runs at a time. The best of each kind are measured by their goodput,
     the highest rate at which 90 % of the requests keep --ttft and --gap, and the aggregated one twice, to know the
     noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
-    of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. With --rate,
-    or the times of a trace, the answer is for that rate; without, for the highest that can be carried.
+    of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. They arrive
+    at random. With --rate, or the mean rate of a trace with times, the answer is for that rate; without, for the
+    highest that can be carried.
 
     Nothing else should run on the machine. Ctrl-C shows what is known by then. The exit code is 0 whatever the answer.
 
     examples:
       pdserve compare -f configs/local.yaml                       nine minutes; the bundled model on this machine
-      pdserve compare -f configs/local.yaml --rate 2 --ttft 300ms --gap 50ms --plot answer
+      pdserve compare -f configs/local.yaml --rate 2 --ttft 300ms --gap 50ms --json answer.json
       pdserve compare -f configs/disagg.yaml --trace users.jsonl --minutes 40 --write best.yaml
     """
-    check_outputs(json, plot)
-    check_outputs(write, None)
+    check_outputs(json, write)
     load, asked = _trace(trace, file) if trace else (_single(prompt_tokens, answer_len, seed), None)
     options = CompareOptions(
         file,
@@ -75,7 +69,6 @@ def compare(
         share,
         rate if rate is not None else asked,
         minutes,
-        tuple(numbers("--batch-sizes", batch_sizes)),
         seed,
     )
     comparison = Comparison.prepare(options, load)
@@ -89,7 +82,7 @@ def compare(
             write.write_text(winning_file(comparison, winner, found))
         return report_of(comparison, complete, write if winner is not None else None)
 
-    return run_and_show(comparison.run, report, json, plot)
+    return run_and_show(comparison.run, report, json)
 
 
 def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:
@@ -101,7 +94,7 @@ def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:
     async def make(endpoint: Endpoint) -> Scalable:
         return replace(found, tokens_per_word=(await learn_prompts(endpoint, 0)).tokens_per_word)
 
-    return UserLoad(f"{found.name}: {found.describe()}", make), found.rate if found.timed else None
+    return UserLoad(f"{found.name}: {found.describe()}", make), found.rate
 
 
 def _single(prompt_tokens: int, answer_len: int, seed: int) -> UserLoad:

@@ -1,56 +1,42 @@
 """One comparison: from a file and users to results, within a budget of time.
 
-The candidates are a fixed list; what the budget has no time for is left out, from the end. First each launch is started
-and its settings are searched; the best of each kind goes on running where there is room. Then these two are searched
-further, the aggregated one, the other, and the aggregated one once more from the beginning, which tells the noise.
+The candidates are a fixed list; what the budget has no time for is left out, from the end. One runs at a time. First
+each is started and searched. Then the best of each kind are searched further, and the aggregated one once more from the
+beginning, which tells the noise.
 """
 
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
 
 from pdserve.config.host import find_folder
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.plan.machine import GIB, Machine
+from pdserve.plan.machine import Machine
 from pdserve.plan.model_folder import ModelFacts, read_model
 from pdserve.plan.plan import make_plan
-from pdserve_bench.compare.candidates import (
-    START_SECONDS,
-    Candidate,
-    CandidateMaker,
-    Hardware,
-    HardwareKind,
-    Launch,
-    hardware,
-)
+from pdserve_bench.compare.candidates import Candidate, CandidateMaker, Hardware, HardwareKind, hardware
 from pdserve_bench.compare.measuring import (
+    START_SECONDS,
     CompareOptions,
     Entrant,
     Measuring,
     UserLoad,
     best_of,
-    common_rate,
     noise,
 )
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
 from pdserve_bench.goodput.result import GoodputResult
 from pdserve_bench.progress import say
 from pdserve_bench.sections import read_sections
-from pdserve_bench.systems.system import Stage
 
 _STOP = 12.0
 """seconds at the end of the budget, for what runs to stop"""
 _FINALS = 0.4
 """of the time, that the finalists have"""
-_MEMORY = 0.85
-"""of what is free that may be used"""
 _LOOK = 20.0
 """seconds of probes that a candidate is worth starting for"""
 
@@ -95,16 +81,8 @@ class Comparison:
         best = (best_of(self.entrants, True), best_of(self.entrants, False))
         return [each for each in best if each is not None]
 
-    @property
-    def seen_at(self) -> float | None:
-        """The rate whose TTFTs and gaps are shown: the asked one, else one that all finalists were probed at."""
-        asked = self.options.rate
-        if asked is not None and any(each.found.of(asked) for each in self.entrants):
-            return asked
-        return common_rate(self.finalists)
-
     def results(self) -> list[CandidateResult]:
-        return [each.result(self.seen_at) for each in self.entrants]
+        return [each.result(self.options.rate) for each in self.entrants]
 
     def recommendation(self) -> Recommendation:
         options = self.options
@@ -129,61 +107,47 @@ class Comparison:
         """Raises Unavailable where nothing at all can be measured."""
         options, deadline = self.options, time.monotonic() + 60 * self.options.minutes
         with tempfile.TemporaryDirectory(prefix="pdserve-compare-") as folder:
-            async with Stage(Path(folder), lambda _: None) as stage:
-                measuring = Measuring(stage, options, self.asked, self.here.kind)
-                until = deadline - _STOP
+            measuring = Measuring(Path(folder), options, self.asked, self.here.kind)
+            until = deadline - _STOP
+            try:
                 await self._try_each(measuring, until - _FINALS * 60 * options.minutes)
                 await self._final(measuring, until)
+            finally:
+                await measuring.stop()
 
     async def _try_each(self, measuring: Measuring, until: float) -> None:
         """Each gets the same time, as far as starts do not take it."""
-        waiting = self._affordable(measuring, until - time.monotonic())
+        waiting = self._choose(measuring, until - time.monotonic())
         while waiting:
-            launch, *waiting = waiting
-            some = self._of(launch)
-            if not await self._start(measuring, launch):
-                continue
-            for entrant in some:
+            entrant, *waiting = waiting
+            if await self._start(measuring, entrant):
                 entrant.found = measuring.unknown()
-            left = until - time.monotonic() - START_SECONDS[self.here.kind] * len(waiting)
-            part = left / sum(len(self._of(each)) for each in (launch, *waiting))
-            for entrant in some:
+                left = until - time.monotonic() - START_SECONDS[self.here.kind] * len(waiting)
+                part = left / (1 + len(waiting))
                 await self._search(measuring, entrant, entrant.found, time.monotonic() + part)
         if not any(each.probes for each in self.entrants):
             raise Unavailable("Nothing came up: " + "; ".join(each.problem for each in self.entrants))
 
-    def _affordable(self, measuring: Measuring, seconds: float) -> list[Launch]:
-        """The launches, one of each kind first, as many as there is time for. What is left out is noted."""
-        candidates = self.maker.aggregated(self.options.batches)
-        separate = self.maker.disaggregated()
-        together, apart = _launches(candidates), _launches(separate)
+    def _choose(self, measuring: Measuring, seconds: float) -> list[Entrant]:
+        """As many as there is time for, one of each kind first. What is left out is noted."""
+        together, apart = (
+            [Entrant(each, measuring.unknown()) for each in candidates]
+            for candidates in (self.maker.aggregated(), self.maker.disaggregated())
+        )
         wanted = [*together[:1], *apart[:1], *together[1:], *apart[1:]]
         most = max(2, int(seconds / (START_SECONDS[self.here.kind] + _LOOK)))
-        out = [launch.key for launch in wanted[most:]]
-        if out:
-            self.notes.append(f"Not run, for lack of time: {', '.join(out)}. Give --minutes more.")
-        kept = [each for each in (*candidates, *separate) if each.launch.key not in out]
-        self.entrants += [Entrant(each, measuring.unknown()) for each in kept]
+        if out := [entrant.name for entrant in wanted[most:]]:
+            self.notes.append(f"Not run, for lack of time: {'; '.join(out)}. Give --minutes more.")
+        self.entrants += [each for each in (*together, *apart) if each in wanted[:most]]
         return wanted[:most]
 
-    def _of(self, launch: Launch) -> list[Entrant]:
-        return [each for each in self.entrants if each.key == launch.key]
-
-    async def _start(self, measuring: Measuring, launch: Launch) -> bool:
-        """Start it beside the best of each kind, or alone where there is no room. Where it does not come up, its
-        entrants have a problem."""
-        stage = measuring.stage
-        kept = {each.key for each in self.finalists}
-        await stage.stop(*(key for key in stage.up if key not in kept))
-        room = _MEMORY * psutil.virtual_memory().available / GIB
-        if self.here.kind is HardwareKind.GPU or launch.memory_gib > room:
-            await stage.stop(*stage.up)
+    async def _start(self, measuring: Measuring, entrant: Entrant) -> bool:
+        """Where it does not come up, its problem says why."""
         try:
-            await measuring.start(launch)
+            await measuring.start(entrant.candidate)
         except (ConfigError, Unavailable, OSError) as error:
-            say(f"{launch.key}: {error}")
-            for entrant in self._of(launch):
-                entrant.problem = _brief(str(error))
+            say(f"{entrant.name}: {error}")
+            entrant.problem = _brief(str(error))
             return False
         return True
 
@@ -192,26 +156,22 @@ class Comparison:
     ) -> None:
         """Where the system fails, its problem says so."""
         try:
-            if entrant.key in measuring.stage.up or await self._start(measuring, entrant.candidate.launch):
-                await measuring.search(entrant.candidate, found, until)
+            if entrant.name == measuring.name or await self._start(measuring, entrant):
+                await measuring.search(found, until)
         except Unavailable as error:
             entrant.problem = str(error)
 
     async def _final(self, measuring: Measuring, until: float) -> None:
-        """Where the two do not run side by side, each is started once more."""
+        """The one that runs comes first, so that the other is started once."""
         finalists, control = self.finalists, measuring.unknown()
         turns = [(each, each.found) for each in finalists]
         turns += [(each, control) for each in finalists if each.candidate.aggregated]
-        turns.sort(key=lambda turn: turn[0].key not in measuring.stage.up)
+        turns.sort(key=lambda turn: turn[0].name != measuring.name)
         for number, (entrant, found) in enumerate(turns):
             if (now := time.monotonic()) < until:
                 await self._search(measuring, entrant, found, now + (until - now) / (len(turns) - number))
             if found is control:
                 self.noise = noise(entrant.found, control)
-
-
-def _launches(candidates: Sequence[Candidate]) -> list[Launch]:
-    return list({candidate.launch.key: candidate.launch for candidate in candidates}.values())
 
 
 def _brief(text: str) -> str:

@@ -1,13 +1,15 @@
 """The measurements: what runs is searched for its goodput, as by `bench goodput`, and summed up for the comparison."""
 
 import asyncio
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pdserve_bench.client import Outcome
-from pdserve_bench.compare.candidates import START_SECONDS, Candidate, HardwareKind, Launch
+from pdserve_bench.compare.candidates import Candidate, HardwareKind
 from pdserve_bench.compare.recommend import AtLoad, CandidateResult
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import GoodputOptions, Probe, warm_up
@@ -16,9 +18,8 @@ from pdserve_bench.progress import begin
 from pdserve_bench.runs import Scalable
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import SHARE, Slo, Tally
-from pdserve_bench.systems.cpu import CpuMeter
-from pdserve_bench.systems.system import Stage
 
+START_SECONDS = {HardwareKind.CPU: 40.0, HardwareKind.GPU: 120.0, HardwareKind.SIM: 15.0}
 LEAST_REQUESTS = 30
 """that a candidate's share was judged by at the rate that it carries, before anything is recommended"""
 _LEAST, _MOST = 4.5, 20.0
@@ -28,8 +29,6 @@ _STEADY = 2.5
 """times as long as a request takes alone: a probe, at least"""
 _LONGER = 2.0
 """times the seconds of a probe, at most, where the rate is low"""
-_ADOPTED = 0.2
-"""seconds until all workers have a new threshold"""
 _WARM_RATE = 2.0
 _RATES = (0.05, 50.0)
 """first rates, in requests per second"""
@@ -45,7 +44,6 @@ class CompareOptions:
     rate: float | None = None
     """requests per second that the user asks about"""
     minutes: float = 9.0
-    batches: tuple[int, ...] = ()
     seed: int = 1
 
 
@@ -71,10 +69,6 @@ class Entrant:
         return self.candidate.name
 
     @property
-    def key(self) -> str:
-        return self.candidate.launch.key
-
-    @property
     def probes(self) -> list[Probe]:
         """That have ended."""
         return [each for each in self.found.probes if each.counted]
@@ -85,7 +79,7 @@ class Entrant:
         return search.estimate or 0.0, self.found.share(search.broken) if search.broken else 1.0
 
     def result(self, rate: float | None = None) -> CandidateResult:
-        """Sum up what is known, with what users saw at `rate`."""
+        """Sum up what is known, with what users saw at `rate`, else at the highest rate that it carries."""
         found, search, candidate = self.found, self.found.search, self.candidate
         low, thin = search.carried, found.thin
         lowest = low if low is not None else min((each.rate for each in self.probes), default=0.0)
@@ -98,7 +92,7 @@ class Entrant:
             sum((each.tally for each in found.of(search.broken)), Tally()),
             sum(each.tally.failed for each in self.probes if each.rate <= lowest),
             candidate.split,
-            self.at(rate) if rate is not None else None,
+            self.at(lowest if rate is None else rate),
             self.problem,
             "" if thin is None else f"{found.judged(thin)} requests at {thin:.3g} requests/s",
         )
@@ -109,16 +103,12 @@ class Entrant:
             return None
         ttfts = [ttft for each in probes for ttft in each.ttfts]
         gaps = [gap for each in probes for gap in each.longest_gaps]
-        done = [exchange for each in probes for exchange in each.run.of(Outcome.FINISHED)]
-        tokens = sum(each.prompt_tokens + each.output_tokens for each in done)
-        spent = sum(each.cpu for each in probes)
         return AtLoad(
             rate,
             sum(each.tally.kept for each in probes),
             self.found.judged(rate),
             (percentile(ttfts, 0.5), percentile(ttfts, 0.9)),
             (percentile(gaps, 0.5), percentile(gaps, 0.9)),
-            1000 * spent / tokens if tokens and spent else None,
         )
 
 
@@ -128,25 +118,19 @@ def best_of(entrants: Iterable[Entrant], aggregated: bool) -> Entrant | None:
     return max((each for each in kind if each.probes and not each.problem), key=Entrant.rank, default=None)
 
 
-def common_rate(entrants: Sequence[Entrant]) -> float | None:
-    """A rate at which each of them was probed, so that what users saw there can be compared: the highest that at least
-    one of them carries; where none carries any, the lowest."""
-    if not entrants:
-        return None
-    rates = set.intersection(*({each.rate for each in entrant.probes} for entrant in entrants))
-    most = max(each.found.search.carried or 0.0 for each in entrants)
-    return max((rate for rate in rates if rate <= most), default=min(rates, default=None))
-
-
 @dataclass
 class Measuring:
-    """Starts launches and searches candidates, one at a time."""
+    """Starts candidates and searches their goodput, one at a time: what runs beside takes some of the machine."""
 
-    stage: Stage
-    """what runs, by the keys of the launches"""
+    folder: Path
+    """which exists; each start gets a new folder in it"""
     options: CompareOptions
     load: UserLoad
     kind: HardwareKind
+    running: Endpoint | None = None
+    name: str = ""
+    """of the candidate that runs"""
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     _users: Scalable | None = None
     _rate: float = 1.0
     """requests per second of the first probes"""
@@ -154,21 +138,27 @@ class Measuring:
     """seconds that a request takes alone"""
     _seed: int = 0
 
-    async def start(self, launch: Launch) -> None:
-        """Start it and warm it up. Raises ConfigError and Unavailable."""
-        begin(f"starting {launch.key}", START_SECONDS[self.kind])
-        running = await self.stage.start(launch.key, launch.system)
-        users = self._users or await self.load.make(running.endpoint)
+    async def start(self, candidate: Candidate) -> None:
+        """Start it instead of the one that runs, and warm it up. Raises ConfigError and Unavailable."""
+        await self.stop()
+        begin(f"starting {candidate.name}", START_SECONDS[self.kind])
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self.folder))
+        running = await self._stack.enter_async_context(candidate.system.start(folder))
+        users = self._users or await self.load.make(running)
         warm = min(3.0, max(1.0, 60 * self.options.minutes / 150))
-        begin(f"warming up {launch.key}", warm)
-        run = await warm_up(running.endpoint, users, _WARM_RATE, warm, self._next_seed())
+        begin(f"warming up {candidate.name}", warm)
+        run = await warm_up(running, users, _WARM_RATE, warm, self._next_seed())
         done = [each for each in run.of(Outcome.FINISHED) if each.ttft]
         if done and self._users is None:
             low, high = _RATES
             first = min(high, max(low, 0.5 / min(each.ttft or 0.0 for each in done)))
             self._rate = self.options.rate or float(f"{first:.2g}")
             self._whole = min(each.ended - each.started for each in done)
-        self._users = users
+        self._users, self.running, self.name = users, running, candidate.name
+
+    async def stop(self) -> None:
+        self.running, self.name = None, ""
+        await self._stack.aclose()
 
     def unknown(self) -> GoodputResult:
         """Of what was not measured yet."""
@@ -185,16 +175,15 @@ class Measuring:
             )
         )
 
-    async def search(self, candidate: Candidate, found: GoodputResult, until: float) -> None:
-        """Search its goodput until that moment (monotonic), with one probe at least. Raises Unavailable."""
+    async def search(self, found: GoodputResult, until: float) -> None:
+        """Search the goodput of what runs until that moment (monotonic), with one probe at least. Raises
+        Unavailable."""
         assert self._users is not None
-        running = self.stage.up[candidate.launch.key]
-        await running.apply(candidate.settings)
-        await asyncio.sleep(_ADOPTED)
+        assert self.running is not None
         left = until - time.monotonic()
         seconds = max(_LEAST, min(_MOST, _STEADY * self._whole), min(_MOST, left / _PROBES))
         found.options = replace(found.options, seconds=seconds, budget=max(left, _LONGER * seconds + 1))
-        await find_goodput(running.endpoint, self._users, found, candidate.name, CpuMeter(running.pids()))
+        await find_goodput(self.running, self._users, found, self.name)
 
     def _next_seed(self) -> int:
         """Far enough from the last one: each probe of a search has another."""

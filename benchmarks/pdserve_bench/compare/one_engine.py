@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.config.arguments import to_argv
-from pdserve.config.schema import DecodeConfig
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import CPU_KV_VARIABLE, cpu_kv_bytes, gpu_share
 from pdserve.plan.plan import Plan
-from pdserve_bench.systems.system import PlainVllm
+from pdserve_bench.compare.systems import PlainVllm
 
 MOST_OF_A_GPU = 0.92
 """vLLM's default of gpu-memory-utilization"""
@@ -31,11 +30,11 @@ _NOT_TAKEN = (
 )
 
 
-def one_engine(plan: Plan, name: str, *, tensor: int = 1, threads: int = 0, batch: int = 0) -> PlainVllm:
+def one_engine(plan: Plan, *, tensor: int = 1, threads: int = 0, batch: int = 0) -> PlainVllm:
     """`threads` of a CPU host, 0: all cores; `batch` is max-num-batched-tokens, 0: vLLM's own choice."""
     config = plan.config
     words = [*to_argv(_arguments(plan, tensor, batch)), "--disable-uvicorn-access-log"]
-    return PlainVllm(name, Path(config.model), config.served_model_name, words, _variables(plan, threads))
+    return PlainVllm(Path(config.model), config.served_model_name, words, _variables(plan, threads))
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -47,7 +46,8 @@ def thread_counts(cores: int) -> list[int]:
 
 def _arguments(plan: Plan, tensor: int, batch: int) -> dict[str, Any]:
     """In vLLM's names."""
-    args = _decode(plan).engine_args
+    assert plan.config.decode is not None
+    args = plan.config.decode.engine_args
     found: dict[str, Any] = {name: value for name, value in args.items() if name not in _NOT_TAKEN}
     for name in _OF_ALL_WORKERS:
         values = [worker.config.engine_args.get(name) for worker in plan.workers]
@@ -89,8 +89,3 @@ def _share_of_a_gpu(plan: Plan) -> float | None:
 
 def _gpus(plan: Plan) -> list[int]:
     return sorted({gpu for worker in plan.workers for gpu in worker.slot.gpus})
-
-
-def _decode(plan: Plan) -> DecodeConfig:
-    assert plan.config.decode is not None
-    return plan.config.decode

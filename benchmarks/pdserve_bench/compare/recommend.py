@@ -41,8 +41,6 @@ class AtLoad:
     """median and 90th percentile"""
     gap: tuple[float, float] = (0.0, 0.0)
     """of the longest gap of each request"""
-    cpu_per_1000: float | None = None
-    """CPU seconds of all its processes for 1,000 tokens, in and out"""
 
     @property
     def share(self) -> float:
@@ -266,7 +264,7 @@ def _why_out(finding: CandidateResult) -> str:
 
 def _bare(finding: CandidateResult) -> str:
     """Return its name as the subject of a sentence."""
-    return finding.name.removeprefix("aggregated: ").partition(", remote above")[0]
+    return finding.name.removeprefix("aggregated: ")
 
 
 def _carries(finding: CandidateResult) -> str:

@@ -1,6 +1,6 @@
 """A comparison as a report, and its winner as a file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,22 +8,22 @@ import msgspec
 import yaml
 
 from pdserve.command import command
-from pdserve_bench.compare.candidates import Candidate, own_settings
+from pdserve_bench.compare.candidates import Candidate
 from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict
-from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
+from pdserve_bench.compare.systems import PlainVllm
+from pdserve_bench.report import Cell, Column, Report, Rows
 from pdserve_bench.sections import read_sections, reshape, with_model
-from pdserve_bench.systems.system import PlainVllm
 
 _COLUMNS = (
     Column("candidate"),
     Column("goodput", ".3g"),
     Column("between"),
+    Column("at", ".3g"),
     Column("kept", ".0%"),
     Column("TTFT p50", ".0f"),
     Column("p90", ".0f"),
     Column("gap p90", ".0f"),
-    Column("CPU", ".2f"),
     Column("breaks on"),
 )
 
@@ -46,8 +46,7 @@ def report_of(comparison: Comparison, complete: bool, written: Path | None = Non
         },
     )
     report.tables.append(_table(comparison, results, found))
-    report.charts = [_goodput_bars(results)]
-    report.notes = [*_notes(comparison, found)]
+    report.notes = _notes(comparison, found)
     if not complete and found.verdict is not Verdict.UNKNOWN:
         report.verdict = f"Preliminary: {found.headline}"
     else:
@@ -59,17 +58,14 @@ def report_of(comparison: Comparison, complete: bool, written: Path | None = Non
 
 
 def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Recommendation) -> Rows:
-    seen, options = comparison.seen_at, comparison.options
+    options = comparison.options
     best = [place for place, each in enumerate(results) if found.choice and each.name == found.choice.name]
     note = (
         f"Goodput: the highest rate, in requests/s, at which {options.share:.0%} of the requests keep the SLO "
-        f"({options.slo}), and between which rates it lies; of a candidate that is no finalist these are far apart."
+        f"({options.slo}), and between which rates it lies; of a candidate that is no finalist these are far apart. "
+        "At: the rate that was asked about, else the highest that it carries, and there the share that keeps the SLO, "
+        "TTFT and the longest gap of a request in ms."
     )
-    if seen:
-        note += (
-            f" At {seen:.3g} requests/s: the share that keeps it, TTFT and the longest gap of a request in ms, and CPU "
-            "seconds of all processes for 1,000 tokens, in and out."
-        )
     title = f"{comparison.asked.described}, on {comparison.here}"
     return Rows(title, _COLUMNS, [_row(each) for each in results], note, best[0] if best else None)
 
@@ -82,7 +78,7 @@ def _row(result: CandidateResult) -> list[Cell]:
     seen: list[Cell] = [None] * 5
     if load is not None:
         times = (load.ttft[0], load.ttft[1], load.gap[1])
-        seen = [load.share, *(1000 * each for each in times), load.cpu_per_1000]
+        seen = [load.rate, load.share, *(1000 * each for each in times)]
     between = f"{result.carried:.3g} and {high}" if result.carried is not None else f"under {high}"
     return [result.name, result.estimate, between, *seen, result.broke.describe().partition(" ")[0]]
 
@@ -105,28 +101,9 @@ def _next_step(comparison: Comparison, found: Recommendation, written: Path | No
     if written is not None:
         threads = f"OMP_NUM_THREADS={candidate.threads} " if candidate.threads else ""
         return f"Run it: {threads}{command(f'serve -f {written}')}"
-    if dict(candidate.settings) and candidate.split == _own_split(comparison):
-        settings = " ".join(f"{name}={value}" for name, value in candidate.settings.items())
-        changed = candidate.settings != own_settings(comparison.config)
-        run = command(f"serve -f {comparison.options.file}")
-        return f"Run it: {run}" + (f", then {command(f'set {settings}')}" if changed else "")
+    if (candidate.shape.prefill, candidate.shape.decode) == comparison.maker.own_split:
+        return f"Run it: {command(f'serve -f {comparison.options.file}')}"
     return f"Add --write FILE to have its file written, for {command('serve -f FILE')}."
-
-
-def _own_split(comparison: Comparison) -> str:
-    decode, prefill = comparison.config.decode, comparison.config.prefill
-    return f"{prefill.count}P+{decode.count}D" if decode and prefill else ""
-
-
-def _goodput_bars(results: Iterable[CandidateResult]) -> Chart:
-    """A bar for each candidate that carried a rate at all."""
-    series = []
-    for name, aggregated in (("aggregated", True), ("disaggregated", False)):
-        found = [each for each in results if each.goodput and each.aggregated is aggregated]
-        highs = [each.least if each.broken is None else each.broken for each in found]
-        bars, lows = [each.goodput for each in found], [each.least for each in found]
-        series.append(Series(name, [each.name for each in found], bars, lows, highs, baseline=aggregated))
-    return Chart("Goodput", "bars", "requests/s", "", series, better="higher")
 
 
 def winning_file(comparison: Comparison, candidate: Candidate, found: Recommendation) -> str:
@@ -140,7 +117,7 @@ def winning_file(comparison: Comparison, candidate: Candidate, found: Recommenda
         *found.doubts,
         found.reason,
     ]
-    if isinstance(candidate.launch.system, PlainVllm):
+    if isinstance(candidate.system, PlainVllm):
         head.append(
             "It was measured as plain vLLM (`vllm serve` with these arguments), without a frontend before it."
         )

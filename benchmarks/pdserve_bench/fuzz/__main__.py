@@ -1,6 +1,6 @@
 """Requests of every shape to every route, and what is left of them in the graph.
 
-    python -m pdserve_bench.fuzz [--requests 2000] [--seed 1] [--real [--vllm]]
+    python -m pdserve_bench.fuzz [--requests 2000] [--seed 1] [--real]
     python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
 Starts a graph of its own with simulated engines (with --real those of configs/local.yaml). First come the requests that
@@ -8,9 +8,7 @@ were made by hand (`nasties.py`), then the same from clients that disconnect at 
 schemathesis, from the graph's own /openapi.json. Beside them a client with known answers asks all the time. Findings,
 each with a command that sends it again: a 5xx, a malformed answer (an error in no dialect, a stream without its end),
 no answer in time; and whatever is left behind: KV blocks, requests, places, processes that ended, memory, tracebacks.
-With --vllm each 5xx of those made by hand is sent to vLLM's own server too, and not counted where that answers with a
-5xx as well. With --attack clients take all that they can get (`attack.py`) instead. Exit code 1 where there are
-findings.
+With --attack clients take all that they can get (`attack.py`) instead. Exit code 1 where there are findings.
 """
 
 import argparse
@@ -22,16 +20,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pdserve.config.load import load
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.fuzz import attack, schema
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
 from pdserve_bench.fuzz.nasties import nasties, unfinished
-from pdserve_bench.launch import plain_vllm, started
+from pdserve_bench.launch import REAL, started
 from pdserve_bench.options import program
 from pdserve_bench.simulated import simulated, write
 
-REAL = Path("configs/local.yaml")
 FINDINGS = Path("fuzz-findings")
 """a folder for the bodies that no command line takes"""
 SIMULATED = simulated(
@@ -39,7 +35,6 @@ SIMULATED = simulated(
     decode={"max-num-seqs": 32},
     common={"max-model-len": 1024, "num-gpu-blocks-override": 4096},
 )
-VLLM_ARGUMENTS = "--max-model-len 4096 --enforce-eager --served-model-name demo"
 NASTY_AT_ONCE = 4
 SHOWN = 60
 
@@ -67,11 +62,6 @@ async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, Gra
         graph = running.graph
         fuzzer = Fuzzer(graph, running.state_dir / "logs", say)
         await fuzz(fuzzer, args.requests, args.seed, folder)
-    if args.vllm and any(finding.status >= 500 for finding in fuzzer.report.findings):
-        model = Path(load(file, {}).model)
-        async with plain_vllm(model, VLLM_ARGUMENTS.split(), folder, say) as (url, _):
-            theirs = await fuzzer.forgive(url)
-        say(f"{theirs} of the answers with 5xx are vLLM's too")
     return fuzzer.report, graph
 
 
@@ -99,7 +89,6 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=600.0, help="of the attack")
     parser.add_argument("--real", action="store_true", help="engines that are not simulated")
-    parser.add_argument("--vllm", action="store_true", help="send each 5xx to vLLM's own server too")
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="pdserve-fuzz-") as folder:

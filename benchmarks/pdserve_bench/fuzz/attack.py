@@ -10,24 +10,19 @@ in a process of their own with a lower priority, as they would not share its mac
 import asyncio
 import json
 import os
-import socket
 import sys
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from urllib.parse import urlsplit
 
 import msgspec
 
 from pdserve.credentials import create
-from pdserve_bench.chaos.judge import longest_pause
 from pdserve_bench.chaos.load import JudgedLoad
-from pdserve_bench.chaos.questions import Attempt
-from pdserve_bench.client import HttpConnection, post, send_unread, trusted
+from pdserve_bench.client import HttpConnection, post, send_unread
 from pdserve_bench.endpoint import key_headers
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
 from pdserve_bench.launch import ServerRun, started
@@ -113,22 +108,6 @@ class Attackers:
         prompt = [300] * (self.max_model_len - 96)
         return await self._ask(self._body(prompt=prompt, n=64, prompt_logprobs=5, max_tokens=1), headers)
 
-    async def names(self, headers: dict[str, str]) -> str:
-        """A name of 4 MB that each output might carry."""
-        return await self._ask(self._body(n=8, request_id="x" * (4 << 20)), headers)
-
-    async def hang_up(self, headers: dict[str, str]) -> str:
-        """A connection that is closed as soon as it is open, or before."""
-        target = urlsplit(self.url)
-        if self._dice.random() < 0.5:
-            with closing(socket.create_connection((target.hostname, target.port), 10)) as sock:
-                sock.send(b"\x16\x03\x01")
-        else:
-            secure = trusted() if target.scheme == "https" else None
-            _, writer = await asyncio.open_connection(target.hostname, target.port, ssl=secure)
-            writer.transport.abort()
-        return "closed"
-
     def _body(self, **fields: object) -> dict[str, object]:
         prompt = [self._dice.randint(300, 999) for _ in range(16)]
         tokens = min(OUTPUT, self.max_model_len - 64)
@@ -153,8 +132,6 @@ KINDS: dict[str, tuple[int, Attack]] = {
     "fixed": (60, Attackers.fixed),
     "prompts": (2, Attackers.prompts),
     "logprobs": (2, Attackers.logprobs),
-    "names": (2, Attackers.names),
-    "hang-up": (2, Attackers.hang_up),
 }
 """clients of each kind, and what they do"""
 
@@ -216,15 +193,8 @@ async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -
 
 def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:
     """The longest wait for a token of the streamed requests from that one on, and the id of its request."""
-    now = time.monotonic()
-    running = [replace(attempt, arrivals=[*attempt.arrivals, now], ended=now) for attempt in load.running]
-    return max(_waits([*load.done[first:], *running]), default=(0.0, ""))
-
-
-def _waits(attempts: Iterable[Attempt]) -> Iterator[tuple[float, str]]:
-    for attempt in attempts:
-        if attempt.case.stream:
-            yield longest_pause(attempt.started, attempt.arrivals, attempt.ended), attempt.request_id
+    asked = [attempt for attempt in (*load.done[first:], *load.running) if attempt.case.stream]
+    return max(((attempt.longest_wait, attempt.request_id) for attempt in asked), default=(0.0, ""))
 
 
 def _key(client: str) -> str:

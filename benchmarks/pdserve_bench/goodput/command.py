@@ -9,7 +9,6 @@ from pdserve.cli.options import GraphFile
 from pdserve.errors import ConfigError
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts, server_url
 from pdserve_bench.goodput.measure import GoodputOptions
-from pdserve_bench.goodput.requests import PATIENCE, PoissonRequests
 from pdserve_bench.goodput.result import GoodputResult, find_goodput, report_of
 from pdserve_bench.options import (
     AnswerLen,
@@ -18,7 +17,6 @@ from pdserve_bench.options import (
     Gap,
     Json,
     Model,
-    Plot,
     PromptTokens,
     Seed,
     Share,
@@ -26,7 +24,7 @@ from pdserve_bench.options import (
     seed_of,
 )
 from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import run_and_show
+from pdserve_bench.runs import PATIENCE, PoissonRequests, run_and_show
 from pdserve_bench.slo import read_slo, seconds
 
 
@@ -57,7 +55,6 @@ def goodput(
     ] = "10m",
     seed: Seed = None,
     json: Json = None,
-    plot: Plot = None,
 ) -> int:
     """Find the goodput of a server: the highest rate of requests (Poisson arrivals) at which 90 % of them keep an SLO,
     that is, get their first token within --ttft and have no gap between two tokens longer than --gap.
@@ -72,7 +69,7 @@ def goodput(
 
     examples:
       pdserve bench goodput                                     the graph that runs on this machine
-      pdserve bench goodput --base-url http://gpu7:8000/v1 --ttft 1s --gap 100ms --plot goodput
+      pdserve bench goodput --base-url http://gpu7:8000/v1 --ttft 1s --gap 100ms
       pdserve bench goodput --prompt-tokens 4000 --answer-len 250 --seconds 60 --start-rate 1 --within 30m
       OPENAI_API_KEY=... pdserve bench goodput --base-url https://llm.example.com/v1 --chat --json out.json
     """
@@ -85,7 +82,7 @@ def goodput(
         budget=_time("--within", within),
         seed=seed_of(seed),
     )
-    check_outputs(json, plot)
+    check_outputs(json)
     result = GoodputResult(options)
     url = asyncio.run(server_url(base_url, file))
     title = [f"Goodput of {url}"]
@@ -105,7 +102,6 @@ def goodput(
         work,
         lambda complete: report_of(result, title[0]) if complete or result.probes else None,
         json,
-        plot,
         lambda: not (result.search.carried or result.search.broken),  # out of time before anything was known
     )
 

@@ -15,7 +15,6 @@ from pdserve_bench.foreign import ForeignLoad
 from pdserve_bench.runs import LoadRun, Scalable
 from pdserve_bench.samples import wilson
 from pdserve_bench.slo import SHARE, Slo, Tally
-from pdserve_bench.systems.cpu import CpuMeter
 
 _IDLE_WITHIN = 60.0
 _WARM_WITHIN = 120.0
@@ -67,8 +66,6 @@ class Probe:
     """in the search: it was not broken off from outside"""
     stall: float = 0.0
     """seconds by which the load generator itself was late, at most"""
-    cpu: float = 0.0
-    """CPU seconds of the server's processes, as far as they are known"""
     foreign: float | None = None
     """the share of this machine that other programs took; None where it is not known"""
     slo: Slo = field(default_factory=Slo)
@@ -114,11 +111,10 @@ async def probe(
     users: Scalable,
     made: Probe,
     options: GoodputOptions,
-    meter: CpuMeter | None = None,
 ) -> None:
     """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
     made.slo, run = options.slo, made.run
-    others, before = ForeignLoad(), meter.read() if meter else 0.0
+    others = ForeignLoad()
     run.began = time.monotonic()
     watched = _Watched(made, options)
     stalls = asyncio.create_task(_watch_stalls(made))
@@ -140,7 +136,6 @@ async def probe(
             run.ended = run.ended or time.monotonic()
             made.tally = Tally.of(made.slo, run.exchanges, run.ended)
             made.foreign = others.share()
-            made.cpu = meter.read() - before if meter else 0.0
     if not task.cancelled():
         task.result()
 

@@ -14,11 +14,10 @@ from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import begin, say
-from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
+from pdserve_bench.report import Cell, Column, Report, Rows
 from pdserve_bench.runs import LoadRun, Scalable
 from pdserve_bench.samples import CONFIDENCE, percentile, wilson
 from pdserve_bench.slo import Tally
-from pdserve_bench.systems.cpu import CpuMeter
 
 _WARM_SECONDS, _WARM_RATE = 4.0, 4.0
 _STALLED = 0.25
@@ -74,7 +73,6 @@ async def find_goodput(
     users: Scalable,
     result: GoodputResult,
     name: str = "goodput",
-    meter: CpuMeter | None = None,
 ) -> None:
     """Fill the result, or go on with it. Raises Unavailable where the server answers no request at all, or does not
     become idle again."""
@@ -94,7 +92,7 @@ async def find_goodput(
         made = Probe(rate, seconds, options.seed + len(result.probes))
         result.probes.append(made)
         begin(f"{name}: {rate:.3g} req/s", seconds)
-        await probe(endpoint, users, made, options, meter)
+        await probe(endpoint, users, made, options)
         await canary.until_idle()
         made.counted = True
         search.tell(rate, made.tally.kept, made.judged)
@@ -132,7 +130,6 @@ def report_of(result: GoodputResult, title: str) -> Report:
         title,
         lead_of(result),
         tables=[_table(result, probes)] if probes else [],
-        charts=_chart(result),
         notes=_notes(result, probes),
         complete=result.complete,
         data=data,
@@ -235,29 +232,6 @@ def _notes(result: GoodputResult, probes: list[Probe]) -> list[str]:
         notes.append(f"As the server counts, prompts had {prompt:g} tokens and answers {answer:g} (median).")
     errors = LoadRun([each for probe in probes for each in probe.run.exchanges]).errors()
     return notes + [f"{count} requests failed: {text}" for text, count in errors[:_ERRORS]]
-
-
-def _chart(result: GoodputResult) -> list[Chart]:
-    rates = sorted({probe.rate for probe in result.probes if probe.counted})
-    if not rates:
-        return []
-    options, estimate = result.options, result.search.estimate
-    at = [result.of(rate) for rate in rates]
-    intervals = [wilson(sum(p.tally.kept for p in each), sum(p.judged for p in each)) for each in at]
-    low, high = map(list, zip(*intervals, strict=True))
-    return [
-        Chart(
-            f"Requests that keep: {options.slo}",
-            "lines",
-            "offered, req/s",
-            "share of the requests",
-            [Series("kept the SLO", rates, [result.share(rate) for rate in rates], low, high)],
-            across={f"{100 * options.share:g} %": options.share},
-            upright={f"goodput {estimate:.3g}": estimate} if estimate else {},
-            better="higher",
-            shares=True,
-        )
-    ]
 
 
 def _raw(made: Probe, options: GoodputOptions) -> dict[str, Any]:

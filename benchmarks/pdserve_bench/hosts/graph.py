@@ -25,7 +25,6 @@ from pdserve_bench.launch import (
     CUTTABLE,
     PDSERVE,
     START_WITHIN,
-    TELL_EVERY,
     RunningGraph,
     derive,
     with_thresholds,
@@ -115,10 +114,10 @@ class HostsGraph(RunningGraph):
             "PDSERVE_CREDENTIALS": self.graph.credentials,
         }
 
-    async def until_ready(self, say: Callable[[str], None]) -> None:
+    async def until_ready(self) -> None:
         """Raises Unavailable with the ends of logs where a process ends, or not all come to serve."""
         places = [place for place in self.places.values() if place.role]
-        deadline, tell_at = time.monotonic() + START_WITHIN, time.monotonic() + TELL_EVERY
+        deadline = time.monotonic() + START_WITHIN
         async with GraphWatch() as watch:
             await watch.move(self.graph)
             while waiting := [place for place in places if not await _serves(place, watch)]:
@@ -126,9 +125,6 @@ class HostsGraph(RunningGraph):
                     raise Unavailable(
                         "the graph does not start:\n" + "\n".join(map(_end_of, ended or waiting))
                     )
-                if time.monotonic() > tell_at:
-                    say(f"still starting: {', '.join(place.name for place in waiting)}")
-                    tell_at += TELL_EVERY
                 await asyncio.sleep(0.2)
 
     def ended(self) -> list[Place]:
@@ -194,6 +190,6 @@ async def graph_on_hosts(
                 graph.start(f"{role.value}-{number}")
         graph.graph = replace(record, url=graph.urls[0])
         say(f"{len(net.hosts)} hosts, their logs: {folder}/*/log")
-        await graph.until_ready(say)
+        await graph.until_ready()
         yield graph
         await graph.stop()

@@ -10,13 +10,11 @@ from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers, server_url
 from pdserve_bench.multi_round.summary import MultiRoundResult
-from pdserve_bench.multi_round.texts import Texts
-from pdserve_bench.multi_round.workload import MultiRound
-from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Model, Seed, Ttft, seed_of
+from pdserve_bench.multi_round.workload import MultiRound, Texts
+from pdserve_bench.options import ApiKey, BaseUrl, Json, Model, Seed, seed_of
 from pdserve_bench.progress import begin, say
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import LoadRun, run_and_show
-from pdserve_bench.slo import read_slo
 
 
 def multi_round(
@@ -41,8 +39,6 @@ def multi_round(
         int, typer.Option(metavar="N", min=0, help="words of each user's own after them")
     ] = 400,
     answer_len: Annotated[int, typer.Option(metavar="N", min=1, help="tokens of each answer")] = 40,
-    ttft: Ttft = None,
-    gap: Gap = None,
     warm_up: Annotated[
         int, typer.Option(metavar="N", min=0, help="requests before it begins, which do not count")
     ] = 10,
@@ -71,8 +67,7 @@ def multi_round(
           --shared-system-prompt 1000 --user-history-prompt 2000 --answer-len 100 \\
           --model RAG_LLM --base-url http://0.0.0.0:8009/v1
     """
-    slo = read_slo(ttft, gap, file)
-    check_outputs(json, None)
+    check_outputs(json)
     load = MultiRound(
         num_users=num_users,
         num_rounds=num_rounds,
@@ -95,7 +90,7 @@ def multi_round(
                 "expect its last questions to be refused"
             )
         await _warm_up(endpoint, load, warm_up)
-        results.append(MultiRoundResult(load, endpoint, LoadRun(), slo))
+        results.append(MultiRoundResult(load, endpoint, LoadRun()))
         begin("questions", load.seconds)
         await load.run(endpoint, results[0].run)
 
@@ -103,7 +98,6 @@ def multi_round(
         work,
         lambda complete: results[0].report(complete) if results else None,
         json,
-        None,
         lambda: not results[0].finished,
     )
 

@@ -12,7 +12,6 @@ from pdserve_bench.multi_round.workload import MultiRound, Question
 from pdserve_bench.report import Cell, Column, Report, Rows
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.samples import percentile
-from pdserve_bench.slo import Slo
 
 _LATE = 0.05
 """seconds: TTFTs are not much more exact than this program is punctual"""
@@ -26,7 +25,6 @@ class MultiRoundResult:
     load: MultiRound
     endpoint: Endpoint
     run: LoadRun
-    slo: Slo
 
     @property
     def finished(self) -> list[Question]:
@@ -62,11 +60,11 @@ class MultiRoundResult:
 
     def report(self, complete: bool = True) -> Report:
         """Return the report, whose first table has the lines of the summary."""
-        load, figures = self.load, self.run.summary(self.slo)
+        load, figures = self.load, self.run.summary()
         report = Report(
             f"Multi-round QA: {load.num_users} users of {load.num_rounds} rounds at {self.endpoint.model}, "
             f"{self.endpoint.url}",
-            self._lead(figures, complete),
+            self._lead(figures),
             complete=complete,
         )
         summary: list[list[Cell]] = [[name, value] for name, value in self.lines()]
@@ -76,18 +74,13 @@ class MultiRoundResult:
         report.data = self._data(figures)
         return report
 
-    def _lead(self, figures: dict[str, float], complete: bool) -> str:
+    def _lead(self, figures: dict[str, float]) -> str:
         if not self.questions:
             return "No question was asked."
-        asked = figures["requests"] / figures["window"]
-        if complete:
-            kept, of = figures["kept"], f"all {len(self.questions)} requests"
-        else:
-            ended = [question for question in self.questions if question.ended]
-            kept, of = self.slo.attainment(ended), f"the {len(ended)} requests that had ended"
+        users = len({question.user for question in self.questions})
         return (
-            f"{self.slo}: kept by {kept:.1%} of {of}, so the goodput is {figures['goodput']:.2f} requests/s of "
-            f"{asked:.2f} that were asked."
+            f"{figures['requests']:.0f} requests of {users} users: {figures['finished']:.0f} finished, "
+            f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished."
         )
 
     def _times(self, figures: dict[str, float]) -> Rows:
@@ -135,12 +128,10 @@ class MultiRoundResult:
         questions, finished, load = self.questions, self.finished, self.load
         if not questions:
             return []
-        users, window = len({question.user for question in questions}), figures["window"]
+        window = figures["window"]
         notes = [
-            f"{figures['requests']:.0f} requests of {users} users: {figures['finished']:.0f} finished, "
-            f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished. Seed {load.seed}.",
             f"While questions were asked, for {window:.0f} s: {figures['requests/s']:.2f} requests/s were answered "
-            f"of {figures['requests'] / window:.2f} that were asked; {load.rate:.2f} were planned.",
+            f"of {figures['requests'] / window:.2f} that were asked; {load.rate:.2f} were planned. Seed {load.seed}.",
         ]
         held = [question.held for question in questions if question.held > 0]
         if len(held) > _HELD * len(questions):
@@ -171,7 +162,6 @@ class MultiRoundResult:
         began = self.run.began
         return {
             "workload": {**asdict(self.load), "planned requests/s": self.load.rate},
-            "slo": {"ttft": self.slo.ttft, "gap": self.slo.gap},
             "figures": figures,
             "errors": self.run.errors(),
             "requests": [

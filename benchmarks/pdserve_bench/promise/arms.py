@@ -16,7 +16,6 @@ from pdserve_bench.goodput.measure import JUDGE_LATER, Canary, Probe, probe, war
 from pdserve_bench.progress import begin
 from pdserve_bench.runs import Scalable
 from pdserve_bench.slo import Slo
-from pdserve_bench.systems.system import replace_settings
 
 SETTLED = 0.5
 """seconds until all processes go by new settings"""
@@ -71,6 +70,15 @@ class Switch:
     async def to(self, arm: Arm) -> None:
         await replace_settings(self._registry, {**self._before, **of_promise(NO_PROMISE), **arm.settings})
         await asyncio.sleep(SETTLED)
+
+
+async def replace_settings(registry: Registry, settings: Mapping[str, str]) -> None:
+    """Live settings of a graph; what is not among these is as in the file."""
+    for key in await registry.read(keys.SETTINGS):
+        if key.removeprefix(keys.SETTINGS) not in settings:
+            await registry.delete(key)
+    for name, value in settings.items():
+        await registry.put(keys.setting(name), value.encode(), leased=False)
 
 
 def in_turn(rates: Sequence[float], arms: Sequence[Arm]) -> Iterator[tuple[float, Arm]]:

@@ -9,12 +9,11 @@ from pdserve.cli.options import GraphFile
 from pdserve.errors import ConfigError
 from pdserve.registry import connect
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
-from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.options import AnswerLen, ApiKey, Json, Model, PromptTokens, Seed, rates_of, seed_of
 from pdserve_bench.promise.arms import OFF, WAYS, ArmsRun, Switch, arm_of, compare_arms
 from pdserve_bench.promise.result import report_of
 from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import run_and_show
+from pdserve_bench.runs import PoissonRequests, run_and_show
 from pdserve_bench.slo import Slo, seconds
 
 PATIENCE = 30.0
@@ -54,7 +53,7 @@ def promise(
     judged = dict(_promise(text) for text in promises or PROMISES)
     arms = [OFF, *(arm_of(name, slo) for name, slo in judged.items()), *(WAYS if ways else ())]
     result = ArmsRun(judged, rates_of("--rates", rates), arms, seconds_, seed_of(seed))
-    check_outputs(json, None)
+    check_outputs(json)
     graph = find_graph(file, None, None)
     title = f"The promise, {prompt_tokens} tokens in, {answer_len} out"
     users = prompt_tokens, answer_len
@@ -64,7 +63,6 @@ def promise(
             report_of(result, title) if any(made.counted for _, made in result.windows) else None
         ),
         json,
-        None,
         lambda: not result.complete,
     )
 

@@ -1,7 +1,6 @@
 """What the arms have kept, as a report. Each promise judges all arms alike; only its own arm was to keep it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from pdserve_bench.client import Outcome
 from pdserve_bench.goodput.measure import Probe
@@ -74,18 +73,17 @@ def report_of(result: ArmsRun, title: str) -> Report:
                 name: {arm.name: _goodput_raw(goodput(slo, arm, result)) for arm in _judged(name, result)}
                 for name, slo in result.promises.items()
             },
-            "windows": [_window(arm, made) for arm, made in result.windows if made.counted],
+            "windows": [
+                {"arm": arm.name, "rate": made.rate, "seconds": made.seconds, **made.run.summary()}
+                for arm, made in result.windows
+                if made.counted
+            ],
         },
     )
 
 
 def _goodput_raw(search: GoodputSearch) -> dict[str, float | None]:
     return {"estimate": search.estimate, "carried": search.carried, "broken": search.broken}
-
-
-def _window(arm: Arm, made: Probe) -> dict[str, Any]:
-    plain = {name: getattr(made, name) for name in ("rate", "seconds", "seed", "stall", "foreign")}
-    return {"arm": arm.name, **plain, **made.run.summary()}
 
 
 def _judged(promise: str, result: ArmsRun) -> list[Arm]:

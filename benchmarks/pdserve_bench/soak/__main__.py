@@ -19,20 +19,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from pdserve.observe.tables import show, table
 from pdserve.registry import connect
-from pdserve.registry.base import Registry
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.launch import started
+from pdserve_bench.launch import REAL, started
 from pdserve_bench.options import program
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.soak.requests import MixedLoad
 from pdserve_bench.soak.usage import MARGINS, Picture, leaks, nats_keeps, picture
 from pdserve_bench.watch import GraphWatch
 
-REAL = Path("configs/local.yaml")
 SIMULATED = simulated(
     {"step-seconds": 0.005, "prefill-rate": 20000}, common={"num-gpu-blocks-override": 1024}
 )
@@ -64,40 +60,28 @@ async def soak(
         connect(graph.etcd, graph.namespace, graph.load_credentials()) as registry,
         GraphWatch() as watch,
     ):
+
+        async def look() -> Picture:
+            stored = {"nats": await nats_keeps(graph), "etcd": len(await registry.read(""))}
+            return await picture(graph.pid, await watch.instances(), stored)
+
+        async def ask(count: int, seed: int) -> tuple[MixedLoad, float]:
+            """Return the load, and when its last request had ended."""
+            load = MixedLoad(graph.url, graph.model, lengths, seed)
+            await load.run(count)
+            ended = time.monotonic()
+            await watch.leftovers(LEASE)
+            return load, ended
+
         await watch.move(graph)
         await watch.learn()
-        warm_up = MixedLoad(graph.url, graph.model, lengths, seed)
-        await warm_up.run(warm)
-        await watch.leftovers(LEASE)
-        before = await _look(graph, watch, registry)
-        load = MixedLoad(graph.url, graph.model, lengths, seed + 1)
-        await load.run(requests)
-        ended = time.monotonic()
-        await watch.leftovers(LEASE)
-        after = await _look(graph, watch, registry)
-        while leaks(before, after) and time.monotonic() < ended + SETTLE:
+        warm_up, _ = await ask(warm, seed)
+        before = await look()
+        load, ended = await ask(requests, seed + 1)
+        while leaks(before, after := await look()) and time.monotonic() < ended + SETTLE:  # noqa: ASYNC110
             await asyncio.sleep(1)
-            after = await _look(graph, watch, registry)
         load.surprises += warm_up.surprises
         return SoakReport(before, after, load, time.monotonic() - ended)
-
-
-async def _look(graph: GraphRecord, watch: GraphWatch, registry: Registry) -> Picture:
-    stored = {"nats": await nats_keeps(graph), "etcd": len(await registry.read(""))}
-    return await picture(graph.pid, await watch.instances(), stored)
-
-
-def show(report: SoakReport) -> None:
-    table = Table("process", *MARGINS)
-    for name, before in report.before.items():
-        after = report.after.get(name)
-        table.add_row(name, *(_cell(getattr(before, what), getattr(after, what, None)) for what in MARGINS))
-    console = Console()
-    console.print(table)
-    console.print("\n".join(f"{count:6} {what}" for what, count in sorted(report.load.done.items())))
-    console.print(f"back where it was after {report.seconds:.1f} s" if not report.problems else "")
-    for problem in report.problems[:40]:
-        console.print(problem, style="red", markup=False)
 
 
 def _cell(before: int | None, after: int | None) -> str:
@@ -125,7 +109,13 @@ def main() -> int:
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as folder:
         report = asyncio.run(_main(args, Path(folder)))
-    show(report)
+    held = table("process", *MARGINS)
+    for name, before in report.before.items():
+        after = report.after.get(name)
+        held.add_row(name, *(_cell(getattr(before, what), getattr(after, what, None)) for what in MARGINS))
+    show(held)
+    print("\n".join(f"{count:6} {what}" for what, count in sorted(report.load.done.items())))
+    print("\n".join(report.problems[:40]) or f"back where it was after {report.seconds:.1f} s")
     return 1 if report.problems else 0
 
 

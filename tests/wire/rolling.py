@@ -1,50 +1,41 @@
-"""A rolling upgrade under load: the roles of a graph are started from the build of another commit, each by itself, on
-one NATS and etcd, and replaced one by one by those of this checkout, as on hosts of which each gets the new build in
-its turn; then back. Every answer is compared, token for token.
+"""A rolling upgrade under load: the roles of a graph are started from another build, each by itself, on one NATS and
+etcd, and replaced one by one by those of this checkout, as on hosts of which each gets the new build in its turn. Every
+answer is compared, token for token.
 
 Workers are ended before their successors start, since there is no second GPU for them; a frontend's successor has its
-clients first, as behind a load balancer. Exit code 1 where a request failed, hung or was answered wrongly, or KV blocks
-stayed held.
-
-    python -m pdserve_bench.upgrade 40fa7c4                             simulated engines
-    python -m pdserve_bench.upgrade 40fa7c4 -f configs/local.yaml       those of the file, in float32
+clients first, as behind a load balancer.
 """
 
 import asyncio
 import io
-import logging
 import os
 import subprocess
-import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve_bench.chaos import questions
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.questions import Case
+from pdserve_bench.chaos.scorecard import Row, score
+from pdserve_bench.client import LoadClient
+from pdserve_bench.launch import PDSERVE, ServerRun, derive, with_thresholds
+from pdserve_bench.simulated import write
+from pdserve_bench.watch import GraphWatch
+
 from pdserve.config.load import load as load_config
 from pdserve.config.schema import Config
 from pdserve.errors import Unavailable
 from pdserve.observe.graph_state import slot_name
-from pdserve.observe.tables import show
 from pdserve.ports import free_port
 from pdserve.records import Role
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.exits import exit_of
 from pdserve.supervisor.readiness import until_frontends_ready
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.chaos import questions
-from pdserve_bench.chaos.load import JudgedLoad
-from pdserve_bench.chaos.questions import Case
-from pdserve_bench.chaos.scorecard import Row, score, scorecard
-from pdserve_bench.client import LoadClient
-from pdserve_bench.launch import PDSERVE, SIM_SPEED, ServerRun, derive, with_thresholds
-from pdserve_bench.options import program
-from pdserve_bench.progress import say
-from pdserve_bench.simulated import simulated, write
-from pdserve_bench.watch import GraphWatch
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {Role.PREFILL: 2, Role.DECODE: 2}
@@ -90,21 +81,14 @@ class Rolled:
             {"PYTHONPATH": str(build), "PYTHONSAFEPATH": "1", "PDSERVE_STATE_DIR": str(self.folder / name)},
         )
         self.running[name] = run
-        before, registered = {each.id for each in await self.watch.instances()}, False
+        before = {each.id for each in await self.watch.instances()}
+
+        async def registered() -> bool:
+            new = {each.id for each in await self.watch.instances()} - before
+            return any(slot_name(each) == name for each in new)
+
         run.start()
-
-        async def look() -> None:
-            nonlocal registered
-            while not registered:
-                new = {each.id for each in await self.watch.instances()} - before
-                registered = any(slot_name(each) == name for each in new)
-                await asyncio.sleep(0.2)
-
-        looking = asyncio.create_task(look())
-        try:
-            await run.until(lambda: registered, self.say)
-        finally:
-            looking.cancel()
+        await run.until(registered, self.say)
 
     async def end(self, role: Role, index: int) -> None:
         """Let it drain. Raises Unavailable where it does not end well."""
@@ -112,6 +96,9 @@ class Rolled:
         run.process.terminate()
         if code := await exit_of(run.process):
             raise Unavailable(f"{role.value}-{index} ended with exit code {code}:\n{run.text[-3000:]}")
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(run.stop() for run in self.running.values()))
 
     async def fill(self, build: Path) -> None:
         """The whole graph, with one frontend."""
@@ -153,7 +140,7 @@ async def upgrade(
         watch = await stack.enter_async_context(GraphWatch())
         await watch.move(GraphRecord(os.getpid(), "", "", config.namespace, etcd.url, nats.url))
         rolled = Rolled(folder, (_url(config), _url(other)), watch, say)
-        stack.push_async_callback(_stop, rolled)
+        stack.push_async_callback(rolled.stop)
         await rolled.fill(first)
         longest = min(each.max_model_len for each in await watch.learn() if each.max_model_len)
         known, rows = await _cases(config, longest), []
@@ -178,10 +165,6 @@ async def _cases(config: Config, longest: int) -> Iterator[Case]:
     )
 
 
-async def _stop(rolled: Rolled) -> None:
-    await asyncio.gather(*(run.stop() for run in rolled.running.values()))
-
-
 async def _until_serving(url: str) -> None:
     async for _ in until_frontends_ready(url, 1):
         pass
@@ -197,25 +180,3 @@ def _alone(file: Path, to: Path, nats: str, etcd: str) -> Config:
     sections = with_thresholds(derive(file, 2, free_port("127.0.0.1"), free_port("127.0.0.1", 32), "float32"))
     sections["Graph"] |= {"nats": nats, "etcd": etcd}
     return load_config(write(sections, to), {})
-
-
-def main() -> int:
-    parser = program(__doc__)
-    parser.add_argument("commit", help="of the other build")
-    parser.add_argument("-f", "--file", type=Path, help="a graph with real engines")
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="pdserve-upgrade-") as name:
-        folder = Path(name)
-        file = args.file or write(simulated(SIM_SPEED["sim"]), folder / "sim.yaml")
-        other = build_of(args.commit, folder / args.commit)
-        rows = asyncio.run(upgrade(file, other, [ROOT, other], folder, say))
-        for row in rows:
-            for each in row.traces:
-                say(str(each))
-    show(scorecard(rows))
-    return 0 if all(row.good for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

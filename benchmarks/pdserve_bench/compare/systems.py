@@ -1,0 +1,53 @@
+"""What a candidate is made of: plain vLLM, or a graph."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.launch import plain_vllm, started
+from pdserve_bench.simulated import write
+
+
+class System(Protocol):
+    """A recipe for one."""
+
+    def start(self, folder: Path) -> AbstractAsyncContextManager[Endpoint]:
+        """Start it in an empty folder of its own. Entering raises ConfigError and Unavailable where it does not come
+        up; leaving stops it."""
+
+
+@dataclass(frozen=True)
+class PlainVllm:
+    """vLLM's own API server, one engine."""
+
+    model: Path
+    served: str
+    arguments: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """as OMP_NUM_THREADS, which says how much of a CPU host the engine may have"""
+
+    @asynccontextmanager
+    async def start(self, folder: Path) -> AsyncIterator[Endpoint]:
+        arguments = [*self.arguments, "--served-model-name", self.served]
+        async with plain_vllm(self.model, arguments, folder, _quiet, self.variables) as url:
+            yield Endpoint(url, self.served)
+
+
+@dataclass(frozen=True)
+class GraphSystem:
+    """`pdserve serve` of a configuration."""
+
+    sections: Mapping[str, Any]
+    """of the file; ports, NATS and etcd are chosen where it is started"""
+
+    @asynccontextmanager
+    async def start(self, folder: Path) -> AsyncIterator[Endpoint]:
+        async with started(write(self.sections, folder / "system.yaml"), folder, _quiet) as running:
+            yield Endpoint(running.graph.url, running.graph.model)
+
+
+def _quiet(_: str) -> None:
+    """Starts that take long are no news here."""

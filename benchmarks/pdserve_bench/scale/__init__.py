@@ -1,1 +1,0 @@
-"""`pdserve bench scale`: what each process costs in graphs of many workers."""
