@@ -281,8 +281,7 @@ def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path
     assert [line for line in lint if not line.startswith("vllm:")] == []
 
 
-def test_ctrl_c_on_a_terminal_under_another_program(serve: Serve) -> None:
-    """As under `make serve`: only pdserve may get the Ctrl-C, and its exit code is 0."""
+def test_ctrl_c_on_a_terminal(serve: Serve) -> None:
     with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         assert "starting decode-0, prefill-0 (Ctrl-C stops)" in terminal.text

@@ -1,24 +1,30 @@
 """The output of all processes: one readable stream on the terminal, and one complete log file for each process."""
 
-import errno
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from io import FileIO, TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from queue import Full, Queue
 from typing import Self, TextIO
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
 from pdserve.supervisor.state import make_private, private
-from pdserve.supervisor.terminal import LineWriter
 
 log = logging.getLogger(__name__)
 
 FILE_LIMIT = 64 << 20
 """bytes; a log file that reaches it is renamed to `<name>.log.1`, which replaces the one before"""
+UNREAD = 10_000
+"""lines that wait for a terminal"""
+FLUSH_WITHIN = 1.0
+"""seconds at the end to write what is not written yet"""
 
 _COLOURS = {"frontend": 36, "decode": 32, "both": 32, "prefill": 35, "nats": 34, "etcd": 34}
 _LEVEL_COLOURS = {"W": "33", "E": "1;31", "C": "1;31"}
@@ -37,12 +43,12 @@ class ProcessOutput:
         self.json = fmt == "json"
         plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
         self._text = logs.text if plain or not stream.isatty() else _coloured
-        self._lines = LineWriter(stream)
+        self._terminal = TerminalWriter(stream)
         self._verbose = verbose
         self._files: dict[str, LogFile] = {}
 
     def close(self) -> None:
-        self._lines.close()
+        self._terminal.close()
 
     @contextmanager
     def capture_logging(self) -> Iterator[Self]:
@@ -67,12 +73,12 @@ class ProcessOutput:
             self.show(line)
 
     def show(self, line: LogLine) -> None:
-        self._lines.write(logs.as_json(line) if self.json else self._text(line))
+        self._terminal.write(logs.as_json(line) if self.json else self._text(line))
 
     def print(self, text: str) -> None:
         """Show something for people; nothing in JSON."""
         if not self.json:
-            self._lines.write(text)
+            self._terminal.write(text)
 
 
 def _coloured(line: LogLine) -> str:
@@ -82,60 +88,74 @@ def _coloured(line: LogLine) -> str:
     return f"\x1b[2m{line.time[11:19]}\x1b[0m \x1b[{colour}m{line.name:<10}\x1b[0m {message}"
 
 
-class LogFile:
+class TerminalWriter:
+    """Writes lines to the terminal, from a thread: one that is not read (Ctrl-S, a lost connection, `| less`) would
+    hold up the supervisor, and soon all roles, whose output it reads. Lines beyond `UNREAD` are left out; the files
+    have them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._lines: Queue[str | None] = Queue(UNREAD)
+        self._thread = threading.Thread(target=self._write, args=(_unbuffered(stream),), daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> None:
+        with suppress(Full):
+            self._lines.put_nowait(text)
+
+    def close(self) -> None:
+        with suppress(Full):
+            self._lines.put_nowait(None)
+        self._thread.join(FLUSH_WITHIN)
+
+    def _write(self, stream: TextIO) -> None:
+        while (text := self._lines.get()) is not None:
+            with suppress(OSError):  # the terminal is gone, or a disk is full
+                stream.write(f"{text}\n")
+
+
+def _unbuffered(stream: TextIO) -> TextIO:
+    """The same without a buffer, whose lock a thread that waits would keep at the end of the process."""
+    try:
+        raw = FileIO(stream.fileno(), "w", closefd=False)
+    except OSError:  # it is in memory
+        return stream
+    return TextIOWrapper(raw, errors="backslashreplace", write_through=True)  # type: ignore[arg-type]
+
+
+class LogFile(RotatingFileHandler):
     """A log file, begun anew with each `serve`; the file before is kept as `.1`.
 
-    It is opened for each write, since it may be removed, renamed or cut at any time, as by logrotate. It never fails:
-    where it cannot be written, as on a full disk, lines are dropped and counted until it can again. `on_trouble` gets a
-    text when that begins."""
+    It is opened for each line, since it may be removed, renamed or cut at any time, as by logrotate. It never fails:
+    where it cannot be written, as on a full disk, lines are dropped until it can again. `on_trouble` gets each reason
+    once."""
 
     def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
-        self.path = path
+        super().__init__(path, maxBytes=FILE_LIMIT, backupCount=1, errors="replace", delay=True)
         self._on_trouble = on_trouble
-        self._dropped = 0
         self._reason = ""
-        self._torn = False
-        """the last line was written in part"""
-        self._try(self._begin)
+        with suppress(OSError):
+            if path.exists():
+                self.doRollover()
 
     def write(self, line: str) -> None:
-        data = f"{line}\n".encode(errors="replace")
-        if self._dropped:
-            dropped = f"{self._dropped} lines were dropped: {self._reason}"
-            data = f"{logs.stamp()} W serve pdserve.supervisor: {dropped}\n".encode() + data
-        if self._torn:
-            data = b"\n" + data
-        if self._try(lambda: self._append(data)):
-            self._dropped, self._reason = 0, ""
-        else:
-            self._dropped += 1
+        self.handle(logging.makeLogRecord({"msg": line}))
 
-    def _append(self, data: bytes) -> None:
-        if not self.path.exists():
-            make_private(self.path.parent)
-        elif self.path.stat().st_size + len(data) > FILE_LIMIT:
-            self._begin()
-        with open(self.path, "ab", buffering=0, opener=private) as file:
-            written = file.write(data)
-        if written:
-            self._torn = not data[:written].endswith(b"\n")
-        if written < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        opened, self.stream = self.stream, None  # type: ignore[assignment]
+        with suppress(OSError):  # as `emit` has found
+            if opened is not None:
+                opened.close()
 
-    def _begin(self) -> None:
-        if self.path.exists():
-            self.path.replace(self.path.with_name(self.path.name + ".1"))
+    def handleError(self, record: logging.LogRecord) -> None:
+        reason = str(sys.exc_info()[1])
+        if reason != self._reason:
+            self._on_trouble(f"{self.baseFilename} cannot be written, its lines are dropped: {reason}")
+        self._reason = reason
 
-    def _try(self, action: Callable[[], None]) -> bool:
-        try:
-            action()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if not self._dropped and reason != self._reason:
-                self._on_trouble(f"{self.path} cannot be written, its lines are dropped: {reason}")
-            self._reason = reason
-            return False
-        return True
+    def _open(self) -> TextIOWrapper:
+        make_private(Path(self.baseFilename).parent)
+        return open(self.baseFilename, "a", encoding="utf-8", errors=self.errors, opener=private)
 
 
 class _Handler(logging.Handler):

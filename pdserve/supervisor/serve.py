@@ -31,7 +31,6 @@ from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_re
 from pdserve.supervisor.restarts import CannotStart, RestartPolicy
 from pdserve.supervisor.roles import RoleSupervisor
 from pdserve.supervisor.summary import summary
-from pdserve.supervisor.terminal import own_foreground
 from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,6 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
         advice = start_commands(config)
         raise ConfigError([f"{config.path}: workers span hosts (nnodes), and serve runs on one: {advice}"])
     with (
-        own_foreground(),
         ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
         state.locked(config.state_dir, config.drain_timeout + AFTER_DRAIN) as folder,
     ):

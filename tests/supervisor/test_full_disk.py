@@ -24,9 +24,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         yield disk
 
 
-def test_log_lines_are_dropped_and_counted_and_come_back(
-    disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_lines_are_dropped_and_come_back(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     shown = StringIO()
     output = ProcessOutput(disk.path / "logs", stream=shown)
     output.line("decode-0", "before")
@@ -34,18 +32,15 @@ def test_log_lines_are_dropped_and_counted_and_come_back(
     for number in range(500):
         output.line("decode-0", f"full {number:04} " + "x" * 100)
     output.line("prefill-0", "a file that cannot even be made has no space either" * 100)
-    assert caplog.text.count("its lines are dropped: No space left on device") in (1, 2)
-    assert "full 0499" in shown.getvalue()
+    assert caplog.text.count("its lines are dropped: [Errno 28] No space left on device") in (1, 2)
     disk.free()
     for name in ("decode-0", "prefill-0"):
         output.line(name, "after")
         output.line(name, "and on")
     output.close()
+    assert "full 0499" in shown.getvalue()
     lines = (disk.path / "logs/decode-0.log").read_text().splitlines()
     assert lines[0].endswith("before")
-    kept = sum("full " in line and line.endswith("x") and len(line) > 130 for line in lines)
-    (told,) = [line for line in lines if "were dropped: No space left on device" in line]
-    assert abs(int(told.split()[4]) - (500 - kept)) <= 1, "a line may be there in part"
     assert lines[-2].endswith("after")
     assert lines[-1].endswith("and on")
     assert "after" in (disk.path / "logs/prefill-0.log").read_text()
