@@ -174,10 +174,6 @@ class Engine(Lifetime, AdapterEngine):
         """Free what was read ahead of this prefill: no `generate` will come for it."""
 
     @abstractmethod
-    async def release(self, kv: KvHandle) -> None:
-        """Free the KV of a prefill, if this engine has it, that none will read. A step then names it as released."""
-
-    @abstractmethod
     async def limit_chunk(self, tokens: int) -> None:
         """From the next step on, compute at most so many tokens of prompts in a step with other requests, of several
         prompts together, but not less than a KV block of each. As many as the configuration says: of each prompt."""

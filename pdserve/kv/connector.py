@@ -75,10 +75,6 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
             with affinity_kept(), quiet_agents():
                 self.connector_worker = ConnectorWorker(vllm_config, self.engine_id, kv_cache_config)
 
-    def release(self, request_id: str) -> None:
-        """In a worker: free the blocks of this prefill, which no engine will read."""
-        self.connector_worker.unwanted.add(request_id)
-
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self.connector_scheduler.bind(kv_cache_manager)
 
@@ -162,8 +158,6 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._no_handshake_before: dict[str, float] = {}
         """by engine id; monotonic time"""
         self._reads = ReadTimes()
-        self.unwanted: set[str] = set()
-        """prefills whose blocks no engine will read; those of the last step are kept from the next step on"""
         self._scheduler_clock = RemoteClock()
         self.ahead = AheadReport()
 
@@ -199,16 +193,6 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         the handshake each time."""
         if engine in self._remote_agents and engine not in self._invalid_remote_engines:
             self._mark_remote_engine_invalid(engine, time.perf_counter())
-
-    def _get_new_notifs(self) -> set[str]:
-        read: set[str] = super()._get_new_notifs()
-        unwanted = self.unwanted & self._reqs_to_send.keys()
-        for request in unwanted:
-            del self._reqs_to_send[request]
-            self._reqs_to_process.discard(request)
-        self.unwanted -= unwanted
-        read |= unwanted
-        return read
 
     def get_transfer_results(self) -> Any:
         results = super().get_transfer_results()

@@ -44,9 +44,6 @@ class PdserveConnectors(MultiConnector):  # type: ignore[misc]
         self._given = set()
         return super().build_connector_meta(scheduler_output)
 
-    def release(self, request_id: str) -> None:
-        self.sub_connectors[0].release(request_id)
-
     @property
     def host_blocks(self) -> int:
         """In a worker: blocks that the host memory holds."""

@@ -12,12 +12,10 @@ import secrets
 import time
 
 from pdserve.config.schema import Config
-from pdserve.engine.base import Engine, EngineFacts, Output
+from pdserve.engine.base import Engine, EngineFacts
 from pdserve.errors import EngineDead
-from pdserve.messages import KvHandle
 from pdserve.plan.plan import worker_memory
 from pdserve.plan.slots import Slot
-from pdserve.records import Role
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ SLOWEST = 500.0
 TOLERANCE = 0.2
 """share of the planned KV blocks by which those of the engine may differ without a warning"""
 STEPS = 3
-"""tokens of a decode worker's self-test: the first comes from the prefill, the others from decode steps"""
+"""tokens of a self-test: the first comes from the prefill, the others from decode steps"""
 _IDS = range(16, 256)
 """token ids that every vocabulary has"""
 
@@ -72,12 +70,12 @@ def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
 # first work
 
 
-async def self_test(engine: Engine, role: Role) -> None:
-    """Let the engine do each kind of its work once, so that what only happens at a first prefill, step or hand-over of
-    KV has happened, or failed, before the first request. Call it before anything else reads the engine's steps.
-    Raises EngineDead where the engine dies, fails or hangs."""
+async def self_test(engine: Engine) -> None:
+    """Let the engine compute a prompt and some tokens, so that what only happens at a first prefill or step has
+    happened, or failed, before the first request. Call it before anything else reads the engine's steps. Raises
+    EngineDead where the engine dies, fails or hangs."""
     began = time.monotonic()
-    work = asyncio.ensure_future(_first_work(engine, role))
+    work = asyncio.ensure_future(_first_tokens(engine))
     watch = asyncio.ensure_future(watch_engine(engine))
     try:
         await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -100,42 +98,15 @@ def unique_prompt(facts: EngineFacts) -> list[int]:
     return [chance.choice(_IDS) for _ in range(max(1, length))]
 
 
-async def _first_work(engine: Engine, role: Role) -> None:
-    if role.does(Role.DECODE):
-        await _first_tokens(engine)
-    if role.does(Role.PREFILL):
-        await _first_prefill(engine)
-
-
 async def _first_tokens(engine: Engine) -> None:
     name = f"self-test-{secrets.token_hex(4)}"
     await engine.generate(name, unique_prompt(engine.facts), engine.plain_body(STEPS), None)
-    await _last_output(engine, name)
-
-
-async def _first_prefill(engine: Engine) -> None:
-    name = f"self-test-{secrets.token_hex(4)}"
-    await engine.prefill(name, unique_prompt(engine.facts), engine.plain_body(1))
-    handle = (await _last_output(engine, name)).handle
-    if handle is None:
-        raise EngineDead("the engine's first prefill brought no KV")
-    await engine.release(handle)
-    await _released(engine, handle)
-
-
-async def _last_output(engine: Engine, request_id: str) -> Output:
-    while True:
-        step = await engine.step()
-        for output in step.outputs:
-            if output.request_id == request_id and output.failed:
+    finished = False
+    while not finished:
+        for output in (await engine.step()).outputs:
+            if output.failed:
                 raise EngineDead("the engine failed its first request")
-            if output.request_id == request_id and output.finished:
-                return output
-
-
-async def _released(engine: Engine, handle: KvHandle) -> None:
-    while handle.request_id not in (await engine.step()).released:
-        pass
+            finished |= output.finished
 
 
 # liveness

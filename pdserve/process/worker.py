@@ -118,7 +118,7 @@ class EngineWorker(Service):
         for seam in seams:
             await stack.enter_async_context(seam)
         log_memory(self._config, self._slot, facts)
-        await self_test(self._engine, self.work)
+        await self_test(self._engine)
         address = self._stream.address if self._stream is not None else ""
         section = section_of(self._config, self._slot)
         self._adapters = WorkerAdapters(

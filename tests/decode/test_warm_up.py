@@ -170,7 +170,7 @@ async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytes
     async with sim(Role.DECODE, "decode-0") as engine:
         engine.faults.going.clear()
         with pytest.raises(EngineDead, match="hangs"):
-            await asyncio.wait_for(self_test(engine, Role.DECODE), 10)
+            await asyncio.wait_for(self_test(engine), 10)
 
 
 async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:

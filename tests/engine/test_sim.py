@@ -175,13 +175,9 @@ async def test_released_kv_is_freed_and_named_once(decode: SimEngine) -> None:
         assert await released(prefill) == ["read"]
         await decode.reject(await prefilled(prefill, "rejected", PROMPT))
         assert await released(prefill) == ["rejected"]
-        own = await prefilled(prefill, "own", PROMPT)
-        await prefill.release(own)
-        assert await released(prefill) == ["own"]
         await prefilled(prefill, "expired", PROMPT)
         assert await released(prefill) == ["expired"]
         assert await prefill.all_blocks_free()
-        await prefill.release(own)
         await decode.reject(read)
         await prefilled(prefill, "next", PROMPT)
         assert await released(prefill) == ["next"]

@@ -131,10 +131,6 @@ class SimEngine(SimAdapters, Engine):
         self._check_alive()
         self._free_remote(kv)
 
-    async def release(self, kv: KvHandle) -> None:
-        self._check_alive()
-        self._release(kv.request_id)
-
     async def limit_chunk(self, tokens: int) -> None:
         self._check_alive()
         self._chunk = tokens

@@ -145,9 +145,6 @@ class VllmEngine(Engine):
     async def limit_chunk(self, tokens: int) -> None:
         await self._call(self._core.add_request_async(requests.to_limit_chunk(tokens)))
 
-    async def release(self, kv: KvHandle) -> None:
-        await self._call(self._core.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
-
     async def cancel(self, request_ids: list[str]) -> None:
         running = self._requests.of(request_ids)
         for request in running:

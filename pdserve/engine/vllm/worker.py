@@ -21,9 +21,3 @@ class WorkerExtension:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return int(get_kv_transfer_group().host_blocks)
-
-    def pdserve_release(self, request_id: str) -> None:
-        """Free the KV blocks of a finished prefill, as if another engine had read them."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        get_kv_transfer_group().release(request_id)
