@@ -119,7 +119,7 @@ def _unbuffered(stream: TextIO) -> TextIO:
         raw = FileIO(stream.fileno(), "w", closefd=False)
     except OSError:  # it is in memory
         return stream
-    return TextIOWrapper(raw, errors="backslashreplace", write_through=True)  # type: ignore[arg-type]
+    return TextIOWrapper(raw, errors="backslashreplace", write_through=True)
 
 
 class LogFile(RotatingFileHandler):
@@ -142,7 +142,7 @@ class LogFile(RotatingFileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        opened, self.stream = self.stream, None  # type: ignore[assignment]
+        opened, self.stream = self.stream, None
         with suppress(OSError):  # as `emit` has found
             if opened is not None:
                 opened.close()
