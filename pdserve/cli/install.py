@@ -1,7 +1,6 @@
 """`pdserve install`, and the way of other commands into the engine's environment."""
 
 import os
-import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,41 +19,19 @@ Gpu = Annotated[
 ]
 
 
-def install(
-    gpu: Gpu = None,
-    remove_old: Annotated[bool, typer.Option(help="remove the engines of other versions of pdserve")] = False,
-) -> int:
+def install(gpu: Gpu = None) -> int:
     """Install the engine, vLLM with all that it needs, in the versions that this pdserve is made for, into an
     environment of its own (PDSERVE_ENGINE, default: a folder in ~/.local/share/pdserve). Commands that need it go on
     there. An install that was interrupted goes on where it stopped. pip's and uv's settings hold: indexes, caches.
+    Engines of other versions of pdserve stay in folders beside it; remove them when none of their graphs runs.
 
     examples:
       pdserve install              for this machine's GPUs, or its CPU
       pdserve install --cpu
-      pdserve install --remove-old
     """
     platform = environment.find_platform() if gpu is None else "gpu" if gpu else "cpu"
     print(f"{installed(platform)} has the engine.")
-    for folder in environment.other_engines():
-        print(_left_or_removed(folder, remove_old))
     return 0
-
-
-def _left_or_removed(folder: Path, remove: bool) -> str:
-    """Remove the environment where that is asked for and nothing runs in it; return a sentence about it."""
-    if _runs_in(folder):
-        return f"{folder} is of another version of pdserve, which runs."
-    if not remove:
-        return f"{folder} is of another version of pdserve: `{command('install --remove-old')}` removes it."
-    shutil.rmtree(folder, ignore_errors=True)
-    return f"{folder} could not be removed." if folder.exists() else f"{folder} is removed."
-
-
-def _runs_in(folder: Path) -> bool:
-    import psutil
-
-    commands = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
-    return any(command and folder in Path(command[0]).parents for command in commands)
 
 
 def installed(platform: str) -> Path:

@@ -73,13 +73,6 @@ def engine_folder(platform: str) -> Path:
     return data_folder() / f"engine-{platform}-{python}-{engine_step(platform).digest[:12]}"
 
 
-def other_engines() -> list[Path]:
-    """The environments in the data folder that other versions of pdserve have made, whole or not."""
-    ours = {engine_step(platform).digest[:12] for platform in PLATFORMS}
-    found = sorted(data_folder().glob("engine-*"))
-    return [folder for folder in found if folder.name.rpartition("-")[2] not in ours]
-
-
 def find_engine() -> Path | None:
     """The environment of this machine's platform, or of the other one where only that is installed."""
     found = find_platform()

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from pdserve.cli.install import code_folder
-from pdserve.cli.install import install as cli_install
 from pdserve.config.host import VLLM_VERSION
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.install import environment
@@ -154,31 +153,6 @@ def until_true(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def test_engines_of_other_versions_are_named_and_removed_on_request_where_nothing_runs_in_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.delenv(environment.ENGINE_VARIABLE, raising=False)
-    monkeypatch.setattr("pdserve.cli.install.installed", environment.engine_folder)
-    ours, old, used = (
-        environment.engine_folder("cpu"),
-        environment.data_folder() / "engine-cpu-py3.11-000000000000",
-        environment.data_folder() / "engine-gpu-py3.12-111111111111",
-    )
-    for folder in (ours, old, used):
-        (folder / "bin").mkdir(parents=True)
-    (used / "bin/python").symlink_to(sys.executable)
-    with subprocess.Popen([used / "bin/python", "-c", "input()"], stdin=subprocess.PIPE) as running:
-        cli_install(gpu=False)
-        assert f"{old} is of another version of pdserve: `" in capsys.readouterr().out
-        cli_install(gpu=False, remove_old=True)
-        shown = capsys.readouterr().out
-        running.communicate()
-    assert f"{old} is removed" in shown
-    assert f"{used} is of another version of pdserve, which runs" in shown
-    assert sorted(environment.data_folder().iterdir()) == sorted([ours, used])
 
 
 def test_only_what_the_sources_lack_is_looked_for_elsewhere(
