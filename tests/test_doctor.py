@@ -8,7 +8,6 @@ import httpx
 import msgspec
 import pytest
 
-from pdserve import clock
 from pdserve.cli import hosts
 from pdserve.cli.doctor import check_etcd, check_graph, check_nats, check_ports
 from pdserve.cli.hosts import Finding, check_hosts, decoded
@@ -44,13 +43,10 @@ async def test_servers_that_do_not_answer_fail(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_members_of_a_cluster_that_do_not_answer_are_warned_of(etcd_url: str) -> None:
-    """As is the version of the wheel's etcd."""
     port = free_port("127.0.0.1")
     findings = await of_etcd(f"127.0.0.1:{port},{etcd_url}")
-    assert [finding.grade for finding in findings] == ["ok", "warn", "warn"]
+    assert [finding.grade for finding in findings] == ["ok", "warn"]
     assert findings[1].text.startswith(f"etcd at 127.0.0.1:{port}: ")
-    text = f"{etcd_url} is etcd 3.5.1, which may corrupt its data in a crash: use 3.5.3 or newer."
-    assert findings[2].text == text
 
 
 async def test_servers_that_are_no_cluster_fail(nats_url: str) -> None:
@@ -108,18 +104,6 @@ async def test_each_closed_door_is_named_and_hides_no_other(monkeypatch: pytest.
     assert closed.text.startswith(f"127.0.0.1:{nowhere}, KV of decode-0-ab: refused")
     assert f"let 127.0.0.1 take TCP {nowhere} from this host (PDSERVE_KV_PORT fixes" in closed.text
     assert away.text.startswith("192.0.2.1:5710, stream of decode-1-cd: ")
-
-
-async def test_a_clock_that_differs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = clock.unix() + 60
-    monkeypatch.setattr(clock, "unix", lambda: ahead)
-    with serve_pages("127.0.0.1") as pages:
-        instance = Instance("prefill-0-ab", Role.PREFILL, metrics=pages.metrics, host="127.0.0.1")
-        _, skewed = await hosts_of(instance)
-        monkeypatch.undo()
-        assert [finding.grade for finding in await hosts_of(instance)] == ["ok"]
-    assert (skewed.grade, skewed.subject) == ("warn", "clock")
-    assert "127.0.0.1's clock is 60 s behind this host's" in skewed.text
 
 
 async def test_kv_that_cannot_be_read_fails_in_time() -> None:

@@ -21,8 +21,6 @@ from pdserve.registry import connect, etcd_version, keys
 from pdserve.supervisor.checks import busy_ports, running_graph
 from pdserve.supervisor.exits import family
 
-_CORRUPTING = ("3.5.0", "3.5.1", "3.5.2")
-"""versions of etcd that its makers have warned of"""
 _WITHIN = 5.0
 """seconds for an answer"""
 
@@ -30,8 +28,8 @@ _WITHIN = 5.0
 def doctor(file: DemoFile = FILE) -> int:
     """Check what the graph of FILE needs on this host: all for which `pdserve serve` would refuse it, the ports, and
     whether NATS, etcd and the processes on other hosts can be reached where the file names servers. What is closed is
-    named by host and port; of each host's KV the bandwidth and latency are measured, and clocks are compared. Each line
-    is ok, warn or fail, and says what to do. Exit code 1 where something failed.
+    named by host and port; of each host's KV the bandwidth and latency are measured. Each line is ok, warn or fail, and
+    says what to do. Exit code 1 where something failed.
 
     examples:
       pdserve doctor -f configs/disagg.yaml
@@ -116,16 +114,12 @@ async def _check_nats(url: str, credentials: Credentials | None, of_cluster: boo
 
 
 async def check_members(etcd: str, credentials: Credentials | None) -> AsyncIterator[Finding]:
-    """Of an etcd that answers: the members that do not, and versions that lose data."""
+    """The members that do not answer, of an etcd that does."""
     for address in servers_of(etcd):
         try:
-            version = await etcd_version(address, credentials)
+            await etcd_version(address, credentials)
         except RegistryUnavailable as error:
             yield Finding("warn", "etcd", f"{error}: start it; the other members serve meanwhile.")
-            continue
-        if version in _CORRUPTING:
-            text = f"{address} is etcd {version}, which may corrupt its data in a crash: use 3.5.3 or newer."
-            yield Finding("warn", "etcd", text)
 
 
 async def check_etcd(config: Config, credentials: Credentials | None) -> tuple[list[Finding], list[Instance]]:

@@ -1,4 +1,4 @@
-"""The way from this host to every process of the graph, for `pdserve doctor`: ports, clocks, and what KV does on it."""
+"""The way from this host to every process of the graph, for `pdserve doctor`: ports, and what KV does on it."""
 
 import asyncio
 import json
@@ -6,17 +6,12 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from email.utils import parsedate_to_datetime
 from itertools import groupby
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
-
-from pdserve import clock
 from pdserve.errors import ProtocolError
 from pdserve.observe.graph_state import slot_name
-from pdserve.observe.pages import LIVE, METRICS
 from pdserve.plan.plan import Plan
 from pdserve.records import Instance, Role, decode_instance
 
@@ -26,8 +21,6 @@ MEASURE_WITHIN = 30.0
 """seconds for a host: most of them for imports"""
 MOST_MEASURED = 8
 """hosts whose KV is measured, one after the other, since they share this host's network"""
-SKEW = 2.0
-"""seconds by which a clock may differ; the pages say whole ones"""
 
 
 class Finding(NamedTuple):
@@ -61,17 +54,12 @@ async def check_hosts(plan: Plan, instances: list[Instance]) -> AsyncIterator[Fi
     """Each host in its turn, after all doors were tried at once: a host that does not answer hides no other."""
     doors = [door for instance in instances for door in _doors(instance)]
     tried = dict(zip(doors, await asyncio.gather(*map(_knock, doors)), strict=True))
-    skews = await asyncio.gather(*map(_skew, instances))
     measured = 0
-    for host, group in groupby(zip(instances, skews, strict=True), key=lambda pair: pair[0].host):
-        there = list(group)
+    for host, there in groupby(instances, key=lambda instance: instance.host):
         for finding in _doors_of(host, {door: tried[door] for door in tried if door.host == host}):
             yield finding
-        apart = [skew for _, skew in there if skew is not None]
-        if apart and min(map(abs, apart)) > SKEW:
-            yield _of_clock(host, apart[0])
         readable = [
-            instance.kv for instance, _ in there if instance.kv and not tried[_kv_door(instance)].problem
+            instance.kv for instance in there if instance.kv and not tried[_kv_door(instance)].problem
         ]
         if readable and measured < MOST_MEASURED:
             measured += 1
@@ -137,29 +125,6 @@ def _doors_of(host: str, tried: dict[Door, Knocked]) -> Iterator[Finding]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.2f} ms"
-
-
-# clocks
-
-
-async def _skew(instance: Instance) -> float | None:
-    """Seconds that the process's clock is ahead of this host's; None where it does not say."""
-    try:
-        async with httpx.AsyncClient(trust_env=False, timeout=KNOCK_WITHIN) as client:
-            before = clock.unix()
-            answer = await client.get(instance.metrics.removesuffix(METRICS) + LIVE)
-        then = parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5
-        return then - (before + clock.unix()) / 2
-    except (httpx.HTTPError, httpx.InvalidURL, LookupError, ValueError):
-        return None
-
-
-def _of_clock(host: str, skew: float) -> Finding:
-    apart = f"{abs(skew):,.0f} s {'ahead of' if skew > 0 else 'behind'} this host's"
-    why = (
-        "requests do not depend on it, but logs, traces and the validity of certificates do: run NTP on both."
-    )
-    return Finding("warn", "clock", f"{host}'s clock is {apart}: {why}")
 
 
 # KV
