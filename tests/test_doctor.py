@@ -42,13 +42,6 @@ async def test_servers_that_do_not_answer_fail(monkeypatch: pytest.MonkeyPatch) 
         assert "or correct Graph." in finding.text
 
 
-async def test_members_of_a_cluster_that_do_not_answer_are_warned_of(etcd_url: str) -> None:
-    port = free_port("127.0.0.1")
-    findings = await of_etcd(f"127.0.0.1:{port},{etcd_url}")
-    assert [finding.grade for finding in findings] == ["ok", "warn"]
-    assert findings[1].text.startswith(f"etcd at 127.0.0.1:{port}: ")
-
-
 async def test_servers_that_are_no_cluster_fail(nats_url: str) -> None:
     alone, lost = await check_nats(f"{nats_url},nats://127.0.0.1:{free_port('127.0.0.1')}", None)
     assert (alone.grade, lost.grade) == ("fail", "fail")

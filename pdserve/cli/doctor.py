@@ -17,7 +17,7 @@ from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import servers_of
 from pdserve.records import Instance
-from pdserve.registry import connect, etcd_version, keys
+from pdserve.registry import connect, keys
 from pdserve.supervisor.checks import busy_ports, running_graph
 from pdserve.supervisor.exits import family
 
@@ -113,15 +113,6 @@ async def _check_nats(url: str, credentials: Credentials | None, of_cluster: boo
     return Finding("ok", "NATS", f"{url} answers, JetStream is on")
 
 
-async def check_members(etcd: str, credentials: Credentials | None) -> AsyncIterator[Finding]:
-    """The members that do not answer, of an etcd that does."""
-    for address in servers_of(etcd):
-        try:
-            await etcd_version(address, credentials)
-        except RegistryUnavailable as error:
-            yield Finding("warn", "etcd", f"{error}: start it; the other members serve meanwhile.")
-
-
 async def check_etcd(config: Config, credentials: Credentials | None) -> tuple[list[Finding], list[Instance]]:
     """Take a lease and write; return also the processes that are registered."""
     assert config.etcd is not None
@@ -130,8 +121,7 @@ async def check_etcd(config: Config, credentials: Credentials | None) -> tuple[l
             await registry.put(key := f"doctor/{uuid4().hex}", b"")
             await registry.delete(key)
             instances = decoded((await registry.read(keys.INSTANCES)).values())
-            members = [finding async for finding in check_members(config.etcd, credentials)]
     except RegistryUnavailable as error:
         advice = "start it, or correct Graph.etcd or Security.credentials."
         return [Finding("fail", "etcd", f"{error}: {advice}")], []
-    return [Finding("ok", "etcd", f"{config.etcd} answers"), *members], instances
+    return [Finding("ok", "etcd", f"{config.etcd} answers")], instances

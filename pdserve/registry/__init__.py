@@ -12,10 +12,3 @@ def connect(
     from pdserve.registry.etcd import EtcdRegistry
 
     return EtcdRegistry(etcd, namespace, patient=patient, credentials=credentials)
-
-
-async def etcd_version(address: str, credentials: Credentials | None = None) -> str:
-    """Return the version of this member. Raises RegistryUnavailable."""
-    from pdserve.registry.etcd import version
-
-    return await version(address, credentials)

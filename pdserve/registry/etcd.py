@@ -246,17 +246,6 @@ class EtcdRegistry(Registry):
                 log.debug("watch of %s: %s; reading it anew", " ".join(prefixes) or "all", error)
 
 
-async def version(address: str, credentials: Credentials | None) -> str:
-    (endpoint,) = _endpoints(address)
-    session = EtcdSession(endpoint, 0, channel_credentials(credentials) if credentials else None)
-    try:
-        return await session.version()
-    except SessionLost as error:
-        raise RegistryUnavailable(f"etcd at {error}") from None
-    finally:
-        await session.close()
-
-
 def _endpoints(etcd: str) -> list[tuple[str, int]]:
     """Parse `host:port,host:port`. A leading `http://` or `https://` means nothing: credentials alone mean TLS."""
     endpoints = []

@@ -72,11 +72,6 @@ class EtcdSession:
             else aetcd.Client(*endpoint, timeout=CALL_TIMEOUT, options=_CHANNEL)
         )
 
-    async def version(self) -> str:
-        await self._call(self._client.connect())
-        status = self._client.maintenancestub.Status(rpc.StatusRequest(), timeout=CALL_TIMEOUT)
-        return str((await self._call(status)).version)
-
     async def open(self, lease: int) -> None:
         """Keep this lease if it still lives (0: there is none), else take a new one."""
         if lease and getattr(await self._call(self._client.refresh_lease(lease)), "TTL", 0) > 0:
