@@ -17,9 +17,6 @@ def make_credentials(
             metavar="NAME", help="of NATS or etcd, for other clients that check names; may be repeated"
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="replace the credentials that are in FOLDER")
-    ] = False,
 ) -> int:
     """Make the credentials of a graph on several hosts, or with a NATS and an etcd of your own: a certificate that each
     of its processes shows, NATS and etcd too, and the authority that signed it. What shows no such certificate gets
@@ -32,12 +29,8 @@ def make_credentials(
       pdserve credentials ./secrets
       pdserve credentials ./secrets --host nats.example.com --host etcd.example.com
     """
-    if folder.exists() and not (force and folder.is_dir()):
-        raise ConfigError([f"{folder} exists: choose another folder, or replace it with --force."])
-    if folder.exists() and (others := _others(Credentials(folder))):
-        raise ConfigError(
-            [f"{folder} has other files in it ({', '.join(others)}): choose a folder of their own."]
-        )
+    if folder.exists():
+        raise ConfigError([f"{folder} exists: choose another folder, or remove it first."])
     try:
         made = create(folder, [*LOCAL, *(host or [])])
     except ValueError as error:
@@ -48,12 +41,6 @@ def make_credentials(
         raise ConfigError([f"{folder} cannot be written: {error.strerror or error}."]) from error
     print(_next(made.folder.absolute(), made))
     return 0
-
-
-def _others(of: Credentials) -> list[str]:
-    """Other files in the folder, which --force must not remove."""
-    ours = {path.name for path in (of.authority, of.certificate, of.key)}
-    return sorted(path.name for path in of.folder.iterdir() if path.name not in ours)
 
 
 def _next(folder: Path, made: Credentials) -> str:
