@@ -62,8 +62,6 @@ class Machine:
     cores: int
     memory: int
     """bytes of RAM in all"""
-    available: int
-    """bytes of free RAM"""
     build: str = "cuda"
     """of the installed vLLM: `cuda`, `cpu`, or empty if there is none"""
     imagined: bool = False
@@ -84,7 +82,6 @@ class Machine:
             gpus=visible(_nvml_gpus(), env.get("CUDA_VISIBLE_DEVICES")),
             cores=len(os.sched_getaffinity(0)),
             memory=memory.total,
-            available=memory.available,
             build=installed_vllm().build,
             devices={
                 entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries

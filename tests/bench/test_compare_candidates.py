@@ -17,8 +17,8 @@ from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CPU = Machine((), cores=4, memory=2**35, available=2**35, build="cpu")
-GPUS = Machine(tuple(Gpu(number, "A10", 22 * 2**30) for number in range(4)), 16, 2**37, 2**37)
+CPU = Machine((), cores=4, memory=2**35, build="cpu")
+GPUS = Machine(tuple(Gpu(number, "A10", 22 * 2**30) for number in range(4)), 16, 2**37)
 SMALL = ModelFacts(Path(), 2, 8, 2, 64, 512, 2048, 1000, 4096, "bfloat16", {"BF16": 2**20})
 
 

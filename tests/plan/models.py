@@ -60,4 +60,4 @@ def machine(*cards: tuple[str, int], cores: int = 8, ram: int = 64, build: str =
     """`cards` are names and GiB."""
     gpus = tuple(Gpu(index, name, size * GIB) for index, (name, size) in enumerate(cards))
     build = build or ("cuda" if cards else "cpu")
-    return Machine(gpus, cores, ram * GIB, ram * GIB, build)
+    return Machine(gpus, cores, ram * GIB, build)
