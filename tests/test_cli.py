@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -189,10 +190,12 @@ def test_plan_cannot_say_what_it_does_not_know(pdserve: Run, tmp_path: Path) -> 
     assert json.loads(pdserve("plan", "-f", tmp_path / "hub.yaml", "--json").stdout)["fits"] is None
 
 
-def test_output_suggests_commands_that_work_as_typed(tmp_path: Path, without_vllm: Path) -> None:
+def test_output_suggests_commands_that_work_as_typed(tmp_path: Path) -> None:
     """As after `make install`, which puts nothing on PATH."""
     bare = {name: value for name, value in os.environ.items() if name != "PATH"}
-    bare |= {"PYTHONPATH": str(LOCAL.parents[1]), "PDSERVE_STATE_DIR": str(tmp_path / "state")}
+    paths = os.pathsep.join([str(LOCAL.parents[1]), sysconfig.get_path("purelib")])
+    bare |= {"PYTHONPATH": paths, "PDSERVE_STATE_DIR": str(tmp_path / "state")}
+    (elsewhere := tmp_path / "python").symlink_to(sys.executable)  # with no pdserve beside it
 
     def suggested(python: Path, path: str, cwd: Path) -> str:
         env = bare | {"PATH": path}
@@ -211,7 +214,7 @@ def test_output_suggests_commands_that_work_as_typed(tmp_path: Path, without_vll
     assert suggested(python, f"{folder}:{usual}", tmp_path) == "pdserve"
     assert suggested(python, usual, tmp_path) == f"{folder}/pdserve"
     assert suggested(python, usual, folder.parent) == f"{folder.name}/pdserve"
-    assert suggested(without_vllm, usual, tmp_path) == f"{without_vllm} -m pdserve"
+    assert suggested(elsewhere, usual, tmp_path) == f"{elsewhere} -m pdserve"
 
 
 @pytest.mark.parametrize("command", ["serve", "decode", "plan", "doctor"])

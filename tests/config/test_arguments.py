@@ -1,13 +1,12 @@
-"""vLLM's argument list without vLLM: values, command lines, and that the list is the installed vLLM's."""
+"""vLLM's argument list without vLLM: values and command lines. (That it is the installed one: engine/test_vllm_api.)"""
 
-import json
 import re
 import subprocess
 import sys
 
 import pytest
 
-from pdserve.config.arguments import PATH, arguments, canonical, for_engine, parse, to_argv
+from pdserve.config.arguments import arguments, canonical, for_engine, parse, to_argv
 
 
 @pytest.mark.parametrize(
@@ -112,29 +111,6 @@ def test_argument_groups() -> None:
         "dtype": "engine",
         "disable-log-stats": "engine",
     }
-
-
-VLLM = """
-import json, sys
-from tools.vllm_arguments import as_text, read_parser
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-args = vars(parser.parse_args(json.loads(sys.argv[1])))
-names = ["enforce_eager", "enable_prefix_caching", "disable_log_stats", "block_size", "seed", "hf_overrides",
-         "logits_processors", "tensor_parallel_size"]
-print("\\n" + json.dumps([as_text(read_parser()), [args[name] for name in names]]))
-"""
-
-
-def test_the_installed_vllm_agrees() -> None:
-    """In a process of its own: vLLM's import changes the process that does it."""
-    argv = json.dumps(to_argv(for_engine(ARGS)))
-    done = subprocess.run([sys.executable, "-c", VLLM, argv], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    listed, parsed = json.loads(done.stdout.splitlines()[-1])
-    assert listed == PATH.read_text("utf-8"), "vLLM has moved: run python -m tools.vllm_arguments"
-    assert parsed == [True, False, False, 64, -1, {"a_b": [1, None]}, ["one", "two"], 2]
 
 
 def test_loading_a_file_does_not_import_vllm() -> None:

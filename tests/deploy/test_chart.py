@@ -40,9 +40,9 @@ CUSTOM = {"keda.sh/v1alpha1", "cert-manager.io/v1", "leaderworkerset.x-k8s.io/v1
 KNOWN = {*VARIABLES, "PDSERVE_API_KEYS", "POD_NAME", "HF_TOKEN", GROUP_VARIABLE, "PDSERVE_NODE_RANK"}
 
 
-@EACH
-def test_lint(name: str) -> None:
-    linted = helm("lint", {**SECRETS, **COMBINATIONS[name]}, "--strict")
+def test_lint() -> None:
+    """That helm takes all other values is seen where they are rendered."""
+    linted = helm("lint", SECRETS, "--strict")
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
 

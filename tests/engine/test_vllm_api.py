@@ -14,11 +14,16 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 from vllm.config import ParallelConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
+from pdserve.config.arguments import PATH, for_engine, to_argv
 from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.vllm import api
 from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, connector
+from tests.config.test_arguments import ARGS
+from tools.vllm_arguments import as_text, read_parser
 from tools.vllm_diff import Release, imports
 from tools.vllm_surface import CALLED, FIELDS, FUNCTIONS, MESSAGES, REPLACED, SOURCES
 
@@ -46,6 +51,16 @@ def test_the_version_is_the_one_that_was_read() -> None:
     assert api.VERSION == VLLM_VERSION, (
         f"vLLM {api.VERSION} is installed; run the engine tests, then set VLLM_VERSION"
     )
+
+
+def test_its_arguments_are_those_of_our_list() -> None:
+    assert as_text(read_parser()) == PATH.read_text("utf-8"), (
+        "vLLM has moved: run python -m tools.vllm_arguments"
+    )
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = vars(parser.parse_args(to_argv(for_engine(ARGS))))
+    expected = {name.replace("-", "_"): value for name, value in for_engine(ARGS).items()}
+    assert {name: parsed[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", MESSAGES)

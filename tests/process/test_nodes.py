@@ -19,13 +19,14 @@ from tests.memory.registry import MemoryRegistry, MemoryServer
 
 SLOT = "decode-0"
 ARGUMENTS: dict[str, object] = {"tensor-parallel-size": 4, "nnodes": 2}
+SOON = 0.05
+"""seconds after which a record that is away is lost"""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "TICK", 0.005)
-    monkeypatch.setattr(nodes, "AWAY", 0.05)
-    monkeypatch.setattr(nodes, "AWAY_AT_START", 0.05)
+    monkeypatch.setattr(nodes, "AWAY_AT_START", SOON)
 
 
 @pytest.fixture
@@ -165,7 +166,8 @@ async def test_a_lost_host_ends_the_others(server: MemoryServer, lost: str) -> N
     async with living(leader, follower):
         await all_met(leader, follower)
         followers = "follower" in lost
-        watch = asyncio.create_task(leader.side.watch(_never) if followers else follower.side.watch())
+        watching = leader.side.watch(_never, SOON) if followers else follower.side.watch(SOON)
+        watch = asyncio.create_task(watching)
         await holds(lambda: not watch.done())
         await server.kill((follower if followers else leader).registry)
         with pytest.raises(EngineDead, match=lost):
@@ -176,7 +178,8 @@ async def test_an_outage_of_the_registry_ends_nothing(server: MemoryServer) -> N
     leader, follower = Leading(server), Following(server)
     async with living(leader, follower):
         await all_met(leader, follower)
-        watches = [asyncio.create_task(leader.side.watch(_never)), asyncio.create_task(follower.side.watch())]
+        both = leader.side.watch(_never, SOON), follower.side.watch(SOON)
+        watches = [asyncio.create_task(watching) for watching in both]
         await server.down()
         await holds(lambda: not any(watch.done() for watch in watches), 0.2)
         await server.up(lose_data=True)

@@ -164,10 +164,7 @@ async def _ask(instance: Instance, begun: asyncio.Event) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("role", "number"),
-    [(Role.DECODE, signal.SIGTERM), (Role.PREFILL, signal.SIGINT), (Role.FRONTEND, signal.SIGTERM)],
-)
+@pytest.mark.parametrize(("role", "number"), [(Role.PREFILL, signal.SIGINT), (Role.FRONTEND, signal.SIGTERM)])
 async def test_a_signal_while_it_starts_ends_it_with_exit_code_0_and_a_word(
     alone: Alone, role: Role, number: signal.Signals
 ) -> None:

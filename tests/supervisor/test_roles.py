@@ -10,7 +10,7 @@ from pdserve.records import Role, SlotState
 from pdserve.supervisor import readiness, restarts, roles
 from pdserve.supervisor.guardian import alive
 from pdserve.supervisor.restarts import CannotStart
-from tests.conditions import until
+from tests.conditions import holds, until
 from tests.supervisor.fakes import QUICK, SERVE, Graph, fake
 
 CRASH = "import sys; print('the cause is here', file=sys.stderr); sys.exit(3)"
@@ -34,8 +34,7 @@ async def test_ready_when_all_are_registered_and_nothing_left_after_stop(tmp_pat
 async def test_not_ready_before_it_is_in_the_registry(tmp_path: Path) -> None:
     async with Graph(tmp_path, fake(SERVE), registered=False) as graph:
         await until(lambda: len(graph.pids()) == 1)
-        await asyncio.sleep(0.1)
-        assert not graph.ready.is_set()
+        await holds(lambda: not graph.ready.is_set())
 
 
 async def test_a_crashed_role_is_started_again_and_the_others_are_not(
@@ -240,11 +239,10 @@ async def test_a_role_that_does_not_stop_is_killed(tmp_path: Path, stops: int, p
     assert not alive(graph.pids()[0])
 
 
-async def test_stop_while_waiting_to_restart(tmp_path: Path) -> None:
+async def test_stop_while_waiting_to_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = replace(QUICK, first=60, ceiling=60)
     async with Graph(tmp_path, fake(CRASH), policy=policy, registered=False) as graph:
-        await until(lambda: "the cause" in graph.text)
-        await asyncio.sleep(0.1)
+        await until(lambda: "starts again in 60" in caplog.text)
         graph.supervisor.stop()
         await asyncio.wait_for(asyncio.shield(graph.running), 30)
 
