@@ -1,19 +1,21 @@
 """What could be run on this hardware instead: pure, from the user's file and the machine to candidates.
 
 Aggregated: one engine with all of the hardware (plain vLLM, the fairest peer, at several `max-num-batched-tokens`), and
-as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split, each other split
-of the same hardware, and thresholds, which are live settings of one running graph.
+as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split, on GPUs two with
+unequal tensor-parallel sizes, each other split of the same hardware, and thresholds, which are live settings of one
+running graph.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TypeVar
 
-from pdserve.config.schema import Config, WorkerConfig
+from pdserve.config.schema import Config, PrefillConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, Machine
-from pdserve.plan.memory import CPU_KV_GIB
+from pdserve.plan.memory import CPU_KV_GIB, tensor_size
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import gpus_needed
@@ -25,6 +27,7 @@ BATCHES = {"cpu": (0, 512), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
 """values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
 prefill faster; 0: vLLM's own choice"""
 START_SECONDS = {"cpu": 40.0, "gpu": 120.0, "sim": 15.0}
+W = TypeVar("W", bound=WorkerConfig)
 
 
 class HardwareKind(StrEnum):
@@ -139,6 +142,43 @@ def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
     return found
 
 
+def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
+    """Splits of so many GPUs in which decode workers have twice the ranks of prefill workers, and the other way round,
+    each with the fewest ranks that the plan passes (docs/decisions/0076-different-tensor-parallel-sizes.md); none with
+    the sizes of the file. As many workers as there is room for, both roles with about as many GPUs."""
+    workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
+    if any(
+        each.ranks != tensor_size(each.engine_args) or each.nodes > 1 or each.share < 1 for each in workers
+    ):
+        return []
+    own, found = tuple(each.ranks for each in reversed(workers)), list[Shape]()
+    for ratio in ((1, 2), (2, 1)):
+        for size in range(1, gpus // 3 + 1):
+            tensor = (size * ratio[0], size * ratio[1])
+            whole = splits(Hardware(HardwareKind.GPU, gpus, *tensor), gpus - gpus % size)
+            prefill, decode = min(whole, key=lambda split: abs(split[0] * tensor[0] - split[1] * tensor[1]))
+            shape = Shape(prefill, decode, tensor=tensor)
+            if not make_plan(_of_shape(config, shape), machine).problems:
+                found += [shape] if tensor != own else []
+                break
+    return found
+
+
+def _of_shape(config: Config, shape: Shape) -> Config:
+    """What `reshape` makes of the file, as far as the plan asks."""
+    assert config.decode is not None
+    like = PrefillConfig(engine_args=config.decode.engine_args, kv_offload=config.decode.kv_offload)
+    decode = replace(_resized(config.decode, shape.decode, shape.tensor[1]), remote_prefill=True)
+    return replace(
+        config, decode=decode, prefill=_resized(config.prefill or like, shape.prefill, shape.tensor[0])
+    )
+
+
+def _resized(worker: W, count: int, tensor: int) -> W:
+    args = {**worker.engine_args, "tensor-parallel-size": tensor}
+    return replace(worker, count=count, gpus=tensor, gpu_ids=(), engine_args=args)
+
+
 @dataclass(frozen=True)
 class CandidateMaker:
     """Makes the candidates of one file on one machine."""
@@ -176,7 +216,7 @@ class CandidateMaker:
         return sum(self.model.stored.values()) / GIB if self.model else 0.0
 
     def disaggregated(self) -> list[Candidate]:
-        """Splits of the same hardware: the file's own first, then those like it."""
+        """Splits of the same hardware: the file's own first, then those with unequal ranks, then those like it."""
         own = self._own_split()
         order = sorted(
             splits(self.here, self.here.slots),
@@ -186,7 +226,20 @@ class CandidateMaker:
         decides = own_settings(self.config)
         if decode is not None and decode.conditional_disagg and decides not in ways:
             ways.insert(0, decides)
-        return [candidate for split in order for candidate in self._split(split, ways)]
+        found = [self._split(Shape(*split, tensor=self._narrower), ways) for split in order]
+        found[1:1] = [self._split(shape, ways[:1], ranks=True) for shape in self._unequal]
+        return [candidate for split in found for candidate in split]
+
+    @property
+    def _unequal(self) -> list[Shape]:
+        on_gpus = self.here.kind is HardwareKind.GPU
+        return unequal(self.config, self.machine, self.here.units) if on_gpus else []
+
+    @property
+    def _narrower(self) -> tuple[int, int]:
+        """The sizes of prefill and decode workers that are made of one wider worker; 0: as the file says."""
+        halved = self.here.kind is HardwareKind.GPU and self.config.prefill is None
+        return (self.here.prefill_width, self.here.decode_width) if halved else (0, 0)
 
     def _width(self) -> int:
         """Engines of the file's size that the hardware has room for."""
@@ -197,14 +250,15 @@ class CandidateMaker:
             return None
         return self.config.prefill.count, self.config.decode.count
 
-    def _split(self, split: tuple[int, int], ways: Sequence[Mapping[str, str]]) -> list[Candidate]:
-        prefill, decode = split
-        here = self.here
-        narrower = here.kind is HardwareKind.GPU and self.config.prefill is None
-        tensor = (here.prefill_width, here.decode_width) if narrower else (0, 0)
-        shape = Shape(prefill, decode, tensor=tensor)
-        name = f"{prefill} prefill + {decode} decode"
-        launch = self._graph(f"{prefill}P+{decode}D", name, shape)
+    def _split(
+        self, shape: Shape, ways: Sequence[Mapping[str, str]], *, ranks: bool = False
+    ) -> list[Candidate]:
+        """`ranks`: its name says how many GPUs each worker has."""
+        each = [f" x {counted(size, 'GPU')}" if ranks else "" for size in shape.tensor]
+        name = f"{shape.prefill} prefill{each[0]} + {shape.decode} decode{each[1]}"
+        sizes = [f"x{size}" if ranks else "" for size in shape.tensor]
+        split = f"{shape.prefill}P{sizes[0]}+{shape.decode}D{sizes[1]}"
+        launch = self._graph(split, name, shape)
         return [
             Candidate(
                 name=f"{name}, {in_words(settings)}" if settings else name,
@@ -212,14 +266,13 @@ class CandidateMaker:
                 shape=replace(shape, settings=tuple(settings.items())),
                 launch=launch,
                 settings=settings,
-                split=f"{prefill}P+{decode}D",
+                split=split,
             )
             for settings in ways
         ]
 
     def _engines(self, count: int, batch: int) -> Candidate:
-        narrower = self.here.kind is HardwareKind.GPU and self.config.prefill is None and count > 1
-        shape = Shape(0, count, batch, (0, self.here.decode_width if narrower else 0))
+        shape = Shape(0, count, batch, (0, self._narrower[1] if count > 1 else 0))
         name = f"aggregated: {counted(count, 'engine')}{self._each(count)}{_batch(batch)}"
         launch = self._graph(f"{count} x {batch}", name, shape)
         return Candidate(name, True, shape, launch, split=counted(count, "engine"))

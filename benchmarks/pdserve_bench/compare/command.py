@@ -51,9 +51,10 @@ def compare(
 
     Candidates: one vLLM engine with all of the hardware of FILE's graph, at several --batch-sizes, on a CPU also with
     a thread less than it has cores; as many engines as the graph has workers; the graph of FILE and other splits, each
-    deciding as FILE says and with all prompts prefilled remotely. The best of each kind are measured by their goodput,
-    the highest rate at which 90 % of the requests keep --ttft and --gap, and the aggregated one twice, to know the
-    noise.
+    deciding as FILE says and with all prompts prefilled remotely; on GPUs also a split whose decode workers have twice
+    the tensor-parallel size of its prefill workers, and one with half of it. The best of each kind are measured by
+    their goodput, the highest rate at which 90 % of the requests keep --ttft and --gap, and the aggregated one twice,
+    to know the noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
     of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. With --rate,
