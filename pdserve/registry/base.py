@@ -28,8 +28,8 @@ class Registry(Lifetime):
     leased keys are there again, under a new lease if the old one has run out, and every watch yields what differs,
     deletions included. Nothing restarts; `connected` shows the outage.
 
-    A leased key is there as long as its process has not deleted it: if another process deletes or overwrites it, or its
-    lease, it is written again.
+    A leased key that was put is there as long as its process has not deleted it: if another process deletes or
+    overwrites it, or its lease, it is written again.
     """
 
     patient: bool = False
@@ -40,13 +40,21 @@ class Registry(Lifetime):
     def connected(self) -> bool: ...
 
     @abstractmethod
-    async def put(self, key: str, value: bytes, *, leased: bool = True) -> None:
-        """Write a key. For an unleased key (a setting) raises RegistryUnavailable during an outage, and if the server
-        refuses the value; a leased one is written again until it is taken."""
+    async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
+        """Write a key. For an unleased key (a setting) raises RegistryUnavailable during an outage, if the server
+        refuses the value, and if this process does not have the key `holding`, which it created, at that moment; a
+        leased one is written again until it is taken."""
+
+    @abstractmethod
+    async def create(self, key: str, value: bytes) -> bool:
+        """Write a leased key unless it is there, in one step: of several calls, of any process, one is returned True.
+        It is this process's until it deletes it, or the lease has run out during an outage: it is not written again.
+        Raises RegistryUnavailable during an outage, and if the server refuses the value; then it is not there, or not
+        for long."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Remove a key if it is there."""
+        """Remove a key if it is there; one of this process's only if no other process has it by now."""
 
     @abstractmethod
     async def read(self, prefix: str) -> dict[str, bytes]:

@@ -22,7 +22,7 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.ports import servers_of
 from pdserve.registry.base import Change, Registry, apply, difference
-from pdserve.registry.etcd_session import EtcdSession, SessionLost, channel_credentials
+from pdserve.registry.etcd_session import UNMET, EtcdSession, SessionLost, channel_credentials
 from pdserve.tasks import Owner, asked_to_stop
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,9 @@ class EtcdRegistry(Registry):
         self._leased: dict[str, bytes] = {}
         self._refused: set[str] = set()
         """of the leased keys, those whose value the server did not take"""
+        self._created: set[str] = set()
         self._deleted: set[str] = set()
+        """own keys that may be in etcd yet"""
         self._guards: dict[str, asyncio.Task[None]] = {}
         """by leased key, what writes it again"""
         self._tasks = Owner()
@@ -105,7 +107,7 @@ class EtcdRegistry(Registry):
 
     # writing
 
-    async def put(self, key: str, value: bytes, *, leased: bool = True) -> None:
+    async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
         async with self._writing:
             if leased:
                 self._leased[key] = value
@@ -116,20 +118,47 @@ class EtcdRegistry(Registry):
                 session = self._now()
                 if leased:
                     await self._write(session, key)
-                elif why := await session.put(self._root + key, value, leased=False):
-                    raise RegistryUnavailable(f"etcd refuses {self._root}{key}: {why}")
+                else:
+                    held = holding and self._root + holding
+                    self._refuse(key, await session.put(self._root + key, value, leased=False, holding=held))
             except SessionLost as error:
                 if not leased:
                     raise RegistryUnavailable(str(error)) from error
 
+    async def create(self, key: str, value: bytes) -> bool:
+        async with self._writing:
+            if key in self._created:  # also where it was lost: the call that created it does not know yet
+                return False
+            self._created.add(key)
+            try:
+                why = await self._now().put(self._root + key, value, leased=True, absent=True)
+            except SessionLost as error:
+                self._created.remove(key)
+                self._deleted.add(key)
+                raise RegistryUnavailable(str(error)) from error
+            except asyncio.CancelledError:
+                self._tasks.start(self.delete(key), f"key that may have been created: {key}")
+                raise
+            if why:
+                self._created.remove(key)
+            if why != UNMET:
+                self._refuse(key, why)
+            return not why
+
+    def _refuse(self, key: str, why: str) -> None:
+        if why:
+            raise RegistryUnavailable(f"etcd refuses {self._root}{key}: {why}")
+
     async def delete(self, key: str) -> None:
         async with self._writing:
-            ours = self._leased.pop(key, None) is not None
-            self._refused.discard(key)
-            if ours:
+            ours = key in self._leased or key in self._created
+            if self._leased.pop(key, None) is not None:
                 self._guards.pop(key).cancel()
+            self._created.discard(key)
+            self._refused.discard(key)
             try:
-                await self._now().delete(self._root + key)
+                session = self._now()
+                await (session.delete_own if ours else session.delete)(self._root + key)
             except SessionLost as error:
                 if not ours:
                     raise RegistryUnavailable(str(error)) from error
@@ -208,7 +237,7 @@ class EtcdRegistry(Registry):
         holds run out with that lease."""
         async with self._writing:
             for key in self._deleted:
-                await session.delete(self._root + key)
+                await session.delete_own(self._root + key)
             for key, value in self._leased.items():
                 if not await session.holds(self._root + key, value):
                     await self._write(session, key)

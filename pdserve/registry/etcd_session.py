@@ -19,6 +19,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import aetcd
 import aetcd.rpc as rpc
 import grpc
+from aetcd.transactions import BaseCompare
 from aetcd.utils import prefix_range_end
 
 CALL_TIMEOUT = 2.0
@@ -33,8 +34,19 @@ _REFUSALS = (rpc.StatusCode.INVALID_ARGUMENT, rpc.StatusCode.RESOURCE_EXHAUSTED)
 """of a value: by etcd for its size, by gRPC for the message's, and by an etcd that is full or has too much to do"""
 
 
+UNMET = "what it depends on has changed"
+"""why a write that has a condition was not carried out"""
+
+
 class SessionLost(Exception):
     """The session, or the watch that raised this, cannot be used any more."""
+
+
+class _Lease(BaseCompare):  # type: ignore[misc]
+    """Compares the lease of a key, 0 where there is none, in a transaction; aetcd has no such condition."""
+
+    def build_compare(self, compare: rpc.Compare) -> None:
+        compare.target, compare.lease = rpc.Compare.LEASE, self.value
 
 
 class TlsClient(aetcd.Client):  # type: ignore[misc]
@@ -86,10 +98,16 @@ class EtcdSession:
     async def revoke(self) -> None:
         await self._call(self._client.revoke_lease(self.lease))
 
-    async def put(self, key: str, value: bytes, *, leased: bool) -> str:
-        """Return why the server refuses the value, which costs no other key; "": it has it."""
-        put = self._client.put(key.encode(), value, lease=self.lease if leased else None)
-        why: str = await self._call(_refusal(put))
+    async def put(
+        self, key: str, value: bytes, *, leased: bool, absent: bool = False, holding: str = ""
+    ) -> str:
+        """Return why the server refuses the value, which costs no other key; "": it has it. UNMET: the key is there
+        though it should be `absent`, or the key `holding` is not under the session's lease."""
+        transactions = self._client.transactions
+        when = [transactions.create(key.encode()) == 0] if absent else []
+        when += [self._own(holding)] if holding else []
+        put = transactions.put(key.encode(), value, self.lease if leased else None)
+        why: str = await self._call(_refusal(self._client.transaction(when, [put], [])))
         return why
 
     async def holds(self, key: str, value: bytes) -> bool:
@@ -99,6 +117,14 @@ class EtcdSession:
 
     async def delete(self, key: str) -> None:
         await self._call(self._client.delete(key.encode()))
+
+    async def delete_own(self, key: str) -> None:
+        """Remove the key if it is under the session's lease."""
+        delete = self._client.transactions.delete(key.encode())
+        await self._call(self._client.transaction([self._own(key)], [delete], []))
+
+    def _own(self, key: str) -> object:
+        return _Lease(key.encode()) == self.lease
 
     async def read(self, root: str, *prefixes: str) -> tuple[dict[str, bytes], int]:
         """Return the keys without the root, and the revision at which they were read; some may be newer."""
@@ -196,12 +222,12 @@ def channel_credentials(of: Credentials) -> grpc.ChannelCredentials:
 async def _refusal(put: Awaitable[Any]) -> str:
     """Why the server refused the value, and not the session; '' if it took it."""
     try:
-        await put
+        carried_out, _ = await put
     except aetcd.ClientError as error:
         if getattr(error.__context__, "code", lambda: None)() not in _REFUSALS:
             raise
         return _say(error)
-    return ""
+    return "" if carried_out else UNMET
 
 
 def _say(error: BaseException) -> str:

@@ -12,6 +12,8 @@ LEADERS, FOLLOWERS = "leaders/", "followers/"
 """the hosts of workers that span hosts, by the place where these meet; only they read these"""
 ADAPTERS, LOADING = "adapters/", "loading/"
 """LoRA adapters, kept for workers that come later; those that a frontend is asking the workers for, under its lease"""
+CLAIMS = "claims/"
+"""names that a frontend is loading an adapter by, under its lease: there is one key for all models"""
 FILE = "file"
 """path of the file that the settings were set on, where `serve` runs its own etcd"""
 
@@ -55,6 +57,10 @@ def adapter(kept: Adapter) -> str:
 
 def loading(asked: Adapter) -> str:
     return f"{LOADING}{asked.model}/{asked.asked}"
+
+
+def claim(name: str) -> str:
+    return f"{CLAIMS}{name}"
 
 
 def setting(name: str) -> str:

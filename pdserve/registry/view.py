@@ -70,6 +70,7 @@ class RegistryView(Lifetime):
         self._followers = self._records(keys.FOLLOWERS, decode_follower)
         self._adapters = self._records(keys.ADAPTERS, decode_adapter)
         self._loading = self._records(keys.LOADING, decode_adapter)
+        self._claims = self._records(keys.CLAIMS, bytes.decode)
         self._gone: dict[str, tuple[Instance, float]] = {}
         """workers whose lease ended while they were not draining, and when (monotonic)"""
         self._chosen: dict[tuple[Role | None, str | None], list[Instance]] = {}
@@ -141,6 +142,10 @@ class RegistryView(Lifetime):
     def loading(self, model: str) -> list[Adapter]:
         """Return the adapters that frontends are asking the workers for."""
         return [each for _, each in sorted(self._loading.items()) if each.model == model]
+
+    def claim(self, name: str) -> str:
+        """Return what the frontend that loads an adapter by this name wrote into its claim; '': there is none."""
+        return self._claims.get(keys.claim(name), "")
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.instances(), self.slots(), self.cards(), self.settings())

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits
+from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits, unequal
 from pdserve_bench.compare.one_engine import one_engine
 from pdserve_bench.compare.systems import PlainVllm
 from pdserve_bench.sections import read_sections, reshape
@@ -15,6 +15,7 @@ from pdserve.config.load import load
 from pdserve.plan.machine import Gpu, Machine, what_if
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
+from tests.plan.models import QWEN_14B, qwen_14b
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = Machine((), cores=4, memory=2**35, build="cpu")
@@ -113,6 +114,90 @@ def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
     assert sections["PrefillWorker"]["tensor-parallel-size"] == 2
     assert sections["VllmWorker"]["tensor-parallel-size"] == 2
     assert sections["VllmWorker"]["ServiceArgs"] == {"workers": 1, "resources": {"gpu": 2}}
+
+
+def workers(folder: Path, prefill: int, decode: int, prefill_ranks: int = 1, decode_ranks: int = 1) -> str:
+    """A file with so many workers, for a model of 27.5 GiB with 8 KV heads; without prefill workers one that does
+    both."""
+    text = f"Common: {{model: {folder}, max-model-len: 10240}}\nFrontend: {{port: 8000}}\n"
+    for section, count, ranks in (
+        ("VllmWorker", decode, decode_ranks),
+        ("PrefillWorker", prefill, prefill_ranks),
+    ):
+        if count:
+            remote = "remote-prefill: true, " if prefill and section == "VllmWorker" else ""
+            text += (
+                f"{section}: {{{remote}tensor-parallel-size: {ranks}, max-num-seqs: 20, "
+                f"ServiceArgs: {{workers: {count}}}, common-configs: [model, max-model-len]}}\n"
+            )
+    return text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "split", "expected"),
+    [
+        ("4xH100", (2, 2), ["2Px1+1Dx2", "1Px2+2Dx1"]),
+        ("4xH100", (0, 1, 1, 4), ["2Px1+1Dx2", "1Px2+2Dx1"]),
+        ("3xH100", (1, 2), ["1Px1+1Dx2", "1Px2+1Dx1"]),
+        ("8xH100", (4, 4), ["4Px1+2Dx2", "2Px2+4Dx1"]),
+        ("8xH100", (1, 3), ["2Px1+1Dx2", "1Px2+2Dx1"]),  # the file has four GPUs
+        ("3xH100", (1, 1, 1, 2), ["1Px2+1Dx1"]),  # the other one is the file's own
+        ("8xA10", (2, 2, 2, 2), ["2Px2+1Dx4", "1Px4+2Dx2"]),  # the weights do not fit on one
+        ("4xA10", (1, 1, 2, 2), []),
+        ("2xH100", (1, 1), []),
+        ("4xH100", (0, 4), ["2Px1+1Dx2", "1Px2+2Dx1"]),
+    ],
+)
+def test_on_gpus_the_roles_get_unequal_ranks(
+    tmp_path: Path, gpus: str, split: tuple[int, ...], expected: list[str]
+) -> None:
+    (tmp_path / "file.yaml").write_text(workers(qwen_14b(tmp_path / "model"), *split))
+    found = maker(tmp_path / "file.yaml", what_if(gpus, GPUS)).disaggregated()
+    assert list(dict.fromkeys(each.split for each in found if "x" in each.split)) == expected
+
+
+def test_unequal_ranks_come_after_the_files_own_split(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text(workers(qwen_14b(tmp_path / "model"), 2, 2))
+    on = what_if("4xH100", GPUS)
+    made = maker(tmp_path / "file.yaml", on)
+    found = made.disaggregated()
+    assert names(found) == [
+        "2 prefill + 2 decode",
+        "2 prefill x 1 GPU + 1 decode x 2 GPUs",
+        "1 prefill x 2 GPUs + 2 decode x 1 GPU",
+        "1 prefill + 3 decode",
+        "3 prefill + 1 decode",
+    ]
+    for candidate in found:
+        changed = load(write(reshape(made.base, candidate.shape), tmp_path / "changed.yaml"), {})
+        assert make_plan(changed, on, env={}).problems == ()
+        used = sum(worker.count * worker.ranks for worker in (changed.decode, changed.prefill) if worker)
+        assert used == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_key_value_heads": 1, "num_attention_heads": 8}, ["2Px1+1Dx2"]),  # decode ranks may have copies
+        ({"num_key_value_heads": 5, "num_attention_heads": 5, "hidden_size": 640}, []),
+        ({}, ["2Px1+1Dx2", "1Px2+2Dx1"]),
+    ],
+)
+def test_no_ranks_that_the_models_heads_forbid(
+    tmp_path: Path, change: dict[str, int], expected: list[str]
+) -> None:
+    folder = qwen_14b(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(QWEN_14B | change))
+    (tmp_path / "file.yaml").write_text(workers(folder, 2, 2))
+    found = maker(tmp_path / "file.yaml", what_if("4xH100", GPUS)).disaggregated()
+    assert [each.split for each in found if "x" in each.split] == expected
+
+
+@pytest.mark.parametrize("what", ["pipeline-parallel-size: 2", "nnodes: 2"])
+def test_workers_of_stages_or_several_hosts_keep_their_ranks(tmp_path: Path, what: str) -> None:
+    text = workers(qwen_14b(tmp_path / "model"), 0, 1, 1, 4).replace("max-num-seqs", f"{what}, max-num-seqs")
+    (tmp_path / "file.yaml").write_text(text)
+    assert unequal(load(tmp_path / "file.yaml", {}), what_if("8xH100", GPUS), 8) == []
 
 
 def test_splits_of_simulated_workers(tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ class LoraGraph(Seams):
     def names(self) -> dict[str, Adapter]:
         return served(self.view.adapters("demo"), self.view.instances(model="demo"))
 
+    async def load(self, name: str, path: str) -> None:
+        async with self.store.claimed("demo", name):
+            await self.store.load("demo", name, path)
+
     async def begin(self, adapter: int, count: int = 4) -> Answered:
         frontend = self.decode.frontend
         name = f"r{len(frontend.answered)}"
@@ -151,7 +155,7 @@ async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there(tmp_pat
 
 async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(tmp_path: Path) -> None:
     async with LoraGraph() as graph:
-        await graph.store.load("demo", "red", str(adapter_in(tmp_path, "red")))
+        await graph.load("red", str(adapter_in(tmp_path, "red")))
         red = graph.names()["red"]
         assert all(worker.has(red.id) for worker in graph.view.instances(model="demo"))
         answered = await graph.ask(red.id)
@@ -169,7 +173,7 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
         if what == "full":
             problem = r"all places for adapters are taken \(max-cpu-loras: 2\): unload one first"
             for name in ("one", "two"):
-                await graph.store.load("demo", name, str(adapter_in(tmp_path, name)))
+                await graph.load(name, str(adapter_in(tmp_path, name)))
         elif what == "not enabled":
             problem = "prefill-1 runs without enable-lora"
             engine = SimEngine(spec(Role.PREFILL, "prefill-1"))
@@ -185,7 +189,7 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
             red = tmp_path / "nowhere"
         before = graph.names()
         with pytest.raises(ConfigError, match=problem):
-            await graph.store.load("demo", "red", str(red))
+            await graph.load("red", str(red))
         assert graph.names() == before
         assert graph.view.adapters("demo").keys() == before.keys()
         await until(lambda: not graph.view.loading("demo"))
@@ -194,12 +198,12 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
 async def test_a_name_that_is_loaded_again_with_other_weights_is_another_adapter(tmp_path: Path) -> None:
     async with LoraGraph() as graph:
         path = adapter_in(tmp_path, "red")
-        await graph.store.load("demo", "red", str(path))
+        await graph.load("red", str(path))
         first = graph.names()["red"]
         assert (await graph.ask(first.id)).tokens == generated(LONG, 4, first.id)
         await graph.store.unload("demo", "red")
         (path / "adapter_config.json").write_text("{}")
-        await graph.store.load("demo", "red", str(path))
+        await graph.load("red", str(path))
         second = graph.names()["red"]
         assert second.id != first.id
         answered = await graph.ask(second.id)

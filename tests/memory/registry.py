@@ -83,13 +83,21 @@ class MemoryRegistry(Registry):
         if not self.connected:
             raise RegistryUnavailable("the server is down")
 
-    async def put(self, key: str, value: bytes, *, leased: bool = True) -> None:
+    async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
+        if holding and self._root + holding not in self.leased:
+            raise RegistryUnavailable(f"{holding} is not this process's")
         if leased:
             self.leased[self._root + key] = value
             await self._server.write(self._root + key, None)
         else:
             self._check()
             await self._server.write(self._root + key, value)
+
+    async def create(self, key: str, value: bytes) -> bool:
+        self._check()
+        if created := self._root + key not in self._server.data:
+            await self.put(key, value)
+        return created
 
     async def delete(self, key: str) -> None:
         if self.leased.pop(self._root + key, None) is None:

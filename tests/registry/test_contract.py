@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from pdserve.errors import RegistryUnavailable
 from pdserve.registry.base import Change
 from pdserve.registry.etcd import LEASE_TTL
 from tests.conditions import until
@@ -53,6 +56,35 @@ async def test_a_leased_key_that_another_process_takes_away_is_written_again(sta
             await first.delete("a")
             await until_there_is({"b": b"x"})
         await until_there_is({})
+
+
+async def test_of_all_that_create_a_key_one_has_it(stage: Stage) -> None:
+    async with stage.registry() as first, stage.registry() as other, following(other) as seen:
+        both = [registry for registry in (first, other) for _ in range(5)]
+        created = await asyncio.gather(*(each.create("a", b"%d" % n) for n, each in enumerate(both)))
+        assert sum(created) == 1
+        winner = created.index(True)
+        await seen.until({"a": b"%d" % winner})
+        await both[winner].delete("a")
+        async with stage.registry() as third:
+            assert await third.create("a", b"3")
+            assert not await other.create("a", b"4")
+            await seen.until({"a": b"3"})
+        assert await first.create("a", b"5")
+        await seen.until({"a": b"5"})
+
+
+async def test_an_unleased_key_is_written_while_another_is_held(stage: Stage) -> None:
+    async with stage.registry() as first, stage.registry() as other:
+        await first.create("held", b"1")
+        await first.put("a", b"1", leased=False, holding="held")
+        with pytest.raises(RegistryUnavailable):
+            await other.put("a", b"2", leased=False, holding="held")
+        await first.delete("held")
+        with pytest.raises(RegistryUnavailable):
+            await first.put("a", b"3", leased=False, holding="held")
+        assert await first.read("") == {"a": b"1"}
+        await first.delete("a")
 
 
 async def test_a_watch_starts_with_the_present_keys(stage: Stage) -> None:

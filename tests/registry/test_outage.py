@@ -54,6 +54,21 @@ async def test_an_outage(outage: Stage, lose_data: bool) -> None:
         assert Change("kept", None) not in seen.changes  # nobody who lived was ever seen to vanish
 
 
+async def test_a_created_key_that_is_deleted_in_an_outage(outage: Stage) -> None:
+    async with outage.registry() as first, outage.registry() as other:
+        assert await first.create("a", b"1")
+        await outage.down()
+        await until(lambda: not first.connected and not other.connected)
+        await first.delete("a")
+        for registry in (first, other):
+            with pytest.raises(RegistryUnavailable):
+                await registry.create("a", b"2")
+        await outage.up()
+        await until(lambda: first.connected and other.connected)
+        assert await first.read("") == {}
+        assert await other.create("a", b"3")
+
+
 async def test_entering_without_a_server(outage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.0)
     await outage.down()
@@ -113,6 +128,41 @@ async def test_a_revoked_lease_is_taken_anew(etcd_stage: EtcdStage) -> None:
         await first._session.revoke()
         await seen.until({})
         await seen.until({"a": b"1"})
+
+
+async def test_a_created_key_that_is_lost_with_its_lease_may_be_created_by_another(
+    etcd_stage: EtcdStage,
+) -> None:
+    async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
+        assert isinstance(first, EtcdRegistry)
+        assert await first.create("a", b"1")
+        session = first._session
+        assert session
+        await session.revoke()
+        await seen.until({})
+        assert await other.create("a", b"2")
+        await until(lambda: first.connected and first._session is not session)
+        with pytest.raises(RegistryUnavailable):
+            await first.put("b", b"1", leased=False, holding="a")
+        assert not await first.create("a", b"3")
+        await first.delete("a")
+        assert await other.read("") == {"a": b"2"}
+        await other.put("b", b"2", leased=False, holding="a")
+
+
+async def test_a_call_that_is_given_up_leaves_no_created_key(etcd_stage: EtcdStage) -> None:
+    async with etcd_stage.registry() as first, etcd_stage.registry() as other:
+        async with hung(etcd_stage.server):
+            creating = asyncio.create_task(first.create("a", b"1"))
+            await asyncio.sleep(0.2)
+            creating.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await creating
+
+        async def free() -> bool:
+            return await other.create("a", b"2")
+
+        await until(free)
 
 
 async def test_a_key_that_another_client_writes_without_its_lease_is_leased_again(

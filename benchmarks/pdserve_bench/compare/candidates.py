@@ -1,18 +1,21 @@
 """What could be run on this hardware instead: pure, from the user's file and the machine to candidates.
 
 Aggregated: one engine with all of the hardware (plain vLLM, the fairest peer, at several `max-num-batched-tokens`), and
-as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split and each other
-split of the same hardware, which decide between local and remote as the file does.
+as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split, on GPUs two with
+unequal tensor-parallel sizes, and each other split of the same hardware, which decide between local and remote as the
+file does.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
-from pdserve.config.schema import Config, WorkerConfig
+from pdserve.config.schema import Config, PrefillConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import Machine
+from pdserve.plan.memory import tensor_size
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import gpus_needed
@@ -34,6 +37,7 @@ BATCHES: Mapping[HardwareKind, tuple[int, ...]] = {
 }
 """values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
 prefill faster; 0: vLLM's own choice"""
+W = TypeVar("W", bound=WorkerConfig)
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,43 @@ def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
     return found
 
 
+def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
+    """Splits of so many GPUs in which decode workers have twice the ranks of prefill workers, and the other way round,
+    each with the fewest ranks that the plan passes (docs/decisions/0076-different-tensor-parallel-sizes.md); none with
+    the sizes of the file. As many workers as there is room for, both roles with about as many GPUs."""
+    workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
+    if any(
+        each.ranks != tensor_size(each.engine_args) or each.nodes > 1 or each.share < 1 for each in workers
+    ):
+        return []
+    own, found = tuple(each.ranks for each in reversed(workers)), list[Shape]()
+    for ratio in ((1, 2), (2, 1)):
+        for size in range(1, gpus // 3 + 1):
+            tensor = (size * ratio[0], size * ratio[1])
+            whole = splits(Hardware(HardwareKind.GPU, gpus, *tensor), gpus - gpus % size)
+            prefill, decode = min(whole, key=lambda split: abs(split[0] * tensor[0] - split[1] * tensor[1]))
+            shape = Shape(prefill, decode, tensor=tensor)
+            if not make_plan(_of_shape(config, shape), machine).problems:
+                found += [shape] if tensor != own else []
+                break
+    return found
+
+
+def _of_shape(config: Config, shape: Shape) -> Config:
+    """What `reshape` makes of the file, as far as the plan asks."""
+    assert config.decode is not None
+    like = PrefillConfig(engine_args=config.decode.engine_args, kv_offload=config.decode.kv_offload)
+    decode = replace(_resized(config.decode, shape.decode, shape.tensor[1]), remote_prefill=True)
+    return replace(
+        config, decode=decode, prefill=_resized(config.prefill or like, shape.prefill, shape.tensor[0])
+    )
+
+
+def _resized(worker: W, count: int, tensor: int) -> W:
+    args = {**worker.engine_args, "tensor-parallel-size": tensor}
+    return replace(worker, count=count, gpus=tensor, gpu_ids=(), engine_args=args)
+
+
 @dataclass(frozen=True)
 class CandidateMaker:
     """Makes the candidates of one file on one machine."""
@@ -134,13 +175,20 @@ class CandidateMaker:
         return [*found, self._engines(first)] if self._room > 1 else found
 
     def disaggregated(self) -> list[Candidate]:
-        """Splits of the same hardware: the file's own first, then those like it."""
+        """Splits of the same hardware: the file's own first, then those with unequal ranks, then those like it."""
         own = self.own_split
         order = sorted(
             splits(self.here, self.here.slots),
             key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
         )
-        return [self._split(*split) for split in order]
+        found = [self._split(Shape(*split, tensor=self._narrower)) for split in order]
+        found[1:1] = [self._split(shape, ranks=True) for shape in self._unequal]
+        return found
+
+    @property
+    def _unequal(self) -> list[Shape]:
+        on_gpus = self.here.kind is HardwareKind.GPU
+        return unequal(self.config, self.machine, self.here.units) if on_gpus else []
 
     @property
     def own_split(self) -> tuple[int, int] | None:
@@ -155,20 +203,22 @@ class CandidateMaker:
         return max(1, self.here.slots // self.here.decode_width)
 
     @property
-    def _narrower(self) -> bool:
-        """Whether workers of a split have other widths than the file says."""
-        return self.here.kind is HardwareKind.GPU and self.config.prefill is None
+    def _narrower(self) -> tuple[int, int]:
+        """The sizes of prefill and decode workers that are made of one wider worker; 0: as the file says."""
+        halved = self.here.kind is HardwareKind.GPU and self.config.prefill is None
+        return (self.here.prefill_width, self.here.decode_width) if halved else (0, 0)
 
-    def _split(self, prefill: int, decode: int) -> Candidate:
-        tensor = (self.here.prefill_width, self.here.decode_width) if self._narrower else (0, 0)
-        shape = Shape(prefill, decode, tensor=tensor)
-        return self._graph(f"{prefill} prefill + {decode} decode", shape, f"{prefill}P+{decode}D")
+    def _split(self, shape: Shape, *, ranks: bool = False) -> Candidate:
+        """`ranks`: its name says how many GPUs each worker has."""
+        each = [f" x {counted(size, 'GPU')}" if ranks else "" for size in shape.tensor]
+        sizes = [f"x{size}" if ranks else "" for size in shape.tensor]
+        name = f"{shape.prefill} prefill{each[0]} + {shape.decode} decode{each[1]}"
+        return self._graph(name, shape, f"{shape.prefill}P{sizes[0]}+{shape.decode}D{sizes[1]}")
 
     def _engines(self, batch: int) -> Candidate:
         """As many as there is room for."""
         count = self._room
-        narrower = self._narrower and count > 1
-        shape = Shape(0, count, batch, (0, self.here.decode_width if narrower else 0))
+        shape = Shape(0, count, batch, (0, self._narrower[1] if count > 1 else 0))
         engines = counted(count, "engine")
         return self._graph(f"aggregated: {engines}{self._each(count)}{_batch(batch)}", shape, engines)
 

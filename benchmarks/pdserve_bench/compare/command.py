@@ -45,7 +45,8 @@ def compare(
 
     Candidates: one vLLM engine with all of the hardware of FILE's graph, at several max-num-batched-tokens, on a CPU
     also with a thread less than it has cores; as many engines as the graph has workers; the graph of FILE and other
-    splits, deciding as FILE says. One runs at a time. The best of each kind are measured by their goodput,
+    splits, deciding as FILE says; on GPUs also one whose decode workers have twice the tensor-parallel size of its
+    prefill workers, and one with half of it. One runs at a time. The best of each kind are measured by their goodput,
     the highest rate at which 90 % of the requests keep --ttft and --gap, and the aggregated one twice, to know the
     noise.
 

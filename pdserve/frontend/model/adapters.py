@@ -4,11 +4,12 @@ workers of a model or on none (docs/decisions/0075-lora-adapters.md)."""
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import BadRequest, ConfigError, Unavailable
 from pdserve.records import OF_FILE, Adapter, Instance, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
@@ -16,6 +17,8 @@ from pdserve.registry.view import RegistryView
 
 WITHIN = 60.0
 """seconds for all workers to load an adapter"""
+SEEN_WITHIN = 10.0
+"""seconds for a frontend to see its own claim"""
 
 
 def served(
@@ -39,19 +42,43 @@ class AdapterStore:
         self._registry = registry
         self._view = view
 
+    @asynccontextmanager
+    async def claimed(self, model: str, name: str) -> AsyncIterator[None]:
+        """While entered, no other call loads an adapter of this name, in any frontend and for any model, and the view
+        has what those before it did. Raises BadRequest where the name is another's, and Unavailable.
+
+        The claim is a key under this frontend's lease. The registry's changes come in the server's order: a view that
+        has the claim has all that was written before it."""
+        claim, mine = keys.claim(name), secrets.token_hex(8)
+        if not await self._registry.create(claim, mine.encode()):
+            raise BadRequest(f"The lora adapter '{name}' is being loaded by another call.", "lora_name")
+        try:
+            await self._seen(name, mine)
+            if name in self._view.cards().keys() - {model} or name in self._names_beside(model):
+                taken = f"'{name}' is the name of another model, or of its adapter: choose another name."
+                raise BadRequest(taken, "lora_name")
+            yield
+        finally:
+            await self._registry.delete(claim)
+
+    async def _seen(self, name: str, mine: str) -> None:
+        try:
+            async with asyncio.timeout(SEEN_WITHIN):
+                async for _ in self._view.changes():
+                    if self._view.claim(name) == mine:
+                        return
+        except TimeoutError:
+            raise Unavailable("this frontend does not see the registry's changes") from None
+
     async def load(self, model: str, name: str, path: str) -> None:
-        """Return when all workers of the model have the adapter, and those that come later will. Raises ConfigError,
-        and Unavailable; then none has it."""
-        if name in self._view.cards() or name in self._names_beside(model):
-            raise ConfigError(
-                [f"{name} is the name of another model, or of its adapter: choose another name"]
-            )
+        """Return when all workers of the model have the adapter, and those that come later will. The name is `claimed`.
+        Raises ConfigError, and Unavailable; then none has it."""
         asked = Adapter(name, path, asked=secrets.token_hex(8), model=model)
         await self._registry.put(keys.loading(asked), encode_record(asked))
         try:
             async with asyncio.timeout(WITHIN):
                 id = await self._loaded(asked)
-            await self._keep(replace(asked, id=id))
+            await self._keep(replace(asked, id=id), keys.claim(name))
         except TimeoutError:
             left = ", ".join(_silent(self._workers(model), asked))
             raise Unavailable(f"{left} did not load adapter {name} within {WITHIN:g} s") from None
@@ -62,10 +89,12 @@ class AdapterStore:
         """Let no request name it any more; those that have it finish."""
         await self._keep(Adapter(name, asked=secrets.token_hex(8), model=model))
 
-    async def _keep(self, adapter: Adapter) -> None:
-        """Return when the view has it, or what another frontend has written since."""
+    async def _keep(self, adapter: Adapter, claim: str = "") -> None:
+        """Return when the view has it, or what another frontend has written since. Raises RegistryUnavailable, also
+        where the claim is lost."""
         before = self._view.adapters(adapter.model).get(adapter.name)
-        await self._registry.put(keys.adapter(adapter), encode_record(adapter), leased=False)
+        key, value = keys.adapter(adapter), encode_record(adapter)
+        await self._registry.put(key, value, leased=False, holding=claim)
         async for _ in self._view.changes():
             if self._view.adapters(adapter.model).get(adapter.name) != before:
                 return

@@ -1,7 +1,7 @@
 """LoRA adapters in vLLM's own app: the names that it knows, and its routes that load and unload them."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -12,12 +12,14 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
+from pdserve.errors import BadRequest, Unavailable
 from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.records import Adapter
 from pdserve.tasks import on_loop
 
 LONGEST_NAME, LONGEST_PATH = 256, 4096
 """bytes, since all that workers say of an adapter must fit into their records in etcd"""
+Route = Callable[..., Awaitable[ErrorResponse | str]]
 
 
 class AppAdapters:
@@ -32,7 +34,7 @@ class AppAdapters:
         self._loads, self._unloads = models.load_lora_adapter, models.unload_lora_adapter
         models.engine_client.input_processor.lora_config = LoRAConfig()  # it refuses adapters without any
         models.engine_client.add_lora = self._add
-        models.load_lora_adapter, models.unload_lora_adapter = self._load, self._unload
+        models.load_lora_adapter, models.unload_lora_adapter = map(self._route, (self._load, self._unload))
 
     def set(self, adapters: Iterable[Adapter]) -> None:
         requests = {each.name: LoRARequest(each.name, each.id, each.path) for each in adapters}
@@ -41,32 +43,47 @@ class AppAdapters:
     async def _add(self, asked: LoRARequest) -> bool:
         """What vLLM's route calls to load an adapter."""
         assert self._store is not None
-        await on_loop(self._home, self._store.load(self._model, asked.lora_name, asked.lora_path))
+        await self._store.load(self._model, asked.lora_name, asked.lora_path)
         return True
 
-    async def _load(self, request: LoadLoRAAdapterRequest, **options: Any) -> ErrorResponse | str:
-        if problem := _too_long(request):
-            return create_error_response(problem, "InvalidUserInput", HTTPStatus.BAD_REQUEST)
-        answer: ErrorResponse | str = await self._loads(request, **options)
-        await on_loop(self._home, self._look())
+    def _route(self, work: Route) -> Route:
+        """Answer errors as vLLM does. Requests of the app's other loop are carried out on the frontend's, too."""
+
+        async def answer(request: Any) -> ErrorResponse | str:
+            try:
+                return await on_loop(self._home, work(request))
+            except BadRequest as error:
+                return create_error_response(str(error), "InvalidUserInput", HTTPStatus.BAD_REQUEST)
+            except Unavailable as error:
+                status = HTTPStatus.SERVICE_UNAVAILABLE
+                return create_error_response(str(error), "ServiceUnavailableError", status)
+
         return answer
 
-    async def _look(self) -> None:
-        self.look()
+    async def _load(self, request: LoadLoRAAdapterRequest) -> ErrorResponse | str:
+        _check_lengths(request)
+        assert self._store is not None
+        try:
+            async with self._store.claimed(self._model, request.lora_name):
+                self.look()  # vLLM refuses names that it knows
+                answer: ErrorResponse | str = await self._loads(request)
+                return answer
+        finally:
+            self.look()
 
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:
-        answer: ErrorResponse | str = await self._unloads(request)
-        if not isinstance(answer, ErrorResponse):
-            assert self._store is not None
-            await on_loop(self._home, self._store.unload(self._model, request.lora_name))
-        await on_loop(self._home, self._look())
-        return answer
+        assert self._store is not None
+        try:
+            answer: ErrorResponse | str = await self._unloads(request)
+            if not isinstance(answer, ErrorResponse):
+                await self._store.unload(self._model, request.lora_name)
+            return answer
+        finally:
+            self.look()
 
 
-def _too_long(request: LoadLoRAAdapterRequest) -> str:
-    """Which of its texts is, and how long it may be; empty: none."""
+def _check_lengths(request: LoadLoRAAdapterRequest) -> None:
     texts = (("lora_name", request.lora_name, LONGEST_NAME), ("lora_path", request.lora_path, LONGEST_PATH))
     for key, text, longest in texts:
         if (size := len(text.encode())) > longest:
-            return f"'{key}' has {size:,} bytes, but may have {longest:,}."
-    return ""
+            raise BadRequest(f"'{key}' has {size:,} bytes, but may have {longest:,}.", key)

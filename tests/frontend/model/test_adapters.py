@@ -6,20 +6,22 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import BadRequest, RegistryUnavailable, Unavailable
 from pdserve.frontend.edge import paths
 from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.records import Adapter, Instance, Role, encode_record
 from pdserve.registry import keys
+from pdserve.registry.base import Change
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.engine.sims import adapter_in, generated
-from tests.frontend.conftest import Graph, card, running_graph
+from tests.frontend.conftest import Frontend, Graph, card, running_graph
 from tests.frontend.model.sims import sim_engines
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [300 + (7 * number) % 600 for number in range(300)]
 LORA = {"enable-lora": True, "max-loras": 2, "max-cpu-loras": 3}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+INVALID = "InvalidUserInput"
 
 
 class Adapted(Graph):
@@ -34,6 +37,8 @@ class Adapted(Graph):
 
     engines: list[SimEngine]
     """decode engines first"""
+    second: Frontend
+    """another frontend of the same graph"""
 
     async def ask(self, model: str, count: int = 8, prompt: list[int] = PROMPT) -> list[int]:
         answer = await self.complete(model, count, prompt)
@@ -67,7 +72,9 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
         modules = [f"red={adapter_in(at, 'red')}"]
         engines = sim_engines(graph, 2, 1, args={**LORA, "lora-modules": modules})
         graph.engines = await stack.enter_async_context(engines)
-        await until(lambda: bool(graph.models.adapters()))
+        graph.second = Frontend("frontend-1-test")
+        await graph.second.start(stack, graph.registry, at)
+        await until(lambda: all(each.models.adapters() for each in (graph, graph.second)))
         yield graph
 
 
@@ -126,6 +133,168 @@ async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
     assert (await adapted.complete("green")).status_code == 404
 
 
+# ── several frontends ──
+
+
+async def loads(*asked: tuple[Frontend, str, Path], **more: object) -> list[int]:
+    """Ask for all at once; return the statuses."""
+    posts = [
+        frontend.http.post(LOAD, json={"lora_name": name, "lora_path": str(path), **more})
+        for frontend, name, path in asked
+    ]
+    answers = await asyncio.gather(*posts)
+    for answer in answers:
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            assert error["type"] == INVALID
+            assert (
+                "is being loaded by another call." in error["message"] or "already been" in error["message"]
+            )
+    return [answer.status_code for answer in answers]
+
+
+def left(graph: Graph) -> list[str]:
+    """Keys of loads that are over, which should not be there."""
+    return [key for key in graph.registry.data if keys.LOADING in key or keys.CLAIMS in key]
+
+
+async def test_of_two_frontends_that_load_a_name_from_two_folders_one_does(
+    adapted: Adapted, tmp_path: Path
+) -> None:
+    """Nothing of the other's load is in any worker, and it is repeated when the name is free."""
+    frontends: list[Frontend] = [adapted, adapted.second]
+    view = adapted.context.view
+    for turn in range(4):
+        folders = [adapter_in(tmp_path, f"{turn}-{number}") for number in range(2)]
+        asked = [(frontend, "blue", folder) for frontend, folder in zip(frontends, folders, strict=True)]
+        statuses = await loads(*asked)
+        assert sorted(statuses) == [200, 400]
+        winner, loser = statuses.index(200), statuses.index(400)
+        workers = view.instances(model="demo")
+        assert len(workers) > 1
+        for worker in workers:
+            paths = {each.path for each in worker.adapters or ()}
+            assert str(folders[winner]) in paths
+            assert str(folders[loser]) not in paths
+        await until(lambda: all(len(each.models.adapters()) == 2 for each in frontends))
+        assert await adapted.ask("blue") == generated(PROMPT, 8, adapted.number("blue"))
+        assert await loads(asked[loser]) == [400]
+        assert left(adapted) == []
+        assert (await frontends[loser].http.post(UNLOAD, json={"lora_name": "blue"})).status_code == 200
+        assert await loads(asked[loser]) == [200]
+        assert view.adapters("demo")["blue"].path == str(folders[loser])
+        assert (await frontends[loser].http.post(UNLOAD, json={"lora_name": "blue"})).status_code == 200
+
+
+async def test_of_two_frontends_that_load_one_folder_by_one_name_one_does(
+    adapted: Adapted, tmp_path: Path
+) -> None:
+    """As one vLLM server has it: what is there already is loaded again if the call says so."""
+    folder = adapter_in(tmp_path, "blue")
+    first, second = (adapted, "blue", folder), (adapted.second, "blue", folder)
+    assert sorted(await loads(first, second)) == [200, 400]
+    assert await loads(second) == [400]
+    assert await loads(second, load_inplace=True) == [200]
+    assert (await adapted.second.http.post(UNLOAD, json={"lora_name": "blue"})).status_code == 200
+
+
+async def test_of_two_models_that_load_a_name_at_once_one_has_it(adapted: Adapted, tmp_path: Path) -> None:
+    async with sim_engines(adapted, 1, model="other", args=LORA):
+        await until(lambda: adapted.second.models.live().get("other") == 1)
+        bodies = [
+            {"model": model, "lora_name": "blue", "lora_path": str(adapter_in(tmp_path, model))}
+            for model in ("demo", "other")
+        ]
+        posts = zip((adapted.http, adapted.second.http), bodies, strict=True)
+        answers = await asyncio.gather(*(http.post(LOAD, json=body) for http, body in posts))
+        statuses = [answer.status_code for answer in answers]
+        assert sorted(statuses) == [200, 400]
+        loser = statuses.index(400)
+        for http in (adapted.http, adapted.second.http):
+            again = await http.post(LOAD, json=bodies[loser])
+            assert (again.status_code, again.json()["error"]["type"]) == (400, INVALID)
+            assert again.json()["error"]["message"].startswith("'blue' is the name of another model")
+        named = [each["id"] for each in (await adapted.http.get("/v1/models")).json()["data"]]
+        assert sorted(named) == ["blue", "demo", "other", "red"]
+        body = {"model": bodies[1 - loser]["model"], "lora_name": "blue"}
+        assert (await adapted.http.post(UNLOAD, json=body)).status_code == 200
+        assert left(adapted) == []
+
+
+class Late(MemoryRegistry):
+    """Its watch yields the first changes at once, and others when `now` is set."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        super().__init__(server)
+        self.now = asyncio.Event()
+
+    async def watch(self, *prefixes: str) -> AsyncIterator[list[Change]]:
+        async for changes in super().watch(*prefixes):
+            yield changes
+            await self.now.wait()
+
+
+async def test_a_load_sees_what_another_frontend_has_loaded_a_moment_before() -> None:
+    server = MemoryServer()
+    async with MemoryRegistry(server) as theirs, Late(server) as late, RegistryView(late) as view:
+        red = Adapter("red", "/red", 5, asked="theirs", model="other")
+        await theirs.put(keys.adapter(red), encode_record(red), leased=False)
+        store = AdapterStore(late, view)
+
+        async def claim(name: str) -> bool:
+            async with store.claimed("demo", name):
+                return "red" in view.adapters("other")
+
+        taken, free = asyncio.create_task(claim("red")), asyncio.create_task(claim("green"))
+        await until(lambda: len(server.data) == 3)
+        assert not view.adapters("other")
+        late.now.set()
+        with pytest.raises(BadRequest, match="'red' is the name of another model, or of its adapter"):
+            await taken
+        assert await free
+        assert list(server.data) == [f"/pdserve/{keys.adapter(red)}"]
+
+
+async def test_a_name_is_free_when_the_frontend_that_was_loading_it_has_died() -> None:
+    server = MemoryServer()
+    async with (
+        MemoryRegistry(server) as first,
+        MemoryRegistry(server) as other,
+        RegistryView(first) as view,
+        RegistryView(other) as others,
+    ):
+        dying, store = AdapterStore(first, view), AdapterStore(other, others)
+        async with dying.claimed("demo", "red"):
+            loading = asyncio.create_task(dying.load("demo", "red", "/red"))
+            await until(lambda: bool(others.loading("demo")))
+            with pytest.raises(BadRequest, match="'red' is being loaded by another call"):
+                async with store.claimed("other", "red"):
+                    pass
+            await server.kill(first)
+            async with store.claimed("other", "red"):
+                assert others.loading("demo") == []
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+
+
+async def test_a_load_whose_claim_is_lost_meanwhile_is_not_kept() -> None:
+    """Another frontend may have loaded other weights by this name since."""
+    async with MemoryRegistry(MemoryServer()) as registry, RegistryView(registry) as view:
+        store = AdapterStore(registry, view)
+        async with store.claimed("demo", "red"):
+            loading = asyncio.create_task(store.load("demo", "red", "/red"))
+            await until(lambda: bool(view.loading("demo")))
+            await registry.delete(keys.claim("red"))
+            answer = msgspec.structs.replace(view.loading("demo")[0], id=5, model="")
+            worker = Instance("decode-0-x", Role.DECODE, "demo", adapters=[answer])
+            await registry.put(keys.instance(worker), encode_record(worker))
+            with pytest.raises(RegistryUnavailable):
+                await loading
+        await until(lambda: view.loading("demo") == [])
+        assert view.adapters("demo") == {}
+
+
 async def test_without_workers_an_adapter_waits_as_its_model_does(tmp_path: Path) -> None:
     red = Adapter("red", "/red", 5)
     worker = Instance("decode-0-gone", Role.DECODE, "demo", "tcp://127.0.0.1:9", adapters=[red])
@@ -143,8 +312,8 @@ async def test_what_another_frontend_writes_at_once_ends_a_call(monkeypatch: pyt
     async with MemoryRegistry(MemoryServer()) as registry, RegistryView(registry) as view:
         put = registry.put
 
-        async def overtaken(key: str, value: bytes, *, leased: bool = True) -> None:
-            await put(key, value, leased=leased)
+        async def overtaken(key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
+            await put(key, value, leased=leased, holding=holding)
             await put(key, encode_record(Adapter("red", asked="theirs", model="demo")), leased=False)
 
         monkeypatch.setattr(registry, "put", overtaken)
@@ -157,7 +326,7 @@ RED, BLUE = Adapter("red", "/red", 5), Adapter("blue", "/blue", 6, asked="mine",
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("other", ConfigError), ("red", ConfigError), ("blue", ConfigError), ("gone", Unavailable)],
+    [("other", BadRequest), ("red", BadRequest), ("blue", BadRequest), ("gone", Unavailable)],
 )
 async def test_a_name_of_another_model_or_its_adapter_is_taken(
     name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -173,6 +342,8 @@ async def test_a_name_of_another_model_or_its_adapter_is_taken(
         for kept in (BLUE, Adapter("gone", asked="now", model="other")):
             await registry.put(keys.adapter(kept), encode_record(kept), leased=False)
         await until(lambda: len(view.adapters("other")) == 2 and bool(view.cards() and view.instances()))
+        store = AdapterStore(registry, view)
         with pytest.raises(error):
-            await AdapterStore(registry, view).load("demo", name, "/x")
+            async with store.claimed("demo", name):
+                await store.load("demo", name, "/x")
         await until(lambda: view.loading("demo") == [])
