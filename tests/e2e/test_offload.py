@@ -132,18 +132,20 @@ async def test_more_at_once_than_the_caches_hold(
     assert sum(loaded(offloading)) > before
 
 
-@pytest.mark.parametrize("offloading", [ON_DISK], ids=["disk"], indirect=True)
 async def test_what_is_damaged_on_disk_is_computed(
     offloading: RealGraph, rounds: list[tuple[Case, list[int]]]
 ) -> None:
+    sizes = []
     for file in files_on_disk(offloading):
-        size = os.fstat(file).st_size
-        assert size > 0
-        os.pwrite(file, CHANCE.randbytes(size), 0)
+        sizes.append(os.fstat(file).st_size)
+        os.pwrite(file, CHANCE.randbytes(sizes[-1]), 0)
     for case, tokens in rounds[8:]:
         assert (await complete(offloading, case, stream=False)).tokens == tokens, case.name
-    assert offloading.metrics()("vllm:kv_offload_tiering_promotion_job_failures_total") > 0
-    assert len(list(files_on_disk(offloading))) == 2
+    failures = offloading.metrics()("vllm:kv_offload_tiering_promotion_job_failures_total")
+    if all(each["disk_tokens"] for each in workers(offloading)):
+        assert (len(sizes), min(sizes) > 0, failures > 0) == (2, True, True)
+    else:
+        assert (sizes, failures) == ([], 0)
 
 
 async def test_the_decode_worker_is_killed_in_the_middle(

@@ -76,7 +76,8 @@ def test_a_damaged_block_that_others_read_gives_its_place_back_after_them(tmp_pa
     file = BlockFile(tmp_path, 1, SIZE)
     keep(file, b"a", 1)
     first, second = file.use(b"a"), file.use(b"a")
-    assert first is second is not None
+    assert first is not None
+    assert second is first
     file.used(b"a", first, good=False)
     assert b"a" not in file
     assert file.take() is None
