@@ -74,6 +74,8 @@ class Instance(Struct, frozen=True):
     kv_tokens: int = 0
     host_tokens: int = 0
     """for whose KV it has host memory beside its cache"""
+    disk_tokens: int = 0
+    """for whose KV it has room on disk below that"""
     max_model_len: int = 0
     max_num_seqs: int = 0
     """requests that its engine runs at once; 0: unknown"""

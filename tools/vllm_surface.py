@@ -135,6 +135,11 @@ SOURCES = {
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker": ("self.spec = spec",),
     "vllm.v1.kv_offload.cpu.spec": ("self._manager", "self._worker", "self.num_chunks"),
+    "vllm.v1.kv_offload.cpu.gpu_worker": ("self._mmap_region = mmap_region",),
+    "vllm.v1.kv_offload.cpu.shared_offload_region": ("self._creator", "self.mmap_path"),
+    "vllm.v1.kv_offload.tiering.spec": ("self._engine_id",),
+    "vllm.v1.kv_offload.tiering.manager": ("self._metrics = ", "self._metrics.take_stats()"),
+    "vllm.v1.kv_offload.tiering.metrics": ("self._observe_active_transfer_stats(active_transfer_stats)",),
     f"{_NIXL}.base_worker": (
         "self._recving_metadata",
         "self.block_len_per_layer",

@@ -202,6 +202,8 @@ def _row(node: Node, mixed: Container[str]) -> tuple[str | Text, ...]:
         kv_used, kv_tokens = f"{load.kv_usage:.0%}" if load else "?", f"{instance.kv_tokens:,}"
         if instance.host_tokens:
             kv_tokens += f"\n+{instance.host_tokens:,} in RAM"
+        if instance.disk_tokens:
+            kv_tokens += f"\n+{instance.disk_tokens:,} on disk"
     where = f"{instance.host or '?'}:{instance.pid}"
     counts = (str(load.running), str(load.waiting)) if load else ("?", "?")
     return name, state, instance.model, where, gpus, *counts, kv_used, kv_tokens, instance.address

@@ -299,6 +299,9 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
     gpu = section.own.get("ServiceArgs.resources.gpu")
     share = share_of_gpu(gpu.value if gpu else None)
     worker = kind(**vars(section.values), engine_args=values, origins=origins, share=share)
+    if worker.kv_offload_folder:
+        folder = findings.path.parent.joinpath(worker.kv_offload_folder).resolve()
+        worker = replace(worker, kv_offload_folder=folder)
     _check_nodes(worker, args, findings)
     _check_gpus(worker, section.own, findings)
     return replace(worker, gpus=worker.ranks) if worker.gpus is None and worker.gpu_ids else worker

@@ -233,6 +233,10 @@ class WorkerSection(Section):
     kv_offload: Size = 0
     """host memory of each worker for KV that leaves its cache: prompts that begin with it load it from there
     ([memory.md](memory.md#kv-in-host-memory)); not set: none"""
+    kv_offload_disk: Size = 0
+    """disk of each worker for what leaves that host memory ([memory.md](memory.md#kv-on-disk)); not set: none"""
+    kv_offload_folder: File | None = None
+    """where on the disk; a relative path counts from the file's folder; not set: the state directory"""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class EngineFacts:
     """of the loaded model (`engine/fingerprint.py`); the engine cannot use KV of another fingerprint"""
     host_blocks: int = 0
     """KV blocks in host memory, for what leaves the cache (`kv-offload`)"""
+    disk_blocks: int = 0
+    """KV blocks on disk, for what leaves host memory (`kv-offload-disk`)"""
     side_channel: str = ""
     """host:port at which other engines ask how to read its KV; empty: there is none"""
 

@@ -45,6 +45,10 @@ class EngineSpec:
     """that prove to other engines that this engine is of the graph"""
     kv_offload: int = 0
     """bytes of host memory, for all its ranks, in which KV blocks stay that leave its cache"""
+    kv_offload_disk: int = 0
+    """bytes of disk, in which they stay when they leave host memory"""
+    kv_offload_folder: str = ""
+    """where on the disk"""
     kv_port: int = 0
     """port of the KV side channel, one for all ranks of the engine; 0: a free one"""
     node: EngineNode | None = None

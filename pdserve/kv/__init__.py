@@ -28,6 +28,8 @@ CHUNK = "pdserve_chunk"
 
 CREDENTIALS = "pdserve_credentials"
 """in the connector's extra configuration: folder of the graph's credentials on this host, or None"""
+DISK, FOLDER = "pdserve_disk", "pdserve_folder"
+"""in the offloading connector's extra configuration: bytes of disk for KV (`disk.py`), and in which folder"""
 
 
 def nixl_connector(role: str, lease: int, credentials: str | None) -> dict[str, object]:
@@ -40,8 +42,11 @@ def nixl_connector(role: str, lease: int, credentials: str | None) -> dict[str, 
     }
 
 
-def connectors(nixl: dict[str, object] | None, offload: int) -> dict[str, object]:
-    """All connectors of an engine, at least one. `offload`: bytes of host memory for KV (`host.py`), 0 for none."""
+def connectors(
+    nixl: dict[str, object] | None, offload: int, disk: int = 0, folder: str = ""
+) -> dict[str, object]:
+    """All connectors of an engine, at least one. `offload`: bytes of host memory for KV (`host.py`), 0 for none;
+    `disk`: bytes of disk below it, in `folder`."""
     if nixl and not offload:
         return nixl
     host = {
@@ -50,6 +55,9 @@ def connectors(nixl: dict[str, object] | None, offload: int) -> dict[str, object
         "spec_module_path": "pdserve.kv.host",
         "offload_prompt_only": False,  # the next prompt of a conversation has the answer, too
     }
+    if disk:
+        below = {"spec_name": "DiskSpec", "spec_module_path": "pdserve.kv.disk", DISK: disk, FOLDER: folder}
+        host = host | below
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

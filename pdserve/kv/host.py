@@ -49,12 +49,18 @@ class PdserveConnectors(MultiConnector):  # type: ignore[misc]
         """In a worker: blocks that the host memory holds."""
         return int(self.sub_connectors[-1].connector_worker.spec.num_chunks)
 
+    @property
+    def disk_blocks(self) -> int:
+        """In a worker: blocks that the disk below it holds."""
+        return int(self.sub_connectors[-1].connector_worker.spec.disk_blocks)
+
 
 class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's, also for engines on the CPU, which it refuses; and without gauges, of which each step would report."""
 
     _manager: OffloadingManager | None
     _worker: OffloadingWorker | None
+    disk_blocks = 0
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -66,7 +72,9 @@ class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if self._worker is None:
-            self._worker = HostWorker(kv_caches, self.num_chunks)
+            sizes = [each.tensor.shape[1] for each in kv_caches.tensors]
+            host = [torch.empty((self.num_chunks, size), dtype=torch.int8) for size in sizes]
+            self._worker = HostWorker(kv_caches, host)
         return self._worker
 
 
@@ -78,10 +86,11 @@ class HostManager(CPUOffloadingManager):  # type: ignore[misc]
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
     """For an engine on the CPU: copies at once, between two passes of the model."""
 
-    def __init__(self, caches: CanonicalKVCaches, blocks: int) -> None:
+    def __init__(self, caches: CanonicalKVCaches, host: list[torch.Tensor]) -> None:
         self._caches = [each.tensor for each in caches.tensors]
         """of shape (blocks, bytes of a layer's block)"""
-        self._host = [torch.empty((blocks, each.shape[1]), dtype=each.dtype) for each in self._caches]
+        self._host = host
+        """as `_caches`, of other numbers of blocks"""
         self._groups = [[ref.tensor_idx for ref in refs] for refs in caches.group_data_refs]
         self._done: list[TransferResult] = []
 

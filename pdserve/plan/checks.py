@@ -15,7 +15,7 @@ from pdserve.config.host import BOTH_BUILDS, VLLM_VERSION, installed_vllm
 from pdserve.config.schema import Config, SecuritySection
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
-from pdserve.plan.machine import MIB, Gpu, Machine, in_gib
+from pdserve.plan.machine import MIB, Gpu, Machine, free_disk, in_gib
 from pdserve.plan.memory import (
     CPU_ENGINE_BYTES,
     CPU_KV_VARIABLE,
@@ -29,7 +29,7 @@ from pdserve.plan.memory import (
     tensor_size,
 )
 from pdserve.plan.model_folder import ModelFacts, has_weights
-from pdserve.plan.slots import PlannedWorker, Slot, card_of, hosts_of
+from pdserve.plan.slots import PlannedWorker, Slot, card_of, disk_folder, hosts_of
 from pdserve.records import Role
 
 
@@ -68,6 +68,8 @@ def problems(
         yield from _shared_gpus(host)
         yield from _ram(machine, host, len(frontends))
         yield from _shared_memory(machine, host)
+        if not machine.imagined:
+            yield from _disk(config, host)
 
 
 def _vllm(machine: Machine) -> Iterator[str]:
@@ -241,6 +243,11 @@ def _offload(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
     }
     if names := [name for name, there in alone.items() if there and config.kv_offload]:
         yield f"kv-offload of {worker.slot.role.value} does not go with {' or '.join(names)}: remove it."
+    disk, role = config.kv_offload_disk, worker.slot.role.value
+    if disk and not config.kv_offload:
+        yield f"kv-offload-disk of {role} needs kv-offload, from which KV goes to the disk: set it, too."
+    elif disk and disk <= config.kv_offload:  # it has a copy of what host memory has
+        yield f"kv-offload-disk of {role} is not more than its kv-offload, so that it adds nothing: raise it."
     if (memory := worker.memory) is None or not config.kv_offload:
         return
     blocks = -(-memory.max_model_len // memory.block_size)
@@ -359,11 +366,33 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
 
 
 def _shared_memory(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """Engines on GPUs keep their host memory there, and look for room when weights are loaded. All is counted, not what
-    is free: the graph may run already."""
-    need, room = sum(worker.config.kv_offload for worker in workers if worker.gpus), machine.shared
+    """Engines on GPUs, and those with a disk below, keep their host memory there, and look for room when weights are
+    loaded. All is counted, not what is free: the graph may run already."""
+    there = [worker.config.kv_offload for worker in workers if worker.gpus or worker.config.kv_offload_disk]
+    need, room = sum(there), machine.shared
     if not machine.imagined and room is not None and need > room:
         yield (
             f"kv-offload needs {in_gib(need)} of /dev/shm in all, but there it has {in_gib(room)}: lower it, or "
             "enlarge /dev/shm (`mount -o remount,size=...`, a container's --shm-size, the chart's shm)."
         )
+
+
+def _disk(config: Config, workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    """What is free now: what a graph that runs has written there is not counted."""
+    needs: dict[int, tuple[int, int, Path]] = {}
+    for worker in workers:
+        if not worker.config.kv_offload_disk:
+            continue
+        folder = disk_folder(config, worker.config)
+        if (disk := free_disk(folder)) is None:
+            yield f"kv-offload-disk of {worker.slot.name}: {folder} cannot be written: set kv-offload-folder."
+            continue
+        number, free = disk
+        before, *_ = needs.get(number, (0,))
+        needs[number] = before + worker.config.kv_offload_disk, free, folder
+    for need, free, folder in needs.values():
+        if need > free:
+            yield (
+                f"kv-offload-disk needs {in_gib(need)} in all on the disk of {folder}, where {in_gib(free)} are free: "
+                "lower it, or set kv-offload-folder."
+            )

@@ -92,6 +92,15 @@ class Machine:
         )
 
 
+def free_disk(folder: Path) -> tuple[int, int] | None:
+    """Of the file system in which a folder is, or would be made: its number, and the bytes that are free there; None:
+    nothing can be written there."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return None
+    return there.stat().st_dev, psutil.disk_usage(str(there)).free
+
+
 def in_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 

@@ -14,7 +14,7 @@ from pdserve.observe.tables import table
 from pdserve.plan.machine import GIB, in_gib
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan
-from pdserve.plan.slots import PlannedWorker
+from pdserve.plan.slots import PlannedWorker, disk_folder
 from pdserve.records import Role
 
 _SECRET = {"hf-token"}
@@ -73,6 +73,7 @@ def _worker_as_dict(worker: PlannedWorker, plan: Plan) -> dict[str, Any]:
             name: {"value": value, "from": origin} for name, value, origin in _origins(worker, plan)
         },
         "kv_offload": worker.config.kv_offload,
+        "kv_offload_disk": worker.config.kv_offload_disk,
         "memory": memory and {**dataclasses.asdict(memory), **_derived(memory)},
     }
 
@@ -221,14 +222,17 @@ def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, s
     if config.engine == "vllm" and (decode is None or decode.remote_prefill):  # KV moves between workers
         yield "kv-transfer-config", f"NIXL, {KV_ROLES[role]}, recompute", "pdserve (graph)"
     if config.kv_offload:
-        yield "kv-offload", _offload(worker), "pdserve (host memory)"
+        yield "kv-offload", _offload(worker, config.kv_offload), "pdserve (host memory)"
+    if config.kv_offload_disk:
+        where = disk_folder(plan.config, config)
+        yield "kv-offload-disk", f"{_offload(worker, config.kv_offload_disk)}, in {where}", "pdserve (disk)"
     for name, text in worker.slot.env.items():
         yield name, text, "pdserve (environment)"
 
 
-def _offload(worker: PlannedWorker) -> str:
-    """Its host memory, and for how much KV that is."""
-    size, memory = worker.config.kv_offload, worker.memory
+def _offload(worker: PlannedWorker, size: int) -> str:
+    """Host memory or disk of a size, and for how much KV that is."""
+    memory = worker.memory
     if memory is None:
         return in_gib(size)
     return f"{in_gib(size)}, {size // (worker.config.ranks * memory.kv_per_token):,} tokens"

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from itertools import islice
+from pathlib import Path
 
 from pdserve.command import command
 from pdserve.config.schema import Config, WorkerConfig
@@ -47,6 +48,11 @@ def section_of(config: Config, slot: Slot) -> WorkerConfig:
     section = config.decode if slot.role.does(Role.DECODE) else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     return section
+
+
+def disk_folder(config: Config, worker: WorkerConfig) -> Path:
+    """Where its KV on disk is, if it has any."""
+    return (worker.kv_offload_folder or config.state_dir).expanduser().absolute()
 
 
 @dataclass(frozen=True)

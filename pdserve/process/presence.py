@@ -75,6 +75,7 @@ def worker_instance(
         block_size=facts.block_size,
         kv_tokens=facts.kv_tokens,
         host_tokens=facts.host_blocks * facts.block_size,
+        disk_tokens=facts.disk_blocks * facts.block_size,
         max_model_len=facts.max_model_len,
         max_num_seqs=facts.max_num_seqs,
         max_concurrency=round(facts.max_concurrency, 2),

@@ -16,7 +16,7 @@ from pdserve.engine.spec import EngineNode, EngineSpec, make_engine
 from pdserve.errors import EngineDead
 from pdserve.messages import Load
 from pdserve.observe.metrics import ENGINE_REQUESTS, KV_USAGE
-from pdserve.plan.slots import Slot, section_of
+from pdserve.plan.slots import Slot, disk_folder, section_of
 from pdserve.ports import free_port
 from pdserve.process.adapters import WorkerAdapters
 from pdserve.process.engine_checks import log_memory, self_test, watch_engine
@@ -203,6 +203,8 @@ def engine_spec(
         host=config.host,
         credentials=credentials,
         kv_offload=section_of(config, slot).kv_offload,
+        kv_offload_disk=section_of(config, slot).kv_offload_disk,
+        kv_offload_folder=str(disk_folder(config, section_of(config, slot))),
         kv_port=slot.kv_port,
         node=node,
     )

@@ -45,6 +45,7 @@ def _facts(
             where = f"GPU {','.join(map(str, worker.gpus))}" if worker.gpus else "CPU"
             room = f"{worker.max_concurrency:.1f} requests of {worker.max_model_len:,}"
             host = f" and {worker.host_tokens:,} in host memory" if worker.host_tokens else ""
+            host += f" and {worker.disk_tokens:,} on disk" if worker.disk_tokens else ""
             yield slot_name(worker.id), f"{where}, {worker.kv_tokens:,} tokens of KV cache{host}: {room}"
     for line in changed(of_files(each.settings for each in instances), live):
         yield "set", f"{line}  (pdserve set --unset {line.partition(' ')[0]})"

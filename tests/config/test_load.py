@@ -544,6 +544,9 @@ BAD = {
     worker("kv-offload: 32"): "FILE:8: VllmWorker.kv-offload is 32, but must be a size as in 32GiB.",
     worker("kv-offload: 32GB"): "FILE:8: VllmWorker.kv-offload is '32GB', but must be a size as in 32GiB.",
     worker(
+        "kv-offload-disk: 1TB"
+    ): "FILE:8: VllmWorker.kv-offload-disk is '1TB', but must be a size as in 32GiB.",
+    worker(
         "kv-offloading-size: 32"
     ): "FILE:8: VllmWorker.kv-offloading-size is kv-offload in pdserve, as in kv-offload",
     GOOD.replace("32", "true"): "FILE:3: Common.block-size is True, but must be a whole number.",

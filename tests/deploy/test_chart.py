@@ -207,6 +207,10 @@ CPU_OFFLOAD = "kv-offload: 32GiB, ServiceArgs: {resources: {gpu: 0}}"
             {"config": "PrefillWorker: {kv-offload: 1.5TiB}", "shm": "1535Gi"},
             "for kv-offload: 1.5TiB of prefill",
         ),
+        (
+            {"config": f"VllmWorker: {{{CPU_OFFLOAD}, kv-offload-disk: 1TiB}}"},
+            "shm: 4Gi of /dev/shm have no room for kv-offload: 32GiB",
+        ),
         ({"config": "Frontend: {port: 80}"}, "Security.allow: [plain-http]"),
     ],
 )

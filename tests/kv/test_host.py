@@ -24,7 +24,8 @@ def test_blocks_come_back_into_other_places() -> None:
     layers = [torch.randint(-128, 128, (6, 4), dtype=torch.int8) for _ in range(3)]
     before = [layer.clone() for layer in layers]
     groups = [[CanonicalKVCacheRef(0, 4), CanonicalKVCacheRef(1, 4)], [CanonicalKVCacheRef(2, 4)]]
-    worker = HostWorker(CanonicalKVCaches([CanonicalKVCacheTensor(layer, 4) for layer in layers], groups), 5)
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(layer, 4) for layer in layers], groups)
+    worker = HostWorker(caches, [torch.empty((5, 4), dtype=torch.int8) for _ in layers])
     places = CPULoadStoreSpec([4, 0, 2])
     worker.submit_store(1, GPULoadStoreSpec([1, 3, 5], [2, 1], [0, 0]), places)
     for layer in layers:

@@ -464,6 +464,31 @@ DOES_NOT_FIT = [
         machine(),
         "kv-offload of decode does not go with engine: sim: remove it.",
     ),
+    (
+        offload("1GiB", "kv-offload-disk: 1GiB"),
+        machine(),
+        "kv-offload-disk of decode is not more than its kv-offload, so that it adds nothing: raise it.",
+    ),
+    (
+        local(("remote-prefill: true", "remote-prefill: true\n  kv-offload-disk: 1GiB")),
+        machine(),
+        "kv-offload-disk of decode needs kv-offload, from which KV goes to the disk: set it, too.",
+    ),
+    (
+        offload("1GiB", "kv-offload-disk: 2GiB\n  kv-offload-folder: /dev/null/kv"),
+        machine(),
+        "kv-offload-disk of decode-0: /dev/null/kv cannot be written: set kv-offload-folder.",
+    ),
+    (
+        offload("1GiB", "kv-offload-disk: 900TiB\n  ServiceArgs: {workers: 2}\n  kv-offload-folder: /tmp"),
+        machine(),
+        "kv-offload-disk needs 1843200.0 GiB in all on the disk of /tmp, where ",
+    ),
+    (
+        offload("12GiB", "kv-offload-disk: 13GiB"),
+        dataclasses.replace(machine(), shared=4 << 30),
+        "kv-offload needs 12.0 GiB of /dev/shm in all, but there it has 4.0 GiB",
+    ),
     (LOCAL, machine(build="cuda"), "vllm is installed, vLLM's GPU build, but the plan runs on the CPU"),
     (
         local(("prefill: true", "prefill: true\n  ServiceArgs: {resources: {gpu: 1}}")),
@@ -688,6 +713,15 @@ def test_host_memory_for_kv_is_counted_and_shown(tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in shown(found).splitlines()]
     assert "decode kv-offload 1.5 GiB, 786,432 tokens pdserve (host memory)" in lines  # of 2 KiB
     assert [worker["kv_offload"] for worker in plan_as_dict(found)["workers"]] == [3 << 29, 0, 0]
+
+
+def test_disk_for_kv_is_counted_and_shown(tmp_path: Path) -> None:
+    found = plan(tmp_path, offload("8MiB", "kv-offload-disk: 16MiB\n  kv-offload-folder: kv"), machine())
+    assert found.problems == ()
+    text = " ".join(shown(found).split())
+    assert f"decode kv-offload-disk 0.0 GiB, 8,192 tokens, in {tmp_path}/kv pdserve (disk)" in text
+    assert [worker["kv_offload_disk"] for worker in plan_as_dict(found)["workers"]] == [1 << 24, 0, 0]
+    assert not (tmp_path / "kv").exists()
 
 
 def test_a_plan_of_workers_that_do_both(tmp_path: Path) -> None:

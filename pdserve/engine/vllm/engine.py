@@ -68,6 +68,7 @@ class VllmEngine(Engine):
     async def _facts(self) -> EngineFacts:
         config = self._process.config
         cache, scheduler = config.cache_config, config.scheduler_config
+        host_blocks, disk_blocks = await self._host_blocks()
         return EngineFacts(
             kv_blocks=cache.num_gpu_blocks,
             block_size=cache.block_size,
@@ -78,15 +79,17 @@ class VllmEngine(Engine):
             vllm_version=api.VERSION,
             supported_tasks=list(await self._call(self._core.get_supported_tasks_async())),
             fingerprint=await self._fingerprint.after(),
-            host_blocks=await self._host_blocks(),
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
             side_channel=self._process.asked_for_kv,
         )
 
-    async def _host_blocks(self) -> int:
+    async def _host_blocks(self) -> tuple[int, int]:
+        """In host memory, and on disk."""
         if not self._offloads:
-            return 0
-        found: list[int] = await self._call(self._core.collective_rpc_async("pdserve_host_blocks"))
-        return min(found)
+            return 0, 0
+        found = await self._call(self._core.collective_rpc_async("pdserve_host_blocks"))
+        return min((host, disk) for host, disk in found)
 
     # the contract
 

@@ -187,7 +187,8 @@ class VllmProcess:
             folder = str(spec.credentials.folder.absolute()) if spec.credentials else None
             nixl = nixl_connector(KV_ROLES[spec.role], LEASE, folder) if spec.disaggregated else None
             transfer = {"engine_id": spec.instance, "kv_load_failure_policy": "recompute"}
-            arguments["kv-transfer-config"] = connectors(nixl, spec.kv_offload) | transfer
+            disk = spec.kv_offload_disk, spec.kv_offload_folder
+            arguments["kv-transfer-config"] = connectors(nixl, spec.kv_offload, *disk) | transfer
         if spec.role.does(Role.DECODE):
             arguments["kv-events-config"] = {
                 "enable_kv_cache_events": True,

@@ -16,8 +16,9 @@ class WorkerExtension:
     def pdserve_answer(self) -> None:
         """Do nothing: an answer of all ranks shows that none hangs."""
 
-    def pdserve_host_blocks(self) -> int:
-        """How many KV blocks the engine's share of host memory holds."""
+    def pdserve_host_blocks(self) -> tuple[int, int]:
+        """How many KV blocks the engine's share of host memory holds, and the disk below it."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return int(get_kv_transfer_group().host_blocks)
+        group = get_kv_transfer_group()
+        return int(group.host_blocks), int(group.disk_blocks)

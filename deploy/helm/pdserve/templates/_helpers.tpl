@@ -64,7 +64,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- $gpus := dig "ServiceArgs" "resources" "gpu" $ranks $keys | int -}}
 {{- if eq ($keys.engine | default "vllm") "sim" }}{{ $gpus = 0 }}{{ end -}}
 {{- $host := index $keys "kv-offload" | default "0" -}}
-{{- if and $gpus (ge (include "pdserve.mebibytes" $host | float64) (include "pdserve.mebibytes" $.Values.shm | float64)) }}
+{{- if and (or $gpus (index $keys "kv-offload-disk")) (ge (include "pdserve.mebibytes" $host | float64) (include "pdserve.mebibytes" $.Values.shm | float64)) }}
 {{- fail (printf "shm: %s of /dev/shm have no room for kv-offload: %s of %s workers, which lies there, and for vLLM's own: set more, and as much more in resources.limits.memory." $.Values.shm $host $role) }}
 {{- end -}}
 {{- $replicas := ternary (dig "ServiceArgs" "workers" 1 $keys) $values.replicas (kindIs "invalid" $values.replicas) | int -}}
