@@ -53,7 +53,7 @@ asked until it ends"""
 
 
 @dataclass(eq=False)
-class Place:
+class BlockPlace:
     """Of a block in the file, for as long as it is there."""
 
     number: int
@@ -73,7 +73,7 @@ class BlockFile:
         self._size = size
         self._unused = iter(range(blocks))
         self._free: list[int] = []
-        self._kept: OrderedDict[bytes, Place] = OrderedDict()
+        self._kept: OrderedDict[bytes, BlockPlace] = OrderedDict()
         """those used last at the end"""
         self.gone: list[bytes] = []
         """blocks that are no longer kept"""
@@ -82,33 +82,33 @@ class BlockFile:
     def __contains__(self, key: object) -> bool:
         return key in self._kept
 
-    def take(self) -> Place | None:
+    def take(self) -> BlockPlace | None:
         """A place for a block that is to be written: a free one, or that of the block which was not used for the
         longest time. None: all are in use."""
         if self.given_up:
             return None
         number = self._free.pop() if self._free else next(self._unused, None)
         if number is not None:
-            return Place(number)
+            return BlockPlace(number)
         oldest = next((key for key, place in self._kept.items() if not place.reads), None)
-        return None if oldest is None else Place(self._forget(oldest).number)
+        return None if oldest is None else BlockPlace(self._forget(oldest).number)
 
-    def keep(self, key: bytes, place: Place) -> None:
+    def keep(self, key: bytes, place: BlockPlace) -> None:
         """The block was written."""
         if not self.given_up:
             self._kept[key] = place
 
-    def free(self, place: Place) -> None:
+    def free(self, place: BlockPlace) -> None:
         """It has no block."""
         self._free.append(place.number)
 
-    def use(self, key: bytes) -> Place | None:
+    def use(self, key: bytes) -> BlockPlace | None:
         """Where to read a block; `used` must be called afterwards."""
         if place := self._kept.get(key):
             place.reads += 1
         return place
 
-    def used(self, key: bytes, place: Place, good: bool) -> None:
+    def used(self, key: bytes, place: BlockPlace, good: bool) -> None:
         """`good`: it came back as it was written."""
         place.reads -= 1
         if not good and self._kept.get(key) is place:
@@ -128,14 +128,14 @@ class BlockFile:
         with suppress(OSError):
             self._file.truncate(0)
 
-    def write(self, place: Place, block: memoryview) -> None:
+    def write(self, place: BlockPlace, block: memoryview) -> None:
         """Raises OSError."""
         place.checksum = crc32(block)
         done, begin = 0, place.number * self._size
         while done < self._size:
             done += os.pwrite(self.fileno(), block[done:], begin + done)
 
-    def read(self, place: Place, block: memoryview) -> bool:
+    def read(self, place: BlockPlace, block: memoryview) -> bool:
         """Return whether it came back as it was written. Raises OSError."""
         done, begin = 0, place.number * self._size
         while done < self._size:
@@ -150,7 +150,7 @@ class BlockFile:
     def close(self) -> None:
         self._file.close()
 
-    def _forget(self, key: bytes) -> Place:
+    def _forget(self, key: bytes) -> BlockPlace:
         self.gone.append(key)
         return self._kept.pop(key)
 
@@ -160,7 +160,7 @@ class Block:
     """One that is written or read."""
 
     key: bytes
-    place: Place
+    place: BlockPlace
     row: int
     """its place in host memory"""
     moved: bool = False
@@ -276,7 +276,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 @dataclass
-class Waiting:
+class AwaitedRead:
     """A request, for blocks that are on their way into host memory."""
 
     since: float
@@ -291,7 +291,7 @@ class TieredManager(TieringOffloadingManager):  # type: ignore[misc]
     def lookup(self, key: bytes, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
         """A prompt that is read from another engine is read whole from there: the disk is not asked. Nor is it for a
         request that has waited long enough, if only for room in host memory beside others."""
-        waiting, now = req_context.get_state(Waiting), time.monotonic()
+        waiting, now = req_context.get_state(AwaitedRead), time.monotonic()
         gives_up = self._disk.late or (waiting is not None and now > waiting.since + PATIENCE)
         if gives_up or (req_context.kv_transfer_params or {}).get("do_remote_prefill"):
             exclude_tier_idx = 0
@@ -299,7 +299,7 @@ class TieredManager(TieringOffloadingManager):  # type: ignore[misc]
         if found is LookupResult.HIT_PENDING and gives_up:
             return LookupResult.MISS
         if found is LookupResult.HIT_PENDING and waiting is None:
-            req_context.set_state(Waiting(now))
+            req_context.set_state(AwaitedRead(now))
         return found
 
     def take_events(self) -> Iterator[OffloadingEvent]:

@@ -77,10 +77,9 @@ def card(name: str = "demo", **changes: object) -> ModelCard:
 class Graph:
     """A frontend in this process, on a real port, with echoing decode workers."""
 
-    id = "frontend-0-test"
-
-    def __init__(self) -> None:
-        self.registry = MemoryServer()
+    def __init__(self, id: str = "frontend-0-test", registry: MemoryServer | None = None) -> None:
+        """`registry`: of another, for a second frontend of one graph."""
+        self.id, self.registry = id, registry or MemoryServer()
         self._count = 0
         self.models: ServedModels
         self.context: RibContext

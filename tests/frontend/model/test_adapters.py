@@ -21,7 +21,7 @@ from pdserve.registry.base import Change
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.engine.sims import adapter_in, generated
-from tests.frontend.conftest import Frontend, Graph, card, running_graph
+from tests.frontend.conftest import Graph, card, running_graph
 from tests.frontend.model.sims import sim_engines
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
@@ -37,7 +37,7 @@ class Adapted(Graph):
 
     engines: list[SimEngine]
     """decode engines first"""
-    second: Frontend
+    second: Graph
     """another frontend of the same graph"""
 
     async def ask(self, model: str, count: int = 8, prompt: list[int] = PROMPT) -> list[int]:
@@ -72,8 +72,8 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
         modules = [f"red={adapter_in(at, 'red')}"]
         engines = sim_engines(graph, 2, 1, args={**LORA, "lora-modules": modules})
         graph.engines = await stack.enter_async_context(engines)
-        graph.second = Frontend("frontend-1-test")
-        await graph.second.start(stack, graph.registry, at)
+        graph.second = Graph("frontend-1-test", graph.registry)
+        await graph.second.start(stack, at)
         await until(lambda: all(each.models.adapters() for each in (graph, graph.second)))
         yield graph
 
@@ -136,7 +136,7 @@ async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
 # ── several frontends ──
 
 
-async def loads(*asked: tuple[Frontend, str, Path], **more: object) -> list[int]:
+async def loads(*asked: tuple[Graph, str, Path], **more: object) -> list[int]:
     """Ask for all at once; return the statuses."""
     posts = [
         frontend.http.post(LOAD, json={"lora_name": name, "lora_path": str(path), **more})
@@ -162,7 +162,7 @@ async def test_of_two_frontends_that_load_a_name_from_two_folders_one_does(
     adapted: Adapted, tmp_path: Path
 ) -> None:
     """Nothing of the other's load is in any worker, and it is repeated when the name is free."""
-    frontends: list[Frontend] = [adapted, adapted.second]
+    frontends: list[Graph] = [adapted, adapted.second]
     view = adapted.context.view
     for turn in range(4):
         folders = [adapter_in(tmp_path, f"{turn}-{number}") for number in range(2)]
