@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pdserve.config.schema import Config, PrefillConfig, WorkerConfig
 from pdserve.errors import ConfigError
+from pdserve.plan.checks import divides
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.memory import CPU_KV_GIB, tensor_size
 from pdserve.plan.model_folder import ModelFacts
@@ -227,13 +228,10 @@ class CandidateMaker:
         if decode is not None and decode.conditional_disagg and decides not in ways:
             ways.insert(0, decides)
         found = [self._split(Shape(*split, tensor=self._narrower), ways) for split in order]
-        found[1:1] = [self._split(shape, ways[:1], ranks=True) for shape in self._unequal]
-        return [candidate for split in found for candidate in split]
-
-    @property
-    def _unequal(self) -> list[Shape]:
         on_gpus = self.here.kind is HardwareKind.GPU
-        return unequal(self.config, self.machine, self.here.units) if on_gpus else []
+        other = unequal(self.config, self.machine, self.here.units) if on_gpus else []
+        found[1:1] = [self._split(shape, ways[:1]) for shape in other]
+        return [candidate for split in found for candidate in split]
 
     @property
     def _narrower(self) -> tuple[int, int]:
@@ -250,14 +248,15 @@ class CandidateMaker:
             return None
         return self.config.prefill.count, self.config.decode.count
 
-    def _split(
-        self, shape: Shape, ways: Sequence[Mapping[str, str]], *, ranks: bool = False
-    ) -> list[Candidate]:
-        """`ranks`: its name says how many GPUs each worker has."""
-        each = [f" x {counted(size, 'GPU')}" if ranks else "" for size in shape.tensor]
-        name = f"{shape.prefill} prefill{each[0]} + {shape.decode} decode{each[1]}"
-        sizes = [f"x{size}" if ranks else "" for size in shape.tensor]
-        split = f"{shape.prefill}P{sizes[0]}+{shape.decode}D{sizes[1]}"
+    def _split(self, shape: Shape, ways: Sequence[Mapping[str, str]]) -> list[Candidate]:
+        """Its name has the GPUs of a worker where they differ by role."""
+        split = f"{shape.prefill}P+{shape.decode}D"
+        name = f"{shape.prefill} prefill + {shape.decode} decode"
+        wide_prefill, wide_decode = shape.tensor
+        if wide_prefill != wide_decode:
+            split = f"{shape.prefill}Px{wide_prefill}+{shape.decode}Dx{wide_decode}"
+            name = f"{shape.prefill} prefill x {counted(wide_prefill, 'GPU')} + "
+            name += f"{shape.decode} decode x {counted(wide_decode, 'GPU')}"
         launch = self._graph(split, name, shape)
         return [
             Candidate(
@@ -300,10 +299,9 @@ class CandidateMaker:
             return False
         if self.here.kind is HardwareKind.CPU or decode is None or self.here.units == decode.ranks:
             return True
-        if self.model is None or decode.ranks != int(str(decode.engine_args.get("tensor-parallel-size", 1))):
+        if self.model is None or decode.ranks != tensor_size(decode.engine_args):
             return False
-        ranks, heads = self.here.units, self.model.kv_heads
-        return self.model.heads % ranks == 0 and (heads % ranks == 0 or ranks % heads == 0)
+        return divides(self.here.units, self.model)
 
     def _each(self, count: int) -> str:
         if self.here.kind is HardwareKind.SIM:
