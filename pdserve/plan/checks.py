@@ -266,7 +266,7 @@ def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str
     asked, tensor = args.get("max-model-len"), tensor_size(args)
     if isinstance(asked, int) and model.max_len and asked > model.max_len and "hf-overrides" not in args:
         yield f"max-model-len {asked:,} of {role} is more than the model's {model.max_len:,}: lower it."
-    if not _divides(tensor, model):
+    if not divides(tensor, model):
         yield (
             f"tensor-parallel-size {tensor} of {role} does not divide the model's {model.heads} attention heads, or "
             f"its {model.kv_heads} KV heads evenly: choose one that does."
@@ -311,7 +311,7 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
     if with_("max-num-batched-tokens", 2048).fits:
         ways.append("lower max-num-batched-tokens to 2,048")
     tensor = tensor_size(args)
-    more = (ranks for ranks in range(tensor + 1, 65) if _divides(ranks, model))
+    more = (ranks for ranks in range(tensor + 1, 65) if divides(ranks, model))
     if ranks := next((ranks for ranks in more if with_("tensor-parallel-size", ranks).fits), 0):
         ways.append(
             f"raise tensor-parallel-size to {ranks} ({in_gib(with_('tensor-parallel-size', ranks).weights)} of weights "
@@ -320,7 +320,7 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
     return ", or ".join([*ways, "take a smaller model, quantized weights or larger GPUs"])
 
 
-def _divides(tensor: int, model: ModelFacts) -> bool:
+def divides(tensor: int, model: ModelFacts) -> bool:
     """As vLLM asserts when it makes its layers."""
     kv_heads = 1 if model.latent else model.kv_heads
     return model.heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pdserve.config.schema import Config, PrefillConfig, WorkerConfig
 from pdserve.errors import ConfigError
+from pdserve.plan.checks import divides
 from pdserve.plan.machine import Machine
 from pdserve.plan.memory import tensor_size
 from pdserve.plan.model_folder import ModelFacts
@@ -182,13 +183,10 @@ class CandidateMaker:
             key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
         )
         found = [self._split(Shape(*split, tensor=self._narrower)) for split in order]
-        found[1:1] = [self._split(shape, ranks=True) for shape in self._unequal]
-        return found
-
-    @property
-    def _unequal(self) -> list[Shape]:
         on_gpus = self.here.kind is HardwareKind.GPU
-        return unequal(self.config, self.machine, self.here.units) if on_gpus else []
+        other = unequal(self.config, self.machine, self.here.units) if on_gpus else []
+        found[1:1] = map(self._split, other)
+        return found
 
     @property
     def own_split(self) -> tuple[int, int] | None:
@@ -208,12 +206,16 @@ class CandidateMaker:
         halved = self.here.kind is HardwareKind.GPU and self.config.prefill is None
         return (self.here.prefill_width, self.here.decode_width) if halved else (0, 0)
 
-    def _split(self, shape: Shape, *, ranks: bool = False) -> Candidate:
-        """`ranks`: its name says how many GPUs each worker has."""
-        each = [f" x {counted(size, 'GPU')}" if ranks else "" for size in shape.tensor]
-        sizes = [f"x{size}" if ranks else "" for size in shape.tensor]
-        name = f"{shape.prefill} prefill{each[0]} + {shape.decode} decode{each[1]}"
-        return self._graph(name, shape, f"{shape.prefill}P{sizes[0]}+{shape.decode}D{sizes[1]}")
+    def _split(self, shape: Shape) -> Candidate:
+        """Its name has the GPUs of a worker where they differ by role."""
+        split = f"{shape.prefill}P+{shape.decode}D"
+        name = f"{shape.prefill} prefill + {shape.decode} decode"
+        wide_prefill, wide_decode = shape.tensor
+        if wide_prefill != wide_decode:
+            split = f"{shape.prefill}Px{wide_prefill}+{shape.decode}Dx{wide_decode}"
+            name = f"{shape.prefill} prefill x {counted(wide_prefill, 'GPU')} + "
+            name += f"{shape.decode} decode x {counted(wide_decode, 'GPU')}"
+        return self._graph(name, shape, split)
 
     def _engines(self, batch: int) -> Candidate:
         """As many as there is room for."""
@@ -251,10 +253,9 @@ class CandidateMaker:
             return False
         if decode is None or self.here.units == decode.ranks:
             return True
-        if self.model is None or decode.ranks != int(str(decode.engine_args.get("tensor-parallel-size", 1))):
+        if self.model is None or decode.ranks != tensor_size(decode.engine_args):
             return False
-        ranks, heads = self.here.units, self.model.kv_heads
-        return self.model.heads % ranks == 0 and (heads % ranks == 0 or ranks % heads == 0)
+        return divides(self.here.units, self.model)
 
     def _each(self, count: int) -> str:
         if self.here.kind is HardwareKind.SIM:

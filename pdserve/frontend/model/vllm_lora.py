@@ -47,39 +47,33 @@ class AppAdapters:
         return True
 
     def _route(self, work: Route) -> Route:
-        """Answer errors as vLLM does. Requests of the app's other loop are carried out on the frontend's, too."""
+        """On the frontend's loop, also for requests of the app's other one; errors in vLLM's shape."""
 
-        async def answer(request: Any) -> ErrorResponse | str:
+        async def at_home(request: Any) -> ErrorResponse | str:
             try:
-                return await on_loop(self._home, work(request))
-            except BadRequest as error:
-                return create_error_response(str(error), "InvalidUserInput", HTTPStatus.BAD_REQUEST)
-            except Unavailable as error:
-                status = HTTPStatus.SERVICE_UNAVAILABLE
-                return create_error_response(str(error), "ServiceUnavailableError", status)
+                return await work(request)
+            except (BadRequest, Unavailable) as error:
+                kind = "InvalidUserInput" if isinstance(error, BadRequest) else "ServiceUnavailableError"
+                return create_error_response(str(error), kind, HTTPStatus(error.status))
+            finally:
+                self.look()
 
-        return answer
+        return lambda request: on_loop(self._home, at_home(request))
 
     async def _load(self, request: LoadLoRAAdapterRequest) -> ErrorResponse | str:
         _check_lengths(request)
         assert self._store is not None
-        try:
-            async with self._store.claimed(self._model, request.lora_name):
-                self.look()  # vLLM refuses names that it knows
-                answer: ErrorResponse | str = await self._loads(request)
-                return answer
-        finally:
-            self.look()
+        async with self._store.claimed(self._model, request.lora_name):
+            self.look()  # vLLM refuses names that it knows
+            answer: ErrorResponse | str = await self._loads(request)
+        return answer
 
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:
         assert self._store is not None
-        try:
-            answer: ErrorResponse | str = await self._unloads(request)
-            if not isinstance(answer, ErrorResponse):
-                await self._store.unload(self._model, request.lora_name)
-            return answer
-        finally:
-            self.look()
+        answer: ErrorResponse | str = await self._unloads(request)
+        if not isinstance(answer, ErrorResponse):
+            await self._store.unload(self._model, request.lora_name)
+        return answer
 
 
 def _check_lengths(request: LoadLoRAAdapterRequest) -> None:
