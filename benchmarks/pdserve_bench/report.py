@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import psutil
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -28,8 +28,8 @@ from pdserve.errors import ConfigError
 Cell = str | float | int | None
 PIPE_WIDTH = 110
 """columns of a table, where its figures fit"""
-_NAME, _UNBOUNDED = 50, 10_000
-"""columns that a text is folded to, and that no table has"""
+_NAME, _BETWEEN = 50, 3
+"""columns that a text is folded to, and between two"""
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,23 @@ class Rows:
     note: str = ""
     best: int | None = None
 
-    def drawn(self) -> Table:
-        made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    def drawn(self) -> tuple[Table, int]:
+        """The table, and its width: no number is broken, nor a word of a name."""
+        made, whole = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False), 0
         shown = [
             [Text(printable(column.shown(cell))) for column, cell in zip(self.columns, row, strict=True)]
             for row in self.rows
         ]
         for place, column in enumerate(self.columns):
             widest = max((row[place].cell_len for row in shown), default=1)
+            word = max(map(cell_len, column.name.split()), default=1)
+            width = max(word, widest if column.spec else min(_NAME, widest))
             justify: Any = "right" if column.spec else "left"
-            made.add_column(
-                Text(printable(column.name)), justify=justify, overflow="fold", min_width=min(_NAME, widest)
-            )
+            made.add_column(Text(printable(column.name)), justify=justify, overflow="fold", width=width)
+            whole += width + _BETWEEN
         for number, row in enumerate(shown):
             made.add_row(*row, style="bold" if number == self.best else None)
-        return made
+        return made, whole
 
 
 @functools.cache
@@ -116,9 +118,8 @@ class Report:
         usual = console.width
         for rows in self.tables:
             _say(console, rows.title, "bold")
-            table, room = rows.drawn(), console.options.update(max_width=_UNBOUNDED)
-            # no number is broken, nor a word: a table that does not fit is wider than the terminal
-            console.width = max(usual, Measurement.get(console, room, table).minimum)
+            table, width = rows.drawn()
+            console.width = max(usual, width)  # one that does not fit is wider than the terminal
             console.print(table)
             console.width = usual
             console.print()
