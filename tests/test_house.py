@@ -357,27 +357,27 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 
 ROOMS = {
     "both": 185,
-    "cli": 1616,
-    "config": 1960,
+    "cli": 1524,
+    "config": 1964,
     "decode": 2892,
-    "engine": 2989,
-    "files beside the rooms": 2201,
-    "frontend": 8165,
-    "install": 265,
-    "kv": 1258,
+    "engine": 2983,
+    "files beside the rooms": 2203,
+    "frontend": 8205,
+    "install": 258,
+    "kv": 1634,
     "observe": 1375,
-    "plan": 1893,
+    "plan": 1953,
     "prefill": 695,
-    "process": 1500,
+    "process": 1474,
     "queue": 1756,
-    "registry": 870,
+    "registry": 921,
     "stream": 808,
-    "supervisor": 2501,
+    "supervisor": 2413,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 12671, "tests": 43846, "tools": 2259}
+BESIDE = {"benchmarks": 10548, "tests": 41039, "tools": 2264}
 """lines of what is beside it"""
-WORDS, RECORD = 22259, 350
+WORDS, RECORD = 20210, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
