@@ -377,7 +377,7 @@ ROOMS = {
 """lines of each room of the package"""
 BESIDE = {"benchmarks": 10548, "tests": 41039, "tools": 2264}
 """lines of what is beside it"""
-WORDS, RECORD = 20210, 350
+WORDS, RECORD = 20000, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
