@@ -75,7 +75,7 @@ large() {  # planned against measured memory of a larger model
   grown && pdserve plan -f "$OUT/large.yaml" && while_serving "$OUT/large.yaml" one_request
 }
 
-idle() { nvidia-smi --query-gpu=utilization.gpu,power.draw --format=csv; top -bn1 | head -20; pdserve bench goodput --within 5m --json "$OUT/goodput.json"; }
+idle() { nvidia-smi --query-gpu=utilization.gpu,power.draw --format=csv; top -bn1 | head -20; pdserve bench goodput --within 300 --json "$OUT/goodput.json"; }
 
 goodput() { grown && while_serving "$OUT/large.yaml" idle; }
 

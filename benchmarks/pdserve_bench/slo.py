@@ -1,7 +1,5 @@
 """Service level objectives: what a request must keep to be worth something to its user (goodput counts those only)."""
 
-import math
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -9,24 +7,11 @@ from pathlib import Path
 
 from pdserve.config.load import load
 from pdserve.errors import ConfigError
-from pdserve.slo import NO_PROMISE
+from pdserve.slo import NO_PROMISE, seconds
 from pdserve_bench.client import Exchange, Outcome
 
 SHARE = 0.9
 """of the requests that must keep it where a rate is said to be carried: goodput as DistServe (OSDI 2024) defines it"""
-
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
-
-
-def seconds(text: str) -> float:
-    """Parse `500ms`, `0.5s` or `0.5`. Raises ValueError with what is wrong."""
-    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*)\s*", text)
-    if found is None or found[2] not in (*_UNITS, ""):
-        raise ValueError(f"{text!r} is no time: write it as 500ms or 0.5s")
-    value = float(found[1]) * _UNITS.get(found[2], 1.0)
-    if not value > 0 or math.isinf(value):
-        raise ValueError(f"{text!r} must be more than nothing")
-    return value
 
 
 @dataclass(frozen=True)
@@ -70,7 +55,7 @@ def read_slo(ttft: str | None, gap: str | None, file: Path | None = None) -> Slo
         try:
             bounds.append(default if text is None else seconds(text))
         except ValueError as error:
-            problems.append(f"{option}: {error}.")
+            problems.append(f"{option} {text}: {error}.")
     if problems:
         raise ConfigError(problems)
     return Slo(*bounds)

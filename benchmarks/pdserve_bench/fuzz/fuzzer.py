@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -166,17 +166,6 @@ class Fuzzer:
         self._count(str(answer.status or "none"))
         if what := problem(request, answer.status, answer.kind, answer.body):
             self._found(what, request, answer.status)
-
-    async def forgive(self, url: str, headers: Mapping[str, str] | None = None) -> int:
-        """Send each 5xx to this vLLM server too; what it answers with a 5xx as well is no finding. Returns how many."""
-        known = []
-        for finding in self.report.findings:
-            if finding.request and finding.status >= 500:
-                request = replace(finding.request, headers={**finding.request.headers, **(headers or {})})
-                if (await send(url, request)).status >= 500:
-                    known.append(finding)
-        self.report.findings = [finding for finding in self.report.findings if finding not in known]
-        return len(known)
 
     def _count(self, status: str) -> None:
         self.report.statuses[status] += 1

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.options import GraphFile
-from pdserve.errors import ConfigError
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts, server_url
 from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.goodput.result import GoodputResult, find_goodput, report_of
@@ -25,7 +24,7 @@ from pdserve_bench.options import (
 )
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import PATIENCE, PoissonRequests, run_and_show
-from pdserve_bench.slo import read_slo, seconds
+from pdserve_bench.slo import read_slo
 
 
 def goodput(
@@ -51,8 +50,8 @@ def goodput(
         float, typer.Option("--seconds", metavar="S", min=1.0, help="of load for each probe")
     ] = 20.0,
     within: Annotated[
-        str, typer.Option(metavar="TIME", help="no probe is begun that would end later")
-    ] = "10m",
+        float, typer.Option(metavar="S", min=1.0, help="seconds; no probe is begun that would end later")
+    ] = 600.0,
     seed: Seed = None,
     json: Json = None,
 ) -> int:
@@ -70,7 +69,7 @@ def goodput(
     examples:
       pdserve bench goodput                                     the graph that runs on this machine
       pdserve bench goodput --base-url http://gpu7:8000/v1 --ttft 1s --gap 100ms
-      pdserve bench goodput --prompt-tokens 4000 --answer-len 250 --seconds 60 --start-rate 1 --within 30m
+      pdserve bench goodput --prompt-tokens 4000 --answer-len 250 --seconds 60 --start-rate 1 --within 1800
       OPENAI_API_KEY=... pdserve bench goodput --base-url https://llm.example.com/v1 --chat --json out.json
     """
     options = GoodputOptions(
@@ -79,7 +78,7 @@ def goodput(
         seconds=seconds_,
         start_rate=start_rate,
         precision=precision,
-        budget=_time("--within", within),
+        budget=within,
         seed=seed_of(seed),
     )
     check_outputs(json)
@@ -104,10 +103,3 @@ def goodput(
         json,
         lambda: not (result.search.carried or result.search.broken),  # out of time before anything was known
     )
-
-
-def _time(option: str, text: str) -> float:
-    try:
-        return seconds(text)
-    except ValueError as error:
-        raise ConfigError([f"{option}: {error}."]) from None
