@@ -391,6 +391,7 @@ async def test_idle_when_all_have_left() -> None:
     idle = asyncio.create_task(model.control.idle())
     model.control.leave(waits)
     model.control.leave(passing)
+    model.places = 0  # so that the spare one waits on
     leaving: list[Callable[[], None]] = [model.end, lambda: model.control.leave(spare)]
     for leave in leaving:
         for _ in range(9):

@@ -254,8 +254,9 @@ async def test_lines_wait_for_the_limits_of_their_key(graph: Graph, tmp_path: Pa
 
 async def test_lines_fail_when_their_key_is_gone(graph: Graph, tmp_path: Path) -> None:
     async with graph.worker(pace=None) as worker, served(graph, tmp_path) as one:
-        batch, other = await one.begin(chat("a")), await one.begin(chat("b"))
+        batch = await one.begin(chat("a"))
         await worker.until(lambda: worker.jobs)
+        other = await one.begin(chat("b"))
         ann, keys = one.context.keys._keys.copy(), one.context.keys
         keys.replace(KEYS[1:])
         worker.go()

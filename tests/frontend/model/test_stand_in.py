@@ -45,17 +45,21 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("generated", [0, 1, 5])
-async def test_a_stream_goes_on_at_a_prefill_worker(graph: Graph, generated: int) -> None:
-    async with graph.worker(pace=None) as decode, stand_in(graph) as prefill:
+async def test_a_stream_goes_on_at_a_prefill_worker_and_then_at_another(graph: Graph, generated: int) -> None:
+    async with graph.worker(pace=None) as decode, stand_in(graph, pace=None) as first:
         request = post(graph, max_tokens=12)
         await steps(decode, generated)
-        assert not prefill.hello, "it is not connected while a decode worker is there"
+        assert not first.hello, "it is not connected while a decode worker is there"
         await decode.die()
-        answer = await request
-        expected = await text_of(graph, continuation(PROMPT, 12))
+        await steps(first, 1)
+        async with stand_in(graph) as second:
+            await first.die()
+            answer = await request
+            expected = await text_of(graph, continuation(PROMPT, 12))
     assert answer.json()["choices"][0]["text"] == expected
-    assert answer.headers["x-pdserve-instance"] == f"{decode.id},{prefill.id}"
-    assert [submit.prompt for submit in prefill.seen] == [PROMPT + continuation(PROMPT, generated)]
+    assert answer.headers["x-pdserve-instance"] == ",".join(w.id for w in (decode, first, second))
+    assert [submit.prompt for submit in first.seen] == [PROMPT + continuation(PROMPT, generated)]
+    assert [submit.prompt for submit in second.seen] == [PROMPT + continuation(PROMPT, generated + 1)]
 
 
 async def test_new_requests_and_the_list_of_models_do_without_a_decode_worker(graph: Graph) -> None:

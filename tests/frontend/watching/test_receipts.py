@@ -153,7 +153,8 @@ async def test_a_client_that_leaves_is_499_and_its_request_ends_at_the_worker(
         assert (worker.cancelled, worker.jobs) == ([worker.seen[0].request_id], {})
         await until(lambda: not newest(graph).running)
     receipt = newest(graph)
-    assert (receipt.status, receipt.error) == (499, "the client left")
+    assert receipt.error == "the client left"
+    assert receipt.status == 499 or stream, "of a stream that has begun the status is sent"
     assert [hop.name for hop in receipt.hops] == ["admission", "decode"]
 
 
