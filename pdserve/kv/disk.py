@@ -45,7 +45,7 @@ logger = init_logger(__name__)
 
 READERS, WRITERS = 4, 2
 """threads; each does the other work when it has none"""
-PENDING = 0.25
+PENDING = 0.5
 """of host memory, at most, for blocks that wait to be written, which cannot make room; more blocks are not written"""
 PATIENCE = 10.0
 """seconds that a request waits for blocks from the disk in all; and after which a read is late, and the disk is not
