@@ -120,6 +120,11 @@ class BlockFile:
         if key in self._kept:
             self._kept.move_to_end(key)
 
+    def clear(self) -> None:
+        """Forget all blocks, of which none is read."""
+        for key in list(self._kept):
+            self.free(self._forget(key))
+
     def give_up(self) -> None:
         """Forget all blocks, take no more, and give the space back."""
         self.given_up = True
@@ -301,6 +306,11 @@ class TieredManager(TieringOffloadingManager):  # type: ignore[misc]
         if found is LookupResult.HIT_PENDING and waiting is None:
             req_context.set_state(Waiting(now))
         return found
+
+    def reset_cache(self) -> None:
+        """vLLM would keep what is on the disk, where the model's weights may have changed."""
+        super().reset_cache()
+        self._disk.file.clear()
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Of both as of one: a block is stored when host memory has it, and removed when neither has it."""
