@@ -45,7 +45,7 @@ logger = init_logger(__name__)
 
 READERS, WRITERS = 4, 2
 """threads; each does the other work when it has none"""
-PENDING = 0.25
+PENDING = 0.5
 """of host memory, at most, for blocks that wait to be written, which cannot make room; more blocks are not written"""
 PATIENCE = 10.0
 """seconds that a request waits for blocks from the disk in all; and after which a read is late, and the disk is not
@@ -119,6 +119,11 @@ class BlockFile:
     def touch(self, key: bytes) -> None:
         if key in self._kept:
             self._kept.move_to_end(key)
+
+    def clear(self) -> None:
+        """Forget all blocks, of which none is read."""
+        for key in list(self._kept):
+            self.free(self._forget(key))
 
     def give_up(self) -> None:
         """Forget all blocks, take no more, and give the space back."""
@@ -301,6 +306,11 @@ class TieredManager(TieringOffloadingManager):  # type: ignore[misc]
         if found is LookupResult.HIT_PENDING and waiting is None:
             req_context.set_state(AwaitedRead(now))
         return found
+
+    def reset_cache(self) -> None:
+        """vLLM would keep what is on the disk, where the model's weights may have changed."""
+        super().reset_cache()
+        self._disk.file.clear()
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Of both as of one: a block is stored when host memory has it, and removed when neither has it."""

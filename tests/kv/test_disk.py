@@ -224,6 +224,17 @@ async def test_a_full_disk_ends_the_disk_alone(tiers: Tiers, monkeypatch: pytest
     assert [tiers.manager.lookup(each, context) for each in KEYS] == [MISS] * 4 + [HIT] * 4
 
 
+async def test_a_reset_forgets_the_disk_too(tiers: Tiers) -> None:
+    await filled(tiers)
+    tiers.events()
+    tiers.manager.reset_cache()
+    context = tiers.request()
+    assert [tiers.manager.lookup(each, context) for each in KEYS] == [MISS] * 8
+    assert tiers.events() == [(True, KEYS)]
+    await filled(tiers)
+    assert all(each in tiers.file for each in KEYS)
+
+
 async def test_a_prompt_that_is_read_from_another_engine_waits_for_no_disk(tiers: Tiers) -> None:
     await filled(tiers)
     assert tiers.manager.lookup(KEYS[0], tiers.request(do_remote_prefill=True)) is MISS

@@ -718,8 +718,8 @@ def test_host_memory_for_kv_is_counted_and_shown(tmp_path: Path) -> None:
 def test_disk_for_kv_is_counted_and_shown(tmp_path: Path) -> None:
     found = plan(tmp_path, offload("8MiB", "kv-offload-disk: 16MiB\n  kv-offload-folder: kv"), machine())
     assert found.problems == ()
-    text = " ".join(shown(found).split())
-    assert "decode kv-offload-disk 0.0 GiB, 8,192 tokens, in" in text
+    text = " ".join(shown(found, width=300).split())
+    assert f"decode kv-offload-disk 0.0 GiB, 8,192 tokens, in {tmp_path}/kv pdserve (disk)" in text
     assert [worker["kv_offload_disk"] for worker in plan_as_dict(found)["workers"]] == [1 << 24, 0, 0]
     assert not (tmp_path / "kv").exists()
 
