@@ -362,9 +362,9 @@ ROOMS = {
     "decode": 2892,
     "engine": 2983,
     "files beside the rooms": 2203,
-    "frontend": 8205,
+    "frontend": 8208,
     "install": 258,
-    "kv": 1634,
+    "kv": 1644,
     "observe": 1375,
     "plan": 1953,
     "prefill": 695,
@@ -375,9 +375,9 @@ ROOMS = {
     "supervisor": 2413,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 10548, "tests": 41039, "tools": 2264}
+BESIDE = {"benchmarks": 10512, "tests": 41054, "tools": 2264}
 """lines of what is beside it"""
-WORDS, RECORD = 20000, 350
+WORDS, RECORD = 19999, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "

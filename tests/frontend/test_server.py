@@ -116,6 +116,17 @@ async def test_running_requests_finish_at_sigterm(config: Config) -> None:
             await client.get("/health", headers={"connection": "close"})
 
 
+async def test_what_has_no_answer_when_the_drain_timeout_is_over_may_be_sent_again(config: Config) -> None:
+    async with decode_worker(config) as worker, frontend(replace(config, drain_timeout=1.0)) as client:
+        await until(client.healthy, 30)
+        asked = asyncio.create_task(client.post("/v1/completions", json=completion(max_tokens=4000)))
+        await worker.until(lambda: any(job.generated for job in worker.jobs.values()))
+        client.stop()
+        answer = await asked
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert answer.json()["error"]["message"] == "the frontend is shutting down"
+
+
 async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_them(config: Config) -> None:
     """They share a port: a request that came to it earlier would wait for its start, and not be served by the other."""
     other = Instance("frontend-7-other", Role.FRONTEND)
