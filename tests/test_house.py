@@ -375,9 +375,9 @@ ROOMS = {
     "supervisor": 2413,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 10512, "tests": 41054, "tools": 2264}
+BESIDE = {"benchmarks": 10523, "tests": 41054, "tools": 2264}
 """lines of what is beside it"""
-WORDS, RECORD = 19999, 350
+WORDS, RECORD = 20000, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
