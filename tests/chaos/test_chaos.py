@@ -9,7 +9,7 @@ from pdserve_bench.simulated import simulated, write
 
 from tests.chaos.command import Run
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 SHARES = (
     (4, "kill,garbage,nats-cut,etcd-cut,mixed,state,keys"),
