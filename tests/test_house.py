@@ -362,7 +362,7 @@ ROOMS = {
     "decode": 2892,
     "engine": 2983,
     "files beside the rooms": 2203,
-    "frontend": 8208,
+    "frontend": 8210,
     "install": 258,
     "kv": 1644,
     "observe": 1375,

@@ -57,6 +57,9 @@ class RequestFailure:
         return cls(503, f"{why}; send the request again", RETRY_AFTER, redirect)
 
 
+SHUTTING_DOWN = RequestFailure(503, "the frontend is shutting down", RETRY_AFTER)
+
+
 class SequenceHops:
     """The hops of one sequence: held back by the frontend, at a decode worker, held back again... Each method says
     where the sequence is from then on; none is called for each token."""

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.edge.deltas import DeltaStream
-from pdserve.frontend.edge.trace import PAUSED, RETRY_AFTER, RequestFailure, RequestTrace, current_trace
+from pdserve.frontend.edge.trace import PAUSED, SHUTTING_DOWN, RequestFailure, RequestTrace, current_trace
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.link import Link
@@ -97,7 +97,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         """Fail the requests in flight: AsyncLLM would wait for them for ever. May be called twice."""
         self.resources.engine_dead = True
         for generation in list(self._generations.values()):
-            self.fail(generation, RequestFailure(503, "the frontend is shutting down", RETRY_AFTER))
+            self.fail(generation, SHUTTING_DOWN)
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return self._tasks

@@ -14,7 +14,7 @@ from pdserve.frontend.edge.body import ParsedBody, app_scope, max_body, replay
 from pdserve.frontend.edge.connections import CHUNKS, UNREAD
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
-from pdserve.frontend.edge.trace import NO_WORKER, RETRY_AFTER, RequestFailure, RequestTrace, current_trace
+from pdserve.frontend.edge.trace import NO_WORKER, SHUTTING_DOWN, RequestFailure, RequestTrace, current_trace
 from pdserve.frontend.model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,8 @@ async def run(
             await response.fail(RequestFailure(504, "the request's deadline passed"))
         elif app not in done:
             response.disconnect()
-    except asyncio.CancelledError:  # the frontend stops, and its drain timeout is over
-        await response.fail(RequestFailure(503, "the frontend is shutting down", RETRY_AFTER))
-        raise
+    except asyncio.CancelledError:  # the drain timeout is over; this task ends with the answer
+        await response.fail(SHUTTING_DOWN)
     finally:
         watch.cancel()
         gone.set()  # not cancel: vLLM's handlers would leave their inner tasks behind
