@@ -14,7 +14,7 @@ TESTS ?= tests
 RESULTS ?= bench-results
 REQUESTS ?= 2000
 # Most tests wait, for timeouts and for processes to start: they run beside those with real engines (tests/conftest.py).
-PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5
+PARALLEL ?= -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5
 
 help:  ## show this list
 	@echo "pdserve: prefill/decode-disaggregated LLM serving on vLLM"

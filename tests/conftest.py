@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -46,6 +47,8 @@ ORDER = (
 """What takes longest begins first, so that all processes end together; simulated engines are broken when the real ones
 have been. tests/soak comes late as it is, for it starts real engines, too."""
 NICE = 5
+HANGS = 60
+"""seconds after its timeout until a test that has not ended by then ends with its process, and with the run"""
 
 gc.disable()  # what is collected imports vLLM and stays: to look for garbage in it takes a third of the time
 
@@ -78,6 +81,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return str(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that swallows the exception by which its timeout ends it would keep CI until CI itself is ended."""
+    marker = item.get_closest_marker("timeout")
+    timeout = float(marker.args[0] if marker else item.config.getini("timeout"))
+    timer = threading.Timer(timeout + HANGS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+    try:
+        return (yield)
+    finally:
+        timer.cancel()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -183,6 +183,11 @@ class BatchRun:
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._context.app()({**scope, "extensions": {OWNER: self._store.owner}}, receive, send)
+        task = asyncio.current_task()
+        if (
+            task is not None and task.cancelling()
+        ):  # the app has answered it with 503, and its line is not to ask again
+            raise asyncio.CancelledError
 
 
 def _result(line: Line, response: object, error: object) -> dict[str, object]:
