@@ -96,9 +96,9 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
     addresses = {"Graph": graph.own, "Frontend": frontend.own}
-    for opening in openings(places, frontend_config, security.values, configured(security.values, env)):
-        if not opening.allowed(security.values):
-            findings.problem(addresses[opening.section][opening.key], opening.problem)
+    requires_key = configured(security.values, env)
+    for section, key, problem in openings(places, frontend_config, security.values, requires_key):
+        findings.problem(addresses[section][key], problem)
     findings.raise_if_any()
     return Config(
         **vars(places),
