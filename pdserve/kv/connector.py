@@ -59,9 +59,8 @@ from pdserve.kv.watch import HangWatch, ReadTimes, RemoteClock, StallWatch  # no
 logger = init_logger(__name__)
 
 _KEYS = (STALLED, FAILED, READS, RELEASED, UNREACHABLE, COMPLETE)
-FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
-"""keys in `kv_connector_extra_config`: seconds, and bytes per second"""
-DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
+FLOOR, RATE = 3.0, 50e6
+"""seconds, and bytes per second, within which a read is not stalled"""
 HANDSHAKE_PAUSE = 10.0
 """seconds after a failed handshake during which none is tried with that engine"""
 
@@ -152,8 +151,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         super().__init__(vllm_config, engine_id, kv_cache_config)
         base_worker.zmq_ctx = side_channel.dialer(side_channel.CurveKey.configured(vllm_config))
         self.xfer_stats = TransferStats()
-        extra = vllm_config.kv_transfer_config.get_from_extra_config
-        self._stalls = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
+        self._stalls = StallWatch(FLOOR, RATE)
         self._hangs = HangWatch(LEASE_MARGIN)
         self._no_handshake_before: dict[str, float] = {}
         """by engine id; monotonic time"""
