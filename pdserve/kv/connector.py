@@ -4,14 +4,11 @@
 hosts vLLM's NIXL worker pins it, and with it the model, to the last core of the machine, which all engines would share.
 
 **Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as TCP
-retries, a quarter of an hour, and its request with it. vLLM has no timeout, and failing the read is no way out: a read
-cannot be aborted. Measured with NIXL 1.5.1 over TCP (docs/decisions/0004-stalled-reads.md): after
-`release_xfer_handle` returned without error and the remote agent was removed, hundreds of megabytes still landed in the
-released memory once the peer woke up. They would overwrite the KV of the request that has these blocks by then.
-
-So a stalled read is not failed. It is *reported*, with the connector's statistics; `VllmEngine` then aborts its request
-and starts it again in other blocks, without remote KV. vLLM keeps the blocks of an aborted request until its read has
-really ended: that is the quarantine. An engine from which a read is stalled is asked for no more until that has ended.
+retries, a quarter of an hour, and its request with it. vLLM has no timeout, and a read cannot be aborted
+(docs/decisions/0004-stalled-reads.md). So it is not failed, but *reported*, with the connector's statistics;
+`VllmEngine` then aborts its request and starts it again in other blocks, without remote KV. vLLM keeps the blocks of an
+aborted request until its read has really ended: that is the quarantine. An engine from which a read is stalled is asked
+for no more until that has ended.
 
 **Broken connections.** UCX gives up an endpoint whose peer was silent for some seconds. From then on every read and
 notification fails, also when the peer is back; vLLM connects anew only if NIXL dropped the peer's metadata, which it
