@@ -90,7 +90,7 @@ def _origin(origin: str) -> str:
 
 def _absolute(path: Path, info: ValidationInfo) -> Path:
     """A relative path counts from the file's folder, which is the context."""
-    return Path(info.context, with_home(path)).resolve()
+    return Path(info.context or "", with_home(path)).resolve()
 
 
 Text = Annotated[str, BeforeValidator(_text)]
