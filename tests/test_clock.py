@@ -1,6 +1,5 @@
 """The time of day, and how tests make it wrong."""
 
-import asyncio
 import os
 import time
 
@@ -22,18 +21,3 @@ def test_an_offset_for_one_role(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not os.environ[clock.VARIABLE]
     clock.skew_role("prefill")
     assert os.environ[clock.VARIABLE] == "5"
-
-
-async def test_tasks_keep_the_clock_in_which_they_were_started() -> None:
-    go = asyncio.Event()
-
-    async def look() -> float:
-        await go.wait()
-        return clock.unix() - time.time()
-
-    with clock.skewed(3600):
-        ahead = asyncio.create_task(look())
-    right = asyncio.create_task(look())
-    go.set()
-    assert await ahead == pytest.approx(3600, abs=1)
-    assert await right == pytest.approx(0, abs=1)
