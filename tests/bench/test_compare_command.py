@@ -57,10 +57,7 @@ def test_the_verdict_follows_from_the_results_that_it_comes_with(tmp_path: Path)
     assert (data["verdict"], data["doubts"]) == (again.verdict.value, list(again.doubts))
     assert data["choice"] == (again.choice.name if again.choice else None)
     assert again.reason in report["lead"]
-    assert {result.name for result in results} >= {
-        "aggregated: 2 engines, batch 128",
-        "1 prefill + 1 decode",
-    }
+    assert {result.name for result in results} >= {"aggregated: 2 engines, batch 128", "1 prefill + 1 decode"}
     assert any(result.probed for result in results)
 
 

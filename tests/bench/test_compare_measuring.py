@@ -12,13 +12,7 @@ from pdserve_bench.compare import comparison, measuring
 from pdserve_bench.compare.candidates import Candidate, CandidateMaker, Hardware, HardwareKind
 from pdserve_bench.compare.command import _single
 from pdserve_bench.compare.comparison import Comparison
-from pdserve_bench.compare.measuring import (
-    LEAST_REQUESTS,
-    CompareOptions,
-    Entrant,
-    best_of,
-    noise,
-)
+from pdserve_bench.compare.measuring import LEAST_REQUESTS, CompareOptions, Entrant, best_of, noise
 from pdserve_bench.compare.recommend import Verdict
 from pdserve_bench.compare.systems import PlainVllm
 from pdserve_bench.endpoint import Endpoint
@@ -36,8 +30,8 @@ from tests.bench.test_compare_candidates import CPU
 from tests.conditions import until
 
 
-def unknown(start: float = 1.0) -> GoodputResult:
-    return GoodputResult(GoodputOptions(start_rate=start, least=LEAST_REQUESTS, warm_up=False))
+def unknown() -> GoodputResult:
+    return GoodputResult(GoodputOptions(start_rate=1.0, least=LEAST_REQUESTS, warm_up=False))
 
 
 def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
@@ -48,12 +42,11 @@ def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
     return found
 
 
-def probe(found: Entrant, rate: float, kept: int, requests: int = 20, failed: int = 0) -> None:
-    late = requests - kept - failed
+def probe(found: Entrant, rate: float, kept: int, failed: int = 0) -> None:
     exchanges = [Exchange(started=0.0, ended=1.0, arrivals=[0.2, 0.9]) for _ in range(kept)]
-    tally = Tally(kept=kept, gap=late, failed=failed)
+    tally = Tally(kept=kept, gap=20 - kept - failed, failed=failed)
     found.found.probes.append(Probe(rate, 5.0, 1, LoadRun(exchanges, 0.0, 5.0), tally, counted=True))
-    found.found.search.tell(rate, kept, requests)
+    found.found.search.tell(rate, kept, 20)
 
 
 def test_the_best_of_each_kind() -> None:

@@ -1,6 +1,8 @@
 """The recommendation follows from the findings."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Verdict, recommend
@@ -10,80 +12,64 @@ GAPS = Tally(kept=20, gap=10)
 LATE = Tally(kept=20, ttft=10)
 
 
+def _result(name: str, low: float | None, high: float | None, broke: Tally, **more: Any) -> CandidateResult:
+    middle = low if low is None or high is None else (low + high) / 2
+    return CandidateResult(name, name[0] == "a", low, high, middle, broke, **more)
+
+
 def together(
-    low: float | None = 3.0, high: float | None = 3.3, broke: Tally = GAPS, **more: object
+    low: float | None = 3.0, high: float | None = 3.3, broke: Tally = GAPS, **more: Any
 ) -> CandidateResult:
-    middle = None if low is None else low if high is None else (low + high) / 2
-    name = "aggregated: 1 engine x 2 threads, batch 512"
-    return CandidateResult(name, True, low, high, middle, broke, split="1 engine", **more)  # type: ignore[arg-type]
+    return _result("aggregated: 1 engine x 2 threads, batch 512", low, high, broke, **more)
 
 
 def separate(
-    low: float | None = 9.0, high: float | None = 9.9, broke: Tally = LATE, **more: object
+    low: float | None = 9.0, high: float | None = 9.9, broke: Tally = LATE, **more: Any
 ) -> CandidateResult:
-    middle = None if low is None else low if high is None else (low + high) / 2
-    name = "1 prefill + 1 decode"
-    return CandidateResult(name, False, low, high, middle, broke, **{"split": "1P+1D", **more})  # type: ignore[arg-type]
+    return _result("1 prefill + 1 decode", low, high, broke, **more)
 
 
+DISAGGREGATE, DONT, SAME, UNKNOWN = Verdict
+FEW = together(None, 3.0, Tally(kept=2, gap=13))
+"""surely does not carry 3 requests/s"""
 CASES = {
-    "separation carries more": ([together(), separate()], Criteria(), Verdict.DISAGGREGATE),
-    "separation carries less": ([together(), separate(2.0, 2.2)], Criteria(), Verdict.DONT),
-    "loses within the noise": ([together(3.5, 3.8), separate(3.0, 3.3)], Criteria(noise=0.2), Verdict.SAME),
-    "equal": ([together(), separate(3.0, 3.3)], Criteria(), Verdict.SAME),
-    "the intervals touch": ([together(3.0, 3.4), separate(3.3, 3.6)], Criteria(), Verdict.SAME),
-    "apart, but within the noise": ([together(), separate(3.5, 3.8)], Criteria(noise=0.2), Verdict.SAME),
-    "apart, above the noise": ([together(), separate(3.5, 3.8)], Criteria(noise=0.1), Verdict.DISAGGREGATE),
-    "the load is carried anyhow": ([together(), separate()], Criteria(rate=1.0), Verdict.DONT),
-    "carried without headroom": ([together(), separate()], Criteria(rate=2.9), Verdict.DISAGGREGATE),
-    "only separation carries the load": ([together(), separate()], Criteria(rate=6.0), Verdict.DISAGGREGATE),
-    "nothing carries anything": ([together(None, 0.5), separate(None, 0.5)], Criteria(), Verdict.DONT),
-    "aggregated surely does not carry what separation carries": (
-        [together(None, 3.0, Tally(kept=2, gap=13)), separate(3.0, None)],
+    "separation carries more": (DISAGGREGATE, Criteria(), [together(), separate()]),
+    "separation carries less": (DONT, Criteria(), [together(), separate(2.0, 2.2)]),
+    "equal": (SAME, Criteria(), [together(), separate(3.0, 3.3)]),
+    "the intervals touch": (SAME, Criteria(), [together(3.0, 3.4), separate(3.3, 3.6)]),
+    "apart, but within the noise": (SAME, Criteria(noise=0.2), [together(), separate(3.5, 3.8)]),
+    "apart, above the noise": (DISAGGREGATE, Criteria(noise=0.1), [together(), separate(3.5, 3.8)]),
+    "loses within the noise": (SAME, Criteria(noise=0.2), [together(3.5, 3.8), separate(3.0, 3.3)]),
+    "the load is carried anyhow": (DONT, Criteria(rate=1.0), [together(), separate()]),
+    "just enough headroom": (DONT, Criteria(rate=2.0), [together(2.5, 2.7), separate()]),
+    "carried without headroom": (DISAGGREGATE, Criteria(rate=2.9), [together(), separate()]),
+    "only separation carries the load": (DISAGGREGATE, Criteria(rate=6.0), [together(), separate()]),
+    "nothing carries anything": (DONT, Criteria(), [together(None, 0.5), separate(None, 0.5)]),
+    "aggregated surely does not carry it": (DISAGGREGATE, Criteria(), [FEW, separate(3.0, None)]),
+    "aggregated nearly does": (
+        SAME,
         Criteria(),
-        Verdict.DISAGGREGATE,
+        [replace(FEW, broke=Tally(kept=13, gap=2)), separate(3.0, None)],
     ),
-    "aggregated nearly carries it": (
-        [together(None, 3.0, Tally(kept=13, gap=2)), separate(3.0, None)],
-        Criteria(),
-        Verdict.SAME,
-    ),
-    "no rate was too high": ([together(40.0, None), separate(40.0, None)], Criteria(), Verdict.SAME),
-    "the winner dropped requests": ([together(), separate(failed=2)], Criteria(), Verdict.DONT),
-    "the baseline dropped requests": ([together(failed=2), separate()], Criteria(), Verdict.UNKNOWN),
-    "the graph did not start": (
-        [together(), separate(None, None, problem="no memory")],
-        Criteria(),
-        Verdict.UNKNOWN,
-    ),
-    "nothing was measured": ([], Criteria(), Verdict.UNKNOWN),
-    "just enough headroom": ([together(2.5, 2.7), separate()], Criteria(rate=2.0), Verdict.DONT),
-    "only the dropping graph would carry it": (
-        [together(), separate(failed=1)],
-        Criteria(rate=6.0),
-        Verdict.DONT,
-    ),
-    "the better of two graphs wins": (
-        [together(), separate(2.0, 2.2), separate()],
-        Criteria(),
-        Verdict.DISAGGREGATE,
-    ),
-    "the better aggregated candidate is the peer": (
-        [together(1.0, 1.1), together(8.8, 9.5), separate()],
-        Criteria(),
-        Verdict.SAME,
-    ),
+    "no rate was too high": (SAME, Criteria(), [together(40.0, None), separate(40.0, None)]),
+    "the winner dropped requests": (DONT, Criteria(), [together(), separate(failed=2)]),
+    "the baseline dropped requests": (UNKNOWN, Criteria(), [together(failed=2), separate()]),
+    "only the dropping graph would carry it": (DONT, Criteria(rate=6.0), [together(), separate(failed=1)]),
     "the better graph dropped requests": (
-        [together(), separate(failed=2), separate(4.0, 4.4)],
+        DISAGGREGATE,
         Criteria(),
-        Verdict.DISAGGREGATE,
+        [together(), separate(failed=2), separate(4.0, 4.4)],
     ),
+    "the graph did not start": (UNKNOWN, Criteria(), [together(), separate(None, None, problem="no memory")]),
+    "nothing was measured": (UNKNOWN, Criteria(), []),
+    "the better graph wins": (DISAGGREGATE, Criteria(), [together(), separate(2.0, 2.2), separate()]),
+    "the better engine is the peer": (SAME, Criteria(), [together(1.0, 1.1), together(8.8, 9.5), separate()]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_verdict(case: str) -> None:
-    findings, criteria, verdict = CASES[case]
+    verdict, criteria, findings = CASES[case]
     assert recommend(findings, criteria).verdict is verdict
 
 
@@ -94,14 +80,10 @@ def test_of_too_few_requests_nothing_is_recommended() -> None:
     few = "8 requests at 3 requests/s"
     for findings in ([together(thin=few), separate()], [together(), separate(thin=few)]):
         found = recommend(findings, QUIET)
-        assert (found.verdict, found.choice, found.headline) == (
-            Verdict.UNKNOWN,
-            None,
-            "No recommendation.",
-        )
+        assert (found.verdict, found.choice, found.headline) == (UNKNOWN, None, "No recommendation.")
         assert f"by {few}. Give --minutes more." in found.reason
     asked = recommend([together(), separate(thin=few)], Criteria(rate=1.0))
-    assert asked.verdict is Verdict.DONT, "it rests on the other one alone"
+    assert asked.verdict is DONT, "it rests on the other one alone"
 
 
 @pytest.mark.parametrize(

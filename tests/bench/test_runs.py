@@ -104,8 +104,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "code"),
-    [([signal.SIGHUP], 3), ([signal.SIGINT, signal.SIGTERM], -signal.SIGTERM)],
+    ("numbers", "code"), [([signal.SIGHUP], 3), ([signal.SIGINT, signal.SIGTERM], -signal.SIGTERM)]
 )
 def test_a_signal_ends_a_run_in_order_and_a_second_one_at_once(numbers: list[int], code: int) -> None:
     command = [sys.executable, "-c", PROGRAM.format(stopping=60 * (len(numbers) - 1))]

@@ -62,17 +62,12 @@ def test_whether_keys_are_configured(file: Path) -> None:
     ("text", "problem"),
     [
         ("# only a comment\n", ": there is no API key in it"),
-        ("{ }\n", ": there is no API key in it"),
         ("alice:\n", ":1: alice must be a mapping"),
         ("alice: {}\n", ":1: alice needs either key or key-sha256"),
         (f"alice: {{key: {LONG}, key-sha256: {HASH}}}", ":1: alice needs either key or key-sha256"),
-        ("alice: {key: }", ":1: alice.key must be a text"),
         ("alice:\n  key: 1234567812345678", ":2: alice.key must be a text"),
         (f"alice: {{key-sha256: {LONG}}}", ":1: alice.key-sha256 must be 64 hex digits"),
-        (
-            f"alice:\n  key: {LONG}\n  request-per-minute: 3",
-            ":3: alice.request-per-minute is not a key of an",
-        ),
+        (f"alice:\n  key: {LONG}\n  request-per-minute: 3", ":3: alice.request-per-minute is not a key"),
         (f"alice:\n  key: {LONG}\n  admin: root", ":3: alice.admin must be true or false"),
         (f"alice:\n  key: {LONG}\n  tokens-per-minute: 0", ":3: alice.tokens-per-minute must be a whole"),
         (f"alice:\n  key: {LONG}\n  tokens-per-minute: 1{'0' * 400}", ":3: alice.tokens-per-minute must"),
@@ -89,7 +84,6 @@ def test_whether_keys_are_configured(file: Path) -> None:
         (f"- {LONG}", ":1: the file is not a mapping"),
         (f"alice: {{key: *{LONG}}}", ":1: this is not YAML"),
         (f"alice:\n  key: !{LONG} x", ":1: alice has no plain value"),
-        (f"alice: {{key: {LONG}", ":1: this is not YAML"),
     ],
 )
 def test_problems_of_a_file_are_reported_and_show_no_key(file: Path, text: str, problem: str) -> None:
