@@ -18,7 +18,7 @@ from pdserve_bench.slo import Slo
 
 from pdserve.errors import Unavailable
 from tests.bench.answers import STREAM, OpenAi, event, tiny_server
-from tests.bench.bench import Bench
+from tests.bench.bench import bench
 from tests.conditions import until
 
 
@@ -155,13 +155,10 @@ async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:
     """It takes a fifth of a second for each prompt. At r requests/s one that arrives after t seconds waits for
     t (r / 5 - 1), 0.8 s at most for three quarters of those that arrive within 2 s: r is 7.7, and less on a machine
     that stalls this server."""
-    shape = "--prompt-tokens 20 --answer-len 2 --seconds 2 --start-rate 10 --precision 1"
-    asked = f"{shape} --ttft 1s --gap 9s --share 0.75 --json found.json"
-    async with (
-        tiny_server(Prefilling(0.2)) as tiny,
-        Bench("goodput", "--base-url", tiny.url, *asked.split(), folder=tmp_path) as command,
-    ):
-        code, out, err = await command.ended(150)
+    load = "--prompt-tokens 20 --answer-len 2 --seconds 2 --start-rate 10 --precision 1"
+    slo = "--ttft 1s --gap 9s --share 0.75 --json found.json"
+    async with tiny_server(Prefilling(0.2)) as tiny:
+        code, out, err = await bench(f"goodput --base-url {tiny.url} {load} {slo}", tmp_path, 150)
     assert code == 0, err
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["complete"]

@@ -18,7 +18,7 @@ from pdserve_bench.multi_round.workload import MultiRound, Question, Texts
 from pdserve_bench.runs import LoadRun
 
 from tests.bench.answers import Asked, OpenAi, Respond, TinyServer, tiny_server, whole
-from tests.bench.bench import Bench
+from tests.bench.bench import bench
 from tests.conditions import until
 
 
@@ -213,16 +213,12 @@ def test_what_spoils_the_figures_is_told() -> None:
 
 async def test_the_command(tmp_path: Path) -> None:
     """Against a server that tells no usage."""
-    file = tmp_path / "rounds.json"
     tiny = OpenAi(gap=0.01, usage=False)
-    small = f"multi-round --warm-up 2 --num-users 4 --answer-len 3 --time 2 --json {file}"
-    async with (
-        tiny_server(tiny) as server,
-        Bench(*small.split(), "--base-url", f"{server.url}/v1") as command,
-    ):
-        code, out, err = await command.ended()
+    small = "multi-round --warm-up 2 --num-users 4 --answer-len 3 --time 2 --json found.json"
+    async with tiny_server(tiny) as server:
+        code, out, err = await bench(f"{small} --base-url {server.url}/v1", tmp_path)
     assert code == 0, err
-    found = json.loads(file.read_text())
+    found = json.loads((tmp_path / "found.json").read_text())
     figures = found["data"]["figures"]
     assert figures["requests"] == figures["finished"] > 5
     assert len(tiny.chats) == figures["requests"] + 3  # and the first one, and the warm-up

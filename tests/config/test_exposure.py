@@ -18,21 +18,9 @@ TLS = "Security.tls-certificate and tls-key"
 NATS, ETCD = "nats: 'nats://127.0.0.1:4222'", "etcd: 'localhost:2379'"
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.8.8.8", True),
-        ("::1", True),
-        ("::ffff:127.0.0.1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("::ffff:10.0.0.5", False),
-        ("localhost.example.com", False),
-    ],
-)
-def test_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
+def test_loopback() -> None:
+    assert all(map(is_loopback, ("127.8.8.8", "::1", "::ffff:127.0.0.1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "::ffff:10.0.0.5", "localhost.example.com")))
 
 
 @pytest.mark.parametrize(

@@ -45,15 +45,7 @@ def test_what_if_errors(text: str, problem: str) -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [
-        (None, [0, 1, 2]),
-        ("", []),
-        ("-1", []),
-        ("2,0", [2, 0]),
-        ("GPU-b", [1]),
-        ("1,9,0", [1]),
-        ("GPU-", []),
-    ],
+    [(None, [0, 1, 2]), ("", []), ("-1", []), ("2,0", [2, 0]), ("GPU-b", [1]), ("1,9,0", [1]), ("GPU-", [])],
 )
 def test_cuda_visible_devices(chosen: str | None, expected: list[int]) -> None:
     gpus = [Gpu(0, "x", 1, "GPU-a1"), Gpu(1, "x", 1, "GPU-b1"), Gpu(2, "x", 1, "GPU-c1")]
