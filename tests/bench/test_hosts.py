@@ -47,17 +47,6 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         yield found
 
 
-@pytest.fixture
-def echo(net: Network) -> Host:
-    host = net.host("echo")
-    log = host.folder / "log"
-    log.unlink(missing_ok=True)
-    host.start([sys.executable, "-c", _ECHO], log)
-    while log.read_text() != "ready\n":
-        time.sleep(0.01)
-    return host
-
-
 def _ask(host: Host, words: int, within: float) -> list[float]:
     """Return the seconds until each datagram that came back did."""
     found = []
@@ -98,8 +87,14 @@ def test_each_host_has_its_own_memory_processes_and_clocks(net: Network) -> None
     assert 35 < float(str(one["now"])) - float(str(other["now"])) < 41
 
 
-def test_a_link_is_cut_loses_and_delays_until_it_is_whole_again(echo: Host) -> None:
-    with socket.create_connection((echo.address, 5000)) as end:
+def test_a_link_is_cut_loses_and_delays_and_its_host_vanishes(net: Network) -> None:
+    """Each says nothing and is whole again, the host at another address."""
+    echo = net.host("echo")
+    log = echo.folder / "log"
+    echo.start([sys.executable, "-c", _ECHO], log)
+    while log.read_text() != "ready\n":
+        time.sleep(0.01)
+    with socket.create_connection((echo.address, 5000), timeout=10) as end:
         assert end.recv(5) == b"hello"
         echo.link.cut()
         assert _ask(echo, 1, within=0.2) == []
@@ -116,13 +111,8 @@ def test_a_link_is_cut_loses_and_delays_until_it_is_whole_again(echo: Host) -> N
     echo.link.limit()
     _until_it_answers(echo)
     assert min(_ask(echo, 20, within=5)) < 0.2
-
-
-def test_a_host_that_vanishes_says_nothing_and_comes_back_at_another_address(
-    net: Network, echo: Host
-) -> None:
     (echo.folder / "state").touch()
-    with socket.create_connection((echo.address, 5000)) as end:
+    with socket.create_connection((echo.address, 5000), timeout=10) as end:
         assert end.recv(5) == b"hello"
         again = net.host("echo")
         end.settimeout(0.2)

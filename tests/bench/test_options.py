@@ -21,7 +21,7 @@ from pdserve.cli import main
         ("bench promise --promise off=1s/1s", "write it as chat=500ms/60ms"),
         ("bench promise --rates fast", "--rates fast: give numbers above 0"),
         ("bench promise --rates 4,0", "--rates 4,0: give numbers above 0"),
-        ("bench promise --json .", ". is a folder"),
+        ("bench promise --json .", ".: is a folder"),
     ],
 )
 def test_a_wrong_command_line_is_refused_at_once(
