@@ -21,7 +21,7 @@ def test_without_a_gpu_it_goes_as_far_as_the_plan(
     tmp_path: Path, parts: list[str], code: int, problem: str
 ) -> None:
     env = {**os.environ, "PYTHON": sys.executable, "PDSERVE_STATE_DIR": str(tmp_path / "state")}
-    command = ["benchmarks/gpu.sh", tmp_path, *parts]
+    command = ["benchmarks/gpu.sh", str(tmp_path), *parts]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == code
     assert problem in done.stderr
