@@ -102,7 +102,7 @@ async def test_an_adapter_is_a_name_beside_its_model(adapted: Adapted, tmp_path:
     ],
 )
 async def test_names_and_paths_are_bounded(adapted: Adapted, body: dict[str, str], message: str) -> None:
-    """(All other errors are vLLM's: tests/e2e/test_adapters.py.)"""
+    """(All other errors are vLLM's: tests/conformance/parsers/test_adapters.py.)"""
     answer = await adapted.post(LOAD, **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "InvalidUserInput")
