@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,9 +78,10 @@ def test_the_cheaper_way(estimates: Estimates, mode: str, reason: str) -> None:
 def test_a_prompt_that_cannot_go_elsewhere_is_local_whatever_it_costs(
     refused: dict[str, Any], reason: str, settings: DecodeSection
 ) -> None:
-    known = {"queue_depth": 0, "prefill_workers": 1, "queue_connected": True, "settings": settings}
-    decision = decide(5000, 0, **(known | refused), estimates=costs(9.0, 99, 0.0))
-    assert decision == Decision("local", reason)
+    asked = partial(
+        decide, 5000, 0, queue_depth=0, prefill_workers=1, queue_connected=True, settings=settings
+    )
+    assert asked(**refused, estimates=costs(9.0, 99, 0.0)) == Decision("local", reason)
 
 
 @pytest.mark.parametrize(

@@ -444,7 +444,7 @@ async def test_prompts_go_the_cheaper_way_and_settings_change_while_it_runs(
         frontend, registry = await graph.frontend(), await graph.registry_of_another()
         settings = graph.decode.settings
         assert (await frontend.ask(LONG)).way == ("local", "idle")
-        await frontend.stream()
+        await frontend.stream(LONG[7:40])
         assert (await frontend.ask(LONG[::-1])).way[1] in ("local-cheaper", "remote-cheaper")
         await registry.put("settings/max-prefill-queue-size", b"many", leased=False)
         await registry.put("settings/max-local-prefill-length", b"10", leased=False)
