@@ -169,27 +169,27 @@ async def test_a_request_is_a_log_line_and_counted_with_the_name_of_its_key(
     graph: Graph, limit: Limit, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pdserve.frontend.watching.log")
-    limit(requests_per_minute=60)
 
     def counted() -> list[float]:
         """Requests that were answered, tokens of prompts and of outputs."""
-        found = [
-            ("requests", {"code": "200"}),
-            ("tokens", {"kind": "prompt"}),
-            ("tokens", {"kind": "output"}),
+        found = [("requests", "code", "200"), ("tokens", "kind", "prompt"), ("tokens", "kind", "output")]
+        names = [
+            (f"pdserve_key_{what}_total", {"key": "alice", label: value}) for what, label, value in found
         ]
-        names = [(f"pdserve_key_{what}_total", {"key": "alice", **labels}) for what, labels in found]
         return [REGISTRY.get_sample_value(*name) or 0.0 for name in names]
 
     before = counted()
     async with graph.worker() as worker:
-        await post(graph, max_tokens=8)
         await complete(graph, headers={"x-request-id": "line-1"})
-    logged = [each.getMessage() for each in caplog.records if each.name == "pdserve.frontend.watching.log"]
-    assert len(logged) == 2
-    assert " /v1/completions key=alice model=demo code=200 " in logged[0]
-    assert logged[1].startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
-    assert f"prefill=local instance={worker.id}" in logged[1]
+        limit(requests_per_minute=60)
+        await post(graph, max_tokens=8)
+        await complete(graph)
+    lines = [each.getMessage() for each in caplog.records if each.name == "pdserve.frontend.watching.log"]
+    without, with_key, refused = lines
+    assert without.startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
+    assert f"prefill=local instance={worker.id}" in without
+    assert " /v1/completions key=alice model=demo code=200 " in with_key
+    assert " code=401 " in refused
     assert KEY not in caplog.text
     assert [after - early for after, early in zip(counted(), before, strict=True)] == [1, 4, 8]
     ApiKeys([ApiKey.of(KEY, "alice")]).replace([])
