@@ -20,6 +20,7 @@ from pdserve.frontend.batches import pages, store, work
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.ribs import Ribs
 from pdserve.slo import SPARE
+from pdserve.tasks import Owner
 from tests.conditions import until
 from tests.frontend.conftest import Graph, serve
 
@@ -54,21 +55,18 @@ class Served:
         )
         ribs = Ribs.load(self.context)
         self.app, self.work = FrontendApp(graph.models, self.context.keys, ribs, 20.0), ribs.work["batches"]
-        self.url = ""
         self.clients: dict[str, AsyncOpenAI] = {}
 
-    def client(self, name: str = "ann") -> AsyncOpenAI:
-        if name not in self.clients:
-            key = f"sk-{name}-0123456789"
-            self.clients[name] = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
-        return self.clients[name]
+    @property
+    def ann(self) -> AsyncOpenAI:
+        return self.clients["ann"]
 
     async def begin(self, *lines: object) -> Batch:
-        file = await self.client().files.create(file=("input.jsonl", jsonl(*lines)), purpose="batch")
+        file = await self.ann.files.create(file=("input.jsonl", jsonl(*lines)), purpose="batch")
         return await self.create(file.id)
 
     async def create(self, file_id: str, name: str = "ann") -> Batch:
-        return await self.client(name).batches.create(
+        return await self.clients[name].batches.create(
             input_file_id=file_id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
         )
 
@@ -76,12 +74,12 @@ class Served:
         async with asyncio.timeout(30):
             while batch.status in ("validating", "in_progress", "cancelling"):
                 await asyncio.sleep(0.02)
-                batch = await self.client().batches.retrieve(batch.id)
+                batch = await self.ann.batches.retrieve(batch.id)
         return batch
 
     async def results(self, file_id: str | None) -> dict[str, dict[str, Any]]:
         """By `custom_id`, each of which is there once."""
-        text = (await self.client().files.content(file_id)).text if file_id else ""
+        text = (await self.ann.files.content(file_id)).text if file_id else ""
         lines = [json.loads(line) for line in text.splitlines()]
         found = {line["custom_id"]: line for line in lines}
         assert len(found) == len(lines)
@@ -92,15 +90,13 @@ class Served:
 async def served(graph: Graph, folder: Path, keys: list[ApiKey] = KEYS) -> AsyncIterator[Served]:
     async with AsyncExitStack() as stack:
         one = Served(graph, folder, keys)
-        one.url = await serve(one.app, stack)
-        working = asyncio.ensure_future(one.work())
-        try:
-            yield one
-        finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-            for client in one.clients.values():
-                await client.close()
+        url = await serve(one.app, stack)
+        for name in ("ann", "bob", "eve"):
+            client = AsyncOpenAI(base_url=f"{url}/v1", api_key=f"sk-{name}-0123456789", max_retries=0)
+            one.clients[name] = await stack.enter_async_context(client)
+        tasks = await stack.enter_async_context(Owner())
+        tasks.forever(one.work, "batches")
+        yield one
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +156,7 @@ async def test_a_batch_with_bad_lines_fails_and_none_is_sent(
 async def test_another_key_finds_nothing(graph: Graph, tmp_path: Path) -> None:
     async with graph.worker(), served(graph, tmp_path) as one:
         batch = await one.end(await one.begin(chat("a")))
-        bob = one.client("bob")
+        bob = one.clients["bob"]
         for ask in (
             bob.batches.retrieve(batch.id),
             bob.batches.cancel(batch.id),
@@ -176,13 +172,13 @@ async def test_another_key_finds_nothing(graph: Graph, tmp_path: Path) -> None:
         assert not (await bob.files.list()).data
         assert not (await bob.batches.list()).data
         with pytest.raises(openai.AuthenticationError):
-            await one.client("eve").batches.list()
+            await one.clients["eve"].batches.list()
 
 
 async def test_lists_have_pages(graph: Graph, tmp_path: Path) -> None:
     async with graph.worker(), served(graph, tmp_path) as one:
         made = [(await one.begin(chat("a"))).id for _ in range(5)]
-        client = one.client()
+        client = one.ann
         first = await client.batches.list(limit=2)
         assert (len(first.data), first.has_more) == (2, True)
         assert sorted([batch.id async for batch in client.batches.list(limit=2)]) == sorted(made)
@@ -204,14 +200,14 @@ async def test_what_runs_ends_where_the_batch_ends(
         batch = await one.begin(chat("a"), chat("b"))
         await worker.until(lambda: len(worker.jobs) == 2)
         if ends == "cancelled":
-            assert (await one.client().batches.cancel(batch.id)).status == "cancelling"
+            assert (await one.ann.batches.cancel(batch.id)).status == "cancelling"
         else:
             monkeypatch.setattr(work, "now", lambda: store.now() + pages.WINDOW)
         batch = await one.end(batch)
         assert batch.status == ends
         await worker.until(lambda: not worker.jobs)
         with pytest.raises(openai.BadRequestError):
-            await one.client().batches.cancel(batch.id)
+            await one.ann.batches.cancel(batch.id)
         errors = await one.results(batch.error_file_id)
         codes = [line["error"]["code"] for line in errors.values()]
         assert codes == (["batch_expired"] * 2 if ends == "expired" else [])
@@ -230,7 +226,7 @@ async def test_a_batch_goes_on_where_it_was_after_a_drain_and_a_cut_line(
         await worker.until(lambda: not worker.jobs)
         begun = len(worker.seen)
         assert begun < 60
-        assert (await one.client().batches.retrieve(batch.id)).status == "in_progress"
+        assert (await one.ann.batches.retrieve(batch.id)).status == "in_progress"
         with output.open("ab") as file:
             file.write(b'{"custom_id": "line 59", "resp')
     async with graph.worker() as worker, served(graph, tmp_path) as one:
@@ -268,7 +264,7 @@ async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(pages, "MAX_FILES", 1)
     monkeypatch.setattr(pages, "MAX_OPEN", 1)
     async with served(graph, tmp_path) as one:
-        client = one.client()
+        client = one.ann
         for content, purpose, status in ((b"x" * 3000, "batch", 413), (b"x", "fine-tune", 400)):
             with pytest.raises(openai.APIStatusError) as caught:
                 await client.files.create(file=("f", content), purpose=purpose)  # type: ignore[arg-type]
