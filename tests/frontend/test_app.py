@@ -66,7 +66,7 @@ async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(gra
         assert {answer.status_code for answer in await asyncio.gather(*long)} == {200}
 
 
-TRANSFERS = [
+TRANSFERS: list[dict[str, object]] = [
     {"kv_transfer_params": {"do_remote_prefill": True}},
     {"ec_transfer_params": {"a": 1}},
     {"vllm_xargs": {"kv_transfer_params": "x"}},
