@@ -31,54 +31,30 @@ HEAD = (
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
 
-_HOLD = (
-    "import socket, os\n"
-    "if os.fork(): os._exit(0)\n"  # orphaned: not a child of our own parent
-    "s = socket.socket()\n"
-    "s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)\n"
-    "s.bind(('127.0.0.1', 0)); s.listen()\n"
-    "print(s.getsockname()[1], os.getpid(), flush=True)\n"
-    "input()\n"
-)
-
-
 _ALONE = (
     "import os, sys\n"
     "from pdserve.frontend.edge.sockets import bind\n"
     "if os.fork(): sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
     "s = bind('127.0.0.1', int(sys.argv[1])); s.listen()\n"
-    "print(s.getsockname()[1], flush=True)\n"
+    "print(s.getsockname()[1], os.getpid(), flush=True)\n"
     "sys.stdin.read()\n"
 )
 
 
 def test_roles_that_run_alone_share_a_port_where_the_same_process_started_them() -> None:
-    """As a frontend's successor beside it, under systemd."""
-    holders, port = [], "0"
+    """As a frontend's successor beside it, under systemd. To any other process they are named."""
+    holders, pids, port = [], list[str](), "0"
     for _ in range(2):
         command = [sys.executable, "-c", _ALONE, port]
         holders.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         assert holders[-1].stdout is not None
-        port = holders[-1].stdout.readline().strip()
-    assert port
+        port, pid = holders[-1].stdout.readline().split()
+        pids.append(pid)
+    with pytest.raises(ConfigError, match=rf"{port} is in use by process \d+ .*python") as refused:
+        bind("127.0.0.1", int(port))
+    assert all(f"process {pid} (" in str(refused.value) for pid in pids)
     assert [holder.communicate("")[0] for holder in holders] == ["", ""]
     assert [holder.returncode for holder in holders] == [0, 0]
-
-
-def test_another_process_on_the_port_is_named() -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    assert holder.stdin is not None
-    port, pid = map(int, holder.stdout.readline().split())
-    try:
-        with pytest.raises(ConfigError, match=rf"{port} is in use by process {pid} .*python"):
-            bind("127.0.0.1", port)
-    finally:
-        holder.stdin.close()
-        holder.stdout.close()
-        holder.wait()
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
