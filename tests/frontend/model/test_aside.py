@@ -127,18 +127,6 @@ async def test_a_large_request_ends_at_its_deadline(graph: Graph, aside: None) -
         await worker.until(lambda: worker.cancelled)
 
 
-async def test_a_large_request_goes_on_at_another_worker(graph: Graph, aside: None) -> None:
-    async with graph.worker() as worker:
-        expected = (await complete(graph)).json()["choices"]
-    async with graph.worker(pace=None) as worker:
-        asking = asyncio.create_task(complete(graph))
-        await worker.until(lambda: worker.jobs)
-        await worker.step()
-        await worker.die()
-        async with graph.worker():
-            assert (await asking).json()["choices"] == expected
-
-
 async def test_the_loop_goes_on_while_the_logprobs_of_a_prompt_are_written(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,18 +155,25 @@ async def test_the_loop_goes_on_while_the_logprobs_of_a_prompt_are_written(
     assert longest < used / 4
 
 
+LONG = [300] * 3990
+TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
+
+
 @pytest.mark.parametrize(
-    ("asked", "prompts", "n"),
-    [({"prompt_logprobs": 20}, 1, 7), ({"prompt_logprobs": 20}, 7, 1), ({"echo": True, "logprobs": 9}, 4, 4)],
+    ("asked", "why"),
+    [
+        ({"prompt": LONG, "n": 7, "prompt_logprobs": 20}, TOO_MANY),
+        ({"prompt": [LONG] * 7, "prompt_logprobs": 20}, TOO_MANY),
+        ({"prompt": [LONG] * 4, "n": 4, "echo": True, "logprobs": 9}, TOO_MANY),
+        ({"n": 64, "vllm_xargs": {"a": "x" * 1_000_000}}, "in all outputs; they may have 33554432"),
+    ],
 )
-async def test_too_many_logprobs_of_prompts_are_refused(
-    graph: Graph, asked: dict[str, object], prompts: int, n: int
-) -> None:
-    body = completion(prompt=[[300] * 3990] * prompts, n=n, temperature=0.5, max_tokens=1, **asked)
+async def test_what_its_outputs_multiply_is_bounded(graph: Graph, asked: dict[str, object], why: str) -> None:
+    """Logprobs of prompts, and parameters, which each output takes along to a worker."""
     async with graph.worker() as worker:
-        answer = await graph.http.post("/v1/completions", json=body)
+        answer = await complete(graph, temperature=0.5, max_tokens=1, **asked)
         assert answer.status_code == 400, answer.text[:300]
-        assert f"one request may have {MAX_PROMPT_LOGPROBS}" in answer.json()["error"]["message"]
+        assert why in answer.json()["error"]["message"]
         await until(lambda: not worker.jobs)
         assert (await complete(graph)).status_code == 200
 
@@ -191,13 +186,3 @@ async def test_a_model_that_is_gone_leaves_no_thread(graph: Graph) -> None:
         graph.models._remove("other")
         await until(lambda: not graph.models._retiring)
     await until(lambda: not [thread for thread in threading.enumerate() if "_run" in thread.name][1:])
-
-
-@pytest.mark.parametrize(("n", "status"), [(1, 200), (64, 400)])
-async def test_parameters_that_each_output_takes_along_are_bounded(graph: Graph, n: int, status: int) -> None:
-    """With 128 outputs, 4 MB of them would be half a gigabyte on the way to the workers."""
-    body = completion(n=n, temperature=0.5, vllm_xargs={"a": "x" * 1_000_000})
-    async with graph.worker():
-        answer = await graph.http.post("/v1/completions", json=body)
-    assert answer.status_code == status
-    assert status == 200 or "in all outputs; they may have 33554432" in answer.json()["error"]["message"]
