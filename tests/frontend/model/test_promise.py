@@ -61,15 +61,6 @@ async def test_a_flexible_request_has_none_and_its_client_comes_last_at_the_work
     assert (flexible.promise, flexible.client) == (UNSET, SPARE + first.client)
 
 
-async def test_each_model_has_its_own_promise(graph: Graph) -> None:
-    async with graph.worker("one", slo=CHAT) as one, graph.worker("two") as two:
-        for model in ("one", "two"):
-            answer = await complete(graph, model=model)
-            assert answer.status_code == 200
-    assert promise(one.seen[0]).gap == 0.06
-    assert two.seen[0].promise is UNSET
-
-
 async def test_the_promise_changes_live(graph: Graph) -> None:
     async with graph.worker(slo=CHAT) as worker, MemoryRegistry(graph.registry) as registry:
 

@@ -19,6 +19,7 @@ from pdserve.frontend.model.served_model import UNKNOWN_SECONDS
 from pdserve.messages import Load, WorkerLoad
 from pdserve.records import ModelCard, Role, encode_record
 from pdserve.registry import keys
+from pdserve.slo import Promised
 from pdserve.stream.archives import archive_name, pack_model
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, card
@@ -35,7 +36,8 @@ async def names(graph: Graph) -> list[str]:
 
 
 async def test_two_models_at_once(graph: Graph) -> None:
-    async with graph.worker("demo") as demo, graph.worker("org/other") as other:
+    """Each has its own promise, and vanishes with its card."""
+    async with graph.worker("demo") as demo, graph.worker("org/other", slo=Promised(gap=0.06)) as other:
         listed = await names(graph)
         first = await complete(graph, model="demo")
         second = await complete(graph, model="org/other")
@@ -47,6 +49,7 @@ async def test_two_models_at_once(graph: Graph) -> None:
         stored = await graph.http.get("/v1/responses/resp_1")
     assert listed == ["demo", "org/other"]
     assert (first.json()["model"], second.json()["model"]) == ("demo", "org/other")
+    assert [bool(worker.seen[0].promise) for worker in (demo, other)] == [False, True]
     assert (len(demo.seen), len(other.seen)) == (1, 1)
     assert unnamed.status_code == 400
     assert "demo, org/other" in unnamed.json()["error"]["message"]
@@ -57,13 +60,8 @@ async def test_two_models_at_once(graph: Graph) -> None:
         404,
         "Response with id 'resp_1' not found.",
     )
-
-
-async def test_models_vanish_with_their_cards(graph: Graph) -> None:
-    async with graph.worker("passing"):
-        assert "passing" in await names(graph)
-    await until(lambda: "passing" not in [card.name for card in graph.models.listed()])
-    assert "passing" not in await names(graph)
+    await until(lambda: "org/other" not in [card.name for card in graph.models.listed()])
+    assert "org/other" not in await names(graph)
 
 
 async def test_a_card_that_cannot_be_used_keeps_no_other_model_out(
@@ -107,7 +105,7 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
     cores = []
-    for number in range(3):
+    for number in range(2):
         async with serve_model(card(f"passing-{number}"), graph.models._context, list) as processor:
             cores.append(weakref.ref(processor.core))
         del processor
@@ -195,38 +193,20 @@ async def test_health_says_what_is_missing(graph: Graph) -> None:
     assert "demo: no decode worker is connected" in ill.json()["missing"]
 
 
-async def test_version(graph: Graph) -> None:
-    answer = await graph.http.get("/version")
-    assert set(answer.json()) == {"version", "vllm"}
-
-
-async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
-    async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
+async def test_routing_is_in_turn_or_by_the_load_that_workers_report(graph: Graph) -> None:
+    """Where several frontends share them: the other frontends' requests are known by that alone."""
+    async with graph.worker() as busy, graph.worker() as idle, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
             await complete(graph, max_tokens=1)
-        assert (len(first.seen), len(second.seen)) == (3, 3)
-        await registry.put(keys.setting("router"), b"least-loaded", leased=False)
-        await until(lambda: graph.processor().workers.policy == "least-loaded")
-        try:
-            await complete(graph, max_tokens=1)
-            page = (await graph.http.get("/metrics")).text
-        finally:
-            await registry.delete(keys.setting("router"))
-    assert 'policy="least-loaded"' in page
-
-
-async def test_the_load_that_workers_report_counts(graph: Graph) -> None:
-    """Where several frontends share them: the other frontends' requests are known by it alone."""
-    async with graph.worker() as busy, graph.worker() as idle, MemoryRegistry(graph.registry) as registry:
-        await registry.put(keys.setting("router"), b"least-loaded", leased=False)
+        assert (len(busy.seen), len(idle.seen)) == (3, 3)
+        await registry.put(keys.setting("router"), b"least-loaded")
         await until(lambda: graph.processor().workers.policy == "least-loaded")
         await busy.send(WorkerLoad(Load(running=4, tokens=500)))
-        try:
-            for _ in range(6):
-                await complete(graph, max_tokens=1)
-        finally:
-            await registry.delete(keys.setting("router"))
-    assert (len(busy.seen), len(idle.seen)) == (0, 6)
+        for _ in range(6):
+            await complete(graph, max_tokens=1)
+        page = (await graph.http.get("/metrics")).text
+    assert (len(busy.seen), len(idle.seen)) == (3, 9)
+    assert 'policy="least-loaded"' in page
 
 
 async def test_parameters_that_need_an_engine_without_speculation_are_refused(graph: Graph) -> None:
