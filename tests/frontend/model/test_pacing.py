@@ -134,10 +134,6 @@ def test_nothing_is_held_when_the_deadline_is_near() -> None:
     assert left(CHAT, come(5.0, 2), STARTED + 1.3)[0] == pytest.approx(STARTED + 0.3)
 
 
-def test_without_a_promised_gap_there_is_no_reserve() -> None:
-    assert Reserve[int].of(Promised(ttft=0.5), STARTED, math.inf) is None
-
-
 def test_an_output_may_leave_a_little_early_and_only_so() -> None:
     reserve = Reserve[int].of(CHAT, STARTED, math.inf)
     assert reserve is not None
