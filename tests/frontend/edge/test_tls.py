@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pdserve import clock
@@ -30,7 +29,7 @@ from pdserve.frontend.server import http_config
 from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
-from tests.frontend.edge.test_sockets import Address, ask, client, server
+from tests.frontend.edge.test_sockets import Address, ask, client, server, silent
 from tests.frontend.test_generate import completion
 
 
@@ -94,16 +93,13 @@ async def test_a_client_that_never_says_goodbye_is_left(graph: Graph, certificat
         assert b"vllm" in sock.recv(4096) + sock.recv(4096)
 
 
-async def _silent(scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
 @in_session
 async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: ServerCertificate) -> None:
     connections = ClientConnections(0.4, 30.0)
     async with AsyncExitStack() as stack:
-        url = await serve(_silent, stack, connections, RenewedCertificate(certificate))
+        url = await serve(silent, stack, connections, RenewedCertificate(certificate))
         failed = TASK_FAILURES.labels("client connections")._value.get()
-        broken = connections(http_config(_silent, connections, 1.0), ServerState(), {})
+        broken = connections(http_config(silent, connections, 1.0), ServerState(), {})
         assert connections.enter(broken)
         connections.open.add(broken)  # without a transport, so that looking and ending fail
         there = await stack.enter_async_context(client(address_of(url), certificate))
@@ -121,7 +117,7 @@ async def test_a_client_that_leaves_ends_its_request(
     async with graph.worker(pace=None) as decode, server(graph, certificate) as address:
         await until(lambda: bool(graph.models.live().get("demo")))
         async with client(address, certificate) as sock:
-            ask(sock, model="demo")
+            ask(sock)
             await decode.until(lambda: decode.jobs)
             if way == "goodbye":
                 with suppress(TimeoutError, OSError):
@@ -196,7 +192,7 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
     files, connections = made(tmp_path / "tls"), ClientConnections(30.0, 30.0)
     certificate = RenewedCertificate(files, every=0.02)
     async with AsyncExitStack() as stack:
-        address = address_of(await serve(_silent, stack, connections, certificate))
+        address = address_of(await serve(silent, stack, connections, certificate))
         watching = asyncio.create_task(certificate.watch())
         first = await asyncio.to_thread(shown, address)
         assert first.strip() == files.chain.read_text().strip()
