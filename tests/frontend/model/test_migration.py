@@ -6,11 +6,10 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, Stru
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.migration import body, repeatable, too_many_losses
 from pdserve.sampling import looks_back
-from tests.frontend.model.test_workers import trace
+from tests.frontend.model.test_router import generation
 
 
 def request(**params: Any) -> EngineCoreRequest:
@@ -96,7 +95,8 @@ def test_sampling_that_may_be_replayed_gets_a_seed() -> None:
     ],
 )
 def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: int | None) -> None:
-    lost = Generation(request(), trace(), losses=losses, engines_died=engines_died, last_loss="it is gone")
+    lost = generation([1], losses=losses, engines_died=engines_died)
+    lost.last_loss = "it is gone"
     failure = too_many_losses(lost)
     assert (failure.status if failure else None) == status
     if failure is not None:
@@ -105,9 +105,9 @@ def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: in
 
 
 def test_the_wait_for_a_worker_is_not_learnt_as_time_to_first_token() -> None:
-    generation = Generation(request(), trace())
+    waited = generation([1])
     time.sleep(0.01)
     sent = time.monotonic()
-    generation.attach(Link("decode-0", lambda _: None), "r#1")
-    generation.add_tokens([5])
-    assert generation.timing[1] <= time.monotonic() - sent
+    waited.attach(Link("decode-0", lambda _: None), "r#1")
+    waited.add_tokens([5])
+    assert waited.timing[1] <= time.monotonic() - sent

@@ -10,8 +10,10 @@ from pdserve.messages import Failed, Outputs, Refused
 from pdserve.records import encode_record
 from pdserve.registry import keys
 from tests.conditions import holds, until
+from tests.engine.sims import expected as of_engine
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
+from tests.frontend.model.sims import sim_engines
 from tests.frontend.test_generate import PROMPT, chat, complete, completion, events, text_of
 from tests.memory.registry import MemoryRegistry
 
@@ -161,6 +163,16 @@ async def test_a_request_ends_when_four_workers_have_lost_it(graph: Graph) -> No
     assert "4 decode workers lost this request" in answer.json()["error"]["message"]
 
 
+async def test_a_request_at_which_two_engines_died_is_not_tried_again(graph: Graph) -> None:
+    """Nor by its client. (The other requests of these engines: the chaos row `poison`.)"""
+    async with graph.worker() as worker, graph.worker() as other:
+        worker.fail = other.fail = Failed("", "its engine died", retry=True, engines_died=2)
+        answer = await complete(graph)
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
+    assert "2 engines in a row died" in answer.json()["error"]["message"]
+    assert len(worker.seen) + len(other.seen) == 1
+
+
 async def test_outputs_that_cannot_be_read(graph: Graph) -> None:
     async with graph.worker(pace=None) as first:
         request = post(graph)
@@ -172,6 +184,19 @@ async def test_outputs_that_cannot_be_read(graph: Graph) -> None:
     assert answer.json()["choices"][0]["text"] == expected
     assert first.cancelled == [first.seen[0].request_id]
     assert second.seen[0].prompt == PROMPT + continuation(PROMPT, 1)
+
+
+async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it_any_more(
+    graph: Graph,
+) -> None:
+    """They say which requests its engine was computing when it died. The first about a request cancels its sibling."""
+    async with graph.worker(pace=None) as worker:
+        asked = [post(graph, n=2, temperature=1.0) for _ in range(30)]
+        await worker.until(lambda: len(worker.jobs) == 60)
+        for submit in worker.seen:
+            await worker.send(Failed(submit.request_id, "no more", invalid=True))
+        await worker.die()
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {400}
 
 
 async def test_a_worker_that_refused_gets_no_more_requests(graph: Graph) -> None:
@@ -233,3 +258,17 @@ async def test_without_a_worker_until_the_deadline(graph: Graph) -> None:
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert "no decode worker of demo" in answer.json()["error"]["message"]
+
+
+async def test_after_a_loss_of_an_engine_it_is_prefilled_another_way(graph: Graph) -> None:
+    """KV that was read from another engine kills: the next worker computes the prompt itself."""
+    async with sim_engines(graph, 3, 1) as engines:
+        for engine in engines[:3]:
+            engine.faults.fatal_pulls = True
+        prompt = list(range(400, 600))
+        answer = await complete(graph, prompt=prompt, max_tokens=20)
+        dead = sum(engine.faults.dead for engine in engines)
+        text = await text_of(graph, of_engine(prompt, 20))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == text
+    assert dead == 1

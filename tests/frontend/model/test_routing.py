@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.process.worker import EngineWorker
 from pdserve.records import Instance, Role, encode_record
@@ -20,7 +19,7 @@ from tests.conditions import until
 from tests.decode.graph import Started
 from tests.frontend.conftest import Graph
 from tests.frontend.model.sims import sim_workers
-from tests.frontend.model.test_workers import request, trace
+from tests.frontend.model.test_router import generation
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -169,7 +168,7 @@ async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(routed: 
 
 
 def picked(pool: WorkerPool, promised: Promised) -> Counter[str]:
-    generation = Generation(request([1, 2, 3]), trace())
-    generation.trace.promised = promised
-    links = [pool.pick(generation, only_others=False) for _ in range(10)]
+    asks = generation([1, 2, 3])
+    asks.trace.promised = promised
+    links = [pool.pick(asks, only_others=False) for _ in range(10)]
     return Counter(link.instance for link in links if link is not None)
