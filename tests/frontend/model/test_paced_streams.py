@@ -1,4 +1,4 @@
-"""Streams with a promise: what their clients get, and when."""
+"""Streams with a promise: what their clients get, and when; and what decode workers learn of it."""
 
 import asyncio
 import json
@@ -8,18 +8,23 @@ from functools import partial
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from msgspec import UNSET
 
-from pdserve.messages import Failed, Promise
-from pdserve.slo import Promised
+from pdserve.messages import Failed, Promise, encode_to_decode
+from pdserve.registry import keys
+from pdserve.slo import SPARE, Promised
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.model.test_aside import REQUESTS, TOOL, told
-from tests.frontend.test_generate import PROMPT, chat, completion, delta, text_of
+from tests.frontend.test_generate import PROMPT, chat, complete, completion, delta, text_of
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+CHAT = Promised(0.5, 0.06)
 FOR_EVER = Promised(600.0, 3600.0)
 """outputs leave with others or with the last one"""
 
@@ -158,7 +163,7 @@ async def test_an_error_comes_behind_all_tokens(graph: Graph, body: dict[str, ob
 async def test_a_deadline_comes_behind_all_tokens(graph: Graph) -> None:
     async with (
         graph.worker(slo=FOR_EVER, pace=None) as worker,
-        streaming(graph, x_request_timeout="3") as client,
+        streaming(graph, x_request_timeout="2") as client,
     ):
         await come(graph, worker, 5)
         await client.end()
@@ -179,23 +184,75 @@ async def test_the_reserve_goes_on_to_another_worker(graph: Graph) -> None:
         assert 4 * 3600 < promise.ttft <= 5 * 3600, "four are held, and the next follows these"
 
 
-@pytest.mark.parametrize("body", [completion(), completion(logprobs=2)], ids=["plain", "logprobs"])
 async def test_what_is_held_when_a_model_is_replaced_is_not_sent_before_its_successors_answer(
-    graph: Graph, body: dict[str, object]
+    graph: Graph,
 ) -> None:
-    body = {**body, "model": "rolled"}
-    async with AsyncExitStack() as stack:
+    bodies = [completion(model="rolled"), completion(model="rolled", logprobs=2)]
+    async with AsyncExitStack() as stack, AsyncExitStack() as reading:
         served = graph.worker("rolled", slo=FOR_EVER, pace=None, loaded="old", generation=71)
         old = await stack.enter_async_context(served)
         core = graph.processor("rolled").core
-        async with streaming(graph, "/v1/completions", body) as client:
-            await old.until(lambda: old.jobs)
-            begun = list(core._generations.values())
-            await old.step()
-            await until(lambda: all(each.tokens for each in begun))
-            assert client.tokens == 0
-            async with graph.worker("rolled", loaded="new", generation=72) as new:
-                await stack.aclose()
-                await new.until(lambda: new.seen)
+        clients = [await reading.enter_async_context(streaming(graph, body=body)) for body in bodies]
+        await old.until(lambda: len(old.jobs) == 2)
+        begun = list(core._generations.values())
+        await old.step()
+        await until(lambda: all(each.tokens for each in begun))
+        assert [client.tokens for client in clients] == [0, 0]
+        async with graph.worker("rolled", loaded="new", generation=72):
+            await stack.aclose()
+            for client in clients:
                 await client.end()
-            assert client.text == await text_of(graph, continuation(PROMPT, 8))
+        assert {client.text for client in clients} == {await text_of(graph, continuation(PROMPT, 8))}
+
+
+# what a worker learns of the promise
+
+TODAY = {
+    "type",
+    "request_id",
+    "prompt",
+    "timeout",
+    "body",
+    "migrated",
+    "engines_died",
+    "traceparent",
+    "client",
+}
+
+
+async def test_without_a_promise_workers_get_what_they_got_before(graph: Graph) -> None:
+    async with graph.worker() as worker:
+        answer = await complete(graph, headers={"x-slo-ttft-ms": "never", "x-slo-tpot-ms": "60"})
+    assert answer.status_code == 200
+    assert worker.seen[0].promise is UNSET
+    assert msgspec.msgpack.decode(encode_to_decode(worker.seen[0])).keys() == TODAY
+
+
+async def test_a_worker_gets_what_is_left_of_the_promise(graph: Graph) -> None:
+    """A flexible request has none, and its client comes last at the worker."""
+    async with graph.worker(slo=Promised(300.0, 0.06)) as worker:
+        await complete(graph)
+        await complete(graph, headers={"x-slo-ttft-ms": "1000000", "x-slo-tpot-ms": "5"})
+        await complete(graph, service_tier="flex")
+    for submit, ttft in zip(worker.seen, (300.0, 1000.0), strict=False):
+        assert isinstance(submit.promise, Promise)
+        assert submit.promise.gap == 0.06
+        assert ttft - 60 < (submit.promise.ttft or 0.0) < ttft
+    assert (worker.seen[2].promise, worker.seen[2].client) == (UNSET, SPARE + worker.seen[0].client)
+
+
+async def test_the_promise_changes_live(graph: Graph) -> None:
+    async with graph.worker(slo=CHAT) as worker, MemoryRegistry(graph.registry) as registry:
+
+        async def becomes(name: str, value: str | None, expected: Promised) -> None:
+            key = keys.setting(name)
+            await (registry.delete(key) if value is None else registry.put(key, value.encode()))
+            await until(lambda: graph.models.find("demo").promised == expected)
+
+        await becomes("slo-gap", "100ms", Promised(0.5, 0.1))
+        await becomes("slo-ttft", "off", Promised(None, 0.1))
+        await becomes("slo-gap", "soon", Promised(None, 0.06))
+        await complete(graph)
+        assert worker.seen[-1].promise == Promise(None, 0.06)
+        await becomes("slo-ttft", None, CHAT)
+        await registry.delete(keys.setting("slo-gap"))
