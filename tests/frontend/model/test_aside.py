@@ -1,16 +1,15 @@
 """Large requests: the same answers, and the frontend's loop goes on."""
 
 import asyncio
-import json
 import threading
 import time
-from typing import Any
 
 import httpx
 import pytest
 
 from pdserve.frontend.model.unsupported import MAX_PROMPT_LOGPROBS
 from tests.conditions import until
+from tests.conformance.answers import answer_of, differences
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import chat, complete, completion
 
@@ -54,10 +53,6 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a wrong grammar": ("/v1/completions", completion(structured_outputs={"json": FATAL})),
     "too long": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "a " * 9000}])),
 }  # fmt: skip
-OWN = {
-    "id", "created", "created_at", "completed_at", "item_id", "system_fingerprint", "request_id", "sequence_number",
-}  # fmt: skip
-"""fields that differ from answer to answer"""
 
 
 @pytest.fixture
@@ -66,36 +61,12 @@ def aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
 
 
-def alike(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: alike(part) for name, part in value.items() if name not in OWN}
-    return [alike(part) for part in value] if isinstance(value, list) else value
-
-
-def told(answer: httpx.Response) -> list[Any]:
-    """The status and what was said; of a stream, whose chunks hold what is ready, all that was said in each field, and
-    the values that the others had."""
-    if "event-stream" not in answer.headers["content-type"]:
-        return [answer.status_code, alike(answer.json())]
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]" or "stop" in lines[-1] or "completed" in lines[-1]
-    fields: dict[str, list[Any]] = {}
-    for line in lines:
-        gather(alike(json.loads(line)) if line.startswith("{") else line, "", fields)
-    joined = {path: "".join(map(str, values)) for path, values in fields.items() if path.endswith(SAID)}
-    others = {path: set(values) for path, values in fields.items() if path not in joined}
-    return [answer.status_code, joined, others]
-
-
-SAID = ("text", "delta", "content", "token", "tokens")
-
-
-def gather(value: Any, path: str, fields: dict[str, list[Any]]) -> None:
-    if isinstance(value, dict | list):
-        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            gather(part, f"{path}.{name}" if isinstance(name, str) else path, fields)
-    else:
-        fields.setdefault(path, []).append(value)
+def assert_alike(ours: httpx.Response, theirs: httpx.Response) -> None:
+    """But for ids and times, and for which tokens came together in a stream."""
+    one, other = answer_of(ours), answer_of(theirs)
+    assert one.status == other.status
+    assert not list(differences(one.body, other.body))
+    assert ours.headers.keys() == theirs.headers.keys()
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -105,8 +76,7 @@ async def test_the_answers_are_the_same(graph: Graph, monkeypatch: pytest.Monkey
         here = await graph.http.post(path, json=body)
         monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
         aside = await graph.http.post(path, json=body)
-    assert told(aside) == told(here)
-    assert {key for key, _ in aside.headers.items()} == {key for key, _ in here.headers.items()}
+    assert_alike(aside, here)
 
 
 async def test_a_large_request_of_which_the_client_leaves_is_cancelled(graph: Graph, aside: None) -> None:

@@ -18,7 +18,7 @@ from pdserve.slo import SPARE, Promised
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
-from tests.frontend.model.test_aside import REQUESTS, TOOL, told
+from tests.frontend.model.test_aside import REQUESTS, TOOL, assert_alike
 from tests.frontend.test_generate import PROMPT, chat, complete, completion, delta, text_of
 from tests.memory.registry import MemoryRegistry
 
@@ -99,9 +99,9 @@ async def test_an_answer_is_the_same_with_and_without_a_promise(
     answers = []
     for promised in (Promised(), slo):
         async with graph.worker(slo=promised, pace=0.001) as worker:
-            answers.append(told(await graph.http.post(path, json=body)))
+            answers.append(await graph.http.post(path, json=body))
         assert isinstance(worker.seen[0].promise, Promise) == bool(promised)
-    assert answers[0] == answers[1]
+    assert_alike(*answers)
 
 
 async def test_the_first_token_waits_for_the_second_and_the_others_for_the_end(graph: Graph) -> None:
