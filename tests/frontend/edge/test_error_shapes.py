@@ -9,10 +9,8 @@ import pytest
 from pdserve.config.api_keys import ApiKey
 from pdserve.frontend.edge.answer import with_one_shape
 from pdserve.frontend.keys.auth import ApiKeys
-from tests.frontend.conftest import Graph
+from tests.frontend.conftest import Graph, in_session
 from tests.frontend.test_generate import chat
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 OPENAI = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
@@ -56,6 +54,7 @@ def check_shape(path: str, answer: httpx.Response) -> None:
     assert body["error"]["message"]
 
 
+@in_session
 @pytest.mark.parametrize("path", [*OPENAI, *ANTHROPIC])
 async def test_an_error_has_the_shape_of_its_route(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], path: str

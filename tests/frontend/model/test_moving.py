@@ -14,7 +14,7 @@ from tests.engine.sims import expected as of_engine
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.model.sims import sim_engines
-from tests.frontend.test_generate import PROMPT, chat, complete, completion, events, text_of
+from tests.frontend.test_generate import PROMPT, chat, complete, completion, delta, events, text_of
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -30,6 +30,24 @@ async def steps(worker: EchoWorker, count: int) -> None:
         await worker.step()
 
 
+async def moved(
+    graph: Graph, generated: int, shift: int = 0, **changes: Any
+) -> tuple[EchoWorker, EchoWorker, httpx.Response]:
+    """A worker that dies after so many tokens, the one where its request goes on, and the answer. `shift`: the second
+    generates other tokens."""
+    async with graph.worker(pace=None) as first:
+        request = post(graph, **changes)
+        await first.until(lambda: len(first.jobs) == changes.get("n", 1))
+        for _ in range(generated):
+            await first.step()
+        async with graph.worker(shift=shift) as second:
+            await first.die()
+            answer = await request
+            if shift:
+                await second.until(lambda: second.cancelled)
+    return first, second, answer
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("generated", "large"), [(0, 1 << 16), (1, 1 << 16), (5, 1 << 16), (1, 0)])
 async def test_text_is_the_same(
@@ -37,16 +55,11 @@ async def test_text_is_the_same(
 ) -> None:
     """Also of a large request, which is answered on another loop."""
     monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", large)
-    async with graph.worker(pace=None) as first:
-        request = post(graph, max_tokens=12, min_tokens=4, stream=stream)
-        await steps(first, generated)
-        async with graph.worker() as second:
-            await first.die()
-            answer = await request
-            expected = await text_of(graph, continuation(PROMPT, 12))
+    first, second, answer = await moved(graph, generated, max_tokens=12, min_tokens=4, stream=stream)
     assert answer.status_code == 200
+    expected = await text_of(graph, continuation(PROMPT, 12))
     if stream:
-        assert "".join(event["choices"][0]["text"] for event in events(answer)) == expected
+        assert "".join(map(delta, events(answer))) == expected
     else:
         assert answer.json()["choices"][0]["text"] == expected
         assert answer.json()["usage"]["completion_tokens"] == 12
@@ -59,34 +72,11 @@ async def test_text_is_the_same(
     assert submit.request_id != first.seen[0].request_id
 
 
-async def test_stop_strings_across_the_move(graph: Graph) -> None:
-    async with graph.worker(pace=None) as first:
-        words = (await text_of(graph, continuation(PROMPT, 12))).split()
-        stop = " ".join(words[3:5])
-        request = post(graph, max_tokens=3000, stop=[stop])
-        await steps(first, 4)
-        async with graph.worker() as second:
-            await first.die()
-            answer = await request
-            await second.until(lambda: second.cancelled)
-    choice = answer.json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["text"].split() == words[:3]
-
-
 async def test_logprobs_and_several_outputs(graph: Graph) -> None:
-    async with graph.worker(pace=None) as first:
-        request = post(graph, n=2, temperature=1.0, seed=3, logprobs=1)
-        await first.until(lambda: len(first.jobs) == 2)
-        for _ in range(3):
-            await first.step()
-        async with graph.worker() as second:
-            await first.die()
-            answer = await request
+    first, second, answer = await moved(graph, 3, n=2, temperature=1.0, seed=3, logprobs=1)
     for choice in answer.json()["choices"]:
         assert len(choice["logprobs"]["token_logprobs"]) == 8
-    before = {request.sampling_params.seed for request in first.requests}
-    after = {request.sampling_params.seed for request in second.requests}
+    before, after = ({each.sampling_params.seed for each in worker.requests} for worker in (first, second))
     assert len(after) == 2
     assert not before & after
 
@@ -126,17 +116,11 @@ async def test_a_request_that_looks_back_at_its_tokens_is_replayed(
 
 @pytest.mark.parametrize("generated", [1, 3])
 async def test_a_replay_with_other_tokens_fails_cleanly(graph: Graph, generated: int) -> None:
-    async with graph.worker(pace=None) as first:
-        request = post(graph, presence_penalty=0.5)
-        await steps(first, generated)
-        async with graph.worker() as second:
-            second.shift = 1
-            await first.die()
-            answer = await request
-            await second.until(lambda: second.cancelled)
+    _, second, answer = await moved(graph, generated, shift=1, presence_penalty=0.5)
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     assert "began differently" in answer.json()["error"]["message"]
+    assert second.cancelled == [second.seen[0].request_id]
 
 
 async def test_a_draining_worker_sends_it_on(graph: Graph) -> None:
