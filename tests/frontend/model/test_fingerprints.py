@@ -51,17 +51,20 @@ async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> 
     await until(lambda: "rolled" not in graph.models._mixed)
 
 
-async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(graph: Graph) -> None:
+async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(
+    graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
     """The other's card is newer: its worker came later."""
-    other = card("rolled", fingerprint="upgraded", vllm_version="0.99.0", generation=99)
-    async with (
-        graph.worker("rolled", loaded="old", generation=9) as old,
-        MemoryRegistry(graph.registry) as registry,
-    ):
-        await registry.put(keys.card("rolled", "decode-9-up"), encode_record(other))
-        await until(lambda: graph.models._mixed["rolled"] == {"old", "upgraded"})
-        assert (await post(graph)).status_code == 200
-        assert len(old.seen) == 1
+    other = card("upgraded", fingerprint="new", vllm_version="0.99.0", generation=99)
+    async with MemoryRegistry(graph.registry) as registry:
+        await registry.put(keys.card("upgraded", "decode-9-up"), encode_record(other))
+        await until(lambda: "0.99.0" in graph.models.missing("upgraded"))
+        refused = await post(graph, model="upgraded")
+        async with graph.worker("upgraded", loaded="old", generation=9):
+            answer = await post(graph, model="upgraded")
+    assert (refused.status_code, answer.status_code) == (503, 200)
+    assert "0.99.0" in refused.json()["error"]["message"]
+    assert any("upgraded is not served" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,6 @@ def test_the_first_gap_is_kept_where_the_second_token_is_late(stall: float) -> N
     assert paced[0] == arrivals[1], "the first waits for the second"
 
 
-def test_stalls_one_after_another_are_bridged() -> None:
-    """A chunk of 70 ms for every tenth token: 17 ms a token in all."""
-    arrivals = come(0.01, 200, dict.fromkeys(range(5, 200, 10), 0.07))
-    assert longest(arrivals) > 0.07
-    assert longest(left(CHAT, arrivals)) < 0.06
-
-
 @pytest.mark.parametrize("promised", [CHAT, AGENT, RAG, Promised(gap=0.06)])
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_comes_no_answer_ends_later_and_no_gap_grows_beyond_the_pace(

@@ -28,40 +28,33 @@ def worker(name: str, *, kv_tokens: int = 10_000) -> Instance:
 A, B, C = worker("a"), worker("b"), worker("c")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_equal_workers_get_requests_in_turn(policy: str) -> None:
-    assert choose(policy, [B, C, A], {}, {}) is B
-
-
 @pytest.mark.parametrize(
-    ("candidates", "outstanding", "expected"),
+    ("policy", "candidates", "outstanding", "cached", "expected"),
     [
-        ([A, B], {"a": 300, "b": 100}, "b"),
-        ([A, B], {"a": 100}, "b"),
-        ([B, A], {"a": 100, "b": 100}, "b"),
-        ([worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, "a"),  # relative to what fits its cache
-        ([worker("a", kv_tokens=0), worker("b", kv_tokens=0)], {"b": 1}, "a"),
-    ],
-)
-def test_least_loaded(candidates: list[Instance], outstanding: dict[str, float], expected: str) -> None:
-    assert choose("least-loaded", candidates, outstanding, {}).id == expected
-
-
-@pytest.mark.parametrize(
-    ("cached", "outstanding", "expected"),
-    [
-        ({}, {"a": 300, "b": 100, "c": 200}, "b"),
-        ({"a": 100, "b": 900}, {"c": 100}, "b"),
+        *((policy, [B, C, A], {}, {}, "b") for policy in POLICIES),  # in turn
+        ("least-loaded", [A, B], {"a": 300, "b": 100}, {}, "b"),
+        ("least-loaded", [A, B], {"a": 100}, {}, "b"),
+        ("least-loaded", [B, A], {"a": 100, "b": 100}, {}, "b"),
+        ("least-loaded", [worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, {}, "a"),  # of what fits its cache
+        ("least-loaded", [worker("a", kv_tokens=0), worker("b", kv_tokens=0)], {"b": 1}, {}, "a"),
+        ("kv", [A, B, C], {"a": 300, "b": 100, "c": 200}, {}, "b"),
+        ("kv", [A, B, C], {"c": 100}, {"a": 100, "b": 900}, "b"),
         # what is to be computed elsewhere weighs more than a few requests here
-        ({"b": 1000}, {"b": 9900}, "b"),
-        ({"b": 1000}, {"b": 10_100}, "a"),
-        ({"b": 1000}, {"a": 1000, "b": 11_000, "c": 11_000}, "a"),  # the same cost: the less loaded worker
-        ({"a": 500, "b": 500, "c": 500}, {"a": 40, "b": 20, "c": 30}, "b"),
-        ({"gone": 900}, {}, "a"),
+        ("kv", [A, B, C], {"b": 9900}, {"b": 1000}, "b"),
+        ("kv", [A, B, C], {"b": 10_100}, {"b": 1000}, "a"),
+        ("kv", [A, B, C], {"a": 1000, "b": 11_000, "c": 11_000}, {"b": 1000}, "a"),  # the same cost: the less loaded
+        ("kv", [A, B, C], {"a": 40, "b": 20, "c": 30}, {"a": 500, "b": 500, "c": 500}, "b"),
+        ("kv", [A, B, C], {}, {"gone": 900}, "a"),
     ],
-)
-def test_kv(cached: dict[str, int], outstanding: dict[str, float], expected: str) -> None:
-    assert choose("kv", [A, B, C], outstanding, cached).id == expected
+)  # fmt: skip
+def test_the_choice(
+    policy: str,
+    candidates: list[Instance],
+    outstanding: dict[str, float],
+    cached: dict[str, int],
+    expected: str,
+) -> None:
+    assert choose(policy, candidates, outstanding, cached).id == expected
 
 
 KEEPS, SLOW, BUSY = Load(), Load(gap_seconds=0.1), Load(prompt_wait=2.0, token_seconds=0.0001)

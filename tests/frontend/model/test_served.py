@@ -5,15 +5,12 @@ import gc
 import logging
 import shutil
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
-from pdserve.frontend.model import ModelContext
-from pdserve.frontend.model.processor import Processor, Workers, serve_model
+from pdserve.frontend.model.processor import serve_model
 from pdserve.frontend.model.served_model import UNKNOWN_SECONDS
 from pdserve.messages import Load, WorkerLoad
 from pdserve.records import ModelCard, Role, encode_record
@@ -78,30 +75,6 @@ async def test_a_card_that_cannot_be_used_keeps_no_other_model_out(
         assert "after-it" in await names(graph)
 
 
-async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its processor is being built a model is not listed, and its requests wait."""
-    build = asyncio.Event()
-
-    @asynccontextmanager
-    async def slowly(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
-        await build.wait()
-        async with serve_model(card, context, workers) as processor:
-            yield processor
-
-    monkeypatch.setattr("pdserve.frontend.model.processor.serve_model", slowly)
-    async with graph.worker("slow", connected=False) as worker:
-        await until(lambda: "slow" in [card.name for card in graph.models.known()])
-        before = await names(graph)
-        request = asyncio.create_task(complete(graph, model="slow"))
-        build.set()
-        await worker.until(lambda: worker.hello)
-        after = await names(graph)
-        answer = await request
-    assert "slow" not in before
-    assert "slow" in after
-    assert answer.status_code == 200
-
-
 async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
     cores = []
     for number in range(2):
@@ -129,22 +102,10 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
     await until(lambda: backlog() in (0.0, None) and graph.models.report() == Load())
 
 
-async def test_another_vllm_version_is_not_served(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
-    async with MemoryRegistry(graph.registry) as registry, graph.worker():
-        old = card("old", vllm_version="0.31.0")
-        await registry.put(keys.card("old", "decode-9-x"), encode_record(old))
-        await until(lambda: bool(graph.models.missing("old")) and "0.31.0" in graph.models.missing("old"))
-        listed = await names(graph)
-        answer = await complete(graph, model="old")
-    assert "old" not in listed
-    assert answer.status_code == 503
-    assert "0.31.0" in answer.json()["error"]["message"]
-    assert any("old is not served" in record.getMessage() for record in caplog.records)
-
-
 async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_nor_others(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """While its processor is not built the model is not listed, and its requests wait."""
     monkeypatch.setattr("pdserve.frontend.model.processor.NEXT", 0.01)
     new = shutil.copytree(MODEL, tmp_path / "model") / "new.txt"
     new.write_text("no frontend has this folder")
@@ -155,13 +116,14 @@ async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_no
         await registry.put(keys.card("hung", hangs.id), record)
         await registry.put(keys.instance(hangs.instance), encode_record(hangs.instance))
         await hangs.until(lambda: hangs.archives_asked)
+        waiting = asyncio.create_task(complete(graph, model="hung"))
         async with graph.worker("beside"):
-            assert "beside" in await names(graph)
+            assert [name for name in await names(graph) if name != "demo"] == ["beside"]
         assert not graph.models._models["hung"].settled.is_set(), "it is still asked"
         async with graph.worker("hung", archive=archive):
-            answer = await complete(graph, model="hung")
+            assert (await waiting).status_code == 200
+            assert "hung" in await names(graph)
         assert hangs.archives_asked == 1
-    assert answer.status_code == 200
 
 
 async def test_health_says_what_is_missing(graph: Graph) -> None:
