@@ -18,29 +18,30 @@ def test_a_body_is_bounded_by_the_context_and_in_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "max_tokens", "sequences"),
+    ("path", "body", "expected"),
     [
-        ("completions", b'{"prompt": "a", "max_tokens": 5}', 5, 1),
-        ("chat/completions", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', 5, 1),
-        ("chat/completions", b'{"messages": [], "max_tokens": 9}', 9, 1),
-        ("messages", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 1}', 9, 1),
-        ("completions", b'{"prompt": "a", "max_tokens": 9, "max_output_tokens": 1}', 9, 1),
-        ("responses", b'{"input": "a", "max_tokens": 1}', None, 1),
-        ("responses", b'{"input": "a", "max_output_tokens": 7}', 7, 1),
-        ("completions", b'{"prompt": ["a", "b"], "n": 3}', None, 6),
-        ("completions", b'{"prompt": [[1, 2], [3]]}', None, 2),
-        ("completions", b'{"prompt": [1, 2, 3]}', None, 1),
-        ("completions", b'{"prompt": [], "n": true, "max_tokens": "x"}', None, 1),
-        ("completions", b'{"n": -4, "max_tokens": 0}', None, 1),
-        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', None, 1),
-        ("completions", b'{"n": 1%b}' % (b"0" * 4299), None, 1 << 40),
-        ("chat/completions", b'{"messages": [[], [], []]}', None, 3),
-        ("chat/completions", b'{"messages": [{}, {}], "items": ["a", "b"]}', None, 1),
+        ("completions", b'{"prompt": "a", "max_tokens": 5}', (5, 1)),
+        ("chat/completions", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', (5, 1)),
+        ("chat/completions", b'{"messages": [], "max_tokens": 9}', (9, 1)),
+        ("messages", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 1}', (9, 1)),
+        ("completions", b'{"prompt": "a", "max_tokens": 9, "max_output_tokens": 1}', (9, 1)),
+        ("responses", b'{"input": "a", "max_tokens": 1}', (None, 1)),
+        ("responses", b'{"input": "a", "max_output_tokens": 7}', (7, 1)),
+        ("completions", b'{"prompt": ["a", "b"], "n": 3}', (None, 6)),
+        ("completions", b'{"prompt": [[1, 2], [3]]}', (None, 2)),
+        ("completions", b'{"prompt": [1, 2, 3]}', (None, 1)),
+        ("completions", b'{"prompt": [], "n": true, "max_tokens": "x"}', (None, 1)),
+        ("completions", b'{"n": -4, "max_tokens": 0}', (None, 1)),
+        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', (None, 1)),
+        ("completions", b'{"n": 1%b}' % (b"0" * 4299), (None, 1 << 40)),
+        ("chat/completions", b'{"messages": [[], [], []]}', (None, 3)),
+        ("chat/completions", b'{"messages": [{}, {}], "items": ["a", "b"]}', (None, 1)),
     ],
 )
-def test_the_size_of_a_request(path: str, body: bytes, max_tokens: int | None, sequences: int) -> None:
+def test_the_size_of_a_request(path: str, body: bytes, expected: tuple[int | None, int]) -> None:
     size = parse_body(f"/v1/{path}", body).size
-    assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
+    assert (size.max_tokens, size.sequences) == expected
+    assert size.prompt_tokens == len(body) // 4
 
 
 @pytest.mark.parametrize("items", [["a"] * 5000, [[300]] * 5000])
@@ -84,37 +85,29 @@ def test_brackets_in_a_text_are_no_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "large"),
+    ("fields", "large", "of_prompt"),
     [
-        ({"prompt": "a" * (LARGE + 1)}, True),
-        ({"messages": [{}] * (MANY + 1)}, True),
-        ({"logprobs": True}, True),
-        ({"logprobs": 0}, True),
-        ({"logprobs": False, "prompt_logprobs": None}, False),
-        ({"prompt_logprobs": 1}, True),
-        ({"top_logprobs": 5}, True),
-        ({"logprobs": 5, "stream": True}, False),
-        ({"logprobs": 5, "stream": True, "echo": True}, True),
-        ({"prompt": "a", "stream": True}, False),
-        ({"logprobs": 5, "stream": "off"}, True),
+        ({"prompt": "a" * (LARGE + 1)}, True, 0),
+        ({"messages": [{}] * (MANY + 1)}, True, 0),
+        ({"logprobs": True}, True, 0),
+        ({"logprobs": 0}, True, 0),
+        ({"logprobs": False, "prompt_logprobs": None}, False, 0),
+        ({"prompt_logprobs": 1}, True, 1),
+        ({"prompt_logprobs": "5", "n": 3}, True, 15),
+        ({"top_logprobs": 5}, True, 0),
+        ({"logprobs": 5, "stream": True}, False, 0),
+        ({"logprobs": 5, "stream": True, "echo": True}, True, 5),
+        ({"prompt": "a", "stream": True}, False, 0),
+        ({"logprobs": 5, "stream": "off"}, True, 0),
     ],
 )
-def test_requests_that_would_hold_the_loop_are_large(fields: dict[str, object], large: bool) -> None:
-    assert parse_body(CHAT, json.dumps(fields).encode()).large is large
-
-
-@pytest.mark.parametrize(
-    ("fields", "logprobs"),
-    [
-        ({"prompt_logprobs": 5}, 5),
-        ({"prompt_logprobs": "5", "n": 3}, 15),
-        ({"logprobs": 4, "echo": True}, 4),
-        ({"logprobs": 4}, 0),
-    ],
-)
-def test_logprobs_of_the_prompt_count_in_its_size(fields: dict[str, object], logprobs: int) -> None:
-    size = parse_body("/v1/completions", json.dumps({"prompt": "a" * 4000, **fields}).encode()).size
-    assert size.logprobs == logprobs * size.prompt_tokens
+def test_requests_that_would_hold_the_loop_are_large(
+    fields: dict[str, object], large: bool, of_prompt: int
+) -> None:
+    """`of_prompt`: logprobs for each of its tokens, which count in its size."""
+    body = parse_body("/v1/completions", json.dumps({"user": "a" * 40, **fields}).encode())
+    assert body.large is large
+    assert body.size.logprobs == of_prompt * body.size.prompt_tokens
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "a\nb", "a\x1b[2Jb", "a b", "\ud800", "\xe9", "a/b"])

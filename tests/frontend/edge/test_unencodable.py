@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import ProtocolError
-from pdserve.messages import Submit
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.sims import sim_engines
@@ -98,17 +95,6 @@ async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(grap
             again = await complete(graph)
             assert again.status_code == 200
     await core.idle()
-
-
-async def test_a_stream_holds_when_a_message_cannot_be_encoded() -> None:
-    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
-        with pytest.raises(ProtocolError):
-            await client.send(Submit("r", [HUGE], 0.0, []))
-        await client.send(Submit("s", [1], 0.0, []))
-        async with asyncio.timeout(5):
-            _, message = await anext(aiter(server.received()))
-        assert isinstance(message, Submit)
-        assert message.request_id == "s"
 
 
 @pytest.mark.parametrize("stream", [False, True])

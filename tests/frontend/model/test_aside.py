@@ -90,13 +90,6 @@ async def test_a_large_request_of_which_the_client_leaves_is_cancelled(graph: Gr
     await until(lambda: graph.models.find("demo").running == 0)
 
 
-async def test_a_large_request_ends_at_its_deadline(graph: Graph, aside: None) -> None:
-    async with graph.worker(pace=None) as worker:
-        answer = await complete(graph, headers={"x-request-timeout": "0.5"})
-        assert answer.status_code == 504
-        await worker.until(lambda: worker.cancelled)
-
-
 async def test_the_loop_goes_on_while_the_logprobs_of_a_prompt_are_written(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:

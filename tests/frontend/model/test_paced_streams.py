@@ -54,14 +54,13 @@ class Client:
 
 @asynccontextmanager
 async def streaming(
-    graph: Graph, path: str = "/v1/completions", body: dict[str, object] | None = None, **headers: str
+    graph: Graph, path: str = "/v1/completions", body: dict[str, object] | None = None
 ) -> AsyncIterator[Client]:
-    client, named = Client(), {name.replace("_", "-"): value for name, value in headers.items()}
-    asked = {**(body or completion(max_tokens=20)), "stream": True}
+    client, asked = Client(), {**(body or completion(max_tokens=20)), "stream": True}
 
     async def ask() -> None:
         with suppress(httpx.HTTPError):
-            async with graph.http.stream("POST", path, json=asked, headers=named) as answer:
+            async with graph.http.stream("POST", path, json=asked) as answer:
                 await client.read(answer)
 
     reading = asyncio.create_task(ask())
@@ -115,12 +114,6 @@ async def test_the_first_token_waits_for_the_second_and_the_others_for_the_end(g
         assert client.text == await text_of(graph, continuation(PROMPT, 20))
 
 
-async def test_the_first_token_leaves_alone_when_its_time_is_up(graph: Graph) -> None:
-    async with graph.worker(slo=Promised(1.0, 3600.0), pace=None) as worker, streaming(graph) as client:
-        await come(graph, worker, 1)
-        await until(lambda: client.tokens == 1)
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -157,17 +150,6 @@ async def test_an_error_comes_behind_all_tokens(graph: Graph, body: dict[str, ob
         await client.end()
         assert client.text == await text_of(graph, continuation(PROMPT, 5))
         assert "no more" in client.events[-1]["error"]["message"]
-
-
-async def test_a_deadline_comes_behind_all_tokens(graph: Graph) -> None:
-    async with (
-        graph.worker(slo=FOR_EVER, pace=None) as worker,
-        streaming(graph, x_request_timeout="2") as client,
-    ):
-        await come(graph, worker, 5)
-        await client.end()
-        assert client.text == await text_of(graph, continuation(PROMPT, 5))
-        assert client.events[-1]["error"]["code"] == 504
 
 
 async def test_the_reserve_goes_on_to_another_worker(graph: Graph) -> None:

@@ -65,15 +65,6 @@ def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
     assert paced[-1] == arrivals[-1]
 
 
-@pytest.mark.parametrize("stall", [0.06, 0.1, 0.14])
-def test_the_first_gap_is_kept_where_the_second_token_is_late(stall: float) -> None:
-    arrivals = come(0.01, stalls={1: stall})
-    paced = left(CHAT, arrivals)
-    assert longest(arrivals) > 0.06
-    assert longest(paced) <= 0.06
-    assert paced[0] == arrivals[1], "the first waits for the second"
-
-
 @pytest.mark.parametrize("promised", [CHAT, AGENT, RAG, Promised(gap=0.06)])
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_comes_no_answer_ends_later_and_no_gap_grows_beyond_the_pace(

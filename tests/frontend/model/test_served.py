@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from pdserve.frontend.model.processor import serve_model
 from pdserve.frontend.model.served_model import UNKNOWN_SECONDS
 from pdserve.messages import Load, WorkerLoad
-from pdserve.records import ModelCard, Role, encode_record
+from pdserve.records import Role, encode_record
 from pdserve.registry import keys
 from pdserve.slo import Promised
 from pdserve.stream.archives import archive_name, pack_model
@@ -58,21 +58,6 @@ async def test_two_models_at_once(graph: Graph) -> None:
     )
     await until(lambda: "org/other" not in [card.name for card in graph.models.listed()])
     assert "org/other" not in await names(graph)
-
-
-async def test_a_card_that_cannot_be_used_keeps_no_other_model_out(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warn = graph.models._warn_if_mixed
-
-    def fail(name: str, cards: list[tuple[str, ModelCard]]) -> None:
-        if name == "a-bad-card":
-            raise KeyError("not expected")
-        warn(name, cards)
-
-    monkeypatch.setattr(graph.models, "_warn_if_mixed", fail)
-    async with graph.worker("a-bad-card", connected=False), graph.worker("after-it"):
-        assert "after-it" in await names(graph)
 
 
 async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
