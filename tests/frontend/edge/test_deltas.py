@@ -21,6 +21,7 @@ from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, address_of, in_session
 from tests.frontend.edge.test_sockets import ask, client, read
 from tests.frontend.model.echo import EchoWorker, Step
+from tests.frontend.test_generate import delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hello", "stream": True}
@@ -75,48 +76,61 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 class Answer:
-    """A raw answer as it comes, without its time."""
+    """A stream, read as it comes."""
 
-    def __init__(self, graph: Graph, body: dict[str, Any]) -> None:
-        self._parts: list[bytes] = []
-        self._more = asyncio.Event()
+    def __init__(self, graph: Graph, body: dict[str, Any], **headers: str) -> None:
+        self._raw, self._more = bytearray(), asyncio.Event()
         self._chat = "messages" in body
-        self._reading = asyncio.create_task(self._read(graph, body))
+        self._reading = asyncio.create_task(self._read(graph, body, headers))
         self._reading.add_done_callback(lambda _: self._more.set())
         self.over = self._reading.done
 
-    async def _read(self, graph: Graph, body: dict[str, Any]) -> None:
-        path, headers = "/v1/chat/completions" if self._chat else "/v1/completions", {"x-request-id": "same"}
+    async def _read(self, graph: Graph, body: dict[str, Any], headers: dict[str, str]) -> None:
+        path = "/v1/chat/completions" if self._chat else "/v1/completions"
         async with graph.http.stream("POST", path, json=body, headers=headers) as answer:
             async for part in answer.aiter_raw():
-                self._parts.append(part)
+                self._raw += part
                 self._more.set()
 
     @property
-    def events(self) -> int:
-        return b"".join(self._parts).count(b"\n\ndata:") + bool(self._parts)
+    def events(self) -> list[dict[str, Any]]:
+        """Those that are objects."""
+        lines = self._raw.rpartition(b"\n")[0].splitlines()
+        return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for text in map(delta, self.events) if text]
+
+    def _count(self) -> int:
+        return self._raw.count(b"\n\ndata:") + bool(self._raw)
 
     async def step(self, worker: EchoWorker, *, surely: bool = True) -> None:
         """The next one begins when what this one brings has come: tokens of two steps are not merged. Not `surely`: it
         may bring nothing."""
-        begins = self._chat and not self._parts  # with the role
-        expected = self.events + len(worker.jobs) * (1 + begins)
+        begins = self._chat and not self._raw  # with the role
+        expected = self._count() + len(worker.jobs) * (1 + begins)
         await worker.step()
         with suppress(TimeoutError):
             async with asyncio.timeout(60 if surely else 0.03):
-                while self.events < expected and not self.over():
+                while self._count() < expected and not self.over():
                     self._more.clear()
                     await self._more.wait()
 
     async def whole(self) -> bytes:
+        """Without its time."""
         await self._reading
-        return re.sub(rb'"created":\d+', b'"created":0', b"".join(self._parts))
+        return re.sub(rb'"created":\d+', b'"created":0', self._raw)
+
+    async def leave(self) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
 
 
 async def stream(
     graph: Graph, worker: EchoWorker, body: dict[str, Any], *, fail_after: int = 99, surely: bool = True
 ) -> bytes:
-    answer, steps = Answer(graph, body), 0
+    answer, steps = Answer(graph, body, **{"x-request-id": "same"}), 0
     await worker.until(lambda: len(worker.jobs) == body.get("n", 1) or answer.over())
     while worker.jobs and not answer.over():
         if steps == fail_after:
