@@ -1,4 +1,4 @@
-"""Streams in plain and with TLS behind one fixture, on both event loops."""
+"""Streams in plain and with TLS behind one fixture, on the event loop of the roles."""
 
 import asyncio
 import ssl
@@ -64,5 +64,4 @@ def wire(request: pytest.FixtureRequest, credentials: Credentials) -> Wire:
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Roles run on uvloop."""
-    return {"asyncio": asyncio.SelectorEventLoop, "uvloop": Loop}
+    return {"uvloop": Loop}

@@ -4,7 +4,6 @@ import asyncio
 import random
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -19,8 +18,6 @@ from tests.conditions import until
 from tests.stream.conftest import HOST
 from tests.stream.raw import client_hello, frame, raw, relay
 from tests.tcp import of_another_graph, without_certificate
-
-pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 GREETS = frame(GREETING + b" stranger")
 
@@ -66,25 +63,6 @@ async def test_a_worker_of_another_graph_gets_nothing(
         await until(lambda: bool(server._refused))
         assert not server._frontends
     assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
-
-
-async def test_a_frontend_that_is_refused_is_told(
-    credentials: Credentials, strangers: Credentials, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One that would trust the worker."""
-
-    class Gullible(Credentials):
-        def client_context(self) -> ssl.SSLContext:
-            return of_another_graph(strangers)
-
-    caplog.set_level("INFO")
-    async with TcpStreamServer(HOST, credentials) as server:
-        started = time.monotonic()
-        with pytest.raises(PeerGone):
-            async with TcpStreamClient(server.address, "f", Gullible(credentials.folder)):
-                pass
-        assert time.monotonic() - started < tcp.CONNECT_WITHIN / 2
-    assert "TLSV1_ALERT_UNKNOWN_CA" in caplog.text
 
 
 @pytest.mark.parametrize("server_has", [True, False])
