@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.credentials import Credentials
 from pdserve.registry.base import Registry
-from pdserve.registry.etcd import EtcdRegistry
+from pdserve.registry.etcd import LEASE_TTL, EtcdRegistry
 from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import etcd_server, kill, restart
 
@@ -49,7 +49,7 @@ class EtcdStage(Stage):
         self.server = etcd_server(state_dir, credentials=credentials)
         self.credentials = credentials
 
-    def registry(self) -> Registry:
+    def registry(self) -> EtcdRegistry:
         return EtcdRegistry(self.server.url, "ns", TTL, credentials=self.credentials)
 
     async def down(self) -> None:
@@ -61,12 +61,12 @@ class EtcdStage(Stage):
         await restart(self.server)
 
 
-class _SharedEtcd(Stage):
-    def __init__(self, url: str, namespace: str) -> None:
-        self._url, self._namespace = url, namespace
+class SharedEtcd(Stage):
+    def __init__(self, url: str, namespace: str, ttl: int = LEASE_TTL) -> None:
+        self.url, self.namespace, self._ttl = url, namespace, ttl
 
-    def registry(self) -> Registry:
-        return EtcdRegistry(self._url, self._namespace)
+    def registry(self) -> EtcdRegistry:
+        return EtcdRegistry(self.url, self.namespace, self._ttl)
 
     async def down(self) -> None:
         raise NotImplementedError("other tests use it")
@@ -78,11 +78,15 @@ class _SharedEtcd(Stage):
 @pytest.fixture(params=["memory", "etcd"])
 def stage(request: pytest.FixtureRequest, namespace: str) -> Stage:
     """For the registry in memory no server is started."""
-    return (
-        MemoryStage()
-        if request.param == "memory"
-        else _SharedEtcd(request.getfixturevalue("etcd_url"), namespace)
-    )
+    if request.param == "memory":
+        return MemoryStage()
+    return SharedEtcd(request.getfixturevalue("etcd_url"), namespace)
+
+
+@pytest.fixture
+def shared(etcd_url: str, namespace: str) -> SharedEtcd:
+    """Of which a test may harm its own keys and leases, which are short."""
+    return SharedEtcd(etcd_url, namespace, TTL)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import pytest
-
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Change
@@ -61,21 +59,6 @@ async def test_changes_are_yielded(stage: Stage) -> None:
         async with asyncio.timeout(5):
             while not view.instances():
                 await anext(changes)
-
-
-async def test_what_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    server = MemoryServer()
-    async with MemoryRegistry(server) as registry:
-        await registry.put(keys.instance(DECODE), encode_record(DECODE))
-        await registry.put("instances/decode/broken", b"{")
-        await registry.put(keys.setting("x"), b"\xff", leased=False)
-        await registry.put("elsewhere", b"ignored")
-        async with RegistryView(registry) as view:
-            assert view.instances() == [DECODE]
-            assert view.settings() == {}
-            await registry.put(keys.instance(DECODE), b"now broken")
-            await until(lambda: not view.instances())
-    assert "instances/decode/broken is left out" in caplog.text
 
 
 async def test_during_an_outage_it_stands_still() -> None:

@@ -48,7 +48,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine fifty TLS handshakes in one process take longer than a worker would be given."""
+    """On a busy machine many TLS handshakes in one process take longer than a worker would be given."""
     monkeypatch.setattr(tcp, "CONNECT_WITHIN", 60.0)
 
 
