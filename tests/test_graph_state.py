@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pdserve.messages import Hop, Load
-from pdserve.observe.graph_state import GraphState, detours, graph_state, moments, quantile, short_names
+from pdserve.observe.graph_state import GraphState, graph_state, moments, quantile, short_names
 from pdserve.records import Instance, Role
 from pdserve.watch import BUCKETS, MAX_REPORTED, TICK, LinkState, Receipt, Tick, Watched
 
@@ -97,11 +97,3 @@ def test_receipts_with_a_detour_are_kept_beyond_the_newest() -> None:
     fell = Receipt("fell", "a", "/", 500.0, hops=[Hop("fallback", 0.5, why="timeout")])
     found = state({"a": Watched(receipts=[*usual, fell])}).receipts
     assert [receipt.request_id for receipt in found[MAX_REPORTED - 1 :]] == [str(MAX_REPORTED - 1), "fell"]
-
-
-def test_detours_are_listed_the_newest_first() -> None:
-    migrated = Hop("migration", 2.0, why="decode-1 is gone")
-    fell = Hop("fallback", 0.5, why="timeout")
-    slow = Receipt("slow", "f", "/", 10.0, hops=[Hop("admission", 0.0, 1.0), migrated])
-    new = Receipt("new", "f", "/", 5.0, hops=[fell])
-    assert detours([slow, new, Receipt("plain", "f", "/", 1.0)]) == [(4.5, fell, new), (8.0, migrated, slow)]

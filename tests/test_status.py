@@ -1,7 +1,6 @@
 """What `pdserve status` shows of a graph."""
 
 import re
-from typing import Any
 
 import pytest
 
@@ -13,28 +12,22 @@ from tests.graph_states import lines_of, loaded
 GRAPH = GraphAddress("127.0.0.1:2379", "pdserve", "http://127.0.0.1:8000")
 
 
-@pytest.mark.parametrize(
-    ("what", "line"),
-    [
-        ({}, r"! 1 remote prefill of the last 30 s came to nothing"),
-        ({"down": True}, r"✗ decode-1 is down: killed by SIGKILL"),
-        ({"full": True}, r"✗ the prefill queue is full: 10 of 10"),
-        ({"slow": True}, r"✗ KV from prefill-1 to decode-0 is 400 times slower"),
-    ],
-)
-def test_problems_stand_above_the_processes(what: dict[str, Any], line: str) -> None:
-    lines = [line for line in lines_of(render(loaded(**what, workers=60), GRAPH), 80) if line.strip()]
-    assert re.search(line, lines[0])
-
-
-def test_a_process_that_is_down_has_its_host() -> None:
-    lines = lines_of(render(loaded(down=True), GRAPH), 200)
-    (row,) = [line for line in lines if line.lstrip().startswith("decode-1 ")]
-    assert re.search(r"waiting to restart \d", row)
-    assert row.endswith("127.0.0.1")
+def test_problems_stand_above_the_processes() -> None:
+    for what, first in (
+        (loaded(workers=60), r"! 1 remote prefill of the last 30 s came to nothing"),
+        (loaded(down=True, workers=60), r"✗ decode-1 is down: killed by SIGKILL"),
+    ):
+        lines = [line for line in lines_of(render(what, GRAPH), 80) if line.strip()]
+        assert re.search(first, lines[0])
 
 
 def test_the_parts_of_the_table_and_of_the_summary() -> None:
+    (row,) = (
+        each
+        for each in lines_of(render(loaded(down=True), GRAPH), 200)
+        if each.lstrip().startswith("decode-1 ")
+    )
+    assert re.search(r"waiting to restart \d.* 127\.0\.0\.1$", row)
     shown = "\n".join(lines_of(render(loaded(), GRAPH), 200))
     for line in (
         r"decode-0-cc +ready .* +demo +127\.0\.0\.1:10 +CPU +2 +1 +10% +65,536 +tcp://127\.0\.0\.1:10",
@@ -49,10 +42,7 @@ def test_the_parts_of_the_table_and_of_the_summary() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        *((0.0, "0.0 ms"), (0.00034, "0.3 ms"), (0.0421, "42 ms"), (0.9999, "1000 ms"), (1.25, "1.2 s")),
-        *((59.6, "60 s"), (119, "119 s"), (121, "2 min"), (7300, "2 h")),
-    ],
+    [(0.00034, "0.3 ms"), (0.0421, "42 ms"), (1.25, "1.2 s"), (119, "119 s"), (121, "2 min"), (7300, "2 h")],
 )
 def test_a_duration_has_the_unit_that_leaves_two_or_three_digits(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -72,17 +72,15 @@ async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.Lo
     await holds(lambda: runs <= 14)
 
 
-async def test_what_may_end_is_left_when_it_returned() -> None:
+async def test_what_may_end_is_left_when_it_returned_or_its_engine_is_dead() -> None:
     work = failing_once(lambda: asyncio.sleep(0))
     await asyncio.wait_for(tasks.forever(work, "work", until_done=True), 1)
 
-
-async def test_a_dead_engine_is_not_run_again() -> None:
-    async def work() -> None:
+    async def dead() -> None:
         raise EngineDead("dead")
 
     with pytest.raises(EngineDead):
-        await tasks.forever(work, "work")
+        await tasks.forever(dead, "work")
 
 
 async def test_work_that_is_one_life_of_many_may_return(
