@@ -9,7 +9,7 @@ import pytest
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
-from pdserve.queue import connect, server_info
+from pdserve.queue import connect
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
 from pdserve.supervisor.embedded import EmbeddedNats
@@ -19,7 +19,6 @@ from tests.queue.conftest import NatsOutage, Outage
 from tests.queue.requests import ids, publish, request
 from tests.queue.test_changed_by_hand import by_hand
 from tests.servers import hung, nats_server, restart
-from tests.tcp import tcp_server
 
 
 @pytest.mark.parametrize(
@@ -185,18 +184,6 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=rf"{server.url} runs without JetStream"):
             async with connect(server.url, "ns", "m"):
                 pass
-
-
-async def test_what_a_server_says_of_itself(nats_url: str) -> None:
-    assert (await server_info(nats_url))["jetstream"]
-
-    async def other(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400\r\n")
-        writer.close()
-
-    async with tcp_server(other) as port:
-        with pytest.raises(OSError, match="no NATS server"):
-            await server_info(f"nats://127.0.0.1:{port}")
 
 
 async def test_a_late_answer_to_a_ping_is_no_end_of_reading(
