@@ -146,33 +146,27 @@ def test_a_graph_that_can_be_served_is_ok(tmp_path: Path) -> None:
     assert unknown.text.startswith("It cannot be said whether it fits: nobody/nothing-of-the-kind is not in")
 
 
-def test_a_busy_port_and_a_state_directory_that_cannot_be_used_fail(tmp_path: Path) -> None:
+def test_a_state_directory_that_cannot_be_used_fails(tmp_path: Path) -> None:
     plan = plan_of(graph(tmp_path))
-    assert plan.config.frontend is not None
-    with socket.create_server(("127.0.0.1", plan.config.frontend.port)):
-        (busy,) = refusals(plan)
-    assert f"Port {plan.config.frontend.port} on 127.0.0.1 is held by" in busy
     (tmp_path / "state").write_text("a file")
     (unusable,) = refusals(plan)
     assert unusable == f"The state directory {tmp_path / 'state'} cannot be written (Graph: state-dir)."
 
 
-def test_ports_of_roles_that_run_alone_here_are_their_own(tmp_path: Path) -> None:
-    plan = plan_of(graph(tmp_path))
+def test_busy_ports_fail_but_those_of_this_graph_and_of_roles_that_run_here(tmp_path: Path) -> None:
+    file = graph(tmp_path)
+    plan = plan_of(file)
     role = Instance("decode-0-ab", Role.DECODE, host="127.0.0.1", pid=os.getpid())
     with socket.create_server(("127.0.0.1", plan.workers[0].slot.kv_port)):
         assert [finding.grade for finding in check_ports(plan)] == ["fail"]
         assert [finding.grade for finding in check_ports(plan, [role])] == ["ok"]
-
-
-def test_ports_of_the_running_graph_of_this_file_are_its_own(tmp_path: Path) -> None:
-    file = graph(tmp_path)
-    plan = plan_of(file)
     record = GraphRecord(os.getpid(), str(file.resolve()), "demo", "pdserve", "", "")
-    plan.config.state_dir.mkdir()
-    state.write(plan.config.state_dir, record)
     assert plan.config.frontend is not None
     with socket.create_server(("127.0.0.1", plan.config.frontend.port)):
+        (busy,) = refusals(plan)
+        assert f"Port {plan.config.frontend.port} on 127.0.0.1 is held by" in busy
+        plan.config.state_dir.mkdir()
+        state.write(plan.config.state_dir, record)
         assert refusals(plan) == []
         state.write(plan.config.state_dir, msgspec.structs.replace(record, config="/another.yaml"))
         (other,) = refusals(plan)

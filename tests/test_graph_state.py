@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pdserve.messages import Hop, Load
+from pdserve.messages import Hop
 from pdserve.observe.graph_state import GraphState, graph_state, moments, quantile, short_names
-from pdserve.records import Instance, Role
-from pdserve.watch import BUCKETS, MAX_REPORTED, TICK, LinkState, Receipt, Tick, Watched
+from pdserve.records import Instance
+from pdserve.watch import BUCKETS, MAX_REPORTED, TICK, Receipt, Tick, Watched
 
 
 def histogram(*seconds: float) -> list[int]:
@@ -53,26 +53,6 @@ def test_a_frontend_with_other_buckets_counts_for_nothing_but_rates() -> None:
     (now,) = moments([[Tick(requests=1, ttft=[1, 2])], [Tick(requests=1, ttft=histogram(0.02))]])
     assert now.requests == 2 / TICK
     assert now.ttft_p50 == pytest.approx(0.02)
-
-
-def test_processes_that_do_not_answer_are_there_without_a_load() -> None:
-    silent, good = Instance("decode-0-a", Role.DECODE), Instance("decode-1-b", Role.DECODE)
-    links = [LinkState("prefill-0-c", "kv")]
-    found = state({good.id: Watched(Load(queue_depth=3, queue_limit=10), links)}, silent, good)
-    assert [(each.instance, each.load, each.links) for each in found.instances] == [
-        (silent, None, []),
-        (good, Load(queue_depth=3, queue_limit=10), links),
-    ]
-    assert (found.queue_depth, found.queue_limit) == (3, 10)
-    assert state({}, silent).moments == []
-
-
-def test_instances_are_in_the_order_of_roles_and_numbers() -> None:
-    ids = ["prefill-0-a", "both-0-a", "decode-10-a", "decode-2-b", "frontend-1-f", "frontend-0-0", "decode"]
-    found = state({}, *(Instance(name, Role(name.partition("-")[0])) for name in ids))
-    assert [each.instance.id for each in found.instances] == [
-        *("frontend-0-0", "frontend-1-f", "decode", "decode-2-b", "decode-10-a", "both-0-a", "prefill-0-a")
-    ]
 
 
 def test_a_short_name_stands_for_one_instance() -> None:

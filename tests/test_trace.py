@@ -4,14 +4,9 @@ import re
 
 from msgspec.structs import replace
 
-from pdserve.cli.trace import matching, not_found, requests, trace, way
+from pdserve.cli.trace import matching, not_found, requests, way
 from pdserve.command import command
-from pdserve.watch import HOPS
 from tests.graph_states import FELL, SLOW, lines_of
-
-
-def test_the_help_has_each_part_of_a_way() -> None:
-    assert re.findall(r"^      ([a-z-]+) {2,}", trace.__doc__ or "", re.MULTILINE) == list(HOPS)
 
 
 def test_the_way_of_a_request_is_its_receipt_and_a_line_for_each_hop() -> None:
