@@ -1,15 +1,18 @@
 """Both implementations behind one fixture. Each registry is what one process has."""
 
+import asyncio
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from pdserve.credentials import Credentials
-from pdserve.registry.base import Registry
+from pdserve.registry.base import Change, Registry, apply
 from pdserve.registry.etcd import LEASE_TTL, EtcdRegistry
+from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import etcd_server, kill, restart
 
@@ -101,3 +104,34 @@ async def etcd_stage(tmp_path: Path, credentials: Credentials) -> AsyncIterator[
 def outage(request: pytest.FixtureRequest) -> Stage:
     etcd: Stage | None = request.getfixturevalue("etcd_stage") if request.param == "etcd" else None
     return etcd or MemoryStage()
+
+
+class Following:
+    """A watch, followed in the background."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, bytes] | None = None
+        self.changes: list[Change] = []
+
+    async def follow(self, registry: Registry, prefix: str) -> None:
+        async for changes in registry.watch(prefix):
+            self.state = self.state or {}
+            apply(changes, self.state)
+            self.changes += changes
+
+    async def until(self, state: dict[str, bytes], within: float = 30.0) -> None:
+        await until(lambda: self.state == state, within)
+
+
+@asynccontextmanager
+async def following(registry: Registry, prefix: str = "") -> AsyncIterator[Following]:
+    """Entered when the present state has been read."""
+    followed = Following()
+    task = asyncio.create_task(followed.follow(registry, prefix))
+    try:
+        await until(lambda: followed.state is not None or task.done())
+        yield followed
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -14,8 +14,7 @@ from pdserve.registry.base import Change
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.supervisor.embedded import EmbeddedServer
 from tests.conditions import until
-from tests.registry.conftest import TTL
-from tests.registry.following import following
+from tests.registry.conftest import TTL, following
 from tests.servers import hung, kill, pid_of, restart
 
 

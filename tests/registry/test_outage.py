@@ -13,8 +13,7 @@ from pdserve.registry import connect, etcd, etcd_session
 from pdserve.registry.base import Change
 from pdserve.registry.etcd_session import EtcdSession, SessionLost
 from tests.conditions import until
-from tests.registry.conftest import TTL, EtcdStage, SharedEtcd, Stage
-from tests.registry.following import following
+from tests.registry.conftest import TTL, EtcdStage, SharedEtcd, Stage, following
 from tests.servers import hung
 
 
