@@ -12,9 +12,9 @@ import pytest
 
 from pdserve.messages import Load
 from pdserve.observe import pages
-from pdserve.observe.pages import read_loads, read_receipts, read_watched, serve_pages
+from pdserve.observe.pages import read_loads, read_watched, serve_pages
 from pdserve.records import Instance, Role
-from pdserve.watch import MAX_REPORTED, Receipt, Watched
+from pdserve.watch import MAX_REPORTED, Watched
 from tests.conditions import until
 
 
@@ -32,26 +32,6 @@ async def test_a_process_reports_its_metrics_and_its_load(host: str) -> None:
         assert set(told) == {"a", "b"}
         assert told["a"].load.running > 0
         assert (await read_loads([instance("a", page.metrics)]))["a"].tokens == 7
-
-
-async def test_a_receipt_is_found_at_the_process_that_has_it() -> None:
-    kept = [Receipt("a b/c", "frontend-1", "/v1/completions", 1.0, key=key) for key in ("k & l", "")]
-    older = Receipt("a b/c", "frontend-0", "/v1/completions", 2.0)
-
-    def tell(limit: int, key: str | None, request_id: str) -> list[Receipt]:
-        return [told for told in kept if key in (None, told.key) and request_id in ("", told.request_id)][
-            :limit
-        ]
-
-    with serve_pages("127.0.0.1") as one, serve_pages("127.0.0.1") as two:
-        one.receipts, two.receipts = lambda *asked: [older], tell
-        frontends = [instance("one", one.metrics), instance("two", two.metrics)]
-        assert await read_receipts(frontends, 1, request_id="a b/c") == kept[:1]
-        assert await read_receipts(frontends[1:], 1, request_id="a") == []
-        assert await read_receipts(frontends, 9) == [*kept, older]
-        assert await read_receipts(frontends[1:], 9, "") == kept[1:]
-        assert await read_receipts(frontends[1:], 9, "k & l", "a b/c") == kept[:1]
-        assert await read_receipts(frontends[1:], 1) == kept[:1]
 
 
 async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

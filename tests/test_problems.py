@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
-from pdserve.observe.problems import Node, Problem, nodes, problems
+from pdserve.observe.problems import Node, Problem, duration, nodes, problems
 from pdserve.records import Instance, Role, SlotState
 from pdserve.watch import Gone, LinkState, Outage, Receipt, Tick, Watched
 
@@ -222,3 +222,11 @@ def test_a_process_that_may_not_register_says_why() -> None:
     shown = [problem for problem in found(state(slots=[refused])) if "decode-2-d2" in problem.about]
     text = "decode-2-d2 is not registered: pdserve 0.3 (wire 3) cannot work beside"
     assert shown == [Problem("bad", text, ["decode-2-d2"])]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00034, "0.3 ms"), (0.0421, "42 ms"), (1.25, "1.2 s"), (119, "119 s"), (121, "2 min"), (7300, "2 h")],
+)
+def test_a_duration_has_the_unit_that_leaves_two_or_three_digits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

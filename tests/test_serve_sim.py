@@ -103,12 +103,16 @@ def test_the_banner_has_commands_that_work_as_typed(graph: KeyedServe) -> None:
 
 def test_status_lists_all_instances(graph: KeyedServe) -> None:
     state = json.loads(graph.pdserve("status", "--json").stdout)
+    keys = "etcd namespace url queue_depth queue_limit instances models slots settings moments receipts outages gone"
+    assert set(state) == set(keys.split())
     roles = [instance["role"] for instance in state["instances"]]
     assert roles == ["frontend", "frontend", "decode", "decode", "prefill"]
     assert state["url"] == graph.url
     assert [len(cards) for cards in state["models"].values()] == [3], "the prefill worker keeps a copy"
     table = graph.pdserve("status", "-f", str(graph.file)).stdout
-    assert all(instance["id"] in table for instance in state["instances"])
+    for instance in state["instances"]:
+        assert re.search(rf"^ *{instance['id']} +ready ", table, re.M), table
+    assert re.search(r"model +demo, 2 decode workers", table)
 
 
 def test_nothing_listens_but_what_is_known(graph: KeyedServe) -> None:
