@@ -137,8 +137,7 @@ def test_a_wrong_command_line_is_a_sentence_and_exit_code_2(
 
 def test_a_plan_is_a_table_or_json(pdserve: Run) -> None:
     result = pdserve("plan", "-f", LOCAL)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "decode-0" in result.stdout
+    assert (result.returncode, result.stderr, "decode-0" in result.stdout) == (0, "", True)
     plan = json.loads(pdserve("plan", "-f", LOCAL, "--json").stdout)
     assert plan["fits"] is True
     assert [worker["name"] for worker in plan["workers"]] == ["decode-0", "prefill-0"]
@@ -204,16 +203,6 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     assert (away.returncode, "no etcd answers at 127.0.0.1:1" in away.stderr) == (1, True)
     empty = pdserve("status", "--etcd", etcd_url, "--namespace", namespace)
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
-
-
-def test_set_shows_writes_and_unsets(pdserve: Run, etcd_url: str, namespace: str) -> None:
-    where = ("--etcd", etcd_url, "--namespace", namespace)
-    assert "router = (as in the file)" in pdserve("set", *where).stdout
-    result = pdserve("set", "max_local_prefill_length=7", "router=least-loaded", *where)
-    assert result.returncode == 0
-    assert "policy = threshold, since max-local-prefill-length is set " in result.stdout
-    assert "max-local-prefill-length = 7 " in pdserve("set", *where).stdout
-    assert "router = (as in the file)" in pdserve("set", "--unset", "router", *where).stdout
 
 
 def test_credentials_are_made_and_not_lost(pdserve: Run, tmp_path: Path) -> None:

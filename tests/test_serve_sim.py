@@ -111,7 +111,7 @@ def test_status_lists_all_instances(graph: KeyedServe) -> None:
     assert [len(cards) for cards in state["models"].values()] == [3], "the prefill worker keeps a copy"
     table = graph.pdserve("status", "-f", str(graph.file)).stdout
     for instance in state["instances"]:
-        assert re.search(rf"^ *{instance['id']} +ready ", table, re.M), table
+        assert re.search(rf"^ *{instance['id']} +ready\b", table, re.M), table
     assert re.search(r"model +demo, 2 decode workers", table)
 
 

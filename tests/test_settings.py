@@ -44,14 +44,6 @@ def test_what_is_no_number_is_refused() -> None:
             ],
         ),
         (
-            PROMISED,
-            {"slo-gap": "60"},
-            [
-                "slo-gap = 60ms; '60', which was set, is ignored: it takes a duration with its unit, 1ms to "
-                "3600s, as in 500ms or 2s, or off"
-            ],
-        ),
-        (
             of_files([ADAPTIVE, THRESHOLD]),
             {"policy": "adaptive"},
             ["policy = adaptive (file: adaptive or threshold)"],

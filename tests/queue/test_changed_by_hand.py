@@ -147,13 +147,3 @@ async def test_a_stream_of_another_storage_is_used_as_it_is(nats_url: str, names
             numbers = iter(range(1000))
             await until(lambda: goes_on(decode, prefill, f"after-{next(numbers)}"))
             assert (await js.stream_info(stream)).config.storage == StorageType.FILE
-
-
-async def test_after_a_purge_the_depth_is_true(nats_url: str, namespace: str) -> None:
-    async with nats_queues(nats_url, namespace) as own:
-        decode, prefill = await own(), await own()
-        await publish(decode, "a", "b")
-        async with by_hand(nats_url, namespace) as (js, stream):
-            await js.purge_stream(stream)
-        await until(lambda: decode.depth == 0)
-        assert await goes_on(decode, prefill, "c")
