@@ -43,6 +43,7 @@ def test_what_is_no_number_is_refused() -> None:
                 f"{LENGTH} = 512; '\uff15', which was set, is ignored: it takes a whole number from 0 to 2147483647"
             ],
         ),
+        (PROMISED, {"slo-gap": "off"}, ["slo-gap = off (file: 60ms)"]),
         (
             of_files([ADAPTIVE, THRESHOLD]),
             {"policy": "adaptive"},
