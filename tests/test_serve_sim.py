@@ -32,7 +32,7 @@ Frontend: {{served_model_name: demo, port: {port}, ServiceArgs: {{workers: 2}}}}
 """
 KEYS = {
     "alice": "{key: sk-alice-0123456789, requests-per-minute: 30}",
-    "bob": "{key: sk-bob-0123456789ab}",
+    "bob": "{key: sk-bob-0123456789ab, admin: true}",
     "carol": "{key: sk-carol-0123456789}",
 }
 ALICE, BOB, CAROL = (re.findall("sk-[^,}]+", key)[0] for key in KEYS.values())
