@@ -92,17 +92,9 @@ async def pulled(queue: PrefillQueue) -> Delivery:
 
 @pytest.mark.timeout(300)
 async def test_the_loss_of_a_leader_loses_no_request(nats_cluster: NatsCluster) -> None:
-    """Of the stream, or of its consumer; killed or hung. What was queued stays, and acks of that time arrive. A stream
-    of one server gets its replicas when they are asked for, and keeps what is in it."""
-    async with nats_queues(nats_cluster.members[0].url, "ns", nats_cluster.credentials) as alone:
-        queue = await alone()
-        old = await stored(queue, "a")
-        assert await nats_cluster.replicas(queue) == 1
+    """Of the stream, or of its consumer; killed or hung. What was queued stays, and acks of that time arrive."""
     async with nats_cluster.queues() as queues:
         decode, prefill = await queues(), await queues()
-        delivery = await pulled(prefill)
-        assert delivery.request.request_id == old
-        await delivery.ack()
         for what, harm in (("STREAM", killed), ("CONSUMER", hung)):
             await until(lambda: nats_cluster.whole(decode), 60)
             await stored(decode, f"{what} held")
@@ -126,3 +118,20 @@ async def killed(member: NatsMember) -> AsyncIterator[None]:
     await kill(member)
     yield
     await restart(member)
+
+
+async def test_the_stream_gets_the_replicas_that_are_asked_for(nats_cluster: NatsCluster) -> None:
+    async with (
+        nats_queues(nats_cluster.members[0].url, "ns", nats_cluster.credentials) as alone,
+        nats_cluster.queues() as queues,
+    ):
+        decode = await alone()
+        old = await stored(decode, "a")
+        assert await nats_cluster.replicas(decode) == 1
+        await queues()
+        await until(lambda: replicated(nats_cluster, decode))
+        assert (await pulled(decode)).request.request_id == old
+
+
+async def replicated(servers: NatsCluster, queue: PrefillQueue) -> bool:
+    return await servers.replicas(queue) == 3

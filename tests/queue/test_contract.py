@@ -96,20 +96,32 @@ async def test_pull_of_an_empty_queue_takes_as_long_as_it_may(queues: Queues) ->
     assert await prefill.pull(4, 0) == []
 
 
-async def test_an_ack_ends_a_request_progress_keeps_it_and_silence_loses_it(queues: Queues) -> None:
-    decode, worker, other = await queues(), await queues(), await queues()
-    await publish(decode, "acked", "kept", "lost")
-    acked, kept, _ = await worker.pull(3, 1)
-    await acked.ack()
-    started, came = time.monotonic(), 0.0
-    while (passed := time.monotonic() - started) < 1.6 * ACK_WAIT:
-        for delivery in await other.pull(5, ACK_WAIT / 3):
-            assert (delivery.request.request_id, delivery.redelivered, came) == ("lost", True, 0.0)
-            await delivery.ack()
-            came = passed
-        await kept.in_progress()
-    assert came > 0.5 * ACK_WAIT
-    await kept.ack()
+async def test_a_silent_worker_loses_its_request(queues: Queues) -> None:
+    decode, silent, other = await queues(), await queues(), await queues()
+    await publish(decode, "r")
+    await silent.pull(1, 1)
+    started = time.monotonic()
+    (delivery,) = await other.pull(1, 30)
+    assert delivery.redelivered
+    assert time.monotonic() - started > ACK_WAIT * 0.8
+
+
+async def test_what_is_acked_never_comes_back(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    await publish(decode, "r")
+    (delivery,) = await prefill.pull(1, 1)
+    await delivery.ack()
+    assert await prefill.pull(1, ACK_WAIT + 0.5) == []
+
+
+async def test_progress_keeps_a_request(queues: Queues) -> None:
+    decode, busy, other = await queues(), await queues(), await queues()
+    await publish(decode, "r")
+    (delivery,) = await busy.pull(1, 1)
+    for _ in range(3):
+        assert await other.pull(1, ACK_WAIT / 2) == []
+        await delivery.in_progress()
+    await delivery.ack()
 
 
 async def test_what_is_given_back_comes_at_once(queues: Queues) -> None:
