@@ -107,12 +107,12 @@ class FrontendStream(Lifetime):
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         async with self.client:
-            reader = asyncio.create_task(self._read())
+            self.reader = asyncio.create_task(self._read())
             try:
                 yield
             finally:
-                reader.cancel()
-                await asyncio.gather(reader, return_exceptions=True)
+                self.reader.cancel()
+                await asyncio.gather(self.reader, return_exceptions=True)
 
     async def _read(self) -> None:
         async for message in self.client.received():

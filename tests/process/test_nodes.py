@@ -43,7 +43,7 @@ class Host(Generic[Side]):
 
     def __init__(self, server: MemoryServer, side: Callable[[Registry], Side]) -> None:
         self.registry = MemoryRegistry(server)
-        self.side = side(self.registry)
+        self.side: Side = side(self.registry)
         self.met, self.left = asyncio.Event(), asyncio.Event()
 
     async def live(self) -> None:

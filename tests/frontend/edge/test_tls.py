@@ -173,11 +173,12 @@ def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) 
             ServerCertificate(chain, key).context()
     with pytest.raises(ConfigError, match=r"expired on 20.*: renew it"):
         made(tmp_path / "old", -timedelta(days=1)).context()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="is not valid before"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv(clock.VARIABLE, str(-(2**31)))
-        good.context()
-    key = load_pem_private_key(good.key.read_bytes(), None)
-    encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+        with pytest.raises(ConfigError, match="is not valid before"):
+            good.context()
+    private = load_pem_private_key(good.key.read_bytes(), None)
+    encrypted = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     good.key.write_bytes(encrypted)
     with pytest.raises(ConfigError, match="is encrypted"):
         good.context()

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -131,7 +132,7 @@ TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
         ({"n": 64, "vllm_xargs": {"a": "x" * 1_000_000}}, "in all outputs; they may have 33554432"),
     ],
 )
-async def test_what_its_outputs_multiply_is_bounded(graph: Graph, asked: dict[str, object], why: str) -> None:
+async def test_what_its_outputs_multiply_is_bounded(graph: Graph, asked: dict[str, Any], why: str) -> None:
     """Logprobs of prompts, and parameters, which each output takes along to a worker."""
     async with graph.worker() as worker:
         answer = await complete(graph, temperature=0.5, max_tokens=1, **asked)

@@ -49,7 +49,7 @@ def test_bad_words_of_several_tokens_look_back(words: list[list[int]], expected:
 
 
 def test_first_attempt_is_unchanged_but_for_prompt_and_id() -> None:
-    transfers = {"kv_transfer_params": {}, "ec_transfer_params": {}}
+    transfers: dict[str, object] = {"kv_transfer_params": {}, "ec_transfer_params": {}}
     original = request(seed=5, min_tokens=4, prompt_logprobs=1, extra_args={"a": 1, **transfers})
     there = sent(original, [])
     params = there.sampling_params

@@ -228,7 +228,11 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
 async def test_without_a_worker_until_the_deadline(graph: Graph) -> None:
     async with graph.worker():
         pass
-    prompts = {"completions": completion(), "chat/completions": chat(), "responses": {"input": "hello"}}
+    prompts: dict[str, dict[str, object]] = {
+        "completions": completion(),
+        "chat/completions": chat(),
+        "responses": {"input": "hello"},
+    }
     asked = [
         graph.http.post(
             f"/v1/{path}",
