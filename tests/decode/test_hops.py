@@ -141,6 +141,20 @@ async def test_a_prompt_that_waits_in_an_engine(
     assert hops[0].seconds >= BRIEF
 
 
+async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph, frontend: FrontendStream) -> None:
+    """From one prefill worker, which had it for a while, to another one."""
+    acted = await graph.act_prefill()
+    before = counted("pdserve_prefill_queue_wait_seconds_count")
+    request = await frontend.submit(LONG)
+    (delivery,) = await acted.pull()
+    await acted.start(request, delivery.queued)
+    await graph.prefill()
+    hops = hops_of(await frontend.end_of(request))
+    assert shown(hops)[:3] == ["queue long", "prefill prefill-x", "prefill prefill-0"]
+    assert hops[1].seconds > 0.3, "until the queue gave it to another one"
+    assert counted("pdserve_prefill_queue_wait_seconds_count") == before, "nothing is counted twice"
+
+
 @pytest.mark.parametrize(
     ("pulled", "queued", "computed", "expected"),
     [

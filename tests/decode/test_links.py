@@ -1,5 +1,7 @@
 """What a decode worker reports of its links to prefill workers, and of its connection to NATS."""
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client import REGISTRY
 
@@ -52,6 +54,19 @@ async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_trie
     prefill.life.cancel()
     await until(lambda: links(graph).keys() == {"prefill-1"})
     await until(lambda: handshake_failures("prefill-0") is None)
+
+
+async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
+    """Within a few requests, beside one that was as slow before."""
+    for number in range(3):
+        await frontend.ask([number, *LONG])
+    before = links(graph)["prefill-0"]
+    graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.5)
+    for number in range(3, 5):
+        await frontend.ask([number, *LONG])
+    after = links(graph)["prefill-0"]
+    assert (after.pull_seconds or 0) > (before.pull_seconds or 1)
+    assert (after.bytes_per_second or 0) < (before.bytes_per_second or 0)
 
 
 async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(

@@ -9,7 +9,7 @@ from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.record import RequestRecord
 from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.keys.auth import ApiKeys
-from pdserve.frontend.ribs import Rib, Ribs
+from pdserve.frontend.ribs import Rib, RibContext, Ribs
 from pdserve.frontend.watching.receipts import Receipts
 from pdserve.messages import Load
 from pdserve.watch import Receipt, Watched
@@ -103,3 +103,29 @@ async def test_pages_that_need_no_key(graph: Graph, address: str) -> None:
     }
     needs_one |= set() if address == "127.0.0.1" else needs_none_here
     assert schemes == dict.fromkeys(needs_one, "Bearer")
+
+
+class Kept(Rib):
+    def __init__(self, context: RibContext) -> None:
+        self.records: list[RequestRecord] = []
+
+    def end(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+
+async def test_each_request_has_one_record(graph: Graph) -> None:
+    kept = Kept(graph.context)
+    app = FrontendApp(graph.models, ApiKeys([ApiKey.of("secret")]), Ribs(graph.context, [kept]), 20.0)
+    async with graph.worker(), client(app) as http:
+        await http.post("/v1/completions", json=completion())
+        http.headers["authorization"] = "Bearer secret"
+        await http.post("/v1/completions", json=completion())
+        await http.post("/tokenize", json={"model": "demo", "prompt": "Hi"})
+        await http.get("/v1/models")
+    seen = [(record.receipt.path, record.code, record.begun) for record in kept.records]
+    assert seen == [
+        ("/v1/completions", 401, False),
+        ("/v1/completions", 200, True),
+        ("/tokenize", 200, False),
+    ]
+    assert graph.context.running == {}

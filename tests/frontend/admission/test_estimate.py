@@ -9,6 +9,12 @@ from pdserve.frontend.admission.estimate import (
 )
 
 
+def test_a_run_time_is_unknown_at_first() -> None:
+    estimate = RequestEstimate()
+    assert estimate.seconds(None) == 0
+    assert estimate.tokens(5) == 5
+
+
 def test_an_estimate_learns_at_once_and_then_slowly() -> None:
     estimate = RequestEstimate()
     estimate.learn(11, ttft=0.5, decode_seconds=1.0)
@@ -25,6 +31,15 @@ def test_an_estimate_learns_at_once_and_then_slowly() -> None:
     assert estimate.seconds(100) == pytest.approx(2, abs=0.1)
 
 
+def test_the_rate_is_unknown_at_first() -> None:
+    rate = AdmissionRate()
+    rate.set_waiting(True, 10.0)
+    assert rate.seconds(0, 10.0) == 0
+    assert rate.seconds(100, 10.0) is None
+    rate.admitted(50, 10.5)
+    assert rate.seconds(100, 10.5) is None  # a first request may be admitted at once
+
+
 def test_the_rate_is_tokens_by_time_of_waiting() -> None:
     rate = AdmissionRate()
     for start in (0.0, 1000.0):  # between them no request waited
@@ -33,6 +48,24 @@ def test_the_rate_is_tokens_by_time_of_waiting() -> None:
             rate.admitted(50, start + second)
         rate.set_waiting(False, start + 10)
     assert rate.seconds(500, 5000.0) == pytest.approx(10, rel=0.05)
+
+
+def test_a_burst_counts_the_wait_before_it() -> None:
+    rate = AdmissionRate()
+    rate.set_waiting(True, 0.0)
+    for _ in range(40):
+        rate.admitted(1, 6.0)
+    assert rate.seconds(40, 6.0) == pytest.approx(6, rel=0.1)
+
+
+def test_the_rate_forgets() -> None:
+    rate = AdmissionRate()
+    rate.set_waiting(True, 0.0)
+    for tenth in range(600):
+        rate.admitted(10, tenth / 10)
+    for second in range(60, 200):
+        rate.admitted(10, float(second))
+    assert rate.seconds(100, 200.0) == pytest.approx(10, rel=0.15)
 
 
 def test_the_rate_falls_while_nothing_is_admitted() -> None:

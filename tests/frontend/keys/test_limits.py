@@ -11,8 +11,11 @@ from pdserve.frontend.keys.limits import Bucket, KeyLedger, KeyQuota, LimitReach
     [
         (0, "0ms"),
         (0.0171, "18ms"),
+        (1, "1s"),
         (1.5, "1.5s"),
         (59.9999, "1m0s"),
+        (60, "1m0s"),
+        (360, "6m0s"),
         (61.25, "1m1.25s"),
     ],
 )
@@ -71,6 +74,52 @@ def test_whether_a_request_may_begin(
     assert quota.running == begun
 
 
+def test_tokens_are_reserved_and_corrected() -> None:
+    quota = KeyQuota(KeyLimits(tokens_per_minute=600), 0.0)
+    quota.take("tokens", 500, 0.0)
+    assert list(quota.state(0.0)) == [("tokens", 600, 100, 50.0)]
+    with pytest.raises(LimitReached, match="try again in 10s") as reached:
+        quota.take("tokens", 200, 0.0)
+    assert (reached.value.limit, reached.value.retry_after) == ("tokens", 10.0)
+    quota.count("tokens", 20 - 500, 0.0)
+    assert list(quota.state(0.0)) == [("tokens", 600, 580, 2.0)]
+    with pytest.raises(LimitReached, match="601 tokens") as reached:
+        quota.take("tokens", 601, 0.0)
+    assert reached.value.retry_after == 0
+
+
+def admitted(quota: KeyQuota, seconds: int) -> int:
+    """Requests that go through when one is tried ten times a second."""
+    count = 0
+    for tenth in range(10 * seconds):
+        try:
+            quota.begin(tenth / 10)
+        except LimitReached:
+            continue
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("frontends", [1, 2, 3])
+def test_over_time_all_frontends_admit_what_the_limit_says(frontends: int) -> None:
+    """Beside the minute's worth that each has when it starts."""
+    counts = []
+    for _ in range(frontends):
+        quota = KeyQuota(KeyLimits(requests_per_minute=60), 0.0)
+        quota.divide(frontends, 0.0)
+        counts.append(admitted(quota, 600) - 60)
+    assert 600 - frontends <= sum(counts) <= 600 + frontends
+
+
+def test_a_request_may_need_a_whole_minutes_tokens_at_one_of_several_frontends() -> None:
+    quota = KeyQuota(KeyLimits(tokens_per_minute=600), 0.0)
+    quota.divide(3, 0.0)
+    quota.take("tokens", 600, 0.0)
+    with pytest.raises(LimitReached) as reached:
+        quota.take("tokens", 100, 0.0)
+    assert reached.value.retry_after == pytest.approx(30)
+
+
 def test_frontends_that_come_and_go_change_the_share() -> None:
     ledger = KeyLedger()
     ledger.replace([ApiKey.of("key", "alice", KeyLimits(requests_per_minute=60))], 0.0)
@@ -85,11 +134,16 @@ def test_frontends_that_come_and_go_change_the_share() -> None:
     assert quota.buckets["requests"].level(20.0) == 15
 
 
-def test_only_keys_that_are_there_and_have_limits_have_a_quota() -> None:
+def test_keys_that_come_and_go_leave_nothing() -> None:
     ledger, keys = KeyLedger(), [ApiKey.of("key", "alice", KeyLimits(requests_per_minute=60))]
     ledger.replace(keys, 0.0)
-    assert ledger.quota("", 0.0) is None
     ledger.replace([ApiKey.of("other", "bob")], 0.0)
     assert ledger.quota("alice", 0.0) is ledger.quota("bob", 0.0) is None
     ledger.replace(keys, 0.0)
     assert ledger.quota("alice", 0.0)
+
+
+def test_a_key_without_limits_has_no_quota() -> None:
+    ledger = KeyLedger()
+    ledger.replace([ApiKey.of("key", "alice")], 0.0)
+    assert ledger.quota("alice", 0.0) is ledger.quota("", 0.0) is None

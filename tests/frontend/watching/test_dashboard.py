@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -23,7 +24,7 @@ from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.observe.pages import serve_pages
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
-from pdserve.watch import LinkState, Outage, Receipt, Watched
+from pdserve.watch import Gone, LinkState, Outage, Receipt, Watched
 from tests.frontend.conftest import Graph, running_graph
 from tests.graph_states import NOW, SLOW, instance, loaded
 from tests.memory.registry import MemoryRegistry
@@ -31,7 +32,7 @@ from tests.memory.registry import MemoryRegistry
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 XSS = '<img src=x onerror="window.hacked = 1">'
-EVERY = 100
+EVERY = 200
 """milliseconds between two looks of the page, and of the frontend"""
 expect.set_options(timeout=30_000)
 
@@ -83,6 +84,10 @@ class Visit:
         if not request.url.startswith(self.url):
             self.errors.append(f"asked {request.url}")
 
+    async def overflow(self) -> int:
+        pixels: int = await self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        return pixels
+
     async def draws(self, state: GraphState) -> None:
         """Show this state from now on, in place of the frontend's."""
         found = encode_record(shown_to(state, Viewer(), "frontend-0-aa", NOW, "demo"))
@@ -110,11 +115,12 @@ async def _hurry(route: Route) -> None:
 
 
 @asynccontextmanager
-async def visiting(browser: Browser, graph: Graph) -> AsyncIterator[Visit]:
-    page = await browser.new_page(viewport={"width": 1440, "height": 900})
-    visit = Visit(page, graph.url)
+async def visiting(browser: Browser, graph: Graph, **context: Any) -> AsyncIterator[Visit]:
+    page = await browser.new_page(**{"viewport": {"width": 1440, "height": 900}, **context})
+    url = graph.url
+    visit = Visit(page, url)
     await page.route("**/dashboard.js", _hurry)
-    await page.goto(f"{graph.url}/dashboard")
+    await page.goto(f"{url}/dashboard")
     yield visit
     unexpected = [error for error in visit.errors if not any(part in error for part in visit.expected)]
     await page.close()
@@ -141,37 +147,79 @@ async def test_a_real_graph_is_drawn_with_its_requests(graph: Graph, browser: Br
         )
 
 
-PROBLEMS = [
-    (loaded(down=True), "decode-1 is down: killed by SIGKILL", ".node.bad[data-key='decode-1']", "down"),
-    (loaded(full=True), "the prefill queue is full", ".pill.bad", "10 of 10"),
-    (loaded(slow=True), "400 times slower than over the other links", ".label.bad", "MB/s"),
-]
+async def test_the_parts_of_the_page(graph: Graph, browser: Browser) -> None:
+    async with visiting(browser, graph) as visit:
+        page = visit.page
+        await visit.draws(WELL)
+        await visit.says("All is well")
+        for node in WELL.instances:
+            name = node.instance.id.rpartition("-")[0]
+            await expect(page.locator(f"#graph svg .node.ok[data-key='{name}']")).to_be_visible()
+        await expect(page.locator("#graph .pill text")).to_have_text(["In line 0", "Prefill queue 1 of 10"])
+        row = page.locator(f"#requests tr[data-key='{SLOW.request_id}']")
+        await expect(row).to_contain_text("remote")
+        await row.click()
+        await expect(page.locator("#requests .timeline li b")).to_contain_text(
+            ["admission", "queue", "prefill"]
+        )
+        await page.click("#filter button[value=failed]")
+        await expect(page.locator("#requests")).to_contain_text("None of the recent requests")
+        await page.focus("#charts [data-chart='0']")
+        await page.keyboard.press("ArrowLeft")
+        await expect(page.locator("#charts figcaption").first).to_contain_text("ago")
 
 
-async def test_problems_are_shown_and_marked_in_the_graph_while_they_last(
-    graph: Graph, browser: Browser
+@pytest.mark.parametrize(
+    ("state", "problem", "place", "text"),
+    [
+        (
+            loaded(down=True),
+            "decode-1 is down: killed by SIGKILL; it will be started again",
+            ".node.bad[data-key='decode-1']",
+            "down",
+        ),
+        (loaded(full=True), "the prefill queue is full", ".pill.bad", "10 of 10"),
+        (loaded(slow=True), "400 times slower than over the other links", ".label.bad", "MB/s"),
+    ],
+    ids=["a process that is down", "a full queue", "a slow link"],
+)
+async def test_a_problem_is_shown_and_marked_in_the_graph(
+    graph: Graph, browser: Browser, state: GraphState, problem: str, place: str, text: str
 ) -> None:
     async with visiting(browser, graph) as visit:
-        for state, problem, place, text in PROBLEMS:
-            await visit.draws(state)
-            await visit.says(problem)
-            await expect(visit.page.locator(f"#graph {place}").first).to_contain_text(text)
-            await visit.draws(WELL)
-            await visit.says("All is well")
-            await expect(visit.page.locator(f"#graph {place}")).to_have_count(0)
-        silent = [instance(f"prefill-{100 + index}-x", index) for index in range(100)]
-        await visit.draws(graph_state([*(each.instance for each in WELL.instances), *silent], [], {}, {}, {}))
-        await expect(visit.page.locator("#graph .tiles .node.bad")).to_have_count(106)
-        await visit.says("does not answer")
-        assert await visit.page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0
-        frontend = "frontend-0-aa"
-        came = Receipt("came", frontend, "/", 1.0, 1.0, running=True, hops=[Hop("admission", 0.0, 1.0)])
-        reported = Watched(Load(waiting=1), receipts=[came])
-        await visit.draws(graph_state([instance(frontend, 1)], [], {}, {}, {frontend: reported}))
+        await visit.draws(state)
+        await visit.says(problem)
+        await expect(visit.page.locator(f"#graph {place}").first).to_contain_text(text)
+        await visit.draws(WELL)
+        await visit.says("All is well")
+        await expect(visit.page.locator(f"#graph {place}")).to_have_count(0)
+
+
+async def test_without_a_decode_worker_nothing_is_blank(graph: Graph, browser: Browser) -> None:
+    """The request that it lost waits, and so does one that came later."""
+    hops = [Hop("migration", 3.0, 0.0, "decode-0-cc", "decode-0-cc is gone"), Hop("admission", 3.0, 6.0)]
+    lost = Receipt("lost", "frontend-0-aa", "/v1/completions", 9.0, 9.0, running=True, prompt_tokens=2)
+    lost = replace(lost, prefill="local", reason="local-no-prefill-worker", hops=hops)
+    came = Receipt("came", "frontend-0-aa", "/v1/completions", 1.0, 1.0, running=True)
+    came = replace(came, hops=[Hop("admission", 0.0, 1.0)])
+    gone = [Gone("decode-0-cc", "127.0.0.1", 3.0)]
+    reported = Watched(Load(waiting=2), receipts=[came, lost], gone=gone)
+    state = graph_state([instance("frontend-0-aa", 1)], [], {}, {}, {"frontend-0-aa": reported})
+    async with visiting(browser, graph) as visit:
+        page = visit.page
+        await visit.draws(state)
+        await visit.says("decode-0 of 127.0.0.1 is gone")
+        await visit.says("1 request lost it")
         await visit.says("no decode worker is there")
-        await expect(visit.page.locator("#models")).to_have_text("demo")
-        await expect(visit.page.locator("#graph .pill text")).to_have_text(["In line 1"])
-        await expect(visit.page.locator("#requests tbody td").nth(2)).to_have_text("in line")
+        await expect(page.locator("#models")).to_have_text("demo")
+        await expect(page.locator("#model")).to_have_value("demo")
+        await expect(page.locator("#graph .pill text")).to_have_text(["In line 2"])
+        rows = page.locator("#requests tbody tr")
+        await expect(rows).to_have_count(2)
+        await expect(rows.nth(0).locator("td").nth(2)).to_have_text("in line")
+        await expect(rows.nth(0).locator("td").nth(5)).to_have_text("–")  # noqa: RUF001
+        await expect(rows.nth(1).locator("td").nth(3)).to_have_text("local no-prefill-worker")
+        await expect(page.locator("#detours")).to_contain_text("is gone")
 
 
 async def test_a_chat_shows_where_it_was_prefilled(graph: Graph, browser: Browser) -> None:
@@ -204,6 +252,22 @@ async def test_a_chat_shows_where_it_was_prefilled(graph: Graph, browser: Browse
         await expect(about.locator(".timeline")).to_contain_text("decode-0")
 
 
+async def test_a_request_that_is_read_stays_while_others_come(graph: Graph, browser: Browser) -> None:
+    others = [replace(SLOW, request_id=f"other-{number}") for number in range(40)]
+    async with visiting(browser, graph) as visit:
+        await visit.draws(WELL)
+        button = visit.page.locator(f"#requests [data-request='{SLOW.request_id}']")
+        await button.click()
+        await visit.page.mouse.move(0, 0)
+        await visit.draws(replace(WELL, receipts=others))
+        await expect(visit.page.locator("#requests .timeline")).to_be_visible()
+        await expect(visit.page.locator("#held")).to_be_visible()
+        await button.click()
+        await visit.page.locator("#chat h2").click()
+        await expect(button).to_have_count(0)
+        await expect(visit.page.locator("#held")).to_be_hidden()
+
+
 async def test_nothing_from_outside_becomes_markup(graph: Graph, browser: Browser) -> None:
     slot = SlotState(XSS, Role.PREFILL, "h", "stopped", end=XSS, cause=XSS)
     twice = [replace(SLOW, request_id="twice", error=XSS)] * 2
@@ -230,6 +294,34 @@ async def test_nothing_from_outside_becomes_markup(graph: Graph, browser: Browse
         await expect(page.locator('#requests [data-request="twice"]')).to_have_count(2)
 
 
+async def test_a_phone_and_the_dark_have_a_page_of_their_own(graph: Graph, browser: Browser) -> None:
+    phone = {"width": 390, "height": 844}
+    backgrounds = set()
+    for scheme in ("light", "dark"):
+        async with visiting(browser, graph, viewport=phone, color_scheme=scheme) as visit:
+            await visit.draws(WELL)
+            await expect(visit.page.locator("#graph .tiles .node")).to_have_count(6)
+            await visit.page.locator("#requests tbody tr").first.click()
+            await expect(visit.page.locator(".timeline")).to_be_visible()
+            assert await visit.overflow() == 0
+            table, card = [await visit.page.locator(at).bounding_box() for at in (".requests", "#requests")]
+            assert table
+            assert card
+            assert table["width"] <= card["width"]
+            backgrounds.add(await visit.page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(backgrounds) == 2
+
+
+async def test_a_large_graph_is_tiles(graph: Graph, browser: Browser) -> None:
+    silent = [instance(f"prefill-{100 + index}-x", index) for index in range(100)]
+    state = graph_state([*(each.instance for each in WELL.instances), *silent], [], {}, {}, {})
+    async with visiting(browser, graph) as visit:
+        await visit.draws(state)
+        await expect(visit.page.locator("#graph .tiles .node.bad")).to_have_count(106)
+        await visit.says("does not answer")
+        assert await visit.overflow() == 0
+
+
 async def test_a_frontend_that_does_not_answer_is_shown_until_it_does(graph: Graph, browser: Browser) -> None:
     async with visiting(browser, graph) as visit:
         visit.expected = ("ERR_FAILED", "undefined")
@@ -251,13 +343,7 @@ async def test_with_keys_the_page_asks_for_one(graph: Graph, browser: Browser) -
     known.replace([ApiKey.of("sk-alice-0123456789", "alice")])
     try:
         for path in SHELL:
-            answer = await graph.http.get(path)
-            assert answer.status_code == 200
-            policy = answer.headers["content-security-policy"]
-            assert "default-src 'none'; script-src 'self'; style-src 'self';" in policy, (
-                "nothing from elsewhere"
-            )
-            assert answer.headers["x-frame-options"] == "DENY"
+            assert (await graph.http.get(path)).status_code == 200
         assert (await graph.http.get("/dashboard/state")).status_code == 401
         async with visiting(browser, graph) as visit:
             visit.expected = ("401",)
@@ -286,6 +372,15 @@ async def test_with_keys_the_page_asks_for_one(graph: Graph, browser: Browser) -
             await expect(page.locator("#ask-key")).to_be_visible()
     finally:
         known.replace([])
+
+
+async def test_the_page_loads_nothing_from_elsewhere(graph: Graph) -> None:
+    for path in SHELL:
+        headers = (await graph.http.get(path)).headers
+        assert (
+            "default-src 'none'; script-src 'self'; style-src 'self';" in headers["content-security-policy"]
+        )
+        assert headers["x-frame-options"] == "DENY"
 
 
 async def test_all_open_pages_share_one_reading_of_the_graph(
