@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -244,7 +245,8 @@ async def two_engines(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for variable, value in ENVIRONMENT.items():
             patch.setenv(variable, value)
-        patch.setenv("VLLM_RPC_BASE_PATH", str(recorded.parent))
+        # a socket's path may have 107 characters
+        patch.setenv("VLLM_RPC_BASE_PATH", stack.enter_context(TemporaryDirectory(prefix="pdserve-")))
         readers = await stack.enter_async_context(Owner())
         for part, role, more in zip(("decode", "prefill"), roles, (decode, prefill), strict=True):
             name = f"{part}-0-test"

@@ -51,6 +51,8 @@ async def test_what_cannot_travel_is_refused_by_name_and_reaches_no_worker(
     """Also as a stream, which has begun by then."""
     async with graph.worker() as worker:
         for path, changes, status, said in REFUSED:
+            if stream and (changes, said) in FATAL + HALVES:
+                continue  # an error within the stream
             body = completion() if path == "/v1/completions" else {"model": "demo", "input": "hello"}
             content = json.dumps(
                 {**body, "stream": stream, **changes}

@@ -10,11 +10,9 @@ from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.model.candidates import WINDOW, Candidates, Prospect, keeping
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.link import Link
-from pdserve.frontend.model.prefix_index import PrefixIndex
 from pdserve.frontend.model.router import choose
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
-from pdserve.messages import Load, PrefixesChanged, Promise
-from pdserve.prefixes import names, root
+from pdserve.messages import Load, Promise
 from pdserve.records import Instance, Role
 from pdserve.settings import POLICIES
 
@@ -160,57 +158,6 @@ def test_after_any_changes() -> None:
         order = sorted(free or there)
         turn = [name for name in order if name > last] + [name for name in order if name <= last]
         assert found.next(last, (), only_others=False) == turn[:WINDOW]
-
-
-# what each has cached
-
-PROMPT = list(range(100))
-NAMES = {size: list(names(PROMPT, size)) for size in (8, 32)}
-
-
-def blocks(ends: list[int], size: int) -> list[bytes]:
-    return [NAMES[size][end // size - 1] for end in ends]
-
-
-def test_prefixes_after_any_changes() -> None:
-    """Nothing is found behind what is missing."""
-    chance, found, there = Random(5), PrefixIndex(), dict[str, tuple[int, int, set[int]]]()
-    for _ in range(3000):
-        worker = chance.choice("abcd")
-        if chance.random() < 0.1:
-            found.forget(worker)
-            there.pop(worker, None)
-        else:
-            whole = worker not in there or chance.random() < 0.1
-            size, stride, ends = there.get(worker, (0, 0, set[int]()))
-            if whole:
-                size, stride, ends = *chance.choice(((8, 1), (8, 2), (32, 1))), set()
-            places = range(size * stride, 97, size * stride)
-            stored, removed = (chance.choices(places, k=count) for count in (3, chance.randrange(3)))
-            told = PrefixesChanged(size, stride, blocks(stored, size), blocks(removed, size), whole=whole)
-            found.apply(worker, told)
-            there[worker] = size, stride, (ends | {*stored}) - {*removed}
-        cached = dict.fromkeys(there, 0)
-        for name, (size, stride, ends) in there.items():
-            while cached[name] + size * stride in ends:
-                cached[name] += size * stride
-        assert found.cached(PROMPT, None) == {name: tokens for name, tokens in cached.items() if tokens}
-        assert len(found) == sum(len(ends) for _, _, ends in there.values())
-    for worker in "abcd":
-        found.forget(worker)
-    assert found._holders == {}
-
-
-def test_the_last_token_is_never_cached_and_other_prompts_and_salts_are_others() -> None:
-    found = PrefixIndex()
-    found.apply("a", PrefixesChanged(8, 1, NAMES[8][:3], []))
-    assert found.cached(PROMPT[:24], None) == {"a": 16}
-    assert found.cached(PROMPT[:8], None) == found.cached([], None) == {}
-    assert found.cached([*PROMPT[:10], 7, *PROMPT[11:]], None) == {"a": 8}
-    assert found.cached(PROMPT, "salt") == {}
-    found.apply("b", PrefixesChanged(8, 1, list(names(PROMPT, 8, root("salt"))), []))
-    assert found.cached(PROMPT, None) == {"a": 24}
-    assert found.cached(PROMPT, "salt") == {"b": 96}
 
 
 # what each has to do
