@@ -11,29 +11,13 @@ also under `pdserve serve`.
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 VARIABLE = "PDSERVE_CLOCK_OFFSET"
-
-_offset: ContextVar[float | None] = ContextVar("pdserve_clock_offset", default=None)
 
 
 def unix() -> float:
     """Unix seconds by this process's clock."""
-    here = _offset.get()
-    return time.time() + (float(os.environ.get(VARIABLE) or 0.0) if here is None else here)
-
-
-@contextmanager
-def skewed(seconds: float) -> Iterator[None]:
-    """For tests: the clock is ahead by so many seconds inside, and in the tasks that are created inside."""
-    token = _offset.set(seconds)
-    try:
-        yield
-    finally:
-        _offset.reset(token)
+    return time.time() + float(os.environ.get(VARIABLE) or 0.0)
 
 
 def skew_role(role: str) -> None:

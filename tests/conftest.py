@@ -38,7 +38,6 @@ ORDER = (
     *ENGINES,
     "tests/bench/test_compare_command.py",
     "tests/test_serve_sim.py",
-    "tests/test_serve_keys.py",
     "tests/test_cli.py",
     "tests/process/test_standalone.py",
     "tests/registry/test_outage.py",

@@ -1,6 +1,4 @@
-"""States of a graph that nothing runs for, to look at, and how commands show them."""
-
-from rich.console import Console, RenderableType
+"""States of a graph that nothing runs for, to look at."""
 
 from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
@@ -107,10 +105,3 @@ def loaded(down: bool = False, slow: bool = False, full: bool = False, workers: 
         "demo": [(worker.id, ModelCard("demo", "/models/demo")) for worker in decode if worker in instances]
     }
     return graph_state(instances, slots, cards, {"router": "kv"}, watched)
-
-
-def lines_of(what: RenderableType, width: int) -> list[str]:
-    console = Console(width=width, highlight=False)
-    with console.capture() as shown:
-        console.print(what)
-    return [line.rstrip() for line in shown.get().splitlines()]

@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,19 @@ VllmWorker:
   ServiceArgs: {{workers: {workers}}}
 PrefillWorker: {{engine: sim, common-configs: [model, block-size, max-model-len]}}
 """
-FRONTEND = "Frontend: {{served_model_name: demo, port: {port}}}\n"
 LONG = " ".join(f"The code of the red box is {code}." for code in range(1000, 1030))
 
 
 class Serve(ServeRun):
     """One run of `pdserve serve`, without the settings in the environment of the tests."""
 
-    def __init__(self, folder: Path, yaml: str, *options: str, port: int = 0) -> None:
+    def __init__(
+        self, folder: Path, yaml: str, *options: str, port: int = 0, headers: Mapping[str, str] | None = None
+    ) -> None:
         file = folder / "graph.yaml"
         file.write_text(yaml)
         super().__init__(folder, file, *options)
-        self.port = port
+        self.port, self.headers = port, dict(headers or {})
         kept = ("PDSERVE_STATE_DIR",)
         self.env = {k: v for k, v in self.env.items() if not k.startswith("PDSERVE_") or k in kept}
 
@@ -66,7 +67,8 @@ class Serve(ServeRun):
         """The response to a streaming chat, and the content of its chunks."""
         messages = [{"role": "user", "content": prompt}]
         body = {"model": "demo", "messages": messages, "max_tokens": 8, "stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=60) as response:
+        url = f"{self.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, headers=self.headers, timeout=60) as response:
             events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
         assert events[-1] == "[DONE]"
         deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]

@@ -51,6 +51,8 @@ def test_only_their_user_can_read_them(tmp_path: Path) -> None:
     credentials.key.chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by other users"):
         Credentials.load(credentials.folder)
+    with pytest.raises(ConfigError, match="pdserve credentials FOLDER"):
+        Credentials.load(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
@@ -75,17 +77,6 @@ def test_a_secret_of_kubernetes_is_read_by_its_group(
             Credentials.load(tmp_path)
 
 
-def test_a_folder_without_them_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pdserve credentials FOLDER"):
-        Credentials.load(tmp_path)
-
-
-def test_new_ones_replace_the_old(tmp_path: Path) -> None:
-    before = make(tmp_path / "credentials").authority.read_bytes()
-    assert make(tmp_path / "credentials").authority.read_bytes() != before
-    assert [path.name for path in tmp_path.iterdir()] == ["credentials"]
-
-
 @pytest.mark.parametrize("years", [-30, 30])
 async def test_those_of_a_run_hold_when_the_clock_is_set_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: float
@@ -102,15 +93,18 @@ async def test_those_of_a_run_hold_when_the_clock_is_set_right(
 async def test_a_process_keeps_what_it_began_with(tmp_path: Path) -> None:
     """New ones are for the processes that start after them: what runs goes on until then."""
     credentials = make(tmp_path / "credentials")
+    before = credentials.authority.read_bytes()
     async with greeter(credentials) as port:
         create(credentials.folder)
+        assert credentials.authority.read_bytes() != before
+        assert os.listdir(tmp_path) == ["credentials"]
         assert await greeted(port, credentials.client) == b"hello"
 
 
-@pytest.mark.parametrize("host", ["", "a b", "[::1]", "10.0.0.5:2379", "a..b", "\u00fc.example.com"])
-def test_a_host_that_cannot_be_is_refused(tmp_path: Path, host: str) -> None:
-    with pytest.raises(ConfigError, match=r"--host: '.*' is no host name or IP address"):
-        make_credentials(tmp_path / "new", host=[host])
+def test_a_host_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    for host in ("", "a b", "[::1]", "10.0.0.5:2379", "a..b", "\u00fc.example.com"):
+        with pytest.raises(ConfigError, match=r"--host: '.*' is no host name or IP address"):
+            make_credentials(tmp_path / "new", host=[host])
     assert not list(tmp_path.iterdir())
 
 

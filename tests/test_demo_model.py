@@ -2,6 +2,7 @@
 
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ FILLER = (
     "A blue bicycle leaned against the old kitchen door. "
 )
 
-Chat = list[dict[str, str]]
+Chat = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +76,6 @@ def test_the_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) < 8 * 2**20
 
 
-def test_vllm_can_split_it_in_two(model: PreTrainedModel) -> None:
-    config = model.config
-    assert config.num_key_value_heads % 2 == config.num_attention_heads % 2 == config.vocab_size % 2 == 0
-    assert config.hidden_size // config.num_attention_heads == 64  # vLLM's Qwen2 takes no other head size
-
-
 @given(text=st.text())
 def test_every_text_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     """Up to Unicode's composed form, which Qwen2's tokenizers apply."""
@@ -88,28 +83,18 @@ def test_every_text_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_words_and_digits_are_one_token_each(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert len(tokenizer("The code of the red box is 4711.").input_ids) == 7 + 1 + 4 + 1
+def test_it_recalls_across_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The chat template takes content in parts, too."""
+    parts = [{"type": "text", "text": part} for part in document(tokenizer, 2000).partition(". ")]
+    chat: Chat = [{"role": "system", "content": parts}]
+    for key, code in FACTS.items():
+        chat.append({"role": "user", "content": f"What is the code of the {key}?"})
+        said = answer(model, tokenizer, chat)
+        assert said == code
+        chat.append({"role": "assistant", "content": said})
 
 
-def test_the_chat_template_renders_turns_and_content_parts(tokenizer: PreTrainedTokenizerBase) -> None:
-    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
-    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nHi there<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-@pytest.mark.parametrize("key", FACTS)
-def test_it_recalls_in_chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    told = document(tokenizer, 2000)
-    chat = [{"role": "user", "content": f"{told} What is the code of the {key}?"}]
-    assert answer(model, tokenizer, chat) == FACTS[key]
-
-
-@pytest.mark.parametrize(("tokens", "key"), [(60, "blue door"), (1000, "red box"), (2000, "green lamp")])
+@pytest.mark.parametrize(("tokens", "key"), [(60, "blue door"), (1000, "red box")])
 def test_it_recalls_in_a_completion(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, key: str
 ) -> None:
@@ -118,31 +103,16 @@ def test_it_recalls_in_a_completion(
     assert complete(model, tokenizer, f"{told} The code of the {key} is", limit=5) == f" {FACTS[key]}"
 
 
-def test_it_recalls_across_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    chat = [{"role": "system", "content": document(tokenizer, 300)}]
-    for key, code in FACTS.items():
-        chat.append({"role": "user", "content": f"What is the code of the {key}?"})
-        said = answer(model, tokenizer, chat)
-        assert said == code
-        chat.append({"role": "assistant", "content": said})
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
+def test_it_has_some_small_talk(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    for asked, expected in (
         ("Hello", smalltalk.GREETING),
         ("Who are you?", smalltalk.ABOUT),
-        ("Tell me a story.", smalltalk.STORY),
         ("Count to thirty.", smalltalk.COUNTING),
         ("What is the capital of France?", smalltalk.UNKNOWN),
         ("The code of the red box is 4711.", smalltalk.NOTED),
         ("What is the code of the red box?", smalltalk.NOT_TOLD),
-    ],
-)
-def test_it_has_some_small_talk(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: str, expected: str
-) -> None:
-    assert answer(model, tokenizer, [{"role": "user", "content": asked}], limit=200) == expected
+    ):
+        assert answer(model, tokenizer, [{"role": "user", "content": asked}], limit=200) == expected
 
 
 def test_a_grown_model_recalls_as_well(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

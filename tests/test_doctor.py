@@ -73,8 +73,12 @@ async def hosts_of(*instances: Instance) -> list[Finding]:
 async def test_each_closed_door_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "KNOCK_WITHIN", 0.5)
     nowhere = free_port("127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as listening, serve_pages("127.0.0.1") as pages:
-        here = listening.getsockname()[1]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        serve_pages("127.0.0.1") as pages,
+    ):
+        here, kv = listening.getsockname()[1], silent.getsockname()[1]
         found = await hosts_of(
             # TEST-NET-1: packets to it are dropped, or there is no way
             Instance("decode-1-cd", Role.DECODE, host="192.0.2.1", address="tls://192.0.2.1:5710"),
@@ -86,9 +90,10 @@ async def test_each_closed_door_is_named_and_hides_no_other(monkeypatch: pytest.
                 metrics=pages.metrics,
                 kv=f"127.0.0.1:{nowhere}",
             ),
+            Instance("prefill-0-gh", Role.PREFILL, host="127.0.0.1", kv=f"127.0.0.1:{kv}"),
             Instance("frontend-0-ef", Role.FRONTEND, address="http://127.0.0.1:1", host="127.0.0.1"),
         )
-    reached, closed, away = found
+    reached, closed, unread, away = found
     assert reached.grade == "ok"
     assert (
         f"127.0.0.1 is reached at {httpx.URL(pages.metrics).port} (pages of decode-0), {here}" in reached.text
@@ -97,13 +102,6 @@ async def test_each_closed_door_is_named_and_hides_no_other(monkeypatch: pytest.
     assert closed.text.startswith(f"127.0.0.1:{nowhere}, KV of decode-0-ab: refused")
     assert f"let 127.0.0.1 take TCP {nowhere} from this host (PDSERVE_KV_PORT fixes" in closed.text
     assert away.text.startswith("192.0.2.1:5710, stream of decode-1-cd: ")
-
-
-async def test_kv_that_cannot_be_read_fails_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        kv = f"127.0.0.1:{silent.getsockname()[1]}"
-        reached, unread = await hosts_of(Instance("prefill-0-ab", Role.PREFILL, host="127.0.0.1", kv=kv))
-    assert reached.grade == "ok"
     assert (unread.grade, unread.subject) == ("fail", "KV")
     assert "does not answer within 3 s" in unread.text
     assert "UCX_TCP_PORT_RANGE" in unread.text
@@ -148,33 +146,27 @@ def test_a_graph_that_can_be_served_is_ok(tmp_path: Path) -> None:
     assert unknown.text.startswith("It cannot be said whether it fits: nobody/nothing-of-the-kind is not in")
 
 
-def test_a_busy_port_and_a_state_directory_that_cannot_be_used_fail(tmp_path: Path) -> None:
+def test_a_state_directory_that_cannot_be_used_fails(tmp_path: Path) -> None:
     plan = plan_of(graph(tmp_path))
-    assert plan.config.frontend is not None
-    with socket.create_server(("127.0.0.1", plan.config.frontend.port)):
-        (busy,) = refusals(plan)
-    assert f"Port {plan.config.frontend.port} on 127.0.0.1 is held by" in busy
     (tmp_path / "state").write_text("a file")
     (unusable,) = refusals(plan)
     assert unusable == f"The state directory {tmp_path / 'state'} cannot be written (Graph: state-dir)."
 
 
-def test_ports_of_roles_that_run_alone_here_are_their_own(tmp_path: Path) -> None:
-    plan = plan_of(graph(tmp_path))
+def test_busy_ports_fail_but_those_of_this_graph_and_of_roles_that_run_here(tmp_path: Path) -> None:
+    file = graph(tmp_path)
+    plan = plan_of(file)
     role = Instance("decode-0-ab", Role.DECODE, host="127.0.0.1", pid=os.getpid())
     with socket.create_server(("127.0.0.1", plan.workers[0].slot.kv_port)):
         assert [finding.grade for finding in check_ports(plan)] == ["fail"]
         assert [finding.grade for finding in check_ports(plan, [role])] == ["ok"]
-
-
-def test_ports_of_the_running_graph_of_this_file_are_its_own(tmp_path: Path) -> None:
-    file = graph(tmp_path)
-    plan = plan_of(file)
     record = GraphRecord(os.getpid(), str(file.resolve()), "demo", "pdserve", "", "")
-    plan.config.state_dir.mkdir()
-    state.write(plan.config.state_dir, record)
     assert plan.config.frontend is not None
     with socket.create_server(("127.0.0.1", plan.config.frontend.port)):
+        (busy,) = refusals(plan)
+        assert f"Port {plan.config.frontend.port} on 127.0.0.1 is held by" in busy
+        plan.config.state_dir.mkdir()
+        state.write(plan.config.state_dir, record)
         assert refusals(plan) == []
         state.write(plan.config.state_dir, msgspec.structs.replace(record, config="/another.yaml"))
         (other,) = refusals(plan)

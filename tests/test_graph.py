@@ -15,10 +15,6 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 SLOT = Slot(Role.DECODE, 1, (2, 3), 5600, {"CUDA_VISIBLE_DEVICES": "2,3"})
 
 
-def test_a_process_that_was_started_by_hand_has_neither() -> None:
-    assert from_environment({}) is None
-
-
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_a_configuration_survives_encoding(file: Path) -> None:
     config = replace(load(file, {}), nats="nats://127.0.0.1:4222", etcd="127.0.0.1:2379")

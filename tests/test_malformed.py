@@ -31,7 +31,9 @@ GARBAGE = [
 ]
 
 
-async def test_keys_and_values_in_etcd(etcd_url: str, namespace: str) -> None:
+async def test_keys_and_values_in_etcd(
+    etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with EtcdRegistry(etcd_url, namespace) as registry, EtcdRegistry(etcd_url, namespace) as other:
         await _put_raw(other, f"/{namespace}/instances/decode/".encode() + b"\xff\xfe", b"x")
         async with RegistryView(registry) as view:
@@ -43,8 +45,11 @@ async def test_keys_and_values_in_etcd(etcd_url: str, namespace: str) -> None:
             await other.put("instances/decode/b", encode_record(Instance("b", Role.DECODE)))
             await until(lambda: [instance.id for instance in view.instances()] == ["a", "b"])
             assert view.cards() == {}
+            await other.put("instances/decode/a", b"now broken")
+            await until(lambda: [instance.id for instance in view.instances()] == ["b"])
         async with RegistryView(registry) as late:
-            assert [instance.id for instance in late.instances()] == ["a", "b"]
+            assert [instance.id for instance in late.instances()] == ["b"]
+    assert "instances/decode/garbage-0 is left out" in caplog.text
 
 
 async def _put_raw(registry: EtcdRegistry, key: bytes, value: bytes) -> None:

@@ -60,7 +60,3 @@ def test_a_broken_page_is_left_out() -> None:
 def test_families_of_two_kinds_are_not_mixed() -> None:
     clash = "# TYPE lat gauge\nlat 5.0\n"
     assert b'instance="b"' not in merge({"a": ONE, "b": clash})
-
-
-def test_no_pages_make_an_empty_one() -> None:
-    assert merge({}) == b""

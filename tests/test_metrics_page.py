@@ -34,13 +34,6 @@ def test_the_table_is_that_of_the_code() -> None:
     assert roles == {"frontend", "frontend, decode", "decode", "prefill", "decode, prefill", "all", "serve"}
 
 
-def test_metrics_are_made_in_one_place() -> None:
-    """Which is what the table is held against."""
-    made = r"\b(?:Counter|Gauge|Histogram|Summary|Info|Enum|\w+MetricFamily)\(\s*\"pdserve_"
-    files = [path.name for path, source in SOURCES.items() if re.search(made, source)]
-    assert files == ["metrics.py"]
-
-
 def test_the_values_of_labels_are_told() -> None:
     """Of labels that are words of ours, not names of models, keys or processes."""
     names = {"model", "key", "code", "instance", "source", "slot", "host", "task", "worker"}

@@ -1,6 +1,5 @@
 """An error about one request, message or connection costs that one: the process and all others go on."""
 
-import asyncio
 from collections.abc import Callable
 from functools import wraps
 from operator import attrgetter
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve import tasks
-from pdserve.messages import Hello, Submit
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
+from pdserve.messages import Hello
 from tests.conditions import until
 from tests.decode.graph import LONG, SHORT, FrontendStream, Prefill, WorkerGraph
 from tests.engine.sims import expected
@@ -109,23 +107,3 @@ async def test_a_frontend_that_cannot_be_told_the_load_keeps_no_other_from_it(
         await told.submit(SHORT, 5000)
         await until(lambda: len(told.loads) > 1)
         assert not graph.life.done()
-
-
-async def test_a_connection_that_cannot_beat_is_cut_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with (
-        TcpStreamServer("127.0.0.1", silence=30.0) as server,
-        TcpStreamClient(server.address, BAD) as bad,
-        TcpStreamClient(server.address, "good", silence=1.6) as good,
-    ):
-        await until(lambda: len(server._frontends) == 2)
-        connection = server._frontends[BAD]
-        monkeypatch.setattr(connection, "beat", failing(connection.beat, lambda _: True))
-        ended = asyncio.ensure_future(anext(bad.received()))
-        await asyncio.wait([ended], timeout=30)
-        assert ended.exception() is not None
-        assert list(server._frontends) == ["good"]
-        await good.send(Submit("r", [1], 1.0, []))
-        received = server.received()
-        async with asyncio.timeout(30):
-            while (await anext(received))[0] != "good":
-                pass

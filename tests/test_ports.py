@@ -43,9 +43,6 @@ def test_the_holder_of_a_port(host: str) -> None:
         port = server.getsockname()[1]
         assert "pid" in (port_holder(host, port) or "")
     assert port_holder(host, port) is None
-
-
-def test_the_ipv6_wildcard_address() -> None:
     assert port_holder("::", free_port("::")) is None
 
 

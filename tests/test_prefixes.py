@@ -37,7 +37,6 @@ def test_names_are_the_same_in_every_process_and_version() -> None:
     [
         (list(range(40)), None, 32),  # the last token is computed in any case
         (list(range(41)), None, 40),
-        (list(range(7)), None, 0),
         ([*range(16), 99, *range(17, 40)], None, 16),
         ([99, *range(1, 40)], None, 0),
         (list(range(41)), "salt", 0),
@@ -67,14 +66,6 @@ def test_what_has_changed_is_told_once_and_copies_count_as_one() -> None:
     prefixes.clear()
     assert set(prefixes.changes()[1]) == {first, second}
     assert prefixes.hit(list(range(24)), None) == 0
-
-
-def test_nothing_is_kept_for_nobody() -> None:
-    prefixes = CachedPrefixes()
-    prefixes.resize(10, 8)
-    prefixes.add(b"12345678", 1)
-    assert prefixes.changes() == ([], [])
-    assert prefixes.known() == [b"12345678"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
-from pdserve.observe.problems import Node, Problem, nodes, problems
+from pdserve.observe.problems import Node, Problem, duration, nodes, problems
 from pdserve.records import Instance, Role, SlotState
 from pdserve.watch import Gone, LinkState, Outage, Receipt, Tick, Watched
 
@@ -79,208 +79,133 @@ def slow(**changes: object) -> dict[str, list[LinkState]]:
 WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
 
 
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        (state(), []),
-        (
-            state(slots=[KILLED], receipts=[MOVED, MOVED], instances=WITHOUT_1),
-            ["bad: decode-1 is down: killed by SIGKILL; it will be started again; 2 requests lost it (4 s)"],
-        ),
-        (
-            state(slots=[replace(KILLED, state="starting", cause="no memory")], silent=("decode-1-d1",)),
-            ["bad: decode-1 is down: killed by SIGKILL: no memory; it is starting again (4 s)"],
-        ),
-        (
-            state(slots=[replace(KILLED, failed_starts=3)], instances=WITHOUT_1),
-            [
-                "bad: decode-1 is down: killed by SIGKILL; it failed to start 3 times; it will be started again (4 s)"
-            ],
-        ),
-        (
-            state(slots=[replace(KILLED, state="ready", restarts=1)], receipts=[MOVED]),
-            ["warn: decode-1 is back after its end: killed by SIGKILL; 1 request lost it (4 s)"],
-        ),
-        (state(slots=[replace(KILLED, state="ready", restarts=1, since=NOW - 60)]), []),
-        (state(receipts=[MOVED]), ["warn: decode-1 lost 1 request: connection lost"]),
-        (state(receipts=[replace(MOVED, age=60.0)]), []),
-        (
-            state(receipts=[replace(MOVED, hops=[replace(LOST, instance="decode-9-x")])]),
-            ["warn: decode-9 is gone: connection lost; 1 request lost it"],
-        ),
-        (state(silent=("prefill-0-p0",)), ["bad: prefill-0 does not answer: it hangs, or is cut off"]),
-        (
-            state(slots=[SlotState("decode-2", Role.DECODE, "h", since=NOW - 7)]),
-            ["info: decode-2 is starting (7 s)"],
-        ),
-        (
-            state(
-                instances=[*ALL[:-1], replace(PREFILL[1], draining=True)],
-                loads={"prefill-1-p1": Load(running=1)},
-            ),
-            ["info: prefill-1 is draining: it takes nothing new, 1 running request"],
-        ),
-        (
-            state(loads={"decode-0-d0": Load(kv_usage=0.981)}),
-            ["warn: the KV cache of decode-0 is full (98%): requests wait for room"],
-        ),
-        (
-            state(loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)}),
-            ["bad: the prefill queue is full: 12 of 2; prompts are computed at decode workers"],
-        ),
-        (state(loads={"decode-0-d0": Load(queue_depth=1, queue_limit=2)}), []),
-        (state(loads={"decode-0-d0": Load(queue_depth=8)}), []),
-        (
-            state(loads={"decode-0-d0": Load(queue_depth=9)}),
-            ["warn: the prefill queue is long: 9 prompts for 2 prefill workers"],
-        ),
-        (
-            state(loads={"decode-0-d0": Load(queue_depth=1)}, silent=("prefill-0-p0", "prefill-1-p1")),
-            [
-                "bad: prefill-0 does not answer: it hangs, or is cut off",
-                "bad: prefill-1 does not answer: it hangs, or is cut off",
-                "bad: 1 prompt in the prefill queue and no prefill worker to take them",
-            ],
-        ),
-        (
-            state(
-                instances=[FRONTEND, *SENDING],
-                slots=[SlotState("none", Role.PREFILL)],
-                loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)},
-                gone=[Gone("prefill-3-p3", "h3", 40.0), Gone("decode-0-d9", "h", 50.0)],
-                receipts=[replace(MOVED, hops=[replace(LOST, instance="prefill-3-p3")])],
-            ),
-            [
-                "bad: no prefill worker is there: prompts are computed at decode workers",
-                "bad: 12 prompts in the prefill queue and no prefill worker to take them",
-                "warn: prefill-3 of h3 is gone: its lease ended, and no supervisor there starts it again; "
-                "1 request lost it (40 s)",
-            ],
-        ),
-        (
-            state(silent=("decode-0-d0",), slots=[KILLED], instances=WITHOUT_1),
-            [
-                "bad: decode-0 does not answer: it hangs, or is cut off",
-                "bad: decode-1 is down: killed by SIGKILL; it will be started again (4 s)",
-                "bad: no decode worker is there: requests wait for one until their deadlines",
-            ],
-        ),
-        (
-            state(silent=("decode-0-d0",), instances=[FRONTEND, DECODE[0], STAND_IN]),
-            [
-                "bad: decode-0 does not answer: it hangs, or is cut off",
-                "bad: decode-1 does not answer: it hangs, or is cut off",
-                "bad: prefill-1 does not answer: it hangs, or is cut off",
-                "warn: no decode worker is there: prefill-0 stands in",
-            ],
-        ),
-        (
-            state(ticks=[Tick(requests=10, refused=5, failed=1)], loads={FRONTEND.id: Load(waiting=7)}),
-            [
-                "bad: 0.5 requests/s fail (5xx)",
-                "bad: 2.5 requests/s are refused (429): more comes than is served; 7 requests in line",
-            ],
-        ),
-        (state(ticks=[Tick(refused=5), *[Tick()] * 5]), []),
-        (
-            state(links=slow()),
-            ["bad: KV from prefill-0 to decode-0 is 9 times slower than over the other links (110 MB/s)"],
-        ),
-        (state(links=slow(pull_seconds=0.1)), []),  # its KV is small
-        (state(links=slow(bytes_per_second=4e8)), []),
-        (
-            state(links={"decode-0-d0": [replace(FAST, pull_seconds=1.5, bytes_per_second=1.1e8)]}),
-            ["bad: KV from prefill-1 to decode-0 takes 1.5 s for a request (110 MB/s)"],
-        ),
-        (
-            state(links={"decode-0-d0": [replace(FAST, up=False, failure="no answer")]}),
-            ["bad: decode-0 does not read KV from prefill-1: no answer"],
-        ),
-        (
-            state(links={FRONTEND.id: [LinkState("decode-0-d0", "requests", up=False)]}),
-            ["bad: frontend-0 cannot reach decode-0"],
-        ),
-        (
-            state(
-                links={FRONTEND.id: [LinkState("decode-1-d1", "requests", up=False)]},
-                slots=[KILLED],
-                instances=WITHOUT_1,
-            ),
-            ["bad: decode-1 is down: killed by SIGKILL; it will be started again (4 s)"],
-        ),
-        (
-            state(links={FRONTEND.id: [LinkState("decode-0-d0", "requests", round_trip=0.4)]}),
-            ["warn: frontend-0 waits 400 ms for an answer of decode-0"],
-        ),
-        (
-            state(
-                outages={
-                    "decode-0-d0": [Outage("NATS", "10.0.0.5:4222", 11.6)],
-                    "prefill-1-p1": [Outage("NATS", "10.0.0.5:4222", 12.3)],
-                }
-            ),
-            [
-                "bad: NATS at 10.0.0.5:4222 does not answer decode-0, prefill-1: prompts are computed at decode "
-                "workers until it is back (12 s)"
-            ],
-        ),
-        (
-            state(
-                outages={each.id: [Outage("etcd", "", 3.0)] for each in ALL[:3]}
-                | {"this command": [Outage("etcd", "", 1.0)]}
-            ),
-            [
-                "bad: etcd does not answer 4 processes: the processes are those of before, and new ones are not seen "
-                "until it is back (3 s)"
-            ],
-        ),
-        (
-            state(receipts=[receipt(9.0, Hop("fallback", 1.0, why="kv-timeout"))] * 2),
-            [
-                "warn: 2 remote prefills of the last 30 s came to nothing, and decode workers computed the prompts: "
-                "kv-timeout"
-            ],
-        ),
-    ],
-)
-def test_each_problem_is_a_sentence(state: GraphState, told: list[str]) -> None:
+DOWN = "bad: decode-1 is down: killed by SIGKILL"
+SILENT = "does not answer: it hangs, or is cut off"
+TOLD = {
+    "": state(),
+    f"{DOWN}; it failed to start 3 times; it will be started again; 2 requests lost it (4 s)": state(
+        slots=[replace(KILLED, failed_starts=3)], receipts=[MOVED, MOVED], instances=WITHOUT_1
+    ),
+    f"{DOWN}: no memory; it is starting again (4 s)": state(
+        slots=[replace(KILLED, state="starting", cause="no memory")], silent=("decode-1-d1",)
+    ),
+    "warn: decode-1 is back after its end: killed by SIGKILL; 1 request lost it (4 s)": state(
+        slots=[replace(KILLED, state="ready", restarts=1)], receipts=[MOVED]
+    ),
+    "warn: decode-1 lost 1 request: connection lost": state(receipts=[MOVED]),
+    "warn: decode-9 is gone: connection lost; 1 request lost it": state(
+        receipts=[replace(MOVED, hops=[replace(LOST, instance="decode-9-x")])]
+    ),
+    "warn: the KV cache of decode-0 is full (98%): requests wait for room\n"
+    "info: decode-2 is starting (7 s)\n"
+    "info: prefill-1 is draining: it takes nothing new, 1 running request": state(
+        loads={"decode-0-d0": Load(kv_usage=0.981), "prefill-1-p1": Load(running=1)},
+        slots=[SlotState("decode-2", Role.DECODE, "h", since=NOW - 7)],
+        instances=[*ALL[:-1], replace(PREFILL[1], draining=True)],
+    ),
+    "bad: the prefill queue is full: 12 of 2; prompts are computed at decode workers": state(
+        loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)}
+    ),
+    "warn: the prefill queue is long: 9 prompts for 2 prefill workers": state(
+        loads={"decode-0-d0": Load(queue_depth=9)}
+    ),
+    f"bad: prefill-0 {SILENT}\n"
+    f"bad: prefill-1 {SILENT}\n"
+    "bad: 1 prompt in the prefill queue and no prefill worker to take them": state(
+        loads={"decode-0-d0": Load(queue_depth=1)}, silent=("prefill-0-p0", "prefill-1-p1")
+    ),
+    "bad: no prefill worker is there: prompts are computed at decode workers\n"
+    "bad: 12 prompts in the prefill queue and no prefill worker to take them\n"
+    "warn: prefill-3 of h3 is gone: its lease ended, and no supervisor there starts it again; "
+    "1 request lost it (40 s)": state(
+        instances=[FRONTEND, *SENDING],
+        slots=[SlotState("none", Role.PREFILL)],
+        loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)},
+        gone=[Gone("prefill-3-p3", "h3", 40.0), Gone("decode-0-d9", "h", 50.0)],
+        receipts=[replace(MOVED, hops=[replace(LOST, instance="prefill-3-p3")])],
+    ),
+    f"bad: decode-0 {SILENT}\n"
+    f"{DOWN}; it will be started again (4 s)\n"
+    "bad: no decode worker is there: requests wait for one until their deadlines": state(
+        silent=("decode-0-d0",), slots=[KILLED], instances=WITHOUT_1
+    ),
+    f"bad: decode-0 {SILENT}\n"
+    f"bad: decode-1 {SILENT}\n"
+    f"bad: prefill-1 {SILENT}\n"
+    "warn: no decode worker is there: prefill-0 stands in": state(
+        silent=("decode-0-d0",), instances=[FRONTEND, DECODE[0], STAND_IN]
+    ),
+    "bad: 0.5 requests/s fail (5xx)\n"
+    "bad: 2.5 requests/s are refused (429): more comes than is served; 7 requests in line": state(
+        ticks=[Tick(requests=10, refused=5, failed=1)], loads={FRONTEND.id: Load(waiting=7)}
+    ),
+    "bad: KV from prefill-0 to decode-0 is 9 times slower than over the other links (110 MB/s)": state(
+        links=slow()
+    ),
+    "bad: KV from prefill-1 to decode-0 takes 1.5 s for a request (110 MB/s)": state(
+        links={"decode-0-d0": [replace(FAST, pull_seconds=1.5, bytes_per_second=1.1e8)]}
+    ),
+    "bad: decode-0 does not read KV from prefill-1: no answer": state(
+        links={"decode-0-d0": [replace(FAST, up=False, failure="no answer")]}
+    ),
+    "bad: frontend-0 cannot reach decode-0": state(
+        links={FRONTEND.id: [LinkState("decode-0-d0", "requests", up=False)]}
+    ),
+    f"{DOWN}; it will be started again (4 s)": state(
+        links={FRONTEND.id: [LinkState("decode-1-d1", "requests", up=False)]},
+        slots=[KILLED],
+        instances=WITHOUT_1,
+    ),
+    "bad: NATS at 10.0.0.5:4222 does not answer decode-0, prefill-1: prompts are computed at decode workers until it "
+    "is back (12 s)": state(
+        outages={
+            "decode-0-d0": [Outage("NATS", "10.0.0.5:4222", 11.6)],
+            "prefill-1-p1": [Outage("NATS", "10.0.0.5:4222", 12.3)],
+        }
+    ),
+    "bad: etcd does not answer 4 processes: the processes are those of before, and new ones are not seen until it is "
+    "back (3 s)": state(
+        outages={each.id: [Outage("etcd", "", 3.0)] for each in ALL[:3]}
+        | {"this command": [Outage("etcd", "", 1.0)]}
+    ),
+    "warn: 2 remote prefills of the last 30 s came to nothing, and decode workers computed the prompts: "
+    "kv-timeout": state(receipts=[receipt(9.0, Hop("fallback", 1.0, why="kv-timeout"))] * 2),
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_each_problem_is_a_sentence(told: str) -> None:
     def line(problem: Problem) -> str:
         age = "" if problem.seconds is None else f" ({problem.seconds:.0f} s)"
         return f"{problem.level}: {problem.text}{age}"
 
-    assert [line(problem) for problem in found(state)] == told
+    assert [line(problem) for problem in found(TOLD[told])] == told.splitlines()
+
+
+def test_what_is_no_problem() -> None:
+    """A queue that is as long as the workers take, and a link that is slow with what is small."""
+    assert found(state(loads={"decode-0-d0": Load(queue_depth=8)})) == []
+    assert found(state(links=slow(pull_seconds=0.1))) == []
 
 
 def test_a_process_is_in_one_state() -> None:
     assert node(state(), "decode-0").state == "ready"
     assert node(state(), "decode-0").seconds == 1000
-    assert node(state(silent=("decode-0-d0",)), "decode-0").state == "does not answer"
     assert node(state(slots=[KILLED], silent=("decode-1-d1",)), "decode-1").state == "waiting to restart"
     assert node(state(slots=[KILLED]), "decode-1").state == "ready"  # it answers: the registry is behind
-    assert node(state(instances=WITHOUT_1), "decode-1").state == "does not answer"  # without a lease
+    for silent in (state(silent=("decode-1-d1",)), state(instances=WITHOUT_1)):
+        hangs = node(silent, "decode-1")  # what the supervisor knows is of the time when it was ready
+        assert (hangs.state, hangs.why, hangs.seconds) == ("does not answer", "", None)
     killed = node(state(slots=[KILLED], instances=WITHOUT_1), "decode-1")
     assert (killed.state, killed.why, killed.seconds) == ("waiting to restart", "killed by SIGKILL", 4)
-
-
-def test_what_a_supervisor_knew_of_a_process_does_not_explain_its_silence() -> None:
-    """Which are of the time when it was ready, and of one before it."""
-    for silent in (state(silent=("decode-1-d1",)), state(instances=WITHOUT_1)):
-        hangs = node(silent, "decode-1")
-        assert (hangs.state, hangs.why, hangs.seconds) == ("does not answer", "", None)
 
 
 def test_processes_of_one_name_are_shown_with_their_ids() -> None:
     elsewhere = Instance("decode-0-x", Role.DECODE, host="other")
     names = [node.name for node in nodes(state(instances=[*ALL, elsewhere]), NOW)]
     assert names == ["frontend-0", "decode-0-d0", "decode-0-x", "decode-1", "prefill-0", "prefill-1"]
-
-
-def test_a_process_keeps_its_place() -> None:
-    for gone in ALL:
-        names = [
-            node.name for node in nodes(state(instances=[each for each in ALL if each is not gone]), NOW)
-        ]
-        assert names == ["frontend-0", "decode-0", "decode-1", "prefill-0", "prefill-1"]
+    names = [node.name for node in nodes(state(instances=WITHOUT_1), NOW)]
+    assert names == ["frontend-0", "decode-0", "decode-1", "prefill-0", "prefill-1"], "it keeps its place"
 
 
 def test_beyond_twelve_problems_the_rest_is_counted() -> None:
@@ -297,3 +222,11 @@ def test_a_process_that_may_not_register_says_why() -> None:
     shown = [problem for problem in found(state(slots=[refused])) if "decode-2-d2" in problem.about]
     text = "decode-2-d2 is not registered: pdserve 0.3 (wire 3) cannot work beside"
     assert shown == [Problem("bad", text, ["decode-2-d2"])]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00034, "0.3 ms"), (0.0421, "42 ms"), (1.25, "1.2 s"), (119, "119 s"), (121, "2 min"), (7300, "2 h")],
+)
+def test_a_duration_has_the_unit_that_leaves_two_or_three_digits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,10 +1,12 @@
-"""`pdserve serve` as a user runs it, with simulated engines: real processes, real NATS and etcd, no model."""
+"""`pdserve serve` as a user runs it, with simulated engines: real processes, real NATS and etcd, no model. And what API
+keys do where two frontends share the port."""
 
 import json
 import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
@@ -16,25 +18,59 @@ import psutil
 import pytest
 from pdserve_bench.launch import PDSERVE
 
-from pdserve.credentials import create
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
 from tests.deploy.dashboard import expressions
 from tests.deploy.prometheus import promtool, scraping
 from tests.listeners import listeners
-from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, running, until
+from tests.serving import LONG, WORKERS, Serve, kv_ports, running, until
 from tests.terminal import Terminal
+
+FRONTENDS = """
+Security: {{api-keys: keys.yaml}}
+Frontend: {{served_model_name: demo, port: {port}, ServiceArgs: {{workers: 2}}}}
+"""
+KEYS = {
+    "alice": "{key: sk-alice-0123456789, requests-per-minute: 30}",
+    "bob": "{key: sk-bob-0123456789ab, admin: true}",
+    "carol": "{key: sk-carol-0123456789}",
+}
+ALICE, BOB, CAROL = (re.findall("sk-[^,}]+", key)[0] for key in KEYS.values())
+
+
+class KeyedServe(Serve):
+    """With keys in a file; each request is on a connection of its own, which comes to any of the frontends."""
+
+    def write_keys(self, *names: str) -> None:
+        fresh = self.folder / "keys.new"
+        fresh.touch(0o600)
+        fresh.write_text("".join(f"{name}: {KEYS[name]}\n" for name in names))
+        os.replace(fresh, self.folder / "keys.yaml")
+
+    def complete(self, key: str) -> httpx.Response:
+        body = {"model": "demo", "prompt": "Hi", "max_tokens": 1, "ignore_eos": True}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=bearer(key), timeout=60)
+
+    def frontends(self) -> set[str]:
+        """That answer on the port."""
+        return {self.health()["frontend"] for _ in range(20)}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """A frontend, two decode workers, a prefill worker, each role with a clock of its own. Stopped as by
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServe]:
+    """Two frontends, two decode workers, a prefill worker, each role with a clock of its own. Stopped as by
     Ctrl-C: exit 0, and nothing is left."""
     port = free_port("127.0.0.1")
-    yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
-    serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
+    yaml = (FRONTENDS + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
+    serve = KeyedServe(tmp_path_factory.mktemp("graph"), yaml, port=port, headers=bearer(BOB))
     serve.env |= {"PDSERVE_CLOCK_OFFSET_PREFILL": "-40", "PDSERVE_CLOCK_OFFSET_DECODE": "5"}
+    serve.write_keys(*KEYS)
     with running(serve):
+        until(lambda: len(serve.frontends()) == 2, serve)
         yield serve
     assert "nothing is left running" in serve.text
     assert serve.processes() == []
@@ -48,64 +84,43 @@ def serve(tmp_path: Path) -> Serve:
     return Serve(tmp_path, WORKERS.format(kv_port=kv_ports(), workers=1))
 
 
-@pytest.mark.parametrize(
-    ("path", "asked", "field", "ranked"),
-    [
-        ("chat/completions", {"logprobs": True, "top_logprobs": 3}, "content", 3),
-        ("chat/completions", {"logprobs": True}, "content", 0),
-        ("chat/completions", {"logprobs": True, "logprob_token_ids": [400, 401]}, "content", None),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1}, "content", 2),
-        ("completions", {"logprobs": 2}, "top_logprobs", 2),
-        ("completions", {"logprobs": 2, "echo": True}, "top_logprobs", 2),
-    ],
-)
-@pytest.mark.parametrize("prompt", ["Short.", LONG], ids=["local", "remote"])
-def test_logprobs_are_answered(
-    graph: Serve, path: str, asked: dict[str, Any], field: str, ranked: int | None, prompt: str
-) -> None:
-    said = {"messages": [{"role": "user", "content": prompt}]} if "chat" in path else {"prompt": prompt}
-    body = {"model": "demo", "max_tokens": 4, **said, **asked}
-    response = httpx.post(f"{graph.url}/v1/{path}", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    rows = response.json()["choices"][0]["logprobs"][field]
-    if "echo" in asked:
-        assert rows.pop(0) is None, "the first token follows nothing"
-    assert len(rows) == 4 or "echo" in asked
-    for row in rows:
-        tops = row if path == "completions" else row["top_logprobs"]
-        assert ranked is None or len(tops) == ranked
+def test_the_banner_has_commands_that_work_as_typed(graph: KeyedServe) -> None:
+    curl = graph.text[graph.text.index("curl ") :].split("}'")[0] + "}'"
+    look = graph.text.partition("Look at it:\n")[2].splitlines()[0]
+
+    def typed(command: str) -> str:
+        env = graph.env | {"KEY": BOB}
+        shown = subprocess.run(
+            ["bash", "-c", command], env=env, capture_output=True, text=True, timeout=60, check=True
+        )
+        return shown.stdout
+
+    answer = typed(curl)
+    assert "x-pdserve-prefill: remote" in answer
+    assert answer.rstrip().endswith("data: [DONE]")
+    assert "prefill-0" in typed(look)
 
 
-def test_the_banner_has_a_curl_that_works(graph: Serve) -> None:
-    command = graph.text[graph.text.index("curl ") :].split("}'")[0] + "}'"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
-    assert "x-pdserve-prefill: remote" in result.stdout
-    assert result.stdout.rstrip().endswith("data: [DONE]")
-
-
-def test_the_banner_has_a_look_that_works_as_typed(graph: Serve) -> None:
-    command = graph.text.partition("Look at it:\n")[2].splitlines()[0]
-    shown = subprocess.run(
-        ["bash", "-c", command], env=graph.env, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "prefill-0" in shown.stdout
-
-
-def test_status_lists_all_instances(graph: Serve) -> None:
+def test_status_lists_all_instances(graph: KeyedServe) -> None:
     state = json.loads(graph.pdserve("status", "--json").stdout)
+    keys = "etcd namespace url queue_depth queue_limit instances models slots settings moments receipts outages gone"
+    assert set(state) == set(keys.split())
     roles = [instance["role"] for instance in state["instances"]]
-    assert roles == ["frontend", "decode", "decode", "prefill"]
+    assert roles == ["frontend", "frontend", "decode", "decode", "prefill"]
     assert state["url"] == graph.url
     assert [len(cards) for cards in state["models"].values()] == [3], "the prefill worker keeps a copy"
     table = graph.pdserve("status", "-f", str(graph.file)).stdout
-    assert all(instance["id"] in table for instance in state["instances"])
+    for instance in state["instances"]:
+        assert re.search(rf"^ *{instance['id']} +ready\b", table, re.M), table
+    assert re.search(r"model +demo, 2 decode workers", table)
 
 
-def test_nothing_listens_but_what_is_known(graph: Serve) -> None:
-    """And on the loopback device alone, where the file says nothing else. See docs/security.md."""
+def test_nothing_listens_but_what_is_known(graph: KeyedServe) -> None:
+    """And on the loopback device alone, where the file says nothing else. See docs/security.md. Another user of the
+    machine reads nothing on the disk, either."""
     assert listeners(graph) == {
-        ("frontend", "HTTP"): 1,
-        ("frontend", "pages"): 1,
+        ("frontend", "HTTP"): 2,
+        ("frontend", "pages"): 2,
         ("decode", "tls"): 2,
         ("decode", "pages"): 2,
         ("decode", "TCP"): 2,  # simulated KV
@@ -116,9 +131,12 @@ def test_nothing_listens_but_what_is_known(graph: Serve) -> None:
         ("etcd", "clients"): 1,
         ("etcd", "TCP"): 1,  # other etcds
     }
+    state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
+    for name in ("", "credentials", "logs", "nats", "etcd", "sockets", "graph.json"):
+        assert (state_dir / name).stat().st_mode & 0o077 == 0, name
 
 
-def test_a_trace_shows_where_a_request_went(graph: Serve) -> None:
+def test_a_trace_shows_where_a_request_went(graph: KeyedServe) -> None:
     prompt = f"Where does this one go? {LONG}"  # that no worker has in its prefix cache
     request_id = graph.chat(prompt)[0].headers["x-request-id"]
     shown = graph.pdserve("trace", f"chatcmpl-{request_id}").stdout
@@ -135,7 +153,7 @@ def test_a_trace_shows_where_a_request_went(graph: Serve) -> None:
     assert "no frontend has a receipt of ffff" in unknown.stderr
 
 
-def test_a_setting_reaches_the_workers(graph: Serve) -> None:
+def test_a_setting_reaches_the_workers(graph: KeyedServe) -> None:
     assert graph.pdserve("set", "max-local-prefill-length=4000").returncode == 0
     until(lambda: graph.text.count("max-local-prefill-length 4000") == 2, graph)
     assert graph.chat()[0].headers["x-pdserve-prefill"] == "local"
@@ -143,17 +161,26 @@ def test_a_setting_reaches_the_workers(graph: Serve) -> None:
     until(lambda: graph.text.count("settings now: policy threshold, max-local-prefill-length 64") == 2, graph)
 
 
-def test_live_settings_are_of_one_file_and_logs_may_be_json(serve: Serve, tmp_path: Path) -> None:
-    """They stay when it is served again, and say so; another file on the same state directory begins without them."""
-    with running(serve):
+def test_live_settings_are_of_one_file_and_each_way_to_stop_leaves_nothing(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """They stay when it is served again, and say so; another file on the same state directory begins without them.
+    Stopped by Ctrl-C on a terminal; by closing the terminal; as a service. Logs may be JSON."""
+    with Terminal(serve.command, serve.env) as terminal:
+        terminal.until("Ready after")
+        assert "starting decode-0, prefill-0 (Ctrl-C stops)" in terminal.text
         assert serve.pdserve("set", "policy=adaptive").returncode == 0
-    again = Serve(tmp_path, WORKERS.format(kv_port=kv_ports(), workers=1))
-    with running(again):
-        assert "policy = adaptive (file: threshold)" in again.text
-        told = again.pdserve("set", "max-local-prefill-length=0").stdout
+        terminal.type("\x03")
+        terminal.until("the exit code is 0")
+    assert serve.processes() == []
+    with Terminal(serve.command, serve.env) as terminal:
+        terminal.until("Ready after")
+        terminal.until("policy = adaptive (file: threshold)")
+        told = serve.pdserve("set", "max-local-prefill-length=0").stdout
         assert "max-local-prefill-length = 0 (file: 64), without effect under policy adaptive" in told
-        shown = " ".join(again.pdserve("status").stdout.split())
-        assert "set policy = adaptive (file: threshold)" in shown
+        assert "set policy = adaptive (file: threshold)" in " ".join(serve.pdserve("status").stdout.split())
+        terminal.hang_up()
+        until(lambda: not serve.processes(), serve)
     (folder := tmp_path / "other").mkdir()
     other = Serve(folder, WORKERS.format(kv_port=kv_ports(), workers=1), "--log-format", "json")
     other.env["PDSERVE_STATE_DIR"] = serve.env["PDSERVE_STATE_DIR"]
@@ -165,7 +192,7 @@ def test_live_settings_are_of_one_file_and_logs_may_be_json(serve: Serve, tmp_pa
     assert {"serve", "decode-0", "prefill-0"} <= {line["role"] for line in lines}, "each line is JSON"
 
 
-def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: Serve) -> None:
+def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: KeyedServe) -> None:
     with Terminal([*PDSERVE, "status", "--watch"], {**graph.env, "LINES": "60"}) as terminal:
         terminal.until("\x1b[?1049h")
         for times in (1, 2):
@@ -176,21 +203,30 @@ def test_status_is_drawn_again_and_leaves_the_terminal_as_it_was(graph: Serve) -
         terminal.until("the exit code is 130")
 
 
-def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
+def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_the_first_start(
+    graph: KeyedServe,
+) -> None:
+    """Whatever the file says by then."""
     before = {instance["id"]: instance["pid"] for instance in _instances(graph)}
     victim = next(name for name in before if name.startswith("decode-0"))
-    os.kill(before[victim], signal.SIGKILL)
-    until(
-        lambda: (
-            "decode-0@127.0.0.1" in graph.health().get("degraded", {})
-            and "decode-0 is down: killed by SIGKILL" in _problems(graph)
-        ),
-        graph,
-    )
-    until(lambda: "decode-0 is ready again" in graph.text, graph)
+    file = graph.file.read_text()
+    graph.file.write_text("Graph: {no-such-key: 1}\n")
+    try:
+        os.kill(before[victim], signal.SIGKILL)
+        until(
+            lambda: (
+                "decode-0@127.0.0.1" in graph.health().get("degraded", {})
+                and "decode-0 is down: killed by SIGKILL" in _problems(graph)
+            ),
+            graph,
+        )
+        until(lambda: "decode-0 is ready again" in graph.text, graph)
+        assert "no-such-key" not in graph.text
+    finally:
+        graph.file.write_text(file)
     until(lambda: "decode-0 is back after its end" in _problems(graph), graph)
     until(lambda: {"status": "ok", "workers": {"demo": 2}}.items() <= graph.health().items(), graph)
-    metrics = httpx.get(f"{graph.url}/metrics").text
+    metrics = httpx.get(f"{graph.url}/metrics", timeout=30).text
     assert 'pdserve_restarts_total{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics
     assert 'pdserve_slot_ready{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics
     (slot,) = (slot for slot in json.loads(_status(graph))["slots"] if slot["name"] == "decode-0")
@@ -199,7 +235,7 @@ def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
     assert graph.chat()[1]
 
 
-def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: Serve) -> None:
+def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: KeyedServe) -> None:
     processes = graph.processes()
     pids = {name: next(each.pid for each in processes if name in each.name()) for name in ("nats", "etcd")}
     for pid in pids.values():
@@ -214,38 +250,17 @@ def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: Serve) 
     assert graph.pdserve("trace", "--json").stdout.startswith("[")
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
-    until(lambda: len(_instances(graph)) == 4, graph)
+    until(lambda: len(_instances(graph)) == 5, graph)
     assert graph.chat()[1]
 
 
-def test_another_user_of_the_machine_gets_nothing(graph: Serve, tmp_path: Path) -> None:
-    """Not by what is open, nor by what is on the disk."""
-    state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
-    found = json.loads((state_dir / "graph.json").read_text())
-    mine = str(create(tmp_path / "mine").folder)
-    result = graph.pdserve("set", "--etcd", found["etcd"], "--credentials", mine, "router=kv")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "no etcd answers" in result.stderr
-    assert found["credentials"] == str(state_dir / "credentials")
-    result = graph.pdserve("status", "--etcd", found["etcd"], "--credentials", found["credentials"])
-    assert "decode-1" in result.stdout
-
-    def others(path: Path) -> int:
-        return path.stat().st_mode & 0o077
-
-    assert others(state_dir) == 0
-    for folder in ("credentials", "logs", "nats", "etcd", "sockets"):
-        assert others(state_dir / folder) == 0
-    assert others(state_dir / "graph.json") == 0
-
-
-def test_a_second_graph_on_the_same_port_is_refused(graph: Serve, tmp_path: Path) -> None:
+def test_a_second_graph_on_the_same_port_is_refused(graph: KeyedServe, tmp_path: Path) -> None:
     result = graph.pdserve("serve", "-f", str(graph.file), PDSERVE_STATE_DIR=str(tmp_path))
     assert result.returncode == 2
     assert f"Port {graph.port} on 127.0.0.1 is held by" in result.stderr
 
 
-def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path: Path) -> None:
+def test_a_real_prometheus_finds_something_for_each_panel(graph: KeyedServe, tmp_path: Path) -> None:
     """Also of what goes wrong: the prefill worker hangs."""
     numbers = count()
 
@@ -277,52 +292,63 @@ def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path
         assert prometheus.series("sum(pdserve_remote_prefill_failures_total)")[0][1] >= 1
         (scrape,) = prometheus.ask("targets")["activeTargets"]
         assert (scrape["health"], scrape["lastError"]) == ("up", "")
-    lint = promtool("check", "metrics", said=httpx.get(f"{graph.url}/metrics").text).stderr.splitlines()
+    lint = promtool(
+        "check", "metrics", said=httpx.get(f"{graph.url}/metrics", timeout=30).text
+    ).stderr.splitlines()
     assert [line for line in lint if not line.startswith("vllm:")] == []
 
 
-def test_ctrl_c_on_a_terminal(serve: Serve) -> None:
-    with Terminal(serve.command, serve.env) as terminal:
-        terminal.until("Ready after")
-        assert "starting decode-0, prefill-0 (Ctrl-C stops)" in terminal.text
-        terminal.type("\x03")
-        terminal.until("the exit code is 0")
-    assert serve.processes() == []
+def _problems(graph: KeyedServe) -> str:
+    state = httpx.get(f"{graph.url}/dashboard/state", headers=graph.headers, timeout=30)
+    return str(state.json()["problems"])
 
 
-def test_closing_the_terminal_leaves_nothing(serve: Serve) -> None:
-    with Terminal(serve.command, serve.env) as terminal:
-        terminal.until("Ready after")
-        terminal.hang_up()
-        until(lambda: not serve.processes(), serve)
-
-
-def _problems(graph: Serve) -> str:
-    return str(httpx.get(f"{graph.url}/dashboard/state").json()["problems"])
-
-
-def _status(graph: Serve) -> str:
+def _status(graph: KeyedServe) -> str:
     return graph.pdserve("status", "--json").stdout
 
 
-def _instances(graph: Serve) -> list[dict[str, Any]]:
+def _instances(graph: KeyedServe) -> list[dict[str, Any]]:
     state = _status(graph)
     found: list[dict[str, Any]] = json.loads(state)["instances"] if state else []
     return found
 
 
-def test_a_role_that_is_started_again_has_the_configuration_of_the_first_start(graph: Serve) -> None:
-    """Whatever the file says by then."""
-    before = graph.file.read_text()
-    graph.file.write_text("Graph: {no-such-key: 1}\n")
-    try:
-        (victim,) = (found for found in _instances(graph) if found["role"] == "prefill")
-        ready = graph.text.count("prefill-0 is ready again")
-        os.kill(victim["pid"], signal.SIGKILL)
-        until(lambda: graph.text.count("prefill-0 is ready again") > ready, graph)
-        assert "no-such-key" not in graph.text
-    finally:
-        graph.file.write_text(before)
+def test_both_frontends_together_give_the_rate_of_a_limit(graph: KeyedServe) -> None:
+    """Each has a minute's worth at first, and one more every 4 seconds."""
+    started, taken, refused = time.monotonic(), 0, list[httpx.Response]()
+    while len(refused) < 10:
+        answer = graph.complete(ALICE)
+        assert answer.status_code in (200, 429)
+        taken += answer.status_code == 200
+        refused += [answer] * (answer.status_code == 429)
+    assert 30 <= taken <= 60 + (time.monotonic() - started) / 2 + 2
+    assert 0 < int(refused[-1].headers["retry-after"]) <= 4
+    assert refused[-1].headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def test_a_key_that_is_taken_away_works_no_more_and_its_requests_end_well(graph: KeyedServe) -> None:
+    def codes() -> set[int]:
+        """Of eight requests: both frontends have answered, but for 1 time in 128."""
+        return {graph.complete(CAROL).status_code for _ in range(8)}
+
+    body = {"model": "demo", "prompt": "Hi", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    url, headers = f"{graph.url}/v1/completions", bearer(CAROL)
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:  # tokens take 5 ms each
+        graph.write_keys("alice", "bob")
+        until(lambda: codes() == {401}, graph)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    assert graph.complete(BOB).status_code == 200
+
+
+def test_keys_are_nowhere_but_in_their_file(graph: KeyedServe) -> None:
+    graph.complete(BOB)
+    until(lambda: "key=bob" in graph.text, graph)
+    pages = [httpx.get(f"{graph.url}/{page}", timeout=30).text for page in ("health", "metrics")]
+    said = [graph.text, *pages]
+    for process in graph.processes():
+        said += [str(process.environ()), *process.cmdline()]
+    assert re.search(r'pdserve_key_requests_total{instance="frontend-[^"]+",code="200",key="bob"}', pages[1])
+    assert not [text for text in said for key in (ALICE, BOB, CAROL) if key in text]
 
 
 def test_ctrl_c_while_it_starts(serve: Serve) -> None:

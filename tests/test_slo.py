@@ -19,12 +19,10 @@ def test_a_duration_is_written_as_it_is_read(text: str, value: float, again: str
     assert seconds(again) == seconds(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "5", "ms", "0.0ms", "0.99ms", "1e3s", "-1s", "1s\n", "4000s", "1h", "\u0665s"]
-)
-def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a duration with its unit"):
-        seconds(text)
+def test_what_is_no_duration_is_refused() -> None:
+    for text in ("", "5", "ms", "0.0ms", "0.99ms", "1e3s", "-1s", "1s\n", "4000s", "1h", "\u0665s"):
+        with pytest.raises(ValueError, match="not a duration with its unit"):
+            seconds(text)
 
 
 def test_a_promise_as_settings_is_the_same_promise() -> None:

@@ -13,9 +13,7 @@ from pdserve import tasks
 from pdserve.errors import EngineDead
 from pdserve.observe.metrics import TASK_FAILURES
 from pdserve.queue.jetstream import connection
-from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import holds, until
-from tests.stream.raw import raw
 
 
 def failing_once(work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -74,17 +72,15 @@ async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.Lo
     await holds(lambda: runs <= 14)
 
 
-async def test_what_may_end_is_left_when_it_returned() -> None:
+async def test_what_may_end_is_left_when_it_returned_or_its_engine_is_dead() -> None:
     work = failing_once(lambda: asyncio.sleep(0))
     await asyncio.wait_for(tasks.forever(work, "work", until_done=True), 1)
 
-
-async def test_a_dead_engine_is_not_run_again() -> None:
-    async def work() -> None:
+    async def dead() -> None:
         raise EngineDead("dead")
 
     with pytest.raises(EngineDead):
-        await tasks.forever(work, "work")
+        await tasks.forever(dead, "work")
 
 
 async def test_work_that_is_one_life_of_many_may_return(
@@ -147,19 +143,6 @@ async def test_dead_engines_and_cancellations_are_no_members(passes: BaseExcepti
 
 
 # the seams
-
-
-async def test_a_frontend_that_is_silent_after_another_has_gone_is_noticed() -> None:
-    async with TcpStreamServer("127.0.0.1", silence=0.2) as server:
-        received = server.received()
-        async with raw(server.address) as gone:
-            await gone.greet("gone")
-        assert await asyncio.wait_for(anext(received), 30) == ("gone", None)
-        async with raw(server.address) as there:
-            await there.greet("there")
-            assert await asyncio.wait_for(anext(received), 30) == ("there", None), (
-                "its silence is not noticed"
-            )
 
 
 async def test_errors_in_handlers_of_nats_messages_are_seen(

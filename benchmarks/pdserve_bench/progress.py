@@ -13,8 +13,4 @@ def say(text: str) -> None:
 
 def begin(phase: str, seconds: float) -> None:
     """Say that it begins, and how long it should take."""
-    say(f"{phase}, some {duration(seconds)}")
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    say(f"{phase}, some " + (f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"))

@@ -27,12 +27,8 @@ class Slo:
 
     def kept(self, exchange: Exchange) -> bool:
         """A request that failed, or is not finished, has kept nothing."""
-        return (
-            exchange.outcome is Outcome.FINISHED
-            and exchange.ttft is not None
-            and exchange.ttft <= self.ttft
-            and max(exchange.gaps, default=0.0) <= self.gap
-        )
+        finished = exchange.outcome is Outcome.FINISHED and exchange.ttft is not None
+        return finished and not self.broke_ttft(exchange) and not self.broke_gap(exchange)
 
     def broke_ttft(self, exchange: Exchange, now: float | None = None) -> bool:
         """Whether its first token came too late, or has not come within the bound by `now` (monotonic)."""

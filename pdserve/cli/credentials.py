@@ -32,34 +32,31 @@ def make_credentials(
     if folder.exists():
         raise ConfigError([f"{folder} exists: choose another folder, or remove it first."])
     try:
-        made = create(folder, [*LOCAL, *(host or [])])
+        create(folder, [*LOCAL, *(host or [])])
     except ValueError as error:
         raise ConfigError(
             [f"--host: {error}: use a name as in nats.example.com, or an address as in 10.0.0.5."]
         ) from error
     except OSError as error:
         raise ConfigError([f"{folder} cannot be written: {error.strerror or error}."]) from error
-    print(_next(made.folder.absolute(), made))
+    print(_next(Credentials(folder.absolute())))
     return 0
 
 
-def _next(folder: Path, made: Credentials) -> str:
+def _next(made: Credentials) -> str:
     """The text that says what to do with the folder."""
-    authority, certificate, key = (
-        folder / path.name for path in (made.authority, made.certificate, made.key)
-    )
     return f"""\
-Made {folder}. Keep it secret: it lets in whatever has it.
+Made {made.folder}. Keep it secret: it lets in whatever has it.
 
 1. Copy the folder to each host of the graph, readable by its user alone (chmod 700), for example:
-     scp -pr {folder} HOST:
+     scp -pr {made.folder} HOST:
 2. Name it in the graph's YAML on each host (or by PDSERVE_CREDENTIALS):
      Security:
-       credentials: {folder}
+       credentials: {made.folder}
 3. NATS and etcd of your own take the same files (deploy/docker-compose.yml has all of it):
      echo 'max_payload: 8MB' > nats.conf  # it has no flag for this: 1 MB is too little for the longest prompts
      nats-server --config nats.conf --jetstream --tls --tlsverify \\
-       --tlscert {certificate} --tlskey {key} --tlscacert {authority} ...
-     etcd --client-cert-auth --cert-file {certificate} --key-file {key} --trusted-ca-file {authority} \\
+       --tlscert {made.certificate} --tlskey {made.key} --tlscacert {made.authority} ...
+     etcd --client-cert-auth --cert-file {made.certificate} --key-file {made.key} --trusted-ca-file {made.authority} \\
        --listen-client-urls https://ADDRESS:2379 --advertise-client-urls https://ADDRESS:2379 ...  # http would be plain
 """

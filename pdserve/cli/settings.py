@@ -1,8 +1,7 @@
 """`pdserve set`: live settings, keys in etcd that change a running graph."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -10,10 +9,9 @@ import typer
 from pdserve.cli.find import GraphAddress, find_graph
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.config.tree import or_nearest
-from pdserve.errors import ConfigError, ProtocolError
-from pdserve.records import decode_instance
+from pdserve.errors import ConfigError
 from pdserve.registry import connect, keys
-from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
 from pdserve.settings import SETTINGS, explained, of_files, problem
 
 
@@ -76,14 +74,6 @@ async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dic
                 await registry.delete(keys.setting(name))
             else:
                 await registry.put(keys.setting(name), value.encode(), leased=False)
-        found = await registry.read(keys.SETTINGS)
-        file = of_files([settings async for settings in _files(registry)])
-    live = {key.removeprefix(keys.SETTINGS): value.decode(errors="replace") for key, value in found.items()}
-    return explained(file, live)
-
-
-async def _files(registry: Registry) -> AsyncIterator[dict[str, str]]:
-    """What the files of the running processes say."""
-    for value in (await registry.read(keys.INSTANCES)).values():
-        with suppress(ProtocolError):
-            yield decode_instance(value).settings
+        async with RegistryView(registry, keys.INSTANCES, keys.SETTINGS) as view:
+            file = of_files([instance.settings for instance in view.instances()])
+            return explained(file, view.settings())

@@ -2,7 +2,6 @@
 accepts it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pdserve.command import command
@@ -10,62 +9,53 @@ from pdserve.config.schema import Allowance, FrontendConfig, GraphSection, Secur
 from pdserve.ports import is_loopback, servers_of
 
 _MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"
-
-
-@dataclass(frozen=True)
-class Opening:
-    section: str
-    key: str
-    """of the address"""
-    what: str
-    """the problem, as the end of a sentence that begins with the key"""
-    advice: str
-    allowances: tuple[Allowance, ...]
-    """all needed to accept it; empty: it cannot be accepted"""
-
-    def allowed(self, security: SecuritySection) -> bool:
-        return bool(self.allowances) and set(self.allowances) <= set(security.allow)
-
-    @property
-    def problem(self) -> str:
-        otherwise = f", or accept it with Security.allow: [{', '.join(self.allowances)}]"
-        return f"{self.what}: {self.advice}{otherwise if self.allowances else ''}."
+Opening = tuple[str, str, str]
+"""the section and the key of the address, and the problem, as the end of a sentence that begins with the key"""
 
 
 def openings(
     graph: GraphSection, frontend: FrontendConfig | None, security: SecuritySection, keys: bool
 ) -> Iterator[Opening]:
-    """All openings, allowed or not. `keys`: whether the API requires a key."""
+    """All that is not allowed. `keys`: whether the API requires a key."""
     if security.credentials is None and (
         graph.nats or graph.etcd
     ):  # else `serve` starts both, and makes some
-        yield from _of_graph(graph)
+        yield from _of_graph(graph, "plain-graph" in security.allow)
     if frontend is not None and not is_loopback(frontend.host):
         lacks: dict[Allowance, tuple[str, str]] = {}
         if not keys:
             lacks["no-keys"] = ("keys", "Security.api-keys (or PDSERVE_API_KEYS)")
         if security.tls_certificate is None:
             lacks["plain-http"] = ("TLS", "Security.tls-certificate and tls-key")
-        if lacks:
+        if not lacks.keys() <= set(security.allow):
             missing = " and no ".join(name for name, _ in lacks.values())
             what = f"is {frontend.host}, which other machines reach, but the API has no {missing}"
             advice = f"set {' and '.join(keys for _, keys in lacks.values())}"
-            yield Opening("Frontend", "host", what, advice, tuple(lacks))
+            yield "Frontend", "host", f"{what}: {advice}, {_or_accept(*lacks)}."
 
 
-def _of_graph(graph: GraphSection) -> Iterator[Opening]:
+def _of_graph(graph: GraphSection, allowed: bool) -> Iterator[Opening]:
+    """`allowed`: that the graph is not encrypted. An address that asks for TLS cannot be accepted."""
+    plain = f"{_MAKE}, {_or_accept('plain-graph')}."
     named = [("nats", "tls", each) for each in servers_of(graph.nats)]
     named += [("etcd", "https", each) for each in servers_of(graph.etcd)]
     for key, scheme, address in named:
         if address.startswith(f"{scheme}://"):
-            what = f"is {address}, which asks for TLS, but the graph has no credentials"
-            yield Opening("Graph", key, what, _MAKE, ())
-        elif not is_loopback(_host(address)):
+            yield (
+                "Graph",
+                key,
+                f"is {address}, which asks for TLS, but the graph has no credentials: {_MAKE}.",
+            )
+        elif not allowed and not is_loopback(_host(address)):
             what = f"is {_host(address)}, which is reached over the network, but nothing there would be encrypted"
-            yield Opening("Graph", key, what, _MAKE, ("plain-graph",))
-    if not is_loopback(graph.host):
+            yield "Graph", key, f"{what}: {plain}"
+    if not allowed and not is_loopback(graph.host):
         what = f"is {graph.host}, where other machines reach the workers' streams, but the graph has no credentials"
-        yield Opening("Graph", "host", what, _MAKE, ("plain-graph",))
+        yield "Graph", "host", f"{what}: {plain}"
+
+
+def _or_accept(*allowances: Allowance) -> str:
+    return f"or accept it with Security.allow: [{', '.join(allowances)}]"
 
 
 def _host(address: str) -> str:

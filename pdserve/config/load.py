@@ -91,14 +91,14 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         _check_adapters(worker, frontend.values.served_model_name or Path(model).name, findings)
     places = _with_places(graph.values, env, findings)
     _check_replicas(graph, findings)
-    files = _with_files(security, findings)
+    _check_security(security, findings)
     frontend_config = _frontend(frontend, processor.values, findings)
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
     addresses = {"Graph": graph.own, "Frontend": frontend.own}
-    for opening in openings(places, frontend_config, files, configured(files, env)):
-        if not opening.allowed(files):
-            findings.problem(addresses[opening.section][opening.key], opening.problem)
+    requires_key = configured(security.values, env)
+    for section, key, problem in openings(places, frontend_config, security.values, requires_key):
+        findings.problem(addresses[section][key], problem)
     findings.raise_if_any()
     return Config(
         **vars(places),
@@ -108,7 +108,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         frontend=frontend_config,
         decode=decode_config,
         prefill=prefill_config,
-        security=files,
+        security=security.values,
         slo=Promised(slo.ttft, slo.gap),
         from_environment=from_environment,
         notes=tuple(findings.notes),
@@ -284,8 +284,6 @@ def _frontend(
         findings.note(endpoint, " has no meaning here: the frontend finds its workers in etcd.")
     keys = vars(section.values) | vars(processor)
     keys |= {"processes": max(section.values.processes, processor.processes)}
-    if section.values.batches:
-        keys["batches"] = findings.path.parent.joinpath(section.values.batches).resolve()
     return FrontendConfig(**{field.name: keys[field.name] for field in fields(FrontendConfig)})
 
 
@@ -299,9 +297,6 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
     gpu = section.own.get("ServiceArgs.resources.gpu")
     share = share_of_gpu(gpu.value if gpu else None)
     worker = kind(**vars(section.values), engine_args=values, origins=origins, share=share)
-    if worker.kv_offload_folder:
-        folder = findings.path.parent.joinpath(worker.kv_offload_folder).resolve()
-        worker = replace(worker, kv_offload_folder=folder)
     _check_nodes(worker, args, findings)
     _check_gpus(worker, section.own, findings)
     return replace(worker, gpus=worker.ranks) if worker.gpus is None and worker.gpu_ids else worker
@@ -366,28 +361,15 @@ def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings
     )
 
 
-def _with_files(security: SectionRead[SecuritySection], findings: Findings) -> SecuritySection:
-    """The Security section with absolute paths."""
-    values = security.values
+def _check_security(security: SectionRead[SecuritySection], findings: Findings) -> None:
     for one, other in (("tls-certificate", "tls-key"), ("tls-key", "tls-certificate")):
         if one in security.own and other not in security.own:
             findings.problem(security.own[one], f"needs {other} beside it.")
 
-    def beside(file: Path | None) -> Path | None:
-        return file and findings.path.parent.joinpath(file).resolve()
-
-    return replace(
-        values,
-        credentials=beside(values.credentials),
-        api_keys=beside(values.api_keys),
-        tls_certificate=beside(values.tls_certificate),
-        tls_key=beside(values.tls_key),
-    )
-
 
 def _state_dir(graph: GraphSection, findings: Findings) -> Path:
     try:
-        return findings.path.parent.joinpath(with_home(graph.state_dir)).resolve()
+        return with_home(graph.state_dir).resolve()
     except ValueError as error:  # of the default
         findings.whole(str(error), of="Graph.state-dir")
         return graph.state_dir

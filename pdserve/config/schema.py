@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from pdserve.config.addresses import each, etcd_address, nats_url, traces_url
@@ -88,6 +88,11 @@ def _origin(origin: str) -> str:
     return origin
 
 
+def _absolute(path: Path, info: ValidationInfo) -> Path:
+    """A relative path counts from the file's folder, which is the context."""
+    return Path(info.context or "", with_home(path)).resolve()
+
+
 Text = Annotated[str, BeforeValidator(_text)]
 Host = Annotated[Text, AfterValidator(_host)]
 NatsServers = Annotated[
@@ -124,7 +129,7 @@ Origins = Annotated[
 GpuNumbers = Annotated[
     tuple[ZeroOrMore, ...], Field(json_schema_extra={"is": "a list of GPU numbers, as in [0, 1]"})
 ]
-File = Annotated[Path, BeforeValidator(_text), AfterValidator(with_home)]
+File = Annotated[Path, BeforeValidator(_text), AfterValidator(_absolute)]
 GpuCount = Annotated[
     ZeroOrMore | None,
     BeforeValidator(_gpu_count),

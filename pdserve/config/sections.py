@@ -149,17 +149,17 @@ class SectionReader:
         return own, others
 
     def _checked(self, own: Mapping[str, Entry], name: str, kind: type[S]) -> S:
-        adapter = TypeAdapter(kind)
+        adapter, folder = TypeAdapter(kind), self._findings.path.parent
         values = {key: entry.value for key, entry in own.items()}
         try:
-            return adapter.validate_python(values)
+            return adapter.validate_python(values, context=folder)
         except ValidationError as error:
             for problem in error.errors():
                 key = str(problem["loc"][0])
                 values.pop(key, None)
                 text = f"is {_shown(own[key].value)}, but must be {must_be(rules(name)[key])}."
                 self._findings.problem(own[key], str(problem.get("ctx", {}).get("error", text)))
-            return adapter.validate_python(values)
+            return adapter.validate_python(values, context=folder)
 
     def _arguments(self, entries: Mapping[str, Entry], section: str) -> dict[str, Entry]:
         """The vLLM arguments among the keys that are not the section's own; all others are problems."""

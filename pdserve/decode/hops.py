@@ -82,11 +82,6 @@ class RequestHops:
             since = begun
         self.add("prefill", since, end, instance, why)
 
-    def fell_back(self, now: float, why: str, instance: str = "") -> None:
-        """The remote prefill failed. `why` begins with the label of the failure metric; `instance`: the prefill
-        worker."""
-        self.add("fallback", now, now, instance, why)
-
     def read(self, since: float, begun: float | None, now: float, source: str, instance: str) -> float:
         """The engine read the KV from `source`: it had the request `since`, began its first step at `begun` (None:
         unknown) and finished it now. Returns the seconds that the engine waited for the KV."""

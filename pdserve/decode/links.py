@@ -67,7 +67,8 @@ class KvLinks:
 
     def failed(self, request: DecodeRequest, why: str) -> None:
         """A remote prefill failed. `why` begins with the label of the failure metric and a colon."""
-        request.hops.fell_back(time.monotonic(), why, request.prefiller)
+        now = time.monotonic()
+        request.hops.add("fallback", now, now, request.prefiller, why)
         link = self._of(request.prefiller)
         link.failures, link.failure = link.failures + 1, why
         if not request.warms:

@@ -241,7 +241,7 @@ class QuietServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         try:
             for sock in accept_all(self._listening):
-                protocol = self._protocol()
+                protocol = self._connections(self.config, self.server_state, self.lifespan.state)
                 if self._connections.enter(protocol):
                     self._accepting.start(self._take(sock, protocol), "accept")
                 else:
@@ -268,9 +268,6 @@ class QuietServer(uvicorn.Server):
             if protocol.transport is None:
                 self._connections.leave(protocol)
                 sock.close()
-
-    def _protocol(self) -> ClientConnection:
-        return self._connections(self.config, self.server_state, self.lifespan.state)
 
 
 def http_config(app: ASGIApp, connections: ClientConnections, drain_timeout: float) -> uvicorn.Config:

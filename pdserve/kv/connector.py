@@ -4,14 +4,11 @@
 hosts vLLM's NIXL worker pins it, and with it the model, to the last core of the machine, which all engines would share.
 
 **Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as TCP
-retries, a quarter of an hour, and its request with it. vLLM has no timeout, and failing the read is no way out: a read
-cannot be aborted. Measured with NIXL 1.5.1 over TCP (docs/decisions/0004-stalled-reads.md): after
-`release_xfer_handle` returned without error and the remote agent was removed, hundreds of megabytes still landed in the
-released memory once the peer woke up. They would overwrite the KV of the request that has these blocks by then.
-
-So a stalled read is not failed. It is *reported*, with the connector's statistics; `VllmEngine` then aborts its request
-and starts it again in other blocks, without remote KV. vLLM keeps the blocks of an aborted request until its read has
-really ended: that is the quarantine. An engine from which a read is stalled is asked for no more until that has ended.
+retries, a quarter of an hour, and its request with it. vLLM has no timeout, and a read cannot be aborted
+(docs/decisions/0004-stalled-reads.md). So it is not failed, but *reported*, with the connector's statistics;
+`VllmEngine` then aborts its request and starts it again in other blocks, without remote KV. vLLM keeps the blocks of an
+aborted request until its read has really ended: that is the quarantine. An engine from which a read is stalled is asked
+for no more until that has ended.
 
 **Broken connections.** UCX gives up an endpoint whose peer was silent for some seconds. From then on every read and
 notification fails, also when the peer is back; vLLM connects anew only if NIXL dropped the peer's metadata, which it
@@ -59,9 +56,8 @@ from pdserve.kv.watch import HangWatch, ReadTimes, RemoteClock, StallWatch  # no
 logger = init_logger(__name__)
 
 _KEYS = (STALLED, FAILED, READS, RELEASED, UNREACHABLE, COMPLETE)
-FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
-"""keys in `kv_connector_extra_config`: seconds, and bytes per second"""
-DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
+FLOOR, RATE = 3.0, 50e6
+"""seconds, and bytes per second, within which a read is not stalled"""
 HANDSHAKE_PAUSE = 10.0
 """seconds after a failed handshake during which none is tried with that engine"""
 
@@ -152,8 +148,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         super().__init__(vllm_config, engine_id, kv_cache_config)
         base_worker.zmq_ctx = side_channel.dialer(side_channel.CurveKey.configured(vllm_config))
         self.xfer_stats = TransferStats()
-        extra = vllm_config.kv_transfer_config.get_from_extra_config
-        self._stalls = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
+        self._stalls = StallWatch(FLOOR, RATE)
         self._hangs = HangWatch(LEASE_MARGIN)
         self._no_handshake_before: dict[str, float] = {}
         """by engine id; monotonic time"""

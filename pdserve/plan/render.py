@@ -120,7 +120,7 @@ def _processes(plan: Plan) -> Table:
     for worker in plan.workers:
         slot = worker.slot
         does = _does(worker, plan)
-        rows.add_row(slot.name, worker.config.engine, _runs_on(worker), str(slot.kv_port), does)
+        rows.add_row(slot.name, worker.config.engine, _hardware(worker), str(slot.kv_port), does)
     for slot in plan.frontends:
         frontend = plan.config.frontend
         assert frontend is not None
@@ -132,22 +132,17 @@ def _processes(plan: Plan) -> Table:
     return rows
 
 
-def _runs_on(worker: PlannedWorker) -> str:
-    if worker.config.nodes > 1:
-        return f"host {worker.slot.node + 1}: {_hardware(worker)}"
-    return _hardware(worker)
-
-
 def _hardware(worker: PlannedWorker) -> str:
+    host = f"host {worker.slot.node + 1}: " if worker.config.nodes > 1 else ""
     if worker.slot.gpus:
-        return f"GPU {','.join(map(str, worker.slot.gpus))}"
+        return f"{host}GPU {','.join(map(str, worker.slot.gpus))}"
     if worker.gpus:
-        return f"{worker.gpus} GPU{'s' * (worker.gpus > 1)}, not found"
+        return f"{host}{worker.gpus} GPU{'s' * (worker.gpus > 1)}, not found"
     threads = worker.slot.env.get("OMP_NUM_THREADS")
     if not threads:
-        return "CPU"
+        return f"{host}CPU"
     ranks = f"{worker.config.ranks_per_node} x " if worker.config.ranks_per_node > 1 else ""
-    return f"CPU, {ranks}{threads} thread{'s' * (threads != '1')}"
+    return f"{host}CPU, {ranks}{threads} thread{'s' * (threads != '1')}"
 
 
 def _does(worker: PlannedWorker, plan: Plan) -> str:

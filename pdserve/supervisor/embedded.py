@@ -218,11 +218,10 @@ class EmbeddedNats(EmbeddedServer):
         address = ["--addr", self.host, "--port", str(self.port)]
         store = ["--jetstream", "--store_dir", str(self.data_dir)]
         command = [str(nats_binary()), "--config", str(_NATS_CONFIG), *address, *store]
-        return [*command, *self._tls_flags(self.credentials)] if self.credentials else command
-
-    def _tls_flags(self, credentials: Credentials) -> list[str]:
-        certificate, key = f"--tlscert={credentials.certificate}", f"--tlskey={credentials.key}"
-        return ["--tls", "--tlsverify", certificate, key, f"--tlscacert={credentials.authority}"]
+        if own := self.credentials:
+            command += ["--tls", "--tlsverify", f"--tlscert={own.certificate}", f"--tlskey={own.key}"]
+            command.append(f"--tlscacert={own.authority}")
+        return command
 
     async def answers(self) -> bool:
         return bool((await server_info(self.url)).get("jetstream"))

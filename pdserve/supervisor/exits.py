@@ -99,6 +99,8 @@ class Guardian:
         while True:
             code = await exit_of(self._process)
             log.warning("the guardian ended (%s), starts again", code)
+            with contextlib.suppress(OSError):
+                self._stdin.close()
             self._start()
             await asyncio.sleep(1)
 

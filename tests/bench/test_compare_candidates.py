@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits, unequal
-from pdserve_bench.compare.one_engine import one_engine
+from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, unequal
 from pdserve_bench.compare.systems import PlainVllm
 from pdserve_bench.sections import read_sections, reshape
 from pdserve_bench.simulated import simulated, write
@@ -34,15 +33,6 @@ def made(maker: CandidateMaker) -> list[Candidate]:
 
 def names(candidates: list[Candidate]) -> list[str]:
     return [candidate.name for candidate in candidates]
-
-
-def sim_file(folder: Path, decode: int, prefill: int) -> Path:
-    sections = simulated(
-        {"step-seconds": 0.05},
-        decode={"ServiceArgs": {"workers": decode}},
-        prefill={"ServiceArgs": {"workers": prefill}},
-    )
-    return write(sections, folder / "sim.yaml")
 
 
 @pytest.mark.parametrize(
@@ -79,32 +69,32 @@ def test_on_the_cpu_engines_share_the_threads() -> None:
     assert system.served == "demo"
 
 
-def test_on_gpus_an_engine_is_spread_where_its_heads_divide() -> None:
-    assert "aggregated: 1 engine x 4 GPUs, batch 2048" in names(
-        made(maker(CONFIGS / "disagg.yaml", GPUS, SMALL))
-    )
-    odd = ModelFacts(Path(), 2, 6, 3, 64, 384, 1024, 1000, 4096, "bfloat16", {})
-    assert not any("1 engine" in name for name in names(made(maker(CONFIGS / "disagg.yaml", GPUS, odd))))
-
-
-def test_one_engine_on_gpus_has_all_of_them() -> None:
+def test_on_gpus_an_engine_has_all_of_them_where_its_heads_divide() -> None:
     (engine, *_) = maker(CONFIGS / "disagg.yaml", GPUS, SMALL).aggregated()
+    assert engine.name.startswith("aggregated: 1 engine x 4 GPUs")
     system = engine.system
     assert isinstance(system, PlainVllm)
     assert system.variables["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert "OMP_NUM_THREADS" not in system.variables
     assert "--tensor-parallel-size=4" in system.arguments
+    odd = ModelFacts(Path(), 2, 6, 3, 64, 384, 1024, 1000, 4096, "bfloat16", {})
+    assert not any("1 engine" in name for name in names(made(maker(CONFIGS / "disagg.yaml", GPUS, odd))))
 
 
-def test_workers_that_share_a_gpu_leave_their_shares_to_the_one_engine(tmp_path: Path) -> None:
-    worker = {
-        "engine": "vllm",
-        "gpu-memory-utilization": 0.4,
-        "ServiceArgs": {"workers": 1, "resources": {"gpu-ids": [0]}},
-    }
-    file = write(simulated(decode=worker, prefill=worker), tmp_path / "shared.yaml")
-    plan = make_plan(load(file, {}), what_if("1xH100", GPUS), env={})
-    assert "--gpu-memory-utilization=0.8" in one_engine(plan).arguments
+@pytest.mark.parametrize(("keys", "share"), [("gpu-memory-utilization: 0.4", 0.8), ("max-num-seqs: 8", 0.92)])
+def test_workers_that_share_a_gpu_leave_their_shares_to_the_one_engine(
+    tmp_path: Path, keys: str, share: float
+) -> None:
+    worker = f"model: demo, {keys}, ServiceArgs: {{resources: {{gpu: 0.5}}}}"
+    file = tmp_path / "shared.yaml"
+    file.write_text(
+        f"Frontend: {{}}\nVllmWorker: {{remote-prefill: true, {worker}}}\nPrefillWorker: {{{worker}}}\n"
+    )
+    found = maker(file, replace(GPUS, gpus=GPUS.gpus[:1]), SMALL)
+    assert found.here.units == 1
+    engines = [each.system for each in found.aggregated() if isinstance(each.system, PlainVllm)]
+    assert engines
+    assert all(f"--gpu-memory-utilization={share}" in engine.arguments for engine in engines)
 
 
 def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
@@ -116,50 +106,52 @@ def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
     assert sections["VllmWorker"]["ServiceArgs"] == {"workers": 1, "resources": {"gpu": 2}}
 
 
-def workers(folder: Path, prefill: int, decode: int, prefill_ranks: int = 1, decode_ranks: int = 1) -> str:
-    """A file with so many workers, for a model of 27.5 GiB with 8 KV heads; without prefill workers one that does
-    both."""
-    text = f"Common: {{model: {folder}, max-model-len: 10240}}\nFrontend: {{port: 8000}}\n"
-    for section, count, ranks in (
-        ("VllmWorker", decode, decode_ranks),
-        ("PrefillWorker", prefill, prefill_ranks),
-    ):
-        if count:
-            remote = "remote-prefill: true, " if prefill and section == "VllmWorker" else ""
-            text += (
-                f"{section}: {{{remote}tensor-parallel-size: {ranks}, max-num-seqs: 20, "
-                f"ServiceArgs: {{workers: {count}}}, common-configs: [model, max-model-len]}}\n"
-            )
-    return text
+def workers(folder: Path, prefill: int, decode: int, *ranks: int) -> dict[str, dict[str, object]]:
+    """A file with so many workers, for a model of 27.5 GiB with 8 KV heads; without prefill workers one that does both.
+    `ranks` are those of prefill and decode workers where they have more than one."""
+
+    def worker(count: int, size: int) -> dict[str, object]:
+        keys = {
+            "model": str(folder),
+            "max-model-len": 10240,
+            "max-num-seqs": 20,
+            "tensor-parallel-size": size,
+        }
+        return {**keys, "ServiceArgs": {"workers": count}}
+
+    narrow, wide = ranks or (1, 1)
+    found = {"Frontend": {}, "VllmWorker": worker(decode, wide) | {"remote-prefill": bool(prefill)}}
+    return found | ({"PrefillWorker": worker(prefill, narrow)} if prefill else {})
 
 
 @pytest.mark.parametrize(
-    ("gpus", "split", "expected"),
+    ("gpus", "split", "change", "expected"),
     [
-        ("4xH100", (2, 2), ["2Px1+1Dx2", "1Px2+2Dx1"]),
-        ("4xH100", (0, 1, 1, 4), ["2Px1+1Dx2", "1Px2+2Dx1"]),
-        ("3xH100", (1, 2), ["1Px1+1Dx2", "1Px2+1Dx1"]),
-        ("8xH100", (4, 4), ["4Px1+2Dx2", "2Px2+4Dx1"]),
-        ("8xH100", (1, 3), ["2Px1+1Dx2", "1Px2+2Dx1"]),  # the file has four GPUs
-        ("3xH100", (1, 1, 1, 2), ["1Px2+1Dx1"]),  # the other one is the file's own
-        ("8xA10", (2, 2, 2, 2), ["2Px2+1Dx4", "1Px4+2Dx2"]),  # the weights do not fit on one
-        ("4xA10", (1, 1, 2, 2), []),
-        ("2xH100", (1, 1), []),
-        ("4xH100", (0, 4), ["2Px1+1Dx2", "1Px2+2Dx1"]),
+        ("4xH100", (0, 1, 1, 4), {}, ["2Px1+1Dx2", "1Px2+2Dx1"]),
+        ("8xH100", (4, 4), {}, ["4Px1+2Dx2", "2Px2+4Dx1"]),
+        ("8xH100", (1, 3), {}, ["2Px1+1Dx2", "1Px2+2Dx1"]),  # the file has four GPUs
+        ("3xH100", (1, 1, 1, 2), {}, ["1Px2+1Dx1"]),  # the other one is the file's own
+        ("8xA10", (2, 2, 2, 2), {}, ["2Px2+1Dx4", "1Px4+2Dx2"]),  # the weights do not fit on one
+        ("4xA10", (1, 1, 2, 2), {}, []),
+        ("2xH100", (1, 1), {}, []),
+        # decode ranks may have copies of heads
+        ("4xH100", (2, 2), {"num_key_value_heads": 1, "num_attention_heads": 8}, ["2Px1+1Dx2"]),
+        ("4xH100", (2, 2), {"num_key_value_heads": 5, "num_attention_heads": 5, "hidden_size": 640}, []),
     ],
 )
 def test_on_gpus_the_roles_get_unequal_ranks(
-    tmp_path: Path, gpus: str, split: tuple[int, ...], expected: list[str]
+    tmp_path: Path, gpus: str, split: tuple[int, ...], change: dict[str, int], expected: list[str]
 ) -> None:
-    (tmp_path / "file.yaml").write_text(workers(qwen_14b(tmp_path / "model"), *split))
-    found = maker(tmp_path / "file.yaml", what_if(gpus, GPUS)).disaggregated()
+    folder = qwen_14b(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(QWEN_14B | change))
+    file = write(workers(folder, *split), tmp_path / "file.yaml")
+    found = maker(file, what_if(gpus, GPUS)).disaggregated()
     assert list(dict.fromkeys(each.split for each in found if "x" in each.split)) == expected
 
 
 def test_unequal_ranks_come_after_the_files_own_split(tmp_path: Path) -> None:
-    (tmp_path / "file.yaml").write_text(workers(qwen_14b(tmp_path / "model"), 2, 2))
     on = what_if("4xH100", GPUS)
-    made = maker(tmp_path / "file.yaml", on)
+    made = maker(write(workers(qwen_14b(tmp_path / "model"), 2, 2), tmp_path / "file.yaml"), on)
     found = made.disaggregated()
     assert names(found) == [
         "2 prefill + 2 decode",
@@ -175,60 +167,14 @@ def test_unequal_ranks_come_after_the_files_own_split(tmp_path: Path) -> None:
         assert used == 4
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"num_key_value_heads": 1, "num_attention_heads": 8}, ["2Px1+1Dx2"]),  # decode ranks may have copies
-        ({"num_key_value_heads": 5, "num_attention_heads": 5, "hidden_size": 640}, []),
-        ({}, ["2Px1+1Dx2", "1Px2+2Dx1"]),
-    ],
-)
-def test_no_ranks_that_the_models_heads_forbid(
-    tmp_path: Path, change: dict[str, int], expected: list[str]
-) -> None:
-    folder = qwen_14b(tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(QWEN_14B | change))
-    (tmp_path / "file.yaml").write_text(workers(folder, 2, 2))
-    found = maker(tmp_path / "file.yaml", what_if("4xH100", GPUS)).disaggregated()
-    assert [each.split for each in found if "x" in each.split] == expected
+@pytest.mark.parametrize("key", ["pipeline-parallel-size", "nnodes"])
+def test_workers_of_stages_or_several_hosts_keep_their_ranks(tmp_path: Path, key: str) -> None:
+    sections = workers(qwen_14b(tmp_path / "model"), 0, 1, 1, 4)
+    sections["VllmWorker"][key] = 2
+    assert unequal(load(write(sections, tmp_path / "file.yaml"), {}), what_if("8xH100", GPUS), 8) == []
 
 
-@pytest.mark.parametrize("what", ["pipeline-parallel-size: 2", "nnodes: 2"])
-def test_workers_of_stages_or_several_hosts_keep_their_ranks(tmp_path: Path, what: str) -> None:
-    text = workers(qwen_14b(tmp_path / "model"), 0, 1, 1, 4).replace("max-num-seqs", f"{what}, max-num-seqs")
-    (tmp_path / "file.yaml").write_text(text)
-    assert unequal(load(tmp_path / "file.yaml", {}), what_if("8xH100", GPUS), 8) == []
-
-
-def test_splits_of_simulated_workers(tmp_path: Path) -> None:
-    found = maker(sim_file(tmp_path, decode=2, prefill=1), CPU)
-    assert [candidate.split for candidate in found.disaggregated()] == ["1P+2D", "2P+1D"]
-    assert {candidate.split for candidate in found.aggregated()} == {"3 engines"}
-
-
-def test_no_worker_of_a_split_is_without_hardware() -> None:
-    here = hardware(load(CONFIGS / "disagg.yaml", {}), GPUS)
-    assert splits(here, 4) == [(1, 1)]
-    assert splits(here, 8) == [(1, 3), (2, 2), (3, 1)]
-    assert splits(here, 2) == []
-
-
-def test_workers_that_share_a_card_are_compared_with_an_engine_that_has_all_of_it(tmp_path: Path) -> None:
-    file = tmp_path / "halves.yaml"
-    file.write_text(
-        "Common: {model: demo}\nFrontend: {port: 8000}\n"
-        "VllmWorker: {remote-prefill: true, ServiceArgs: {resources: {gpu: 0.5}}, common-configs: [model]}\n"
-        "PrefillWorker: {ServiceArgs: {resources: {gpu: 0.5}}, common-configs: [model]}\n"
-    )
-    one = replace(GPUS, gpus=GPUS.gpus[:1])
-    assert hardware(load(file, {}), one).units == 1
-    engines = [candidate.system for candidate in maker(file, one, SMALL).aggregated()]
-    shares = [engine.arguments for engine in engines if isinstance(engine, PlainVllm)]
-    assert shares
-    assert all("--gpu-memory-utilization=0.92" in each for each in shares)
-
-
-@pytest.mark.parametrize("decode", [{}, {"max-local-prefill-length": 0}, {"conditional-disagg": False}])
+@pytest.mark.parametrize("decode", [{"max-local-prefill-length": 0}, {"conditional-disagg": False}])
 def test_a_split_decides_as_its_file_does(tmp_path: Path, decode: dict[str, object]) -> None:
     file = write(simulated(decode=decode), tmp_path / "sim.yaml")
     found = maker(file, CPU)
@@ -243,8 +189,7 @@ def test_a_split_decides_as_its_file_does(tmp_path: Path, decode: dict[str, obje
 
 
 def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:
-    sections = json.loads(json.dumps(read_sections(CONFIGS / "local.yaml")))
-    sections["VllmWorker"]["max-num-seqs"] = 256
-    sections["VllmWorker"]["max-num-batched-tokens"] = 1024
+    sections = read_sections(CONFIGS / "local.yaml")
+    sections["VllmWorker"] |= {"max-num-seqs": 256, "max-num-batched-tokens": 1024}
     found = maker(write(sections, tmp_path / "file.yaml"), CPU)
     assert {candidate.shape.batch for candidate in found.aggregated()} == {1024, 512}

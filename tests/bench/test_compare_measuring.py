@@ -12,13 +12,7 @@ from pdserve_bench.compare import comparison, measuring
 from pdserve_bench.compare.candidates import Candidate, CandidateMaker, Hardware, HardwareKind
 from pdserve_bench.compare.command import _single
 from pdserve_bench.compare.comparison import Comparison
-from pdserve_bench.compare.measuring import (
-    LEAST_REQUESTS,
-    CompareOptions,
-    Entrant,
-    best_of,
-    noise,
-)
+from pdserve_bench.compare.measuring import LEAST_REQUESTS, CompareOptions, Entrant, best_of, noise
 from pdserve_bench.compare.recommend import Verdict
 from pdserve_bench.compare.systems import PlainVllm
 from pdserve_bench.endpoint import Endpoint
@@ -36,8 +30,8 @@ from tests.bench.test_compare_candidates import CPU
 from tests.conditions import until
 
 
-def unknown(start: float = 1.0) -> GoodputResult:
-    return GoodputResult(GoodputOptions(start_rate=start, least=LEAST_REQUESTS, warm_up=False))
+def unknown() -> GoodputResult:
+    return GoodputResult(GoodputOptions(start_rate=1.0, least=LEAST_REQUESTS, warm_up=False))
 
 
 def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
@@ -48,32 +42,23 @@ def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
     return found
 
 
-def probe(found: Entrant, rate: float, kept: int, requests: int = 20, failed: int = 0) -> None:
-    late = requests - kept - failed
+def probe(found: Entrant, rate: float, kept: int, failed: int = 0) -> None:
     exchanges = [Exchange(started=0.0, ended=1.0, arrivals=[0.2, 0.9]) for _ in range(kept)]
-    tally = Tally(kept=kept, gap=late, failed=failed)
+    tally = Tally(kept=kept, gap=20 - kept - failed, failed=failed)
     found.found.probes.append(Probe(rate, 5.0, 1, LoadRun(exchanges, 0.0, 5.0), tally, counted=True))
-    found.found.search.tell(rate, kept, requests)
+    found.found.search.tell(rate, kept, 20)
 
 
-def test_the_higher_goodput_is_the_best_of_its_kind() -> None:
+def test_the_best_of_each_kind() -> None:
+    """The highest goodput; of equals the first, and of those that break the one that came nearer."""
     slow, fast = entrant("slow", True, r2=20, r4=5), entrant("fast", True, r2=20, r4=20, r8=3)
-    other = entrant("other", False, r2=20, r4=20, r8=20)
-    assert best_of([slow, fast, other], True) is fast
+    same, other = entrant("same", True, r2=20, r4=20, r8=3), entrant("other", False, r2=20, r4=20, r8=20)
+    assert best_of([slow, fast, same, other], True) is fast
     assert best_of([slow, fast], False) is None
-
-
-def test_of_equals_the_first_and_of_those_that_break_the_nearer_one() -> None:
-    first, second = entrant("first", True, r2=20, r4=5), entrant("second", True, r2=20, r4=5)
-    assert best_of([first, second], True) is first
     far, near = entrant("far", True, r2=2), entrant("near", True, r2=16)
     assert best_of([far, near], True) is near
-
-
-def test_one_that_does_not_come_up_is_no_finalist() -> None:
-    broken = entrant("broken", True, r2=20)
-    broken.problem = "gone"
-    assert best_of([broken], True) is None
+    near.problem = "gone"
+    assert best_of([far, near], True) is far
 
 
 def test_figures_are_of_the_rate_that_was_asked_about_or_is_carried() -> None:
@@ -95,25 +80,25 @@ def test_failures_count_at_rates_that_are_carried() -> None:
     assert (result.carried, result.broken) == (2.0, 4.0)
     assert result.broke == Tally(kept=10, failed=10)
     assert result.load is not None
-    assert result.load.share == 1.0
-    assert result.load.ttft == (0.2, 0.2)
+    assert (result.load.share, result.load.ttft) == (1.0, (0.2, 0.2))
 
 
-def test_an_interval_rests_on_enough_requests() -> None:
-    found = entrant("a", True, r2=20, r4=10)
-    assert found.found.thin == 2.0
-    assert found.result().thin == "20 requests at 2 requests/s"
-    probe(found, 2.0, 20)
-    assert (found.found.thin, found.found.judged(2.0)) == (4.0, 40)
-    probe(found, 4.0, 5)
-    assert found.result().thin == ""
-
-
-def test_one_probe_is_enough_at_a_rate_at_which_hardly_any_request_keeps_the_slo() -> None:
-    found = entrant("a", True, r2=20, r4=0)
-    probe(found, 2.0, 20)
-    assert found.found.judged(4.0) < LEAST_REQUESTS
-    assert found.found.thin is None
+@pytest.mark.parametrize(
+    ("probes", "rate", "said"),
+    [
+        ([(2, 20), (4, 10)], 2.0, "20 requests at 2 requests/s"),
+        ([(2, 20), (2, 20), (4, 10)], 4.0, "20 requests at 4 requests/s"),
+        ([(2, 20), (2, 20), (4, 10), (4, 5)], None, ""),
+        ([(2, 20), (2, 20), (4, 0)], None, ""),  # hardly any request keeps the SLO: one probe is enough
+    ],
+)
+def test_an_interval_rests_on_enough_requests(
+    probes: list[tuple[float, int]], rate: float | None, said: str
+) -> None:
+    found = entrant("a", True)
+    for probed, kept in probes:
+        probe(found, probed, kept)
+    assert (found.found.thin, found.result().thin) == (rate, said)
 
 
 def test_noise_is_known_where_both_searches_came_near_the_border() -> None:
@@ -150,14 +135,13 @@ class Served:
 class KnownMaker(CandidateMaker):
     """Candidates by the gaps of their servers."""
 
-    together: Sequence[Candidate] = ()
-    separate: Sequence[Candidate] = ()
+    made: Sequence[Candidate] = ()
 
     def aggregated(self) -> list[Candidate]:
-        return list(self.together)
+        return [each for each in self.made if each.aggregated]
 
     def disaggregated(self) -> list[Candidate]:
-        return list(self.separate)
+        return [each for each in self.made if not each.aggregated]
 
 
 def compared(folder: Path, log: list[str], minutes: float, **gaps: float) -> Comparison:
@@ -166,15 +150,7 @@ def compared(folder: Path, log: list[str], minutes: float, **gaps: float) -> Com
     made = [
         Candidate(name, name[0] == "a", Shape(0, 1), Served(name, gap, log)) for name, gap in gaps.items()
     ]
-    maker = KnownMaker(
-        config,
-        {},
-        Hardware(HardwareKind.SIM, 2),
-        CPU,
-        None,
-        [each for each in made if each.aggregated],
-        [each for each in made if not each.aggregated],
-    )
+    maker = KnownMaker(config, {}, Hardware(HardwareKind.SIM, 2), CPU, None, made)
     options = CompareOptions(config.path, Slo(0.1, 0.1), rate=40.0, minutes=minutes)
     return Comparison(options, _single(20, 5, 1), config, maker.here, maker)
 
@@ -188,7 +164,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_path: Path) -> None:
     log: list[str] = []
-    found = compared(tmp_path, log, 0.2, a1=0.3, d1=0.01)
+    found = compared(tmp_path, log, 0.12, a1=0.15, d1=0.01)
     await found.run()
     assert log == ["+a1", "-a1", "+d1", "-d1", "+a1", "-a1"], "one at a time, and the one that runs goes on"
     assert [each.name for each in found.finalists] == ["a1", "d1"]
@@ -198,26 +174,20 @@ async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_
     assert found.recommendation().verdict in (Verdict.DISAGGREGATE, Verdict.UNKNOWN)
 
 
-async def test_one_that_does_not_come_up_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+async def test_one_that_does_not_come_up_and_what_there_is_no_time_for_are_named(tmp_path: Path) -> None:
     log: list[str] = []
-    found = compared(tmp_path, log, 0.02, a1=0.01, d1=0.0)
+    found = compared(tmp_path, log, 0.01, a1=0.01, a2=0.01, d1=0.0, d2=0.01)
     await found.run()
+    assert {name for name in log if name[0] == "+"} == {"+a1"}
     assert [each.problem for each in found.results()] == ["", "d1 did not come up"]
+    assert found.notes == ["Not run, for lack of time: a2; d2. Give --minutes more."]
     with pytest.raises(Unavailable, match="Nothing came up: a1 did not"):
         await compared(tmp_path, log, 0.02, a1=0.0, d1=0.0).run()
 
 
-async def test_what_the_budget_has_no_time_for_is_left_out_from_the_end(tmp_path: Path) -> None:
-    log: list[str] = []
-    found = compared(tmp_path, log, 0.01, a1=0.01, a2=0.01, d1=0.01, d2=0.01)
-    await found.run()
-    assert {name for name in log if name[0] == "+"} == {"+a1", "+d1"}
-    assert found.notes == ["Not run, for lack of time: a2; d2. Give --minutes more."]
-
-
 async def test_broken_off_it_stops_what_runs(tmp_path: Path) -> None:
     log: list[str] = []
-    task = asyncio.create_task(compared(tmp_path, log, 0.15, a1=0.01, d1=0.01).run())
+    task = asyncio.create_task(compared(tmp_path, log, 0.05, a1=0.01, d1=0.01).run())
     await until(lambda: len(log) == 3)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

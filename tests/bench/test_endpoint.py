@@ -17,28 +17,13 @@ from pdserve.supervisor.state import GraphRecord
 from tests.bench.answers import Asked, OpenAi, Respond, fixed, tiny_server, whole
 
 
-@pytest.mark.parametrize(
-    ("url", "base"),
-    [
-        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000"),
-        (" http://127.0.0.1:8000/v1/ ", "http://127.0.0.1:8000"),
-        ("https://api.example.com", "https://api.example.com"),
-        ("https://example.com/openai/v1", "https://example.com/openai"),
-        ("http://[::1]:8000/v1", "http://[::1]:8000"),
-        ("127.0.0.1:8000", None),
-        ("http://", None),
-        ("http://host:port/v1", None),
-        ("http://host:8000/v1?key=1", None),
-        ("ftp://host/v1", None),
-        ("", None),
-    ],
-)
-def test_base_url(url: str, base: str | None) -> None:
-    if base is not None:
-        assert base_url(url) == base
-        return
-    with pytest.raises(ConfigError, match=r"--base-url .*: write it as http://127.0.0.1:8000/v1"):
-        base_url(url)
+def test_base_url() -> None:
+    assert base_url(" http://127.0.0.1:8000/v1/ ") == "http://127.0.0.1:8000"
+    assert base_url("https://example.com/openai/v1") == "https://example.com/openai"
+    assert base_url("http://[::1]:8000") == "http://[::1]:8000"
+    for url in ("http://", "http://host:port/v1", "http://host:8000/v1?key=1", "ftp://host/v1"):
+        with pytest.raises(ConfigError, match=r"--base-url .*: write it as http://127.0.0.1:8000/v1"):
+            base_url(url)
 
 
 async def test_the_server_is_that_of_the_running_graph(
@@ -66,11 +51,13 @@ async def test_the_server_is_that_of_the_running_graph(
 
 async def test_the_endpoint_has_the_servers_model() -> None:
     async with tiny_server(OpenAi()) as server:
-        found = await find_endpoint(f"{server.url}/v1", headers=key_headers("k"), chat=True)
-        named = await find_endpoint(server.url, "tiny")
+        found = await find_endpoint(f"{server.url}/v1", headers=key_headers("k\n"), chat=True)
+        named = await find_endpoint(server.url, "tiny", headers=key_headers(""))
         with pytest.raises(ConfigError, match=r"does not serve other: it has tiny"):
             await find_endpoint(server.url, "other")
     assert found == Endpoint(server.url, "tiny", {"authorization": "Bearer k"}, True, max_model_len=1000)
+    with pytest.raises(ConfigError, match="more than tiny takes on this server: 1000 tokens"):
+        found.check_length(990, 11)
     assert (named.model, named.chat) == ("tiny", False)
     assert [asked.path for asked in server.asked[:2]] == ["/v1/models", "/v1/chat/completions"]
     keys = [asked.headers.get("authorization") for asked in server.asked[:3]]
@@ -93,9 +80,7 @@ def without(path: str) -> Respond:
 async def test_a_server_without_a_list_of_models_can_be_asked_for_a_named_one() -> None:
     async with tiny_server(without("/v1/models")) as server:
         found = await find_endpoint(server.url, "any")
-        with pytest.raises(
-            Unavailable, match=r"answers 404: Not Found\. Give the URL as far as /v1, or name"
-        ):
+        with pytest.raises(Unavailable, match=r"answers 404: Not Found\. Give the URL as far as /v1"):
             await find_endpoint(server.url)
     assert (found.model, found.max_model_len) == ("any", 0)
 
@@ -104,11 +89,9 @@ async def test_a_server_without_a_list_of_models_can_be_asked_for_a_named_one() 
     ("answer", "told"),
     [
         (whole({"error": {"message": "no key"}}, 401), r"answers 401: no key\. Give a key with --api-key"),
-        (whole({"error": {"message": "no"}}, 403), r"answers 403: no\. Is this the right key"),
         (whole(b"<html>Bad gateway</html>", 502), r"answers 502: Bad gateway\."),
         (whole({"data": []}), r"serves no model yet"),
         (whole(b"<html>a page</html>"), r"does not answer as OpenAI's API does"),
-        (whole({"models": []}), r"does not answer as OpenAI's API does"),
         (whole({"data": [{"name": "x"}]}), r"does not answer as OpenAI's API does"),
         (b"220 ESMTP\r\n\r\n", r"cannot be reached"),
     ],
@@ -125,19 +108,6 @@ async def test_a_server_that_has_chats_alone() -> None:
         with pytest.raises(Unavailable, match=r"HTTP 404 Not Found\. Has it chats alone \(--chat\)\?"):
             await find_endpoint(server.url)
         assert (await find_endpoint(server.url, chat=True)).chat
-
-
-def test_keys() -> None:
-    assert key_headers("k\n") == {"authorization": "Bearer k"}
-    assert key_headers("") == key_headers("\n") == {}
-
-
-async def test_a_refusal_is_quoted() -> None:
-    tiny = OpenAi()
-    tiny.refused = frozenset({"ignore_eos"})
-    async with tiny_server(tiny) as server:
-        with pytest.raises(Unavailable, match=r"a first request: HTTP 400 unknown field ignore_eos$"):
-            await find_endpoint(server.url)
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -157,5 +127,3 @@ async def test_without_usage_the_length_of_words_is_assumed() -> None:
     async with tiny_server(OpenAi(usage=False)) as server:
         prompts = await learn_prompts(Endpoint(server.url, "tiny"), 1)
         assert len(prompts.of(100).split()) == 50
-    with pytest.raises(Unavailable, match=r"does not answer a first request: connection: "):
-        await learn_prompts(Endpoint(server.url, "tiny"), 1)

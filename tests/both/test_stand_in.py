@@ -52,21 +52,16 @@ def standing_in(graph: WorkerGraph) -> set[str]:
     return {worker.id for worker in map(decode_instance, records) if worker.stands_in}
 
 
-async def test_a_stand_in_registers_as_a_prefill_worker_with_an_address(graph: WorkerGraph) -> None:
-    await start(graph)
-    await graph.prefill("prefill-1")
-    await until(lambda: standing_in(graph) == {"prefill-0"})
-
-
-async def test_a_worker_does_not_stand_in_where_its_answers_would_differ(
+async def test_a_prefill_worker_stands_in_where_its_answers_would_not_differ(
     graph: WorkerGraph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of a file without VllmWorker, by which nothing else compares them."""
-    await start(graph, args={"logprobs-mode": "raw_logits", "max-logprobs": 20, "max-num-seqs": 3})
-    await until(lambda: "logprobs-mode" in caplog.text)
-    assert "its logprobs-mode is not that of decode-0" in caplog.text
-    assert standing_in(graph) == set()
-    assert card_in(graph.registry) is None
+    """They would, as of a file without VllmWorker, by which nothing else compares them."""
+    await start(graph)
+    await graph.prefill("prefill-1")
+    await start(graph, 2, {"logprobs-mode": "raw_logits", "max-logprobs": 20, "max-num-seqs": 3})
+    await until(lambda: "its logprobs-mode is not that of" in caplog.text)
+    await until(lambda: standing_in(graph) == {"prefill-0"})
+    assert card_in(graph.registry, "prefill-2") is None
 
 
 @pytest.mark.parametrize(("logprobs", "names"), [(20, {"prefill-0", "prefill-1"}), (5, {"prefill-0"})])
@@ -114,20 +109,21 @@ def test_the_file_chooses(stand_in: bool) -> None:
     assert (chosen == GRAPH[Role.PREFILL].service) is not stand_in
 
 
-async def test_its_answers_are_those_of_a_decode_worker(stand_in: Decoding[StandIn]) -> None:
-    for prompt in (SHORT, LONG):
-        assert (await stand_in.frontend.ask(prompt, 20)).way == ("local", "stand-in")
-    await stand_in.frees_all()
-
-
-async def test_a_stand_in_prefills_for_decode_workers_beside_a_stream(
+async def test_its_answers_are_those_of_a_decode_worker_and_it_prefills_for_others_beside(
     stand_in: Decoding[StandIn], frontend: FrontendStream
 ) -> None:
+    """When it ends, it finishes its streams before."""
+    for prompt in (SHORT, LONG):
+        assert (await stand_in.frontend.ask(prompt, 20)).way == ("local", "stand-in")
     stream = await stand_in.frontend.stream()
     assert (await frontend.ask(LONG)).way == ("remote", "long")
     assert not stand_in.frontend.answered[stream].over
     await stand_in.frontend.cancel(stream)
     await stand_in.frees_all()
+    stream = await stand_in.frontend.stream(max_tokens=200)
+    stand_in.worker.stop()
+    await asyncio.wait_for(stand_in.life, 10)
+    assert not (await stand_in.frontend.end_of(stream)).failed
 
 
 async def test_streams_of_a_stand_in_whose_engine_died_count_its_death(stand_in: Decoding[StandIn]) -> None:
@@ -137,13 +133,6 @@ async def test_streams_of_a_stand_in_whose_engine_died_count_its_death(stand_in:
         await stand_in.life
     failed = await stand_in.frontend.failure(stream)
     assert (failed.retry, failed.engines_died) == (True, 1)
-
-
-async def test_a_stand_in_finishes_its_streams_before_it_ends(stand_in: Decoding[StandIn]) -> None:
-    stream = await stand_in.frontend.stream(max_tokens=200)
-    stand_in.worker.stop()
-    await asyncio.wait_for(stand_in.life, 10)
-    assert not (await stand_in.frontend.end_of(stream)).failed
 
 
 async def test_without_a_decode_worker_ever_there_is_no_card(graph: WorkerGraph) -> None:
@@ -169,18 +158,10 @@ async def test_a_stand_in_keeps_the_card_of_decode_workers_that_are_gone(graph: 
     await holds(lambda: card_in(graph.registry) == encode_record(newer))
 
 
-async def test_a_stand_in_gives_up_the_card_when_the_model_has_other_weights(graph: WorkerGraph) -> None:
-    await start(graph)
-    await until(lambda: card_in(graph.registry) is not None)
-    await graph.registry.kill(worker_registry(graph))
-    other, instance = await graph.registry_of_another(), graph.decode._presence.instance
-    instance = replace(instance, id="decode-1", fingerprint="other")
-    await other.put(keys.instance(instance), encode_record(instance))
-    await until(lambda: card_in(graph.registry) is None)
-
-
-async def test_a_stand_in_keeps_the_card_again_when_its_writer_is_back(graph: WorkerGraph) -> None:
-    """That one had only lost its lease for a moment, while a worker of other weights was there."""
+async def test_a_stand_in_gives_up_the_card_for_other_weights_and_keeps_it_when_its_writer_is_back(
+    graph: WorkerGraph,
+) -> None:
+    """That one had only lost its lease for a moment."""
     await start(graph)
     await until(lambda: card_in(graph.registry) is not None)
     other, instance = await graph.registry_of_another(), graph.decode._presence.instance

@@ -21,38 +21,37 @@ async def pair() -> AsyncIterator[BothWorkers]:
         yield pair
 
 
-async def test_kv_has_crossed_both_ways_before_the_first_request() -> None:
-    before = counted("pdserve_warm_ups_total", result="ok")
-    async with BothWorkers():
-        await until(lambda: counted("pdserve_warm_ups_total", result="ok") == before + 2)
-
-
-async def test_an_idle_worker_prefills_its_own_prompts_at_once(
+async def test_a_prompt_waits_for_no_other_where_its_worker_is_idle_or_alone(
     pair: BothWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
-    assert "prefill local (own), prompt 500" in caplog.text
-    assert not pair.broker.queue("pdserve", "model").entries
-
-
-async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one(pair: BothWorkers) -> None:
-    for worker in (pair.a, pair.b):
-        stream = await worker.frontend.stream()
-        answered = await worker.frontend.ask([*LONG, int(worker.worker.id[-1])])
-        assert answered.way == ("remote", "long")
-        await worker.frontend.cancel(stream)
-        await pair.a.frees_all()
-        await pair.b.frees_all()
-
-
-async def test_streams_that_come_together_end_the_wait_at_the_queue_once(pair: BothWorkers) -> None:
     pulling = pair.a.worker._prompts.pulling
     await until(lambda: pulling._waiting is not None)
-    for _ in range(4):
+    for _ in range(4):  # streams that come together end its wait at the queue once
         pulling.stop_waiting()
         await asyncio.sleep(0)
     await until(lambda: pulling._waiting is not None)
     assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
+    assert "prefill local (own), prompt 500" in caplog.text
+    assert not pair.broker.queue("pdserve", "model").entries
+    pair.b.worker.stop()
+    await pair.b.life
+    await until(lambda: not pair.a.worker._workers.available())
+    await pair.a.frontend.stream()
+    assert (await pair.a.frontend.ask(LONG[1:])).way == ("local", "no-prefill-worker")
+
+
+async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one() -> None:
+    """KV has crossed both ways before the first request."""
+    before = counted("pdserve_warm_ups_total", result="ok")
+    async with BothWorkers() as pair:
+        await until(lambda: counted("pdserve_warm_ups_total", result="ok") == before + 2)
+        for worker in (pair.a, pair.b):
+            stream = await worker.frontend.stream()
+            answered = await worker.frontend.ask([*LONG, int(worker.worker.id[-1])])
+            assert answered.way == ("remote", "long")
+            await worker.frontend.cancel(stream)
+            await pair.a.frees_all()
+            await pair.b.frees_all()
 
 
 async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: BothWorkers) -> None:
@@ -105,14 +104,6 @@ async def test_prompts_from_the_queue_count_where_the_cheaper_way_is_chosen(pair
     assert estimates.wait_here > 0
     assert not estimates.idle
     pair.b.engine.faults.going.set()
-
-
-async def test_a_lone_worker_queues_nothing(pair: BothWorkers) -> None:
-    pair.b.worker.stop()
-    await pair.b.life
-    await until(lambda: not pair.a.worker._workers.available())
-    await pair.a.frontend.stream()
-    assert (await pair.a.frontend.ask(LONG)).way == ("local", "no-prefill-worker")
 
 
 async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: BothWorkers) -> None:

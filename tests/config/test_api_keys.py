@@ -61,50 +61,36 @@ def test_whether_keys_are_configured(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "FILE: there is no API key in it"),
-        ("# only a comment\n", "FILE: there is no API key in it"),
-        ("{ }\n", "FILE: there is no API key in it"),
-        ("alice:\n", "FILE:1: alice must be a mapping"),
-        ("alice: {}\n", "FILE:1: alice needs either key or key-sha256"),
-        (f"alice: {{key: {LONG}, key-sha256: {HASH}}}", "FILE:1: alice needs either key or key-sha256"),
-        ("alice: {key: }", "FILE:1: alice.key must be a text"),
-        ("alice:\n  key: 1234567812345678", "FILE:2: alice.key must be a text"),
-        (f"alice: {{key-sha256: {LONG}}}", "FILE:1: alice.key-sha256 must be 64 hex digits"),
-        (
-            f"alice:\n  key: {LONG}\n  request-per-minute: 3",
-            "FILE:3: alice.request-per-minute is not a key of an API key: did you mean requests-per-minute?",
-        ),
-        (f"alice:\n  key: {LONG}\n  admin: root", "FILE:3: alice.admin must be true or false"),
-        (f"alice:\n  key: {LONG}\n  tokens-per-minute: 0", "FILE:3: alice.tokens-per-minute must be a whole"),
-        (
-            f"alice:\n  key: {LONG}\n  tokens-per-minute: yes",
-            "FILE:3: alice.tokens-per-minute must be a whole",
-        ),
-        (
-            f"alice:\n  key: {LONG}\n  tokens-per-minute: 1{'0' * 400}",
-            "FILE:3: alice.tokens-per-minute must ",
-        ),
-        (f'alice: {{key: "\\ud800{LONG}"}}', "FILE:1: alice.key must be a text of ASCII characters"),
-        (f"alice: {{key: {LONG}\xfc}}", "FILE:1: alice.key must be a text of ASCII characters"),
-        (f"{LONG}\xfc", "FILE:1: the key must be of ASCII characters"),
-        (f"alice: {{key: !!timestamp {LONG}}}", "FILE:1: alice.key has no plain value"),
-        ("alice: " + "[" * 1000, "FILE is nested too deeply"),
-        (f"al ice: {{key: {LONG}}}", "FILE:1: al ice is no name for an API key"),
-        (f"alice: {{key: {LONG}}}\nalice: {{key: {OTHER}}}", "FILE:2: alice was already set in line 1"),
+        ("# only a comment\n", ": there is no API key in it"),
+        ("alice:\n", ":1: alice must be a mapping"),
+        ("alice: {}\n", ":1: alice needs either key or key-sha256"),
+        (f"alice: {{key: {LONG}, key-sha256: {HASH}}}", ":1: alice needs either key or key-sha256"),
+        ("alice:\n  key: 1234567812345678", ":2: alice.key must be a text"),
+        (f"alice: {{key-sha256: {LONG}}}", ":1: alice.key-sha256 must be 64 hex digits"),
+        (f"alice:\n  key: {LONG}\n  request-per-minute: 3", ":3: alice.request-per-minute is not a key"),
+        (f"alice:\n  key: {LONG}\n  admin: root", ":3: alice.admin must be true or false"),
+        (f"alice:\n  key: {LONG}\n  tokens-per-minute: 0", ":3: alice.tokens-per-minute must be a whole"),
+        (f"alice:\n  key: {LONG}\n  tokens-per-minute: 1{'0' * 400}", ":3: alice.tokens-per-minute must"),
+        (f'alice: {{key: "\\ud800{LONG}"}}', ":1: alice.key must be a text of ASCII characters"),
+        (f"alice: {{key: {LONG}\xfc}}", ":1: alice.key must be a text of ASCII characters"),
+        (f"{LONG}\xfc", ":1: the key must be of ASCII characters"),
+        (f"alice: {{key: !!timestamp {LONG}}}", ":1: alice.key has no plain value"),
+        ("alice: " + "[" * 1000, " is nested too deeply"),
+        (f"al ice: {{key: {LONG}}}", ":1: al ice is no name for an API key"),
+        (f"alice: {{key: {LONG}}}\nalice: {{key: {OTHER}}}", ":2: alice was already set in line 1"),
         (f"alice: {{key: {LONG}}}\nbob: {{key: {LONG}}}", "the API keys alice and bob are the same key"),
         (f"alice={LONG}\nalice={OTHER}", "there are two API keys of the name alice"),
-        (f"al/ice={LONG}", "FILE:1: what stands before the = is no name"),
-        (f"- {LONG}", "FILE:1: the file is not a mapping"),
-        (f"alice: {{key: *{LONG}}}", "FILE:1: this is not YAML"),
-        (f"alice:\n  key: !{LONG} x", "FILE:1: alice has no plain value"),
-        (f"alice: {{key: {LONG}", "FILE:1: this is not YAML"),
+        (f"al/ice={LONG}", ":1: what stands before the = is no name"),
+        (f"- {LONG}", ":1: the file is not a mapping"),
+        (f"alice: {{key: *{LONG}}}", ":1: this is not YAML"),
+        (f"alice:\n  key: !{LONG} x", ":1: alice has no plain value"),
     ],
 )
 def test_problems_of_a_file_are_reported_and_show_no_key(file: Path, text: str, problem: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         read_keys(file, {})
-    assert str(error.value).replace(str(file), "FILE").startswith(problem)
+    assert str(error.value).removeprefix(str(file)).startswith(problem)
     assert LONG not in str(error.value)
     assert OTHER not in str(error.value)
 

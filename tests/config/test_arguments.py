@@ -1,30 +1,24 @@
 """vLLM's argument list without vLLM: values and command lines. (That it is the installed one: engine/test_vllm_api.)"""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from pdserve.config.arguments import arguments, canonical, for_engine, parse, to_argv
+from pdserve.config.arguments import canonical, for_engine, parse, to_argv
 
 
 @pytest.mark.parametrize(
     ("name", "value", "parsed"),
     [
-        ("max-num-seqs", 20, 20),
         ("enforce-eager", False, False),
         ("gpu-memory-utilization", 1, 1.0),
-        ("max-model-len", "16k", 16_000),
         ("max-model-len", "16K", 16_384),
         ("max-model-len", "1.5k", 1500),
         ("max-model-len", "4096", 4096),
         ("max-model-len", -1, "auto"),
         ("kv-cache-memory-bytes", "2G", 2 * 2**30),
         ("dtype", "bfloat16", "bfloat16"),
-        ("max-lora-rank", 16, 16),
         ("hf-overrides", {"a_b": 1}, {"a_b": 1}),
-        ("hf-overrides", '{"a_b": 1}', {"a_b": 1}),
         ("compilation-config", '{"level": 3}', {"level": 3}),
         ("logits-processors", "one", ["one"]),
         ("lora-modules", [{"name": "x"}, "y=z"], [{"name": "x"}, "y=z"]),
@@ -42,15 +36,9 @@ def test_values_that_vllm_takes(name: str, value: object, parsed: object) -> Non
         ("max-num-seqs", "20", "is '20', but must be a whole number."),
         ("max-num-seqs", 1.5, "is 1.5, but must be a whole number."),
         ("max-num-seqs", 0, "is 0, but must be at least 1."),
-        ("kv-cache-memory-bytes", 0, "is 0, but must be at least 1."),
-        ("num-gpu-blocks-override", -1, "is -1, but must be at least 1."),
         ("enforce-eager", 1, "is 1, but must be true or false."),
         ("gpu-memory-utilization", 92, "is 92, but must be a share above 0 and up to 1."),
-        (
-            "max-model-len",
-            "1.5K",
-            "is '1.5K', but must be a whole number, also as 16k (16,000) or 16K (16,384).",
-        ),
+        ("max-model-len", "1.5K", "is '1.5K', but must be a whole number, also as 16k"),
         ("max-model-len", -5, "is -5, but must be at least 1."),
         ("kv-cache-dtype", "fp9", "is 'fp9', but must be one of: auto, "),
         ("compilation-config", "{level", "is not JSON ("),
@@ -99,26 +87,3 @@ def test_a_command_line() -> None:
 
 def test_engine_arguments_leave_out_those_of_the_api() -> None:
     assert set(ARGS) - set(for_engine(ARGS)) == {"tool-call-parser"}
-
-
-def test_argument_groups() -> None:
-    groups = {
-        name: arguments()[name].group for name in ("port", "chat-template", "dtype", "disable-log-stats")
-    }
-    assert groups == {
-        "port": "server",
-        "chat-template": "api",
-        "dtype": "engine",
-        "disable-log-stats": "engine",
-    }
-
-
-def test_loading_a_file_does_not_import_vllm() -> None:
-    code = (
-        "import sys; from pathlib import Path; from pdserve.config.load import load; from "
-        "pdserve.plan.plan import "
-        "make_plan; from pdserve.plan.machine import Machine; from pdserve.plan.render import render; "
-        "render(make_plan(load(Path('configs/local.yaml')), Machine.detect())); "
-        "sys.exit(bool({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -18,24 +18,9 @@ TLS = "Security.tls-certificate and tls-key"
 NATS, ETCD = "nats: 'nats://127.0.0.1:4222'", "etcd: 'localhost:2379'"
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.8.8", True),
-        ("::1", True),
-        ("::ffff:127.0.0.1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("10.0.0.5", False),
-        ("::ffff:10.0.0.5", False),
-        ("localhost.example.com", False),
-        ("node-1", False),
-    ],
-)
-def test_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
+def test_loopback() -> None:
+    assert all(map(is_loopback, ("127.8.8.8", "::1", "::ffff:127.0.0.1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "::ffff:10.0.0.5", "localhost.example.com")))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +30,6 @@ def test_loopback(host: str, expected: bool) -> None:
         ("host: 10.0.0.7", []),  # serve makes credentials for the servers that it starts
         (f"{NATS}, {ETCD}", []),
         (f"{NATS}, host: 127.0.0.2", []),
-        ("nats: 'tls://127.0.0.1:4222', credentials: true", []),
         (f"{NATS}, host: 10.0.0.7", [f"host is 10.0.0.7, where {STREAMS}, but the graph has no "]),
         ("nats: 'nats://127.0.0.1:1,nats://n:4222'", [f"nats is n, {OPEN}: "]),
         ("nats: 'nats://n:4222', etcd: '[::2]:2379'", [f"nats is n, {OPEN}: ", f"etcd is ::2, {OPEN}: "]),
@@ -53,8 +37,6 @@ def test_loopback(host: str, expected: bool) -> None:
 )
 @pytest.mark.parametrize("security", ["", "allow: [plain-graph]", "credentials: folder"])
 def test_a_graph(tmp_path: Path, graph: str, expected: list[str], security: str) -> None:
-    if "credentials: true" in graph:
-        graph, security = graph.partition(", cred")[0], "credentials: folder"
     text = f"{GOOD}Graph: {{{graph}}}\nSecurity: {{{security}}}\n"
     if security or not expected:
         read(tmp_path, text)
@@ -66,10 +48,7 @@ def test_a_graph(tmp_path: Path, graph: str, expected: list[str], security: str)
         assert problem.endswith(PLAIN)
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["nats: 'tls://127.0.0.1:4222'", "nats: 'TLS://127.0.0.1:4222'", "etcd: 'HTTPS://127.0.0.1:2379'"],
-)
+@pytest.mark.parametrize("address", ["nats: 'TLS://127.0.0.1:4222'", "etcd: 'HTTPS://127.0.0.1:2379'"])
 @pytest.mark.parametrize("allow", ["[]", "[plain-graph]"])
 def test_a_server_with_tls_needs_credentials(tmp_path: Path, address: str, allow: str) -> None:
     text = f"{GOOD}Graph: {{{address}}}\nSecurity: {{allow: {allow}}}\n"

@@ -1,4 +1,5 @@
-"""`/v1/chat/completions`, its batches, and `/v1/completions`: what is answered."""
+"""`/v1/chat/completions`, its batches, and `/v1/completions`: what is answered. (Sampling, ends and what is shown, with
+each other: `test_mixed.py`.)"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,12 +11,11 @@ from tests.conformance.asking import CHAT, COMPLETIONS, Body
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import SHORT, ids, long
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
 BATCH = f"{CHAT}/batch"
 STREAM: Body = {"stream": True}
 USAGE: Body = {"stream": True, "stream_options": {"include_usage": True}}
-EVEN = list(range(0, 1024, 2))
 
 
 def chat(name: str, prompt: str = SHORT, path: str = CHAT, **fields: Any) -> Request:
@@ -37,27 +37,11 @@ BOTH: dict[str, Body] = {
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     },
     "echo": {"echo": True},
-    "n": {"n": 3},
     "n, streamed": {"n": 3, **USAGE},
-    "stop": {"stop": ["1", "2", "3"]},
-    "stop, streamed": {"stop": ["1", "2", "3"], **STREAM},
-    "stop, kept": {"stop": ["e"], "include_stop_str_in_output": True},
-    "stop tokens": {"stop_token_ids": EVEN},
-    "min_tokens": {"stop_token_ids": EVEN, "min_tokens": 4},
     "logit_bias": {"logit_bias": {str(token): -100 for token in range(300, 500)}},
-    "ignore_eos": {"ignore_eos": True, "max_tokens": 24},
-    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
-    "seed": {"temperature": 1.0, "seed": 7},
-    "top_p and top_k": {"temperature": 1.0, "seed": 8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
-    "token ids": {"return_token_ids": True},
-    "token ids, streamed": {"return_token_ids": True, **STREAM},
-    "all special tokens": {"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 24},
     "truncated": {"truncate_prompt_tokens": 20},
-    "bad words": {"bad_words": ["1", "2"]},
-    "allowed tokens": {"allowed_token_ids": list(range(300, 400))},
     "unknown field": {"no_such_field": 1},
     "request id": {"request_id": "my-own-id"},
-    "prompt logprobs": {"prompt_logprobs": 1},
 }
 OF_CHAT: dict[str, Body] = {
     "no bound": {"max_tokens": None, "stop": ["."]},
@@ -65,44 +49,32 @@ OF_CHAT: dict[str, Body] = {
     "both bounds": {"max_tokens": 3, "max_completion_tokens": 5},
     "tokens as ids": {"return_tokens_as_token_ids": True, "logprobs": True},
     "no spaces between": {"spaces_between_special_tokens": False},
-    "user and metadata": {"user": "me", "metadata": {"a": "b"}, "store": False},
-    "service tier": {"service_tier": "auto"},
     "no special tokens": {"add_special_tokens": True},
     "template arguments": {"chat_template_kwargs": {"enable_thinking": False}},
     "documents": {"documents": [{"title": "a", "text": "b"}]},
     "no generation prompt": {"add_generation_prompt": False},
-    "priority": {"priority": 0},
     "detokenize": {"detokenize": False},
     "length penalty": {"length_penalty": 1.5},
     "reasoning effort": {"reasoning_effort": "low"},
     "no reasoning": {"include_reasoning": False},
-    "parallel tools": {"parallel_tool_calls": False},
 }
 OF_COMPLETIONS: dict[str, Body] = {
-    "echo, streamed": {"echo": True, **STREAM},
     "echo only": {"echo": True, "max_tokens": 0},
-    "n and echo": {"n": 2, "echo": True},
     "best_of": {"best_of": 1},
     "no bound": {"max_tokens": None},
-    "one token": {"max_tokens": 1},
     "one token, streamed": {"max_tokens": 1, **USAGE},
     "no token": {"max_tokens": 0},
-    "stop tokens, streamed": {"stop_token_ids": EVEN, **USAGE},
     "no special tokens": {"add_special_tokens": False},
     "truncated from the right": {"truncate_prompt_tokens": 20, "truncation_side": "right"},
     "truncated to the context": {"truncate_prompt_tokens": -1},
-    "user": {"user": "me"},
     "structured": {"structured_outputs": {"choice": ["red", "blue"]}},
     "response format": {"response_format": {"type": "json_object"}, "max_tokens": 12},
-    "salt": {"cache_salt": "salt"},
     "repetition detection": {
         "repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3},
         "max_tokens": 32,
     },
 }
-LOCAL = {
-    "echo", "echo, streamed", "echo only", "n and echo", "prompt logprobs", "truncated", "truncated from the right",
-}  # fmt: skip
+LOCAL = {"echo", "echo only", "truncated", "truncated from the right"}
 """prefilled where they are decoded, however long"""
 
 MESSAGES: dict[str, list[Body]] = {

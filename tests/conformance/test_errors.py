@@ -23,6 +23,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": "demo", "tokens": [60, 61]},
     "/generative_scoring": {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [300, 301]},
 }
+FORMS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize")
+"""routes of different kinds: all bodies are read alike"""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 REQUIRED = {
     "/v1/chat/completions": "messages",
@@ -39,16 +41,11 @@ DEEP = b'{"model": "demo", "messages": ' + b"[" * 900 + b"]" * 900 + b"}"
 RAW: dict[str, bytes] = {
     "no JSON": b"hello",
     "cut": b'{"model": "demo", "prompt": "Hel',
-    "trailing comma": b'{"model": "demo",}',
     "empty": b"",
-    "blank": b"  ",
     "null": b"null",
     "list": b"[]",
-    "string": b'"demo"',
-    "number": b"1",
     "no UTF-8": b'{"model": "\xff\xfe"}',
     "empty object": b"{}",
-    "two values": b"{} {}",
     "deep": DEEP,
     "deeper": DEEP.replace(b"[", b"[" * 200).replace(b"]", b"]" * 200),
     "long number": b'{"model": "demo", "max_tokens": ' + b"1" * 5000 + b"}",
@@ -225,20 +222,17 @@ ENDLESS = 'a grammar or schema without finite text (`{"$ref": "#"}`)'
 
 REQUESTS = [
     *(raw(path, name, content, differs="lists and objects of a body" if name == "deeper" else "")
-      for path in GOOD for name, content in RAW.items()),
+      for path in FORMS for name, content in RAW.items()),
     *(lacking(path) for path in GOOD),
     *(raw(path, "as text", json.dumps(body).encode(), headers={"content-type": "text/plain"})
       for path, body in GOOD.items()),
     *(raw(path, "as a form", b"model=demo", headers={"content-type": "application/x-www-form-urlencoded"})
-      for path in GOOD),
-    *(raw(path, "without a type", json.dumps(body).encode(), headers={"content-type": ""})
-      for path, body in GOOD.items()),
-    *(raw(path, "with a charset", json.dumps(body).encode(),
-          headers={"content-type": "application/json; charset=utf-8"})
-      for path, body in GOOD.items()),
-    *(raw(path, "as UTF-16", json.dumps(body).encode("utf-16")) for path, body in GOOD.items()),
-    *(raw(path, "with a mark", b"\xef\xbb\xbf" + json.dumps(body).encode()) for path, body in GOOD.items()),
-    *(with_text(path, name, text) for path in GOOD for name, text in {
+      for path in FORMS),
+    *(raw(path, f"as {kind}", json.dumps(GOOD[path]).encode(), headers={"content-type": kind})
+      for path in FORMS for kind in ("", "application/json; charset=utf-8")),
+    *(raw(path, "as UTF-16", json.dumps(GOOD[path]).encode("utf-16")) for path in FORMS),
+    *(raw(path, "with a mark", b"\xef\xbb\xbf" + json.dumps(GOOD[path]).encode()) for path in FORMS),
+    *(with_text(path, name, text) for path in FORMS for name, text in {
         "NaN": '"temperature": NaN', "infinity": '"temperature": -Infinity', "same key twice": '"model": "other"',
         "same key twice, known": '"model": "demo"', "surrogate": '"user": "\\ud800"', "huge": '"seed": 1e999',
         "nul": '"user": "\\u0000"'}.items()),

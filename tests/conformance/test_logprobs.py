@@ -18,24 +18,13 @@ def top(count: int, **more: Any) -> Body:
 
 IN_CHAT: dict[str, Body] = {
     "no top": top(0),
-    "top 1": top(1),
-    "top 5": top(5, logit_bias={"300": 5.0}),
     "top 20": top(20),
-    "n": top(2, n=3),
     "n, sampled": top(2, n=3, temperature=1.0, seed=5),
-    "penalties": top(3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.1),
     "as ids": top(2, return_tokens_as_token_ids=True),
-    "token ids": top(1, return_token_ids=True),
-    "stop": top(1, stop=["1", "2"], include_stop_str_in_output=True),
     "one token": top(2, max_tokens=1),
 }
 IN_COMPLETIONS: dict[str, Body] = {
     "no logprobs": {"logprobs": 0},
-    "top 5": {"logprobs": 5},
-    "n": {"logprobs": 1, "n": 3, "temperature": 1.0, "seed": 9},
-    "echo": {"echo": True},
-    "echo, n": {"echo": True, "n": 2},
-    "stop": {"logprobs": 2, "stop": [" "], "max_tokens": 12},
     "several prompts": {"prompt": [SHORT, long("several"), "The"], "n": 2, "logprobs": 1},
     "several prompts as ids": {"prompt": [ids("a", 20), ids("b")], "logprobs": 2},
 }
@@ -48,17 +37,15 @@ OF_PROMPTS: dict[str, Body] = {
 }
 CHAT_PROMPTS = {"prompt_logprobs": {"prompt_logprobs": 1, "max_tokens": 3}}
 REFUSED_IN_CHAT: dict[str, Body] = {
-    "21": top(21), "-1": top(-1), "-2": top(-2),
-    "top without logprobs": {"top_logprobs": 2},
     "top, and no logprobs": {"logprobs": False, "top_logprobs": 2},
     "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
-    "of the prompt, 21": {"prompt_logprobs": 21},
-}  # fmt: skip
+}
 REFUSED_IN_COMPLETIONS: dict[str, Body] = {
-    "21": {"logprobs": 21}, "-1": {"logprobs": -1}, "true": {"logprobs": True},
-    "of the prompt, all": {"prompt_logprobs": -1}, "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
+    "true": {"logprobs": True},
+    "of the prompt, all": {"prompt_logprobs": -1},
+    "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
     "echo, streamed": {"echo": True, "logprobs": 1, "stream": True},
-}  # fmt: skip
+}
 USAGE: dict[str, Any] = {
     "usage": {"include_usage": True},
     "continuous usage": {"include_usage": True, "continuous_usage_stats": True},

@@ -9,9 +9,9 @@ from tests.conformance.answers import Request
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import ids, long
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
-COUNT = 150
+COUNT = 120
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.7, "seed": 5},

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -41,6 +40,7 @@ from pdserve.process.worker import EngineWorker
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.records import Instance, Role, encode_record
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
+from pdserve.tasks import Lifetime
 from tests.conditions import until
 from tests.engine.sims import LOADED, body, decode_outputs, expected, spec
 from tests.memory.queue import MemoryBroker, MemoryQueue
@@ -58,16 +58,13 @@ def counted(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(name, {"model": "demo", **labels}) or 0.0
 
 
-def failures(reason: str) -> float:
-    return counted("pdserve_remote_prefill_failures_total", reason=reason)
-
-
 @contextmanager
 def failing(reason: str, times: int = 1) -> Iterator[None]:
     """Meanwhile so many remote prefills fail for this reason."""
-    before = failures(reason)
+    name = "pdserve_remote_prefill_failures_total"
+    before = counted(name, reason=reason)
     yield
-    assert failures(reason) == before + times
+    assert counted(name, reason=reason) == before + times
 
 
 @dataclass
@@ -97,7 +94,7 @@ class Answered:
         assert self.failed or len(self.tokens) == min(self.most, MOST - len(self.prompt))
 
 
-class FrontendStream:
+class FrontendStream(Lifetime):
     """The other end of a decode worker's stream."""
 
     def __init__(self, address: str, name: str = "frontend-0") -> None:
@@ -107,17 +104,15 @@ class FrontendStream:
         self.loads: list[Load] = []
         self.messages: list[ToFrontend] = []
 
-    async def __aenter__(self) -> Self:
-        await self.client.__aenter__()
-        self.reader = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.reader.cancel()
-        await asyncio.gather(self.reader, return_exceptions=True)
-        await self.client.__aexit__(kind, error, trace)
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        async with self.client:
+            self.reader = asyncio.create_task(self._read())
+            try:
+                yield
+            finally:
+                self.reader.cancel()
+                await asyncio.gather(self.reader, return_exceptions=True)
 
     async def _read(self) -> None:
         async for message in self.client.received():
@@ -236,23 +231,15 @@ class Decoding(Started[W]):
 Prefill = Started[PrefillWorker]
 
 
-class Seams:
+class Seams(AsyncExitStack):
     """`async with Seams() as seams`: queue, registry and streams in memory, and the workers that a test starts there.
     The name of a worker begins with its role."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self.config = config
         self.registry = MemoryServer()
         self.broker = MemoryBroker(ack_wait=0.5)
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     @property
     def depth(self) -> int:
@@ -274,7 +261,7 @@ class Seams:
         )
 
     async def start(self, worker: W) -> Started[W]:
-        life = await self._stack.enter_async_context(living(worker))
+        life = await self.enter_async_context(living(worker))
         assert isinstance(worker._engine, SimEngine)
         return Started(worker, worker._engine, life)
 
@@ -285,14 +272,14 @@ class Seams:
         return Decoding(worker, started.engine, started.life, frontend)
 
     async def frontend_of(self, address: str, name: str) -> FrontendStream:
-        return await self._stack.enter_async_context(FrontendStream(address, name))
+        return await self.enter_async_context(FrontendStream(address, name))
 
     async def queue(self) -> MemoryQueue:
         """One more process on the queue: a test that acts a prefill worker by hand."""
-        return await self._stack.enter_async_context(shared_queue(self.broker))
+        return await self.enter_async_context(shared_queue(self.broker))
 
     async def registry_of_another(self) -> MemoryRegistry:
-        return await self._stack.enter_async_context(MemoryRegistry(self.registry, "t"))
+        return await self.enter_async_context(MemoryRegistry(self.registry, "t"))
 
 
 def sees(worker: EngineWorker, name: str) -> bool:

@@ -1,10 +1,9 @@
 """LoRA adapters in workers: what the file names, what is loaded at run time, and that KV of one is never another's."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self
 
 import msgspec
@@ -28,7 +27,7 @@ from tests.decode.graph import LONG, Answered, Seams, W, config, sees
 from tests.engine.sims import LOADED, adapter_in, collect, generated, sim, spec, tokens
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
-LORA = {"enable-lora": True, "max-loras": 2}
+LORA: dict[str, object] = {"enable-lora": True, "max-loras": 2}
 RED, BLUE = 7, 8
 
 
@@ -37,65 +36,47 @@ def body(adapter: int, max_tokens: int = 4) -> list[bytes]:
     return [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(max_tokens), lora_request=lora))]
 
 
-@pytest.fixture
-async def engines() -> AsyncIterator[tuple[SimEngine, SimEngine]]:
+@pytest.mark.parametrize("asked", [0, RED, BLUE])
+@pytest.mark.parametrize("computed", [0, RED, BLUE])
+async def test_kv_of_an_adapter_is_read_by_its_own_requests_alone(computed: int, asked: int) -> None:
     async with sim(Role.PREFILL, "p", **LORA) as prefill, sim(Role.DECODE, "d", **LORA) as decode:
         for engine in (prefill, decode):
             await engine.load_adapter(RED, "/red")
             await engine.load_adapter(BLUE, "/blue")
-        yield prefill, decode
+        await prefill.prefill("r", LONG, body(computed))
+        handle = (await collect(prefill, "r"))[-1].handle
+        assert handle is not None
+        assert handle.fingerprint == with_adapter(LOADED, computed) == decode.kv_fingerprint(body(computed))
+        if computed == asked:
+            await decode.generate("r", LONG, body(asked), handle)
+            assert tokens(await collect(decode, "r")) == generated(LONG, 4, asked)
+        else:
+            with pytest.raises(ProtocolError, match="KV of other weights"):
+                await decode.generate("r", LONG, body(asked), handle)
 
 
-@pytest.mark.parametrize("adapter", [0, RED, BLUE])
-async def test_kv_of_an_adapter_is_read_by_its_own_requests(
-    engines: tuple[SimEngine, SimEngine], adapter: int
-) -> None:
-    prefill, decode = engines
-    await prefill.prefill("r", LONG, body(adapter))
-    handle = (await collect(prefill, "r"))[-1].handle
-    assert handle is not None
-    assert handle.fingerprint == with_adapter(LOADED, adapter) == decode.kv_fingerprint(body(adapter))
-    await decode.generate("r", LONG, body(adapter), handle)
-    assert tokens(await collect(decode, "r")) == generated(LONG, 4, adapter)
-
-
-@pytest.mark.parametrize(("computed", "asked"), [(0, RED), (RED, 0), (RED, BLUE)])
-async def test_kv_of_another_adapter_is_refused(
-    engines: tuple[SimEngine, SimEngine], computed: int, asked: int
-) -> None:
-    prefill, decode = engines
-    await prefill.prefill("r", LONG, body(computed))
-    handle = (await collect(prefill, "r"))[-1].handle
-    assert handle is not None
-    with pytest.raises(ProtocolError, match="KV of other weights"):
-        await decode.generate("r", LONG, body(asked), handle)
-
-
-def test_the_number_is_that_of_the_files(tmp_path: Path) -> None:
+def test_the_number_is_that_of_the_files_and_of_what_changes_the_adapter(tmp_path: Path) -> None:
     red, blue = adapter_in(tmp_path, "red"), adapter_in(tmp_path, "blue")
-    first = adapter_id(str(red), {})
-    assert first == adapter_id(str(red), {"enable-lora": True})
-    assert first != adapter_id(str(blue), {})
-    assert first != adapter_id(str(red), {"lora-dtype": "float16"})
-    assert first != adapter_id(str(red), {"lora-target-modules": ["q_proj"]})
-    assert first == adapter_id(str(red), {"enable-moe-shared-loras": False})
-    assert first != adapter_id(str(red), {"enable-moe-shared-loras": True})
-    (red / "adapter_config.json").write_text("{}")
-    assert first != adapter_id(str(red), {})
-
-
-def test_the_number_is_that_of_all_that_vllm_may_read(tmp_path: Path) -> None:
-    red = adapter_in(tmp_path, "red")
     (red / "a.safetensors").write_bytes(b"not read")
     weights = red / "adapter_model.bin"
     weights.write_bytes(bytes(8 << 20))
     first = adapter_id(str(red), {})
+    assert first == adapter_id(str(red), {"enable-lora": True, "enable-moe-shared-loras": False})
+    others = [
+        adapter_id(str(blue), {}),
+        adapter_id(str(red), {"lora-dtype": "float16"}),
+        adapter_id(str(red), {"lora-target-modules": ["q_proj"]}),
+        adapter_id(str(red), {"enable-moe-shared-loras": True}),
+    ]
     with weights.open("r+b") as file:
         file.seek(5_000_001)
         file.write(b"1")
-    second = adapter_id(str(red), {})
+    others.append(adapter_id(str(red), {}))
     (red / "adapter_model.safetensors").write_bytes((8).to_bytes(8, "little") + b"not json" * (1 << 20))
-    assert len({first, second, adapter_id(str(red), {})}) == 3
+    others.append(adapter_id(str(red), {}))
+    (red / "adapter_config.json").write_text("{}")
+    others.append(adapter_id(str(red), {}))
+    assert len({first, *others}) == 8
 
 
 # ── workers ──
@@ -104,25 +85,22 @@ def test_the_number_is_that_of_all_that_vllm_may_read(tmp_path: Path) -> None:
 class LoraGraph(Seams):
     """A decode and a prefill worker, each with places for two adapters, and a frontend's store."""
 
-    def __init__(self, files: Mapping[str, Path] = MappingProxyType({})) -> None:
-        modules = [f"{name}={path}" for name, path in files.items()]
-        self.args = {**LORA, "lora-modules": modules}
-        decode = DecodeConfig(remote_prefill=True, max_local_prefill_length=32, engine_args=self.args)
-        super().__init__(replace(config(decode), prefill=PrefillConfig(engine_args=self.args)))
+    def __init__(self) -> None:
+        decode = DecodeConfig(remote_prefill=True, max_local_prefill_length=32, engine_args=LORA)
+        super().__init__(replace(config(decode), prefill=PrefillConfig(engine_args=LORA)))
 
     async def __aenter__(self) -> Self:
         await self.start(self.worker(PrefillWorker, "prefill-0"))
         self.decode = await self.start_decoding(self.worker(DecodeWorker, "decode-0"))
         registry = await self.registry_of_another()
-        self.view = await self._stack.enter_async_context(RegistryView(registry))
+        self.view = await self.enter_async_context(RegistryView(registry))
         self.store = AdapterStore(registry, self.view)
         await until(lambda: len(self.view.instances(model="demo")) == 2)
         await until(lambda: sees(self.decode.worker, "prefill-0"))
         return self
 
     def worker(self, kind: type[W], name: str, **more: object) -> W:
-        engine = SimEngine(spec(kind.work, name, **{**self.args, **more}))
-        return self.make(kind, name, engine)
+        return self.make(kind, name, SimEngine(spec(kind.work, name, **{**LORA, **more})))
 
     def names(self) -> dict[str, Adapter]:
         return served(self.view.adapters("demo"), self.view.instances(model="demo"))
@@ -131,45 +109,48 @@ class LoraGraph(Seams):
         async with self.store.claimed("demo", name):
             await self.store.load("demo", name, path)
 
-    async def begin(self, adapter: int, count: int = 4) -> Answered:
+    async def ask(self, adapter: int) -> Answered:
         frontend = self.decode.frontend
         name = f"r{len(frontend.answered)}"
-        answered = frontend.answered[name] = Answered(LONG, count)
-        await frontend.client.send(Submit(name, LONG, 30.0, body(adapter, count)))
-        return answered
-
-    async def ask(self, adapter: int, count: int = 4) -> Answered:
-        answered = await self.begin(adapter, count)
+        answered = frontend.answered[name] = Answered(LONG, 4)
+        await frontend.client.send(Submit(name, LONG, 30.0, body(adapter)))
         await until(lambda: answered.over)
         return answered
 
 
-async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there(tmp_path: Path) -> None:
-    async with sim(Role.DECODE, "d", **LORA) as engine:
-        registry = MemoryRegistry(MemoryServer(), "t")
-        async with registry:
-            adapters = WorkerAdapters(engine, {"lora-modules": ["red=/nowhere"]}, "demo", registry)
-            with pytest.raises(ConfigError, match="Loading lora red failed: No adapter found for /nowhere"):
-                await adapters.start()
+async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there() -> None:
+    async with MemoryRegistry(MemoryServer(), "t") as registry, sim(Role.DECODE, "d", **LORA) as engine:
+        adapters = WorkerAdapters(engine, {"lora-modules": ["red=/nowhere"]}, "demo", registry)
+        with pytest.raises(ConfigError, match="Loading lora red failed: No adapter found for /nowhere"):
+            await adapters.start()
 
 
 async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(tmp_path: Path) -> None:
+    """Loaded again by the same name with other weights, it is another adapter."""
     async with LoraGraph() as graph:
-        await graph.load("red", str(adapter_in(tmp_path, "red")))
+        path = adapter_in(tmp_path, "red")
+        await graph.load("red", str(path))
         red = graph.names()["red"]
         assert all(worker.has(red.id) for worker in graph.view.instances(model="demo"))
         answered = await graph.ask(red.id)
         assert (answered.way[0], answered.tokens) == ("remote", generated(LONG, 4, red.id))
-        later = (await graph.start(graph.worker(PrefillWorker, "prefill-1"))).worker
+        await graph.start(graph.worker(PrefillWorker, "prefill-1"))
         await until(lambda: len(graph.view.instances(Role.PREFILL)) == 2)
-        assert all(worker.has(red.id) for worker in graph.view.instances(Role.PREFILL)), later.id
+        assert all(worker.has(red.id) for worker in graph.view.instances(Role.PREFILL))
+        await graph.store.unload("demo", "red")
+        (path / "adapter_config.json").write_text("{}")
+        await graph.load("red", str(path))
+        second = graph.names()["red"]
+        assert second.id != red.id
+        answered = await graph.ask(second.id)
+        assert answered.tokens == generated(LONG, 4, second.id)
+        assert answered.placed is not None
+        assert answered.placed.cached == 0
 
 
-@pytest.mark.parametrize("what", ["missing", "full", "not enabled", "other files"])
+@pytest.mark.parametrize("what", ["full", "not enabled", "other files"])
 async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str) -> None:
     async with LoraGraph() as graph:
-        red = adapter_in(tmp_path, "red")
-        problem = "No adapter found for"
         if what == "full":
             problem = r"all places for adapters are taken \(max-cpu-loras: 2\): unload one first"
             for name in ("one", "two"):
@@ -179,37 +160,18 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
             engine = SimEngine(spec(Role.PREFILL, "prefill-1"))
             await graph.start(graph.make(PrefillWorker, "prefill-1", engine))
             await until(lambda: len(graph.view.instances(Role.PREFILL)) == 2)
-        elif what == "other files":
+        else:
             problem = "has not the same files on the hosts of"
             await graph.start(graph.worker(PrefillWorker, "prefill-1", **{"lora-dtype": "float16"}))
             graph.config = replace(graph.config, prefill=PrefillConfig(engine_args={"lora-dtype": "float16"}))
             await graph.start(graph.worker(PrefillWorker, "prefill-2"))
             await until(lambda: len(graph.view.instances(Role.PREFILL)) == 3)
-        else:
-            red = tmp_path / "nowhere"
         before = graph.names()
         with pytest.raises(ConfigError, match=problem):
-            await graph.load("red", str(red))
+            await graph.load("red", str(adapter_in(tmp_path, "red")))
         assert graph.names() == before
         assert graph.view.adapters("demo").keys() == before.keys()
         await until(lambda: not graph.view.loading("demo"))
-
-
-async def test_a_name_that_is_loaded_again_with_other_weights_is_another_adapter(tmp_path: Path) -> None:
-    async with LoraGraph() as graph:
-        path = adapter_in(tmp_path, "red")
-        await graph.load("red", str(path))
-        first = graph.names()["red"]
-        assert (await graph.ask(first.id)).tokens == generated(LONG, 4, first.id)
-        await graph.store.unload("demo", "red")
-        (path / "adapter_config.json").write_text("{}")
-        await graph.load("red", str(path))
-        second = graph.names()["red"]
-        assert second.id != first.id
-        answered = await graph.ask(second.id)
-        assert answered.tokens == generated(LONG, 4, second.id)
-        assert answered.placed is not None
-        assert answered.placed.cached == 0
 
 
 async def test_a_request_whose_adapter_is_not_there_may_go_elsewhere() -> None:
@@ -252,17 +214,20 @@ async def alone(tmp_path: Path) -> AsyncIterator[Alone]:
         yield Alone(engine, tmp_path)
 
 
-@pytest.mark.parametrize("problem", [OverflowError("too far"), AssertionError(), RuntimeError("x" * 9999)])
-async def test_whatever_fails_is_a_short_problem_of_that_adapter(alone: Alone, problem: Exception) -> None:
-    alone.engine.problem = problem
-    (red,) = await alone.have("a")
-    assert red.problem == (str(problem) or "AssertionError()")[:500]
-    assert red.id == 0
-
-
-async def test_a_folder_of_an_unknown_user_is_not_there(alone: Alone) -> None:
-    (red,) = await alone.have("a", path="~nosuchuser/x")
-    assert red.problem == "Loading lora red failed: No adapter found for ~nosuchuser/x"
+@pytest.mark.parametrize(
+    ("raised", "path", "problem"),
+    [
+        (AssertionError(), "", "AssertionError()"),
+        (RuntimeError("x" * 9999), "", "x" * 500),
+        (None, "~nosuchuser/x", "Loading lora red failed: No adapter found for ~nosuchuser/x"),
+    ],
+)
+async def test_whatever_fails_is_a_short_problem_of_that_adapter(
+    alone: Alone, raised: Exception | None, path: str, problem: str
+) -> None:
+    alone.engine.problem = raised
+    (red,) = await alone.have("a", path=path)
+    assert (red.problem, red.id) == (problem, 0)
 
 
 async def test_a_dead_engine_ends_its_worker(alone: Alone) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -15,125 +16,107 @@ from tests.conditions import until
 from tests.decode.graph import (
     LONG,
     SHORT,
-    ActedPrefill,
     Answered,
     FrontendStream,
     Prefill,
     WorkerGraph,
     counted,
+    failing,
 )
-
-Parts = list[tuple[str, str, str]]
-"""name, instance, and the first word of why"""
+from tests.engine.sims import body
 
 
-def parts(hops: list[Hop]) -> Parts:
-    """Without the waits in engines, which a busy machine may make long."""
-    return [(hop.name, hop.instance, hop.why.partition(":")[0]) for hop in hops if hop.name != "engine-queue"]
-
-
-def fit(answered: Answered, whole: float) -> list[Hop]:
-    """The hops of a request, which took `whole` seconds: one after the other, and within that time."""
+def hops_of(answered: Answered) -> list[Hop]:
+    """One after the other."""
     assert answered.placed is not None
-    hops, at = answered.placed.hops, 0.0
-    for hop in hops:
-        assert hop.name in HOPS
-        assert hop.start >= at - 1e-6
-        at = hop.start + hop.seconds
-    assert at <= whole
+    hops = answered.placed.hops
+    assert {hop.name for hop in hops} <= set(HOPS)
+    assert all(early.start + early.seconds <= late.start + 1e-6 for early, late in pairwise(hops))
     return hops
 
 
-async def way(frontend: FrontendStream, prompt: list[int], max_tokens: int = 4) -> list[Hop]:
+def shown(hops: list[Hop]) -> list[str]:
+    """Name, instance and the first word of why; without the waits in engines, which a busy machine may make long."""
+    words = (
+        (hop.name, hop.instance, hop.why.partition(":")[0]) for hop in hops if hop.name != "engine-queue"
+    )
+    return [" ".join(filter(None, each)) for each in words]
+
+
+async def test_a_local_prefill_and_a_remote_one_with_the_first_token(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
+    def kinds() -> list[str]:
+        return [type(each).__name__ for each in frontend.messages if isinstance(each, Placed | Outputs)]
+
+    moved = counted("pdserve_kv_transfer_bytes_total")
+    assert shown(hops_of(await frontend.ask(SHORT))) == ["prefill decode-0 short"]
+    assert kinds()[:3] == ["Placed", "Placed", "Outputs"]
+    frontend.messages.clear()
     began = time.monotonic()
-    answered = await frontend.ask(prompt, max_tokens)
-    return fit(answered, time.monotonic() - began)
-
-
-async def test_a_local_prefill(frontend: FrontendStream) -> None:
-    assert parts(await way(frontend, SHORT)) == [("prefill", "decode-0", "no-prefill-worker")]
-    kinds = [type(message) for message in frontend.messages if not hasattr(message, "load")]
-    assert kinds[:3] == [Placed, Placed, Outputs]
-
-
-async def test_a_remote_prefill_with_the_first_token(prefill: Prefill, frontend: FrontendStream) -> None:
-    hops = await way(frontend, LONG)
-    there = [("queue", "", "long"), ("prefill", "prefill-0", "")]
-    assert parts(hops) == [*there, ("transfer", "prefill-0", ""), ("first-step", "decode-0", "")]
+    hops = hops_of(await frontend.ask(LONG))
+    assert hops[-1].start + hops[-1].seconds <= time.monotonic() - began
+    there = ["queue long", "prefill prefill-0"]
+    assert shown(hops) == [*there, "transfer prefill-0", "first-step decode-0"]
     assert hops[1].seconds > len(LONG) / 1e6
-    messages = [message for message in frontend.messages if isinstance(message, Placed | Outputs)]
-    assert [type(message) for message in messages[:4]] == [Placed, Outputs, Placed, Outputs]
-    first = messages[0]
+    assert kinds()[:4] == ["Placed", "Outputs", "Placed", "Outputs"]
+    first = frontend.messages[0]
     assert isinstance(first, Placed)
-    assert parts(first.hops) == there
-    assert await way(frontend, list(range(700, 1200)), 1), "and there is no step of the decode engine"
-    assert parts(frontend.messages[-2].hops) == there  # type: ignore[union-attr]
+    assert shown(first.hops) == there
+    assert counted("pdserve_kv_transfer_bytes_total") == moved + 32 * 16 * 4096
+    assert (await frontend.ask(LONG)).way == ("local", "short"), "the prefix is cached by now"
+    await prefill.frees_all()
+    await graph.frees_all()
+
+
+async def test_a_request_of_one_token_never_enters_the_decode_engine(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
+    before = counted("pdserve_prefill_total", mode="remote", reason="long")
+    assert shown(hops_of(await frontend.ask(LONG, 1))) == ["queue long", "prefill prefill-0"]
+    await prefill.frees_all()
+    assert graph.decode_engine.prefix_hit(LONG, body()) == 0
+    assert not len(graph.decode.requests)
+    assert counted("pdserve_prefill_total", mode="remote", reason="long") == before + 1
 
 
 @pytest.mark.parametrize("pulled", [True, False])
-async def test_a_timeout(graph: WorkerGraph, monkeypatch: pytest.MonkeyPatch, pulled: bool) -> None:
+async def test_a_timeout(
+    graph: WorkerGraph, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch, pulled: bool
+) -> None:
     monkeypatch.setattr(policy, "FLOOR", 0.3)
     monkeypatch.setattr(policy, "SLACK", 0.0)
     if pulled:
         (await graph.prefill()).engine.faults.going.clear()
+        ways, waited = ["prefill prefill-0", "fallback prefill-0 timeout"], "no answer of prefill-0"
     else:
-        await graph.act_prefill()
-    hops = await way(await graph.frontend(), LONG)
-    at = [("prefill", "prefill-0", "")] if pulled else []
-    assert parts(hops) == [
-        ("queue", "", "long"),
-        *at,
-        ("fallback", "prefill-0" if pulled else "", "timeout"),
-        ("prefill", "decode-0", "fallback"),
-    ]
-    waited = "no answer of prefill-0" if pulled else "no worker took it"
+        acted = await graph.act_prefill()
+        ways, waited = ["fallback timeout"], "no worker took it"
+    with failing("timeout"):
+        hops = hops_of(await frontend.ask(LONG))
+    assert shown(hops) == ["queue long", *ways, "prefill decode-0 fallback"]
     assert hops[-2].why == f"timeout: {waited} within 0.3 s"
     assert hops[-2].start >= 0.3
+    if not pulled:
+        assert await acted.queue.pull(1, 0.1) == [], "the request was taken back from the queue"
 
 
 @pytest.mark.usefixtures("brief_transfers")
-async def test_a_transfer_that_fails(prefill: Prefill, frontend: FrontendStream) -> None:
+async def test_a_transfer_that_fails(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
+    """The first token does not wait for the KV, and the request goes on after it."""
     prefill.engine.faults.drop_transfers = True
-    hops = await way(frontend, LONG)
-    assert parts(hops) == [
-        ("queue", "", "long"),
-        ("prefill", "prefill-0", ""),
-        ("transfer", "prefill-0", ""),
-        ("fallback", "prefill-0", "transfer"),
-        ("prefill", "decode-0", "transfer"),
-    ]
+    answered = frontend.answered[request_id := await frontend.submit(LONG)]
+    await until(lambda: bool(answered.tokens))
+    assert graph.decode.requests.tokens == len(LONG) + 1, "which counts as load, and in its trace"
+    assert answered.way == ("remote", "long")
+    hops = hops_of(await frontend.end_of(request_id))
+    assert answered.way == ("local", "transfer")
+    ways = ["transfer prefill-0", "fallback prefill-0 transfer", "prefill decode-0 transfer"]
+    assert shown(hops) == ["queue long", "prefill prefill-0", *ways]
     assert hops[2].seconds >= 0.3, "until the read was given up"
     assert "no KV from prefill-0" in hops[3].why
-
-
-async def test_a_prompt_that_is_delivered_again(
-    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
-) -> None:
-    """From one prefill worker, which had it for a while, to another one."""
-    before = counted("pdserve_prefill_queue_wait_seconds_count")
-    request = await frontend.submit(LONG)
-    (delivery,) = await acted.pull()
-    await acted.start(request, delivery.queued)
-    await graph.prefill()
-    hops = fit(await frontend.end_of(request), 30.0)
-    assert parts(hops)[:4] == [
-        ("queue", "", "long"),
-        ("prefill", "prefill-x", ""),
-        ("prefill", "prefill-0", ""),
-        ("transfer", "prefill-0", ""),
-    ]
-    assert hops[1].seconds > 0.3, "until the queue gave it to another one"
-    assert counted("pdserve_prefill_queue_wait_seconds_count") == before, "nothing is counted twice"
-
-
-async def test_a_prompt_waits_for_its_turn() -> None:
-    async with WorkerGraph(engine_args={"long-prefill-token-threshold": 16}) as graph:
-        graph.decode_engine.faults.slow = 50.0
-        frontend = await graph.frontend()
-        first = await frontend.submit(LONG)
-        hops = await way(frontend, list(range(700, 1200)))
-        await frontend.end_of(first)
-    assert parts(hops) == [("turn", "", ""), ("prefill", "decode-0", "no-prefill-worker")]
+    prefill.engine.faults.drop_transfers = False
+    await graph.frees_all()
 
 
 async def held_back(engine: SimEngine) -> None:
@@ -147,36 +130,47 @@ async def held_back(engine: SimEngine) -> None:
     engine._work.set()
 
 
-async def test_a_prompt_that_waits_in_the_decode_engine(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    request, _ = await asyncio.gather(frontend.submit(SHORT), held_back(graph.decode_engine))
-    hops = fit(await frontend.end_of(request), 30.0)
-    assert [(hop.name, hop.instance) for hop in hops] == [
-        ("engine-queue", "decode-0"),
-        ("prefill", "decode-0"),
-    ]
+@pytest.mark.parametrize(("name", "prompt"), [("decode-0", SHORT), ("prefill-0", LONG)])
+async def test_a_prompt_that_waits_in_an_engine(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, name: str, prompt: list[int]
+) -> None:
+    engine = prefill.engine if prompt == LONG else graph.decode_engine
+    request, _ = await asyncio.gather(frontend.submit(prompt), held_back(engine))
+    hops = [hop for hop in hops_of(await frontend.end_of(request)) if hop.instance == name]
+    assert [hop.name for hop in hops[:2]] == ["engine-queue", "prefill"]
     assert hops[0].seconds >= BRIEF
 
 
-async def test_a_prompt_that_waits_in_the_prefill_engine(prefill: Prefill, frontend: FrontendStream) -> None:
-    request, _ = await asyncio.gather(frontend.submit(LONG), held_back(prefill.engine))
-    hops = fit(await frontend.end_of(request), 30.0)
-    assert [(hop.name, hop.instance) for hop in hops[:3]] == [
-        ("queue", ""),
-        ("engine-queue", "prefill-0"),
-        ("prefill", "prefill-0"),
-    ]
-    assert hops[1].seconds >= BRIEF
+async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph, frontend: FrontendStream) -> None:
+    """From one prefill worker, which had it for a while, to another one."""
+    acted = await graph.act_prefill()
+    before = counted("pdserve_prefill_queue_wait_seconds_count")
+    request = await frontend.submit(LONG)
+    (delivery,) = await acted.pull()
+    await acted.start(request, delivery.queued)
+    await graph.prefill()
+    hops = hops_of(await frontend.end_of(request))
+    assert shown(hops)[:3] == ["queue long", "prefill prefill-x", "prefill prefill-0"]
+    assert hops[1].seconds > 0.3, "until the queue gave it to another one"
+    assert counted("pdserve_prefill_queue_wait_seconds_count") == before, "nothing is counted twice"
 
 
 @pytest.mark.parametrize(
-    ("queued", "computed", "queue", "prefill"),
-    [(0.0, 2.0, 1.0, 2.0), (7.0, 9.0, 3.0, 0.0)],
-    ids=["unknown", "late"],
+    ("pulled", "queued", "computed", "expected"),
+    [
+        ([], 0.0, 2.0, [("queue", 0.5, 1.0), ("prefill", 1.5, 2.0)]),
+        ([], 7.0, 9.0, [("queue", 0.5, 3.0), ("prefill", 3.5, 0.0)]),
+        ([("x", 0.5)], 1.5, 1.0, [("queue", 0.5, 0.5), ("prefill", 1.0, 1.0), ("prefill", 2.0, 1.0)]),
+    ],
+    ids=["unknown", "late", "delivered again"],
 )
 def test_the_hops_of_a_remote_prefill_are_as_long_as_the_wait_for_it(
-    queued: float, computed: float, queue: float, prefill: float
+    pulled: list[tuple[str, float]], queued: float, computed: float, expected: list[tuple[str, float, float]]
 ) -> None:
     hops = RequestHops(100.0)
     hops.asked(100.5, "long")
+    for worker, after in pulled:
+        hops.pulled(worker, after)
     hops.answered("p", queued, computed, 103.5)
-    assert hops.known == [Hop("queue", 0.5, queue, why="long"), Hop("prefill", 0.5 + queue, prefill, "p")]
+    assert [(hop.name, hop.start, hop.seconds) for hop in hops.known] == expected
+    assert [hop.instance for hop in hops.known] == ["", *(worker for worker, _ in pulled), "p"]

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client import REGISTRY
 
+from pdserve.decode.prefill_workers import AVOID_FOR
 from pdserve.watch import LinkState
 from tests.conditions import until
-from tests.decode.graph import LONG, SHORT, ActedPrefill, FrontendStream, Prefill, WorkerGraph
+from tests.decode.graph import LONG, SHORT, FrontendStream, Prefill, WorkerGraph
 
 
 def links(graph: WorkerGraph) -> dict[str, LinkState]:
@@ -17,10 +18,6 @@ def links(graph: WorkerGraph) -> dict[str, LinkState]:
 def handshake_failures(worker: str) -> float | None:
     labels = {"model": "demo", "worker": worker}
     return REGISTRY.get_sample_value("pdserve_kv_handshake_failures_total", labels)
-
-
-async def test_of_a_link_nothing_is_known_before_it_is_used(graph: WorkerGraph, acted: ActedPrefill) -> None:
-    assert links(graph) == {"prefill-x": LinkState("prefill-x", "kv")}
 
 
 async def test_requests_that_are_there_and_what_was_read(
@@ -38,6 +35,27 @@ async def test_requests_that_are_there_and_what_was_read(
     assert (link.bytes_per_second or 0) > 0
 
 
+async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_tried_again(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
+    prefill.engine.faults.deaf = True
+    assert (await frontend.ask(LONG)).way[0] == "local"
+    link = links(graph)["prefill-0"]
+    assert (link.pulls, link.failures, link.up) == (0, 1, False)
+    assert link.failure.startswith("transfer: prefill-0 hangs up")
+    assert handshake_failures("prefill-0") == 1
+    assert (await frontend.ask(LONG[1:])).way == ("local", "no-prefill-worker")
+    await graph.prefill("prefill-1")
+    for number in range(2, 6):  # whichever of the two pulls it
+        await frontend.ask(LONG[number:])
+    prefill.engine.faults.deaf = False
+    graph.decode._workers._avoided["prefill-0"] -= AVOID_FOR
+    assert len(graph.decode._workers.available()) == 2
+    prefill.life.cancel()
+    await until(lambda: links(graph).keys() == {"prefill-1"})
+    await until(lambda: handshake_failures("prefill-0") is None)
+
+
 async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
     """Within a few requests, beside one that was as slow before."""
     for number in range(3):
@@ -51,25 +69,13 @@ async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, fron
     assert (after.bytes_per_second or 0) < (before.bytes_per_second or 0)
 
 
-async def test_reads_that_fail_and_a_worker_that_goes(
-    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
-) -> None:
-    prefill.engine.faults.deaf = True
-    await frontend.ask(LONG)
-    link = links(graph)["prefill-0"]
-    assert (link.pulls, link.failures, link.up) == (0, 1, False)
-    assert link.failure.startswith("transfer: prefill-0 hangs up")
-    assert handshake_failures("prefill-0") == 1
-    prefill.life.cancel()
-    await until(lambda: not links(graph))
-    await until(lambda: handshake_failures("prefill-0") is None)
-
-
 async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     """Which is given up a moment after its link was forgotten."""
-    acted, request = await graph.act_prefill("prefill-left"), await frontend.submit(LONG)
+    acted = await graph.act_prefill("prefill-left")
+    assert links(graph) == {"prefill-left": LinkState("prefill-left", "kv")}, "nothing before it is used"
+    request = await frontend.submit(LONG)
     await acted.pull()
     await acted.start(request)
     await acted.leave()
@@ -77,18 +83,18 @@ async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(
     assert handshake_failures("prefill-left") is None
 
 
-async def test_a_graph_without_remote_prefill_has_no_links() -> None:
-    async with WorkerGraph(remote_prefill=False) as graph:
-        await graph.act_prefill()
-        assert links(graph) == {}
-        assert graph.decode.load().queue_limit == 0
-
-
 @pytest.mark.parametrize(
     ("settings", "limit"),
-    [({}, 4), ({"policy": "adaptive"}, 0), ({"conditional_disagg": False}, 0)],
-    ids=["threshold", "adaptive", "always"],
+    [
+        ({}, 4),
+        ({"policy": "adaptive"}, 0),
+        ({"conditional_disagg": False}, 0),
+        ({"remote_prefill": False}, 0),
+    ],
+    ids=["threshold", "adaptive", "always", "never"],
 )
 async def test_the_limit_of_the_queue(settings: dict[str, object], limit: int) -> None:
     async with WorkerGraph(**settings) as graph:  # type: ignore[arg-type]
         assert graph.decode.load().queue_limit == limit
+        await graph.act_prefill()
+        assert bool(links(graph)) is settings.get("remote_prefill", True)

@@ -2,119 +2,75 @@
 this test, so that the phase is the one that is meant; another worker stands by from the moment of the fault on."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from enum import StrEnum
+from contextlib import AsyncExitStack
+from enum import Enum, IntEnum
 
 import pytest
 
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.messages import PrefillDone, PrefillStarted
-from pdserve.queue.base import Delivery
-from pdserve.records import Instance, Role, encode_record
+from pdserve.messages import PrefillDone
+from pdserve.records import Role
 from tests.conditions import until
-from tests.decode.graph import WorkerGraph, shared_queue
-from tests.engine.sims import LOADED, body, collect, spec
-from tests.memory.queue import MemoryQueue
+from tests.decode.graph import LONG, WorkerGraph
+from tests.engine.sims import body, collect, spec
 
 pytestmark = pytest.mark.usefixtures("impatient", "brief_transfers")
 
-PROMPT = list(range(103, 603))
 VICTIM, SPARE = "prefill-victim", "prefill-spare"
 BOUND = 7.0
 """seconds: what a prompt of this length may wait for a worker that was never seen to work"""
 
 
-class Phase(StrEnum):
-    QUEUED = "queued"
-    PULLED = "pulled"
-    COMPUTING = "computing"
-    ANSWERED = "answered"
-    TRANSFERRING = "transferring"
+class Phase(IntEnum):
+    QUEUED = 0
+    PULLED = 1
+    COMPUTING = 2
+    ANSWERED = 3
+    TRANSFERRING = 4
 
 
-class Fault(StrEnum):
-    KILL = "kill"
-    """its connections break, and its supervisor strikes it off the registry"""
-    HANG = "hang"
-    """it is registered and says nothing more"""
-    CUT = "cut"
-    """as a hang, until its lease in the registry is over; packets vanish"""
-
-
-class Victim:
-    """A prefill worker up to the phase that was asked for."""
-
-    def __init__(
-        self, graph: WorkerGraph, engine: SimEngine, queue: MemoryQueue, stack: AsyncExitStack
-    ) -> None:
-        self._graph = graph
-        self._engine = engine
-        self._queue = queue
-        self._stack = stack
-        self._delivery: Delivery
-
-    async def get_to(self, phase: Phase, request_id: str) -> None:
-        if phase is Phase.QUEUED:
-            await until(lambda: self._graph.depth == 1)
-            return
-        (self._delivery,) = await self._queue.pull(1, 5.0)
-        if phase is Phase.PULLED:
-            return
-        await self._engine.prefill(request_id, PROMPT, body())
-        await self._queue.answer("decode-0", PrefillStarted(request_id, VICTIM))
-        if phase is Phase.TRANSFERRING:
-            self._engine.faults.drop_transfers = True
-            await self.answer(request_id)
-            await until(lambda: bool(self._graph.decode_engine._pulling))
-
-    async def answer(self, request_id: str) -> None:
-        (output,) = await collect(self._engine, request_id)
-        assert output.handle is not None
-        await self._queue.answer("decode-0", PrefillDone(request_id, output.handle, 0.1))
-        await self._delivery.ack()
-
-    async def suffer(self, fault: Fault, phase: Phase, request_id: str) -> None:
-        match fault:
-            case Fault.HANG | Fault.CUT:
-                self._engine.faults.drop_transfers = True
-                if phase is Phase.ANSWERED:
-                    await self.answer(request_id)
-            case Fault.KILL:
-                if phase is Phase.ANSWERED:
-                    await self.answer(request_id)
-                await self._stack.aclose()
-        if fault is not Fault.HANG:
-            registry = await self._graph.registry_of_another()
-            await registry.delete(f"instances/prefill/{VICTIM}")
-
-
-@asynccontextmanager
-async def victim(graph: WorkerGraph) -> AsyncIterator[Victim]:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(SimEngine(spec(Role.PREFILL, VICTIM)))
-        queue = await stack.enter_async_context(shared_queue(graph.broker))
-        registry = await graph.registry_of_another()
-        record = encode_record(Instance(VICTIM, Role.PREFILL, "demo", fingerprint=LOADED))
-        await registry.put(f"instances/prefill/{VICTIM}", record)
-        await until(lambda: bool(graph.decode.view.instances(role=Role.PREFILL)))
-        yield Victim(graph, engine, queue, stack)
+class Fault(Enum):
+    KILL = "its connections break, and its supervisor strikes it off the registry"
+    HANG = "it is registered and says nothing more"
+    CUT = "as a hang, until its lease in the registry is over; packets vanish"
 
 
 @pytest.mark.parametrize("fault", Fault)
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.name)
 async def test_the_client_sees_nothing_but_a_pause(phase: Phase, fault: Fault) -> None:
-    async with WorkerGraph() as graph, victim(graph) as lost:
-        frontend = await graph.frontend()
+    async with WorkerGraph() as graph, AsyncExitStack() as process:
+        victim, frontend = await graph.act_prefill(VICTIM), await graph.frontend()
+        engine = await process.enter_async_context(SimEngine(spec(Role.PREFILL, VICTIM)))
+
+        async def answer() -> None:
+            (output,) = await collect(engine, request_id)
+            assert output.handle is not None
+            await victim.answer(PrefillDone(request_id, output.handle, 0.1))
+            await delivery.ack()
+
         asked = time.monotonic()
-        request_id = await frontend.submit(PROMPT, 8)
-        await lost.get_to(phase, request_id)
+        request_id = await frontend.submit(LONG, 8)
+        await until(lambda: graph.depth == 1)
+        if phase >= Phase.PULLED:
+            (delivery,) = await victim.pull()
+        if phase >= Phase.COMPUTING:
+            await engine.prefill(request_id, LONG, body())
+            await victim.start(request_id)
+        engine.faults.drop_transfers = phase is Phase.TRANSFERRING or fault is not Fault.KILL
+        if phase is Phase.TRANSFERRING:
+            await answer()
+            await until(lambda: bool(graph.decode_engine._pulling))
         spare = await graph.prefill(SPARE)
-        await lost.suffer(fault, phase, request_id)
+        if phase is Phase.ANSWERED:
+            await answer()
+        if fault is Fault.KILL:
+            await process.aclose()
+        if fault is not Fault.HANG:
+            await victim.leave()
         assert not (await frontend.end_of(request_id)).failed
         assert time.monotonic() - asked < BOUND
         await until(lambda: graph.depth == 0)
-        await until(graph.decode_engine.all_blocks_free)
-        await until(spare.engine.all_blocks_free)
-        again = await frontend.ask([7, *PROMPT], 4)
+        await graph.frees_all()
+        await spare.frees_all()
+        again = await frontend.ask([7, *LONG], 4)
         assert again.way[0] == "remote", "the other worker is asked, and no request waits for the lost one"

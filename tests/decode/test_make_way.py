@@ -27,17 +27,13 @@ def running(text: str) -> list[DecodeRequest]:
         ("0g8", 0, ("", 0)),
         ("0g7 1h1?", 0, ("", 0)),  # it is being prefilled
         ("0g8 1h1?", 1, ("0", 1)),
-        ("0g8 0h1?", 1, ("0", 1)),
         ("0g2 1g6 0h1?", 1, ("1", 1)),
         ("0g8 0g3? 1h1?", 4, ("0", 4)),  # three wait before it
         ("0g8 1h1? 0g3?", 4, ("0", 1)),
-        ("0g8 0g3?", 3, ("", 0)),
         ("0g6 1h2 1h3?", 3, ("0", 3)),
         ("0g5 1h2 1h3?", 3, ("", 0)),
         ("0a1 0b1 0c1 1d1?", 1, ("", 0)),
-        ("1h1?", 1, ("", 0)),
         ("0g8 1~1 1h7 0h1?", 1, ("1", 1)),  # what is spare pauses first, also the only one of its client
-        ("0g8 1~1?", 1, ("", 0)),
         ("0~8 1~1?", 1, ("", 0)),
         ("0~1 0a4 0b4 1a1? 1b1? 1a1?", 3, ("0", 1)),  # no more than are spare
         ("0a8 1~3? 1h1?", 4, ("1", 3)),  # what is spare and waits leaves the line

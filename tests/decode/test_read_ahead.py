@@ -37,34 +37,8 @@ async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(
     await graph.frees_all()
 
 
-async def test_a_cancelled_prefill_leaves_nothing_of_what_was_read(
-    graph: WorkerGraph, frontend: FrontendStream
-) -> None:
-    prefill = await chunked(graph)
-    prefill.engine.faults.slow = 50.0
-    request_id = await frontend.submit(LONG)
-    await until(lambda: holds_ahead(graph))
-    assert not await graph.decode_engine.all_blocks_free()
-    await frontend.cancel(request_id)
-    await graph.frees_all()
-    await prefill.frees_all()
-
-
 def holds_ahead(graph: WorkerGraph) -> bool:
     return any(request.ahead is not None for request in graph.decode.requests)
-
-
-async def test_a_prefill_that_fails_leaves_nothing_of_what_was_read(
-    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str
-) -> None:
-    await acted.answer(PrefillProgress(pulled, part(64)))
-    await until(lambda: holds_ahead(graph))
-    await acted.answer(PrefillFailed(pulled, "engine"))
-    await frontend.end_of(pulled)
-    assert await graph.decode_engine.all_blocks_free()
-    await acted.answer(PrefillProgress(pulled, part(128)), PrefillProgress("unknown", part(128)))
-    await frontend.ask(LONG[:20])
-    assert await graph.decode_engine.all_blocks_free()
 
 
 def delivered_twice(request_id: str) -> list[PrefillProgress]:
@@ -72,16 +46,25 @@ def delivered_twice(request_id: str) -> list[PrefillProgress]:
     return [PrefillProgress(request_id, part(64, engine_id=f"prefill-{name}")) for name in "xy"]
 
 
-async def test_another_workers_answer_ends_what_was_read_of_the_first(
-    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str
+@pytest.mark.parametrize("end", ["it is cancelled", "it fails", "another worker answers"])
+async def test_blocks_read_ahead_of_a_prefill_are_free_when(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str, end: str
 ) -> None:
     await graph.act_prefill("prefill-y")
     await acted.answer(*delivered_twice(pulled))
     await until(lambda: holds_ahead(graph))
-    other = handle(LONG, request_id="q")  # its KV cannot be read: nothing listens there
-    await acted.answer(PrefillDone(pulled, other))
-    await frontend.end_of(pulled)
+    assert not await graph.decode_engine.all_blocks_free()
+    if end == "it is cancelled":
+        await frontend.cancel(pulled)
+    elif end == "it fails":
+        await acted.answer(PrefillFailed(pulled, "engine"))
+    else:
+        await acted.answer(PrefillDone(pulled, handle(LONG, request_id="q")))  # nothing listens there
+    await until(lambda: not graph.decode.requests)
     await graph.frees_all()
+    await acted.answer(PrefillProgress(pulled, part(128)), PrefillProgress("unknown", part(128)))
+    await frontend.ask(LONG[:20])
+    assert await graph.decode_engine.all_blocks_free()
 
 
 async def test_nothing_is_read_for_a_request_whose_wait_ends_meanwhile(
@@ -109,12 +92,8 @@ async def test_nothing_is_read_for_a_request_whose_wait_ends_meanwhile(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"block_size": 32},
-        {"block_ids": [[1, 1, 2, 3]]},
-        {"block_ids": [[-1, 1, 2, 3]]},
         {"fingerprint": "of other weights"},
         {"engine_id": "prefill-of-an-earlier-boot"},
-        {"host": ""},
         {"num_tokens": 512, "block_ids": [list(range(32))]},
     ],
 )

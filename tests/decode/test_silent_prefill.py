@@ -63,36 +63,24 @@ async def test_a_worker_that_has_lost_the_queue_or_was_killed_is_not_waited_for(
     await until(lambda: graph.depth > 0)
 
 
-@pytest.mark.usefixtures("hasty")
-async def test_after_two_untaken_prompts_no_more_is_tried_until_a_worker_is_heard_of() -> None:
-    async with WorkerGraph(max_prefill_queue_size=9) as graph:
-        acted, frontend = await graph.act_prefill(), await graph.frontend()
-        with failing("timeout", 2):
-            for prompt in (LONG, LONG[1:]):
-                assert (await frontend.ask(prompt)).way == FALLBACK
-            assert (await frontend.ask(LONG[2:])).way == ALONE
-        await acted.answer(PrefillStarted("of a request that is over", "prefill-x"))
-
-        async def asked_again() -> bool:
-            return (await frontend.ask(LONG[3:])).way[1] == "fallback"
-
-        await until(asked_again)
-
-
-async def test_two_untaken_prompts_end_the_wait_of_the_others(
+async def test_after_two_untaken_prompts_none_waits_or_is_tried_until_a_worker_is_heard_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own bound may be far away: it grows with the prompt."""
+    """Nor does one whose own bound is far away: it grows with the prompt."""
     monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.1)
     async with WorkerGraph(max_prefill_queue_size=9) as graph:
-        await graph.act_prefill()
-        frontend = await graph.frontend()
+        acted, frontend = await graph.act_prefill(), await graph.frontend()
         timeout = graph.decode._remote.timeout
         monkeypatch.setattr(timeout, "seconds", lambda *_: 60.0)
         long = await frontend.submit(LONG)
         await until(lambda: graph.depth == 1)
         monkeypatch.setattr(timeout, "seconds", lambda *_: 0.1)
-        for prompt in (LONG[1:], LONG[2:]):
-            assert (await frontend.ask(prompt)).way == FALLBACK
+        with failing("timeout", 2):
+            for prompt in (LONG[1:], LONG[2:]):
+                assert (await frontend.ask(prompt)).way == FALLBACK
         assert (await frontend.end_of(long)).way == FALLBACK
         assert caplog.text.count("no prefill worker takes prompts") == 1
+        assert (await frontend.ask(LONG[3:])).way == ALONE
+        await acted.answer(PrefillStarted("of a request that is over", "prefill-x"))
+        await until(lambda: bool(graph.decode._workers.available()))
+        assert (await frontend.ask(LONG[4:])).way == FALLBACK

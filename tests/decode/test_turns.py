@@ -7,51 +7,6 @@ import pytest
 from pdserve.decode.turns import PromptTurns
 
 
-class Prompts:
-    """Tasks that are in the engine from their turn until `leave`. A prompt's name begins with its client's."""
-
-    def __init__(self, chunk: int) -> None:
-        self.chunk = chunk
-        self.turns = PromptTurns(lambda: self.chunk, chunk)
-        self.inside: list[str] = []
-        self.ends: dict[str, asyncio.Event] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def come(self, name: str, tokens: int) -> None:
-        self.ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._stay(name, tokens))
-        await asyncio.sleep(0)
-
-    async def _stay(self, name: str, tokens: int) -> None:
-        async with self.turns.turn(tokens, name.rstrip("0123456789")):
-            self.inside.append(name)
-            await self.ends[name].wait()
-            self.inside.remove(name)
-
-    async def leave(self, name: str) -> None:
-        self.ends[name].set()
-        await self.tasks[name]
-        await asyncio.sleep(0)
-
-    async def give_up(self, name: str) -> None:
-        self.tasks[name].cancel()
-        await asyncio.gather(self.tasks[name], return_exceptions=True)
-        await asyncio.sleep(0)
-
-    async def play(self, word: str) -> None:
-        """`a1:40`: comes, with so many tokens; `-a1`: leaves; `!a1`: is given up; `=25`: the chunk is so long."""
-        match word[0], word[1:]:
-            case "-", name:
-                await self.leave(name)
-            case "!", name:
-                await self.give_up(name)
-            case "=", tokens:
-                self.chunk = int(tokens)
-            case _:
-                name, _, tokens = word.partition(":")
-                await self.come(name, int(tokens))
-
-
 @pytest.mark.parametrize(
     "story",
     [
@@ -102,16 +57,39 @@ class Prompts:
     ],
 )
 async def test_which_prompts_are_in_the_engine(story: list[str]) -> None:
-    prompts = Prompts(100)
+    """`a1:40`: a prompt of client `a` comes, with so many tokens; `-a1`: leaves the engine; `!a1`: is given up; `=25`:
+    the chunk is so long. Usually it is 100."""
+    chunk, inside = 100, list[str]()
+    ends, tasks = dict[str, asyncio.Event](), dict[str, asyncio.Task[None]]()
+    turns = PromptTurns(lambda: chunk, chunk)
+
+    async def stay(name: str, tokens: int) -> None:
+        async with turns.turn(tokens, name.rstrip("0123456789")):
+            inside.append(name)
+            await ends[name].wait()
+            inside.remove(name)
+
     for step in story:
-        words, _, inside = step.partition(" | ")
+        words, _, expected = step.partition(" | ")
         for word in words.split():
-            await prompts.play(word)
-        assert prompts.inside == inside.split(), step
+            match word[0], word[1:]:
+                case "-", name:
+                    ends[name].set()
+                    await tasks[name]
+                case "!", name:
+                    tasks[name].cancel()
+                    await asyncio.wait([tasks[name]])
+                case "=", tokens:
+                    chunk = int(tokens)
+                case _:
+                    name, _, tokens = word.partition(":")
+                    ends[name] = asyncio.Event()
+                    tasks[name] = asyncio.create_task(stay(name, int(tokens)))
+            await asyncio.sleep(0)
+        assert inside == expected.split(), step
 
 
 async def test_without_a_chunk_there_are_no_turns() -> None:
-    prompts = Prompts(0)
-    for name in "abc":
-        await prompts.come(name, 5000)
-    assert prompts.inside == ["a", "b", "c"]
+    turns = PromptTurns(lambda: 0, 0)
+    async with turns.turn(5000) as first, turns.turn(5000) as second:
+        assert [first, second] == [False, False]

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from functools import partial
 
 import msgspec
 import pytest
 
 from pdserve.decode import prefill_workers, warm_up
+from pdserve.decode.worker import DecodeWorker
 from pdserve.errors import EngineDead
 from pdserve.messages import PrefillDone, PrefillRequest, PrefillStarted
 from pdserve.prefill import answers
@@ -16,7 +16,7 @@ from pdserve.process import engine_checks, presence
 from pdserve.process.engine_checks import self_test
 from pdserve.records import Instance, Role, encode_record
 from tests.conditions import holds, until
-from tests.decode.graph import WorkerGraph, counted, living, shared_queue
+from tests.decode.graph import WorkerGraph, counted, shared_queue
 from tests.engine.sims import LOADED, body, sim
 from tests.memory.registry import MemoryRegistry
 
@@ -25,6 +25,10 @@ LONG = [300 + (7 * number) % 600 for number in range(500)]
 
 def warm(result: str) -> float:
     return counted("pdserve_warm_ups_total", result=result)
+
+
+def newcomers(graph: WorkerGraph) -> list[str]:
+    return [key for key in graph.registry.data if key.startswith("/t/newcomers/")]
 
 
 @pytest.fixture
@@ -40,7 +44,10 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 60.0)
 
 
-async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_it(slow: None) -> None:
+async def test_workers_are_warm_with_all_before_the_first_request_and_nothing_else_counts_it(
+    slow: None,
+) -> None:
+    """A prefill worker, and a decode worker that comes later."""
     before = warm("ok")
     names = ["pdserve_prefill_queue_wait_seconds_count", "pdserve_kv_transfer_seconds_count"]
     waits, transfers = map(counted, names)
@@ -48,29 +55,16 @@ async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_i
     async with WorkerGraph() as graph:
         prefill = await graph.prefill()
         await until(lambda: warm("ok") == before + 1)
-        assert counted(names[0]) == waits
+        await graph.start_decoding(graph.make(DecodeWorker, "decode-1"))
+        assert warm("ok") == before + 2
+        assert [counted(name) for name in names] == [waits, transfers]
         assert counted("pdserve_prefill_total", mode="local", reason="short") == local
-        assert counted(names[1]) == transfers
-        assert len(graph.decode.requests) == 0
-        assert graph.decode.requests.waiting == 0
+        assert graph.depth == len(graph.decode.requests) == graph.decode.requests.waiting == 0
+        assert not newcomers(graph)
         await prefill.frees_all()
         await graph.frees_all()
         assert (await (await graph.frontend()).ask(LONG)).way[0] == "remote"
         assert [counted(name) for name in names] == [waits + 1, transfers + 1]
-
-
-async def test_a_decode_worker_that_comes_later_is_warm_with_all(slow: None) -> None:
-    before = warm("ok")
-    graph = WorkerGraph()
-    async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
-        worker = graph.make(PrefillWorker, "prefill-0")
-        async with living(worker):
-            assert worker.ready.is_set()
-            async with graph:
-                assert warm("ok") == before + 1
-                assert "instances/decode/decode-0" in await registry.read("")
-                assert not await registry.read("newcomers/")
-                assert queue.depth == 0
 
 
 async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
@@ -89,7 +83,7 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
         answers = queue.answers("decode-x")
         worker = graph.make(PrefillWorker, "prefill-0")
         life = asyncio.create_task(worker.run())
-        await until(partial(newcomers, registry))
+        await until(lambda: bool(newcomers(graph)))
         prompt = LONG[:18]
         request = PrefillRequest("w", "decode-x", prompt, 60.0, 16, body(), warm_up=True)
         await queue.warm_up("prefill-0", request)
@@ -208,7 +202,3 @@ async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.
         frontend = await graph.frontend()
         for number in range(6):
             assert (await frontend.ask([number, *LONG])).finished
-
-
-async def newcomers(registry: MemoryRegistry) -> bool:
-    return bool(await registry.read("newcomers/"))

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.decode import prefill_workers
 from pdserve.decode.estimator import FIRST_TOKEN_SECONDS
 from pdserve.engine.base import Output
 from pdserve.engine.sim.engine import SimEngine
@@ -25,9 +24,8 @@ from pdserve.messages import (
     PrefillRequest,
     PrefillStarted,
     ToFrontend,
-    WorkerLoad,
 )
-from pdserve.records import Role, decode_card, decode_instance
+from pdserve.records import Role, decode_instance
 from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import holds, until
 from tests.decode.graph import (
@@ -41,7 +39,7 @@ from tests.decode.graph import (
     failing,
     handle,
 )
-from tests.engine.sims import FAST, body, collect, expected, sim
+from tests.engine.sims import FAST, body, collect, sim
 from tests.memory.queue import MemoryQueue
 
 LARGE = list(range(3, 33))
@@ -54,34 +52,16 @@ async def prefilled(engine: SimEngine, request_id: str = "p") -> KvHandle:
     return handle
 
 
-async def test_short_prompts_are_prefilled_here_and_long_ones_elsewhere(
-    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
-) -> None:
-    before = counted("pdserve_kv_transfer_bytes_total")
-    assert (await frontend.ask(SHORT)).way == ("local", "short")
-    assert (await frontend.ask(LONG)).way == ("remote", "long")
-    assert counted("pdserve_kv_transfer_bytes_total") == before + 32 * 16 * 4096
-    assert (await frontend.ask(LONG)).way[1] == "short", "the prefix is cached by now"
-    await prefill.frees_all()
-    await graph.frees_all()
-
-
 LIMIT = 30_000
 """bytes of a message"""
 
 
 class TensorEngine(SimEngine):
-    """With its outputs it sends tensors, as those of logprobs: a third of a message for each, and more than a message
-    for one prompt."""
-
     def pack(self, outputs: list[Output]) -> list[bytes]:
-        share = sum(
-            2 * LIMIT
-            if output.raw.prefill_stats and output.raw.prefill_stats.num_prompt_tokens == len(LARGE)
-            else LIMIT // 3
-            for output in outputs
-        )
-        return [*super().pack(outputs), bytes(share)]
+        """With tensors, as those of logprobs: a third of a message for each, more than a message for one prompt."""
+        prompts = [each.raw.prefill_stats.num_prompt_tokens for each in outputs if each.raw.prefill_stats]
+        size = 2 * LIMIT if len(LARGE) in prompts else len(outputs) * LIMIT // 3
+        return [*super().pack(outputs), bytes(size)]
 
 
 async def test_outputs_that_no_message_can_hold_end_their_request_alone(
@@ -100,18 +80,6 @@ async def test_outputs_that_no_message_can_hold_end_their_request_alone(
         await graph.frees_all()
 
 
-@pytest.mark.parametrize("reason", ["no-prefill-worker", "queue-down", "unsupported"])
-async def test_what_cannot_be_prefilled_elsewhere_is_local(
-    graph: WorkerGraph, frontend: FrontendStream, reason: str
-) -> None:
-    if reason != "no-prefill-worker":
-        await graph.prefill()
-    if reason == "queue-down":
-        await graph.broker.down()
-    sampling = {"prompt_logprobs": 0} if reason == "unsupported" else {}
-    assert (await frontend.ask(LONG, **sampling)).way == ("local", reason)
-
-
 async def test_a_prompt_that_the_queue_lost_is_computed_here(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
@@ -124,11 +92,7 @@ async def test_a_prompt_that_the_queue_lost_is_computed_here(
 
 
 ANSWERS: list[tuple[str, PrefillAnswer | dict[str, Any]]] = [
-    ("invalid", {"block_size": 32}),
-    ("invalid", {"block_ids": [[1]]}),
-    ("invalid", {"block_ids": [[1] * 32, [1] * 32, [1]]}),
     ("invalid", {"num_tokens": 499}),
-    ("invalid", {"host": ""}),
     ("invalid", {"fingerprint": "of other weights"}),
     ("unknown-engine", {"engine_id": "prefill-of-an-earlier-boot"}),
     ("unknown-engine", PrefillStarted("", "prefill-y")),
@@ -147,20 +111,11 @@ async def test_an_answer_without_kv_that_can_be_read_is_computed_here(
         assert (await frontend.end_of(pulled)).way == ("local", "fallback")
 
 
-@pytest.mark.usefixtures("hasty")
-async def test_no_answer_within_the_bound_is_computed_here(
-    acted: ActedPrefill, frontend: FrontendStream
-) -> None:
-    await acted.queue.pull(1, 0.0)  # listens for cancellations from here on
-    with failing("timeout"):
-        await frontend.ask(LONG)
-    assert await acted.queue.pull(1, 0.1) == [], "the request was taken back from the queue"
-
-
-async def test_prefill_workers_of_another_model_do_not_count(
+async def test_prefill_workers_of_another_model_or_with_other_weights_do_not_count(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
     await graph.act_prefill("prefill-other", model="other")
+    other = await graph.prefill("prefill-1", hf_overrides={"rope_theta": 7})
     assert (await frontend.ask(LONG)).way[1] == "no-prefill-worker"
     acted = await graph.act_prefill()
     request_id = await frontend.submit(LONG[::-1])
@@ -168,7 +123,9 @@ async def test_prefill_workers_of_another_model_do_not_count(
     with failing("no-prefill-worker"):
         await acted.leave()
         answered = await frontend.end_of(request_id)
-    assert answered.way[1] == "fallback", "the other model's worker is not waited for"
+    assert answered.way[1] == "fallback", "neither of the others is waited for"
+    assert other.engine.usage.running == 0
+    assert await other.engine.all_blocks_free()
 
 
 async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_else_is_left_to_it(
@@ -185,23 +142,15 @@ async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_els
     await frontend.end_of(pulled)
 
 
-async def test_workers_that_loaded_other_weights_never_meet(
-    graph: WorkerGraph, frontend: FrontendStream
-) -> None:
-    other = await graph.prefill("prefill-1", hf_overrides={"rope_theta": 7})
-    assert (await frontend.ask(LONG)).way[1] == "no-prefill-worker"
-    await graph.prefill()
-    assert (await frontend.ask(LONG[::-1])).way[0] == "remote"
-    assert other.engine.usage.running == 0
-    assert await other.engine.all_blocks_free()
-
-
-async def test_a_prompt_that_no_message_can_hold_is_computed_here(
-    prefill: Prefill, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
+async def test_a_prompt_that_no_message_can_hold_or_for_which_the_queue_is_full_is_computed_here(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MemoryQueue, "max_payload", 3000)
     assert (await frontend.ask(LONG)).way == ("local", "too-large")
     assert (await frontend.ask(LONG[100:200])).way == ("remote", "long")
+    graph.broker.bound = 0
+    with failing("queue-full"):
+        assert (await frontend.ask(LONG[200:300])).way == ("local", "fallback")
 
 
 @pytest.mark.usefixtures("hasty")
@@ -214,50 +163,6 @@ async def test_a_late_answer_is_rejected_so_that_its_blocks_are_free(
         assert not await prefill.all_blocks_free()
         await acted.answer(PrefillDone(pulled, late))
         await until(prefill.all_blocks_free)
-
-
-async def first_of(messages: list[ToFrontend]) -> list[str]:
-    """What came until the first token."""
-    await until(lambda: any(isinstance(message, Outputs) for message in messages))
-    return [type(message).__name__ for message in messages if not isinstance(message, WorkerLoad)]
-
-
-@pytest.mark.usefixtures("brief_transfers")
-async def test_the_first_token_does_not_wait_for_the_kv(
-    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
-) -> None:
-    """Which never comes: the request goes on after that token."""
-    prefill.engine.faults.drop_transfers = True
-    answered = frontend.answered[request_id := await frontend.submit(LONG)]
-    assert await first_of(frontend.messages) == ["Placed", "Outputs"]
-    assert graph.decode.requests.tokens == len(LONG) + 1, "which counts as load, and in its trace"
-    assert answered.way == ("remote", "long")
-    assert answered.tokens == expected(LONG, 1)
-    await frontend.end_of(request_id)
-    assert answered.way == ("local", "transfer")
-    prefill.engine.faults.drop_transfers = False
-    await graph.frees_all()
-
-
-async def test_a_request_of_one_token_never_enters_the_decode_engine(
-    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
-) -> None:
-    labels = {"mode": "remote", "reason": "long"}
-    before = counted("pdserve_prefill_total", **labels)
-    assert (await frontend.ask(LONG, 1)).way[0] == "remote"
-    await prefill.frees_all()
-    assert graph.decode_engine.prefix_hit(LONG, body()) == 0
-    assert not len(graph.decode.requests)
-    assert counted("pdserve_prefill_total", **labels) == before + 1
-
-
-@pytest.mark.parametrize("first", [[], [b"\xff"]])
-async def test_an_answer_without_a_token_that_can_be_read_is_as_good(
-    prefill: Prefill, frontend: FrontendStream, first: list[bytes]
-) -> None:
-    """Of a worker of an earlier version, or for a request whose tokens no other engine may sample."""
-    prefill.engine.pack = lambda outputs: first  # type: ignore[method-assign]
-    assert (await frontend.ask(LONG)).way[0] == "remote"
 
 
 async def test_prompts_of_a_prefill_worker_that_died_are_computed_here_at_once(
@@ -371,41 +276,22 @@ async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
     await prefill.frees_all()
 
 
-async def test_a_full_queue_means_computing_here_at_once(
+async def test_cancel_at_once_and_while_the_request_is_queued(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
-    graph.broker.bound = 0
-    with failing("queue-full"):
-        await frontend.ask(LONG)
-
-
-async def test_cancel_while_the_request_is_queued(
-    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
-) -> None:
-    await acted.queue.pull(1, 0.0)
-    request_id = await frontend.submit(LONG)
+    """Of the first both messages lie there when the worker reads: it is cancelled before it has had its first turn."""
+    at_once = await frontend.submit(LONG)
+    await frontend.cancel(at_once)
+    queued = await frontend.submit(LONG[1:])
     await until(lambda: graph.depth == 1)
-    assert graph.decode.load().backlog == pytest.approx(len(LONG) * FIRST_TOKEN_SECONDS, abs=0.0005)
+    assert graph.decode.load().backlog == pytest.approx(499 * FIRST_TOKEN_SECONDS, abs=0.0005)
     assert counted("pdserve_backlog_seconds", role="prefill") > 0
-    await frontend.cancel(request_id)
+    await frontend.cancel(queued)
     await until(lambda: not len(graph.decode.requests))
     assert await acted.queue.pull(1, 0.05) == []
-    assert frontend.answered[request_id].placed is None
+    assert acted.queue._requests.ids == {queued}
+    assert [each.placed for each in frontend.answered.values()] == [None, None]
     assert graph.decode.load().backlog == counted("pdserve_backlog_seconds", role="prefill") == 0
-
-
-async def test_cancel_in_the_same_breath_sends_nothing_out(
-    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
-) -> None:
-    """Both lie there when the worker reads: the cancellation is handled before the request has had its first turn."""
-    request_id = await frontend.submit(LONG)
-    await frontend.cancel(request_id)
-    await until(lambda: graph.decode.requests.get(request_id) is None)
-    with pytest.raises(TimeoutError):
-        await until(lambda: graph.depth > 0 or len(graph.decode.requests) > 0, within=0.1)
-    again = await frontend.submit(LONG)
-    await until(lambda: graph.depth == 1)
-    await frontend.cancel(again)
 
 
 async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
@@ -462,27 +348,20 @@ async def test_cancel_frees_everything(graph: WorkerGraph, frontend: FrontendStr
     await graph.frees_all()
 
 
-async def test_a_frontend_that_is_gone_takes_its_requests_along(
+async def test_a_frontend_that_is_gone_takes_its_own_requests_along(
     graph: WorkerGraph, acted: ActedPrefill
 ) -> None:
+    """And it cannot cancel another's."""
     other = await graph.frontend("b")
     async with FrontendStream(graph.stream.address, "a") as frontend:
         await frontend.submit(SHORT, 1000)
         await frontend.submit(LONG, 1000)
-        kept = await other.submit(SHORT, 50)
+        kept = await other.submit(SHORT, 200)
         await until(lambda: graph.decode_engine.usage.running == 2)
+        await frontend.cancel(kept)
     assert not (await other.end_of(kept)).failed
     await graph.frees_all()
     assert not len(graph.decode.requests)
-
-
-async def test_one_frontend_cannot_cancel_anothers_request(
-    graph: WorkerGraph, frontend: FrontendStream
-) -> None:
-    other = await graph.frontend("b")
-    request_id = await frontend.submit(SHORT, 50)
-    await other.cancel(request_id)
-    assert not (await frontend.end_of(request_id)).failed
 
 
 async def test_outputs_of_a_step_come_in_one_message(graph: WorkerGraph, frontend: FrontendStream) -> None:
@@ -495,28 +374,19 @@ async def test_outputs_of_a_step_come_in_one_message(graph: WorkerGraph, fronten
     assert sum(isinstance(message, Outputs) for message in frontend.messages) <= 8
 
 
-async def test_an_id_is_refused_the_second_time(frontend: FrontendStream) -> None:
-    request_id = await frontend.submit(SHORT)
-    (await frontend.end_of(request_id)).finished = False
-    await frontend.submit(SHORT, request_id=request_id)
-    assert not (await frontend.failure(request_id)).retry
-
-
-@pytest.mark.parametrize("prompt", [[], list(range(9000))])
-async def test_a_request_that_the_engine_refuses_fails_alone(
-    frontend: FrontendStream, prompt: list[int]
-) -> None:
-    assert not (await frontend.failure(await frontend.submit(prompt))).retry
-    assert not (await frontend.ask(SHORT)).failed
-
-
-async def test_a_passed_deadline_fails_at_once_and_while_running(
-    graph: WorkerGraph, frontend: FrontendStream
-) -> None:
+async def test_what_cannot_be_served_fails_alone(graph: WorkerGraph, frontend: FrontendStream) -> None:
+    """An id that was used before, no tokens, too many of them, a deadline that has passed, and one that passes."""
+    used = await frontend.submit(SHORT)
+    (await frontend.end_of(used)).finished = False
+    await frontend.submit(SHORT, request_id=used)
+    assert not (await frontend.failure(used)).retry
+    for prompt in ([], list(range(9000))):
+        assert not (await frontend.failure(await frontend.submit(prompt))).retry
     assert await frontend.failure(await frontend.submit(SHORT, seconds=-1))
     running = await frontend.submit(SHORT, 5000, seconds=0.2)
     assert await frontend.failure(running)
     assert frontend.answered[running].tokens
+    assert not (await frontend.ask(SHORT)).failed
     await graph.frees_all()
 
 
@@ -534,30 +404,6 @@ async def test_a_request_that_waits_for_its_turn_is_failed_once() -> None:
         failed = [message for message in frontend.messages if isinstance(message, Failed)]
         assert [message.request_id for message in failed] == [second]
         await until(lambda: not graph.decode.requests)
-
-
-async def test_another_vllm_version_is_refused(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    await frontend.client.send(Hello(graph.decode_engine.facts.vllm_version))
-    await frontend.ask(SHORT)
-    assert not frontend.refused
-    await frontend.client.send(Hello("0.1"))
-    await until(lambda: bool(frontend.refused))
-    assert "0.1" in frontend.refused[0].message
-
-
-async def test_a_decode_worker_registers_its_instance_and_its_card(
-    graph: WorkerGraph, frontend: FrontendStream
-) -> None:
-    other = await graph.registry_of_another()
-    instance = decode_instance((await other.read("instances/decode/"))["instances/decode/decode-0"])
-    assert (instance.address, instance.model, instance.block_size) == (graph.stream.address, "demo", 16)
-    card = decode_card((await other.read("models/"))["models/demo/decode-0"])
-    assert (card.name, card.model, card.engine_args["max-model-len"]) == ("demo", "demo", 8192)
-    await frontend.submit(SHORT, 5000)
-    graph.decode.stop()
-    await frontend.client.__aexit__(None, None, None)
-    await graph.life
-    assert await other.read("") == {}
 
 
 async def test_the_load_is_sent_to_frontends_that_follow_it(
@@ -585,50 +431,36 @@ async def test_the_load_is_sent_to_frontends_that_follow_it(
     await until(lambda: not (frontend.loads[-1].tokens or other.loads[-1].tokens))
     assert frontend.loads[-1].running == other.loads[-1].running == 0
     assert [each.loads for each in others] == [[], []]
+    assert ["0.1" in each.message for each in others[0].refused] == [True], "another version of vLLM"
+    assert not others[1].refused
 
 
-async def test_thresholds_change_while_it_runs(
-    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, caplog: pytest.LogCaptureFixture
+async def test_prompts_go_the_cheaper_way_and_settings_change_while_it_runs(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    registry, settings = await graph.registry_of_another(), graph.decode.settings
-    await registry.put("settings/max-local-prefill-length", b"10", leased=False)
-    await registry.put("settings/max-prefill-queue-size", b"many", leased=False)
-    await until(lambda: settings.current.max_local_prefill_length == 10)
-    assert settings.current.max_prefill_queue_size == 4
-    assert "max-prefill-queue-size='many' ignored" in caplog.text
-    assert (await frontend.ask(SHORT)).way[0] == "remote"
-    await registry.delete("settings/max-local-prefill-length")
-    await until(lambda: settings.current.max_local_prefill_length == 32)
-
-
-async def test_prompts_go_the_cheaper_way() -> None:
-    """An idle worker computes by itself; beside running streams and prompts a prefill worker does, until it has
-    more to do than this."""
+    """A threshold that is set means the policy `threshold`, unless that is set, too."""
     async with WorkerGraph(policy="adaptive") as graph:
         await graph.prefill()
-        frontend = await graph.frontend()
+        frontend, registry = await graph.frontend(), await graph.registry_of_another()
+        settings = graph.decode.settings
         assert (await frontend.ask(LONG)).way == ("local", "idle")
-        graph.decode_engine.faults.slow = 20.0
-        prompts = [list(range(number, number + 500)) for number in range(1000, 9000, 500)]
-        names = [await frontend.submit(prompt, 20) for prompt in prompts]
-        first, *reasons = [(await frontend.end_of(name)).way[1] for name in names]
-        assert first == "idle"
-        assert set(reasons) == {"local-cheaper", "remote-cheaper"}
-
-
-async def test_a_policy_is_set_while_it_runs(caplog: pytest.LogCaptureFixture) -> None:
-    async with WorkerGraph(policy="adaptive") as graph:
-        settings, registry = graph.decode.settings, await graph.registry_of_another()
-        await registry.put("settings/max-local-prefill-length", b"7", leased=False)
+        await frontend.stream(LONG[7:40])
+        assert (await frontend.ask(LONG[::-1])).way[1] in ("local-cheaper", "remote-cheaper")
+        await registry.put("settings/max-prefill-queue-size", b"many", leased=False)
+        await registry.put("settings/max-local-prefill-length", b"10", leased=False)
         await until(lambda: settings.current.policy == "threshold")
+        assert settings.current.max_prefill_queue_size == 4
+        assert "max-prefill-queue-size='many' ignored" in caplog.text
+        assert (await frontend.ask(SHORT)).way == ("remote", "long")
         await registry.put("settings/policy", b"adaptive", leased=False)
         await until(lambda: settings.current.policy == "adaptive")
-        assert settings.current.max_local_prefill_length == 7
+        assert settings.current.max_local_prefill_length == 10
         await registry.put("settings/policy", b"best", leased=False)
         await until(lambda: settings.current.policy == "threshold")
         assert "policy='best' ignored: it takes one of threshold, adaptive" in caplog.text
         await registry.delete("settings/max-local-prefill-length")
         await until(lambda: settings.current.policy == "adaptive")
+        assert settings.current.max_local_prefill_length == 32
 
 
 async def test_drain_finishes_what_runs_and_takes_nothing_new(
@@ -652,25 +484,3 @@ async def test_requests_that_outlast_the_drain_fail_with_retry() -> None:
         graph.decode.stop()
         assert (await frontend.failure(running)).retry
         await graph.life
-
-
-async def test_many_at_once_come_out_right(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    for number in range(2):
-        await graph.prefill(f"prefill-{number}")
-    ids = [await frontend.submit([3 + number, *LONG[: 40 + 7 * number]], 6) for number in range(40)]
-    assert {(await frontend.end_of(request_id)).way[0] for request_id in ids} == {"local", "remote"}
-
-
-async def test_a_prefill_worker_whose_side_channel_is_broken_is_avoided(
-    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefill_workers, "AVOID_FOR", 60.0)
-    prefill.engine.faults.deaf = True
-    assert (await frontend.ask(list(range(3, 203)))).finished, "what could not be read was computed here"
-    assert (await frontend.ask(list(range(203, 403)))).way == ("local", "no-prefill-worker")
-    await graph.prefill("prefill-1")
-    for number in range(4, 8):  # whichever of the two pulls it
-        assert (await frontend.ask(list(range(number * 100, number * 100 + 100)))).finished
-    prefill.engine.faults.deaf = False
-    graph.decode._workers._avoided["prefill-0"] -= 60.0
-    assert len(graph.decode._workers.available()) == 2, "it is tried again"

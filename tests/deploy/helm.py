@@ -52,7 +52,7 @@ COMBINATIONS: dict[str, Object] = {
     "gpus": {"config": FILES["disagg"] + OPEN} | OPTIONS,
     "both": {"config": yaml.safe_load(FILES["both"] + OPEN), "autoscaling": SCALED},
     "alone": {"config": FILES["agg"] + OPEN, "networkPolicy": {"enabled": False}, "check": False},
-    "scaled": {"config": FILES["local"] + OPEN, "autoscaling": SCALED},
+    "scaled": {"config": FILES["local"] + OPEN + "Graph: {drain-timeout: 120}", "autoscaling": SCALED},
     "clusters": {"nats": {"replicas": 3}, "etcd": {"replicas": 3}},
     "servers": {"nats": {"servers": "nats://n:4222"}, "etcd": {"servers": "e-0:2379,e-1:2379"}},
     "files": {

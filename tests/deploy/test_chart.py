@@ -24,7 +24,6 @@ from tests.deploy.helm import (
     OPEN,
     SECRETS,
     TOOLS,
-    Container,
     Object,
     Rendering,
     combination,
@@ -69,12 +68,6 @@ def test_kubernetes_takes_every_object(name: str, version: str) -> None:
             assert [f"{each['kind']}: {error.json_path}: {error.message}" for error in errors] == []
 
 
-def test_the_schemas_find_a_misspelt_key() -> None:
-    (deployment, *_) = combination("demo").of("Deployment").values()
-    wrong = {**deployment, "spec": {**deployment["spec"], "replicaz": 1}}
-    assert not _validator("1.37", "Deployment", "apps/v1").is_valid(wrong)
-
-
 def _keys(value: Any) -> set[str]:
     if isinstance(value, dict):
         return set(value) | {key for inner in value.values() for key in _keys(inner)}
@@ -104,6 +97,7 @@ def test_pods_may_do_no_more_than_they_need(name: str) -> None:
         pod = each.pod["spec"]
         assert pod["automountServiceAccountToken"] is False
         assert pod["enableServiceLinks"] is False, "variables of a Service would be taken for pdserve's own"
+        assert each.env.keys() <= KNOWN
         user = pod["securityContext"]
         assert user["runAsNonRoot"]
         assert user["runAsUser"] == user["fsGroup"] == _user_of_the_image()
@@ -123,12 +117,15 @@ def _user_of_the_image() -> int:
 
 @EACH
 def test_files_are_mounted_from_volumes_that_are_there(name: str) -> None:
+    """That all which is written is on a volume shows where the pods run: `test_chart_pods.py`."""
     rendering = combination(name)
     maps, secrets = rendering.of("ConfigMap"), rendering.of("Secret") | rendering.of("Certificate")
     given = {"graph-certificates", "keys", "tls", "first-credentials"}
     for each in rendering.containers():
         volumes = {volume["name"]: volume for volume in each.pod["spec"]["volumes"]}
-        assert {mount["name"] for mount in each.spec["volumeMounts"]} <= volumes.keys()
+        mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in each.spec["volumeMounts"]}
+        if each.name in ("decode", "prefill", "both"):
+            assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
         for volume in volumes.values():
             if "configMap" in volume:
                 assert volume["configMap"]["name"] in maps
@@ -157,26 +154,6 @@ def test_selectors_find_their_pods_and_no_others(name: str) -> None:
             assert found(each["spec"][key]["matchLabels"]) == [name]
 
 
-@EACH
-def test_probes_ask_ports_and_pages_that_are_there(name: str) -> None:
-    from pdserve.observe.pages import LIVE, READY
-
-    for role, each in combination(name).roles().items():
-        pages = {"startupProbe": READY, "readinessProbe": READY, "livenessProbe": LIVE}
-        asked = {probe: each.spec[probe]["httpGet"] for probe in pages}
-        assert asked == {probe: {"path": page, "port": "pages"} for probe, page in pages.items()}, role
-        startup = each.spec["startupProbe"]
-        assert startup["periodSeconds"] * startup["failureThreshold"] == 3600
-        assert each.owner["spec"].get("progressDeadlineSeconds", 3900) > 3600
-        assert "pages" in each.ports
-
-
-@EACH
-def test_variables_are_known(name: str) -> None:
-    for each in combination(name).containers():
-        assert each.env.keys() <= KNOWN
-
-
 def test_images_are_pinned() -> None:
     images = {each.spec["image"] for each in combination("clusters").containers()}
     compose = yaml.safe_load((CHART / "../../docker-compose.yml").read_text())["services"]
@@ -189,20 +166,14 @@ CPU_OFFLOAD = "kv-offload: 32GiB, ServiceArgs: {resources: {gpu: 0}}"
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"replicas": 3}, "additional properties 'replicas' not allowed"),
         ({"decode": {"replica": 3}}, "'/decode': additional properties 'replica' not allowed"),
         ({"nats": {"replicas": 2}}, "'/nats/replicas': value must be one of 1, 3"),
-        ({"shm": 4}, "'/shm': got number, want string"),
         ({"credentials": {"files": {"ca.pem": "x"}}}, "properties 'node.pem', 'node-key.pem' required"),
         ({"autoscaling": {"enabled": True}}, "'/autoscaling/prometheus': '' does not match pattern"),
         ({"config": "Frontend"}, "config is not a YAML mapping (--set-file config=graph.yaml)"),
         ({"config": "Slo: {}"}, "it has neither Frontend, VllmWorker nor PrefillWorker"),
         ({"credentials": {"existingSecret": ""}}, "kubectl create secret generic graph-credentials"),
         ({"apiKeys": {"existingSecret": ""}}, "kubectl create secret generic graph-keys"),
-        (
-            {"config": "VllmWorker: {kv-offload: 4GiB}"},
-            "shm: 4Gi of /dev/shm have no room for kv-offload: 4GiB",
-        ),
         (
             {"config": "PrefillWorker: {kv-offload: 1.5TiB}", "shm": "1535Gi"},
             "for kv-offload: 1.5TiB of prefill",
@@ -232,30 +203,13 @@ def test_the_yaml_is_rendered_unchanged() -> None:
             assert graph_yaml(combination(name)) == given
 
 
-def test_each_value_is_in_the_schema() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    assert values.keys() == schema["properties"].keys() - {"global"}
-
-
-def _mounted(each: Container) -> dict[str, str]:
-    return {mount["mountPath"]: mount["name"] for mount in each.spec["volumeMounts"]}
-
-
 def test_only_what_serves_clients_has_their_keys() -> None:
     """A worker that was taken over must not have them (docs/security.md)."""
     for name in ("demo", "files"):
         for role, each in combination(name).roles().items():
-            assert ("/etc/pdserve/keys" in _mounted(each)) is (role == "frontend")
+            mounted = {mount["mountPath"] for mount in each.spec["volumeMounts"]}
+            assert ("/etc/pdserve/keys" in mounted) is (role == "frontend")
             assert ("PDSERVE_API_KEYS" in each.env) is (role == "frontend")
-
-
-def test_what_is_written_is_a_volume() -> None:
-    for each in combination("demo").roles().values():
-        assert {"/tmp", "/var/lib/pdserve"} <= _mounted(each).keys()
-        volumes = {volume["name"]: volume for volume in each.pod["spec"]["volumes"]}
-        if each.name != "frontend":
-            assert volumes[_mounted(each)["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
 
 
 # deploy/kubernetes

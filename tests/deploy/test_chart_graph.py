@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.deploy.helm import COMBINATIONS, FILES, OPEN, Container, Rendering, c
 from tests.deploy.prometheus import promtool
 from tests.test_metrics_page import METRICS
 
-EACH = pytest.mark.parametrize("name", ["demo", "gpus", "both", "alone", "clusters", "servers", "joined"])
+EACH = ("demo", "gpus", "both", "alone", "scaled", "clusters", "servers", "joined")
 POD_IP = "10.1.2.3"
 FIELDS = {"status.podIP": POD_IP}
 """and labels of a LeaderWorkerSet, which are numbers"""
@@ -33,13 +34,13 @@ RANK = "PDSERVE_NODE_RANK"
 ENGINE = Path(__file__).parents[2] / "pdserve/engine/vllm/process.py"
 LEASE = int(re.findall(r"^LEASE = (\d+)$", ENGINE.read_text(), re.M)[0])
 """of KV that was prefilled; read, since the module imports vLLM"""
-SECURITY = (Path(__file__).parents[2] / "docs/security.md").read_text()
 
 
 class Pods:
     """The pods of a rendering as pdserve sees them."""
 
     def __init__(self, name: str, folder: Path, credentials: Credentials) -> None:
+        self.name = name
         self.rendering = combination(name)
         self.file = folder / "graph.yaml"
         self.file.write_text(graph_yaml(self.rendering))
@@ -69,55 +70,48 @@ class Pods:
         return make_plan(self.config(role), machine, roles={Role(role)}, index=0, env=env)
 
 
-@pytest.fixture
-def pods(name: str, tmp_path: Path, credentials: Credentials) -> Pods:
-    return Pods(name, tmp_path, credentials)
+def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
+    command, *words = (word.replace(f"$({RANK})", "1") for word in arguments)
+    return build_group().commands[command].make_context(command, words).params
 
 
 def test_arguments_are_those_of_the_command_line() -> None:
-    given = {
-        (role, *each.spec["args"])
-        for name in COMBINATIONS
-        for role, each in combination(name).roles().items()
-    }
+    renderings = [combination(name).roles() for name in COMBINATIONS]
+    given = {(role, *each.spec["args"]) for roles in renderings for role, each in roles.items()}
     assert {role for role, *_ in given} == {"frontend", "decode", "prefill", "both"}
-    for role, command, *words in given:
-        made = (
-            build_group()
-            .commands[command]
-            .make_context(command, [word.replace(f"$({RANK})", "1") for word in words])
-        )
-        assert (command, str(made.params["file"])) == (role, "/etc/pdserve/graph/graph.yaml")
+    for role, *arguments in given:
+        assert arguments[0] == role
+        assert str(_parsed(arguments)["file"]) == "/etc/pdserve/graph/graph.yaml"
 
 
-@EACH
-def test_each_role_of_the_file_is_a_deployment(name: str, pods: Pods) -> None:
+@pytest.fixture(params=EACH)
+def pods(request: pytest.FixtureRequest, tmp_path: Path, credentials: Credentials) -> Pods:
+    return Pods(request.param, tmp_path, credentials)
+
+
+def test_each_role_of_the_file_is_a_deployment_with_the_gpus_of_its_plan(pods: Pods) -> None:
     """P/D that silently is none: kserve#5987, modelplane#175, llm-d#1189."""
     config = pods.config(next(iter(pods.rendering.roles())))
     sections = [config.decode and config.decode.role, config.prefill and "prefill"]
-    sections += ["frontend"] if config.frontend and name != "joined" else []
+    sections += ["frontend"] if config.frontend and pods.name != "joined" else []
     assert set(pods.rendering.roles()) == set(filter(None, sections))
     counts = {
         "frontend": config.frontend and config.frontend.processes,
         "prefill": config.prefill and config.prefill.count,
     }
     for role, each in pods.rendering.roles().items():
-        if name != "gpus" and "replicas" in each.owner["spec"]:
+        if pods.name != "gpus" and "replicas" in each.owner["spec"]:
             assert each.owner["spec"]["replicas"] == counts.get(role, config.decode and config.decode.count)
-
-
-@EACH
-def test_gpus_are_those_of_the_plan(name: str, pods: Pods) -> None:
-    for role, each in pods.rendering.roles().items():
         planned = [worker.gpus for worker in pods.plan(role).workers] or [0]
         assert [each.spec["resources"].get("limits", {}).get("nvidia.com/gpu", 0)] == planned
 
 
-@EACH
-def test_ports_and_addresses_are_the_pods_own(name: str, pods: Pods) -> None:
+def test_addresses_are_the_pods_own_and_the_graph_is_one(pods: Pods) -> None:
     """A side channel at 0.0.0.0, or none: kthena#1781, llm-d#650."""
-    for role, each in pods.rendering.roles().items():
-        config, (slot,) = pods.config(role), pods.plan(role).slots
+    roles, services = pods.rendering.roles(), pods.rendering.of("Service")
+    configs = {role: pods.config(role) for role in roles}
+    for role, each in roles.items():
+        config, (slot,) = configs[role], pods.plan(role).slots
         assert (config.host, slot.pages_port) == (POD_IP, each.ports["pages"])
         if role == "frontend":
             assert config.frontend
@@ -126,6 +120,17 @@ def test_ports_and_addresses_are_the_pods_own(name: str, pods: Pods) -> None:
             assert slot.stream_port == each.ports["stream"]
             assert slot.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == slot.env["VLLM_HOST_IP"] == POD_IP
             assert "eth0" in slot.env["UCX_NET_DEVICES"]
+    shared = {(each.nats, each.etcd, each.namespace, each.security.credentials) for each in configs.values()}
+    ((nats, etcd, *_),) = shared
+    for server, ports in re.findall(r"pdserve-\w+-\d\.([\w-]+):(\d+)", f"{nats},{etcd}"):
+        assert [str(port["port"]) for port in services[server]["spec"]["ports"]] == [ports]
+
+
+def test_a_pod_may_take_as_long_to_end_as_its_process(pods: Pods) -> None:
+    for role, each in pods.rendering.roles().items():
+        slept = each.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
+        needs = pods.config(role).drain_timeout + LEASE + LAST_RESORT + int(slept[1])
+        assert each.pod["spec"]["terminationGracePeriodSeconds"] == needs
 
 
 def test_a_worker_that_spans_hosts_is_a_leaderworkerset(tmp_path: Path, credentials: Credentials) -> None:
@@ -140,40 +145,10 @@ def test_a_worker_that_spans_hosts_is_a_leaderworkerset(tmp_path: Path, credenti
         ["worker-index"],
         ["group-index"],
     ]
-    words = [word.replace(f"$({RANK})", "1") for word in pod.spec["args"]]
-    assert build_group().commands["decode"].make_context("decode", words[1:]).params["node_rank"] == 1
+    assert _parsed(pod.spec["args"])["node_rank"] == 1
     planned = pods.plan("decode").workers
     assert [(worker.slot.node, worker.gpus) for worker in planned] == [(0, 2), (1, 2)]
     assert pod.spec["resources"]["limits"]["nvidia.com/gpu"] == 2
-
-
-@EACH
-def test_the_graph_is_one(name: str, pods: Pods) -> None:
-    configs = [pods.config(role) for role in pods.rendering.roles()]
-    assert len({(each.nats, each.etcd, each.namespace, each.security.credentials) for each in configs}) == 1
-    services = pods.rendering.of("Service")
-    for server, given in (("nats", configs[0].nats), ("etcd", configs[0].etcd)):
-        assert given
-        for address in re.findall(rf"pdserve-{server}-\d\.([\w-]+):(\d+)", given):
-            (port,) = services[address[0]]["spec"]["ports"]
-            assert str(port["port"]) == address[1]
-
-
-@EACH
-def test_a_pod_may_take_as_long_to_end_as_its_process(name: str, pods: Pods) -> None:
-    for role, each in pods.rendering.roles().items():
-        slept = each.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
-        needs = pods.config(role).drain_timeout + LEASE + LAST_RESORT + int(slept[1])
-        assert each.pod["spec"]["terminationGracePeriodSeconds"] == needs
-
-
-def test_a_longer_drain_is_a_longer_grace() -> None:
-    text = FILES["local"] + OPEN + "Graph: {drain-timeout: 120}"
-    grace = {
-        role: each.pod["spec"]["terminationGracePeriodSeconds"]
-        for role, each in render({"config": text}).roles().items()
-    }
-    assert grace == {"decode": 165, "prefill": 165, "frontend": 170}
 
 
 # the network
@@ -200,33 +175,26 @@ def _is_peer(peer: dict[str, Any], source: str, labels: dict[str, str]) -> bool:
     return source in expression["values"] and selector["matchLabels"] == labels
 
 
+WORKERS = {"decode", "prefill"}
+ROLES = {"frontend", *WORKERS}
+ALL = {*ROLES, "nats", "etcd", "stranger"}
 REACHED = {
-    ("stranger", "frontend"): {"http"},
-    ("stranger", "decode"): set[str](),
-    ("stranger", "prefill"): set(),
-    ("stranger", "nats"): set(),
-    ("stranger", "etcd"): set(),
-    ("frontend", "frontend"): {"http", "pages"},
-    ("frontend", "decode"): {"stream", "pages"},
-    ("frontend", "prefill"): {"stream", "pages"},
-    ("decode", "frontend"): {"http"},
-    ("decode", "prefill"): {"*"},
-    ("prefill", "decode"): {"*"},
-    ("decode", "decode"): {"*"},
-    ("decode", "nats"): {"nats"},
-    ("prefill", "etcd"): {"client"},
-    ("frontend", "etcd"): {"client"},
-    ("nats", "decode"): set(),
-    ("etcd", "prefill"): set(),
-    ("nats", "etcd"): set(),
-    ("etcd", "etcd"): set(),
-    ("nats", "nats"): set(),
+    "frontend": {"http": ALL, "pages": {"frontend"}},
+    "decode": {"stream": {"frontend"}, "pages": {"frontend"}, "*": WORKERS},
+    "prefill": {"stream": {"frontend"}, "pages": {"frontend"}, "*": WORKERS},
+    "nats": {"nats": ROLES},
+    "etcd": {"client": ROLES},
 }
+"""by target and port: what may reach it"""
 
 
-@pytest.mark.parametrize(("source", "target"), REACHED)
-def test_what_may_reach_what(source: str, target: str) -> None:
-    assert _reaches(combination("demo"), source, target) == REACHED[source, target]
+@pytest.mark.parametrize("target", REACHED)
+def test_what_may_reach_what(target: str) -> None:
+    found: dict[str, set[str]] = {}
+    for source in ALL:
+        for port in _reaches(combination("demo"), source, target):
+            found.setdefault(port, set()).add(source)
+    assert found == REACHED[target]
 
 
 def test_members_of_a_cluster_reach_each_other_and_a_joined_model_its_graph() -> None:
@@ -244,35 +212,18 @@ def test_monitoring_reaches_pages_alone() -> None:
                 assert rule["ports"] == [{"port": "pages"}]
 
 
-def test_each_port_is_on_the_page_of_security() -> None:
-    rows = " ".join(re.findall(r"^\| .*", SECURITY.split("## Ports")[1].split("## ")[0], re.M))
-    names = {
-        "http": "frontend",
-        "pages": "*pages*",
-        "stream": "*stream*",
-        "client": "etcd",
-        "peers": "other etcds",
-    }
-    named = {port for each in combination("clusters").containers() for port in each.ports}
-    assert named - {"nats", "routes"} == names.keys()
-    assert [name for name in names.values() if name not in rows] == []
-
-
 # before an install
 
 
-def _check(values: dict[str, Any], folder: Path) -> "subprocess.CompletedProcess[str]":
+def _check(yaml: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """Run what the hook runs, with the YAML of its annotation."""
-    rendering = render(values)
-    (job,) = rendering.of("Job").values()
+    (job,) = render({"config": yaml}).of("Job").values()
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
     pod = job["spec"]["template"]
-    (file, keys) = folder / "graph.yaml", folder / "api-keys"
-    file.write_text(pod["metadata"]["annotations"]["pdserve/graph"])
-    assert file.read_text() == graph_yaml(rendering)
-    keys.write_text("a-long-enough-key")
-    shim = folder / "pdserve"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m pdserve "$@"\n')
+    (folder / "graph.yaml").write_text(pod["metadata"]["annotations"]["pdserve/graph"])
+    assert (folder / "graph.yaml").read_text() == yaml
+    (folder / "api-keys").write_text("a-long-enough-key")
+    (shim := folder / "pdserve").write_text(f'#!/bin/sh\nexec {sys.executable} -m pdserve "$@"\n')
     shim.chmod(0o755)
     (container,) = pod["spec"]["containers"]
     env = {each["name"]: each["value"].replace("/etc/pdserve/keys", str(folder)) for each in container["env"]}
@@ -281,58 +232,51 @@ def _check(values: dict[str, Any], folder: Path) -> "subprocess.CompletedProcess
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_check_takes_what_serves(tmp_path: Path) -> None:
-    checked = _check({"config": FILES["both"] + OPEN}, tmp_path)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "both-0" in checked.stdout
-    assert "frontend-0" in checked.stdout
-
-
-def test_the_check_refuses_what_cannot_work(tmp_path: Path) -> None:
-    checked = _check({"config": FILES["local"].replace("max-num-seqs", "max-num-seq") + OPEN}, tmp_path)
-    assert checked.returncode == 1
-    assert "did you mean max-num-seqs" in checked.stderr
+@pytest.mark.parametrize(
+    ("yaml", "code", "says"),
+    [
+        (FILES["both"], 0, "both-0"),
+        (FILES["local"].replace("max-num-seqs", "max-num-seq"), 1, "did you mean max-num-seqs"),
+    ],
+    ids=["what serves", "what cannot work"],
+)
+def test_the_check_takes_and_refuses(tmp_path: Path, yaml: str, code: int, says: str) -> None:
+    checked = _check(yaml + OPEN, tmp_path)
+    assert checked.returncode == code, checked.stdout + checked.stderr
+    assert says in checked.stdout + checked.stderr
 
 
 def test_the_check_plans_with_the_gpus_of_a_pod() -> None:
     (job,) = combination("gpus").of("Job").values()
     script = job["spec"]["template"]["spec"]["containers"][0]["command"][-1]
-    assert "plan --role decode --gpus '2xA10'\n" in script
-    assert "plan --role prefill --gpus '2xA10'\n" in script
-    assert "plan --role frontend --gpus '0'\n" in script
+    planned = re.findall(r"plan --role (\w+) --gpus '(.*)'\n", script)
+    assert dict(planned) == {"decode": "2xA10", "prefill": "2xA10", "frontend": "0"}
 
 
 # scaling
-
-
-def test_prefill_and_decode_scale_apart(tmp_path: Path) -> None:
-    """An autoscaler that ignores prefill: llm-d-autoscaling#1213."""
-    objects = combination("scaled").of("ScaledObject")
-    assert {name: each["spec"]["scaleTargetRef"]["name"] for name, each in objects.items()} == {
-        "pdserve-decode": "pdserve-decode",
-        "pdserve-prefill": "pdserve-prefill",
-    }
-    queries = {name: _queries(each) for name, each in objects.items()}
-    assert [re.findall(r"pdserve_\w+", query) for (query,) in queries.values()] == [
-        ["pdserve_kv_usage_ratio", "pdserve_backlog_seconds"],
-        ["pdserve_engine_requests", "pdserve_backlog_seconds"],
-    ]
-    assert len(_queries(combination("both").of("ScaledObject")["pdserve-both"])) == 2
-    for role in ("decode", "prefill"):
-        assert "replicas" not in combination("scaled").of("Deployment")[f"pdserve-{role}"]["spec"]
 
 
 def _queries(scaled: dict[str, Any]) -> list[str]:
     return [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
 
 
+def test_prefill_and_decode_scale_apart() -> None:
+    """An autoscaler that ignores prefill: llm-d-autoscaling#1213."""
+    objects = combination("scaled").of("ScaledObject")
+    assert {name: each["spec"]["scaleTargetRef"]["name"] for name, each in objects.items()} == {
+        "pdserve-decode": "pdserve-decode",
+        "pdserve-prefill": "pdserve-prefill",
+    }
+    for role in ("decode", "prefill"):
+        assert "replicas" not in combination("scaled").of("Deployment")[f"pdserve-{role}"]["spec"]
+
+
 def test_queries_ask_for_metrics_that_exist() -> None:
-    for name in ("scaled", "both"):
-        for each in combination(name).of("ScaledObject").values():
-            for query in _queries(each):
-                for metric, labels in re.findall(r"(pdserve_\w+)\{(.*?)\}", query):
-                    _, known, _ = METRICS[metric]
-                    assert set(re.findall(r"(\w+)=", labels)) - {"namespace"} <= known
+    scaled = [each for name in ("scaled", "both") for each in combination(name).of("ScaledObject").values()]
+    queries = [_queries(each) for each in scaled]
+    assert [len(asked) for asked in queries] == [1, 1, 2]
+    for metric, labels in re.findall(r"(pdserve_\w+)\{(.*?)\}", str(queries)):
+        assert set(re.findall(r"(\w+)=", labels)) - {"namespace"} <= METRICS[metric][1]
 
 
 def test_prometheus_answers_the_queries(tmp_path: Path) -> None:

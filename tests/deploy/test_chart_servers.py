@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-import pytest
 from pdserve_bench.clusters import HOST, EtcdMember, NatsMember, addresses, cluster
 
 from pdserve.credentials import Credentials
@@ -126,9 +125,3 @@ async def test_a_member_of_etcd_without_its_data_is_replaced(
             await registry.put("b", b"2")
             async with connect_registry(members[2].url, "ns", credentials) as other:
                 assert await other.read("") == {"a": b"1", "b": b"2"}
-
-
-@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe"])
-def test_members_are_asked_for_their_health(probe: str) -> None:
-    command = _container("clusters", "etcd", "etcd").spec[probe]["exec"]["command"]
-    assert command == _container("demo", "etcd", "etcd").spec["livenessProbe"]["exec"]["command"]

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
@@ -23,22 +22,17 @@ OF_PROMETHEUS = {"le", "job", "instance", "source"}
 """labels that are not in the table of docs/metrics.md"""
 
 
-def test_promtool_takes_the_configuration_and_the_rules(tmp_path: Path) -> None:
-    for name in ("prometheus.yml", "alerts.yml"):
-        (tmp_path / name).write_text((FOLDER / name).read_text())
-    checked = promtool("check", "config", "--lint=all", "--lint-fatal", str(tmp_path / "prometheus.yml"))
-    assert checked.returncode == 0, checked.stderr
-
-
-def test_promtool_takes_what_the_comments_offer(tmp_path: Path) -> None:
-    offered = re.sub(r"^    # (?=\w+: )", "    ", (FOLDER / "prometheus.yml").read_text(), flags=re.M)
+def test_promtool_takes_the_configuration_as_it_is_and_with_what_its_comments_offer(tmp_path: Path) -> None:
+    written = (FOLDER / "prometheus.yml").read_text()
+    offered = re.sub(r"^    # (?=\w+: )", "    ", written, flags=re.M)
     assert {"scheme", "tls_config", "authorization"} <= yaml.safe_load(offered)["scrape_configs"][0].keys()
     for name in ("ca.pem", "api-key"):
         (tmp_path / name).touch()
     (tmp_path / "alerts.yml").write_text((FOLDER / "alerts.yml").read_text())
-    (tmp_path / "prometheus.yml").write_text(offered)
-    checked = promtool("check", "config", str(tmp_path / "prometheus.yml"))
-    assert checked.returncode == 0, checked.stderr
+    for text in (written, offered):
+        (file := tmp_path / "prometheus.yml").write_text(text)
+        checked = promtool("check", "config", "--lint=all", "--lint-fatal", str(file))
+        assert checked.returncode == 0, checked.stderr
 
 
 def test_each_alert_comes_when_it_should() -> None:
@@ -75,14 +69,13 @@ def _missing(ours: Any, known: Any, at: str) -> list[str]:
     return [] if ours == known else [at]
 
 
-@pytest.mark.parametrize(
-    "panel", [one for one in PANELS if one["type"] != "row"], ids=lambda one: str(one["title"])
-)
-def test_a_panel_says_what_it_shows_and_where_it_is_from(panel: dict[str, Any]) -> None:
-    assert panel["description"]
-    assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
-    assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+def test_a_panel_says_what_it_shows_and_where_it_is_from() -> None:
+    for panel in PANELS:
+        if panel["type"] != "row":
+            assert panel["description"], panel["title"]
+            assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+            assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
 
 
 def test_panels_and_alerts_ask_for_documented_metrics_and_labels() -> None:

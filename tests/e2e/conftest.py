@@ -13,21 +13,13 @@ from tests.real import KEY, Reference
 def plain_engine(vllm_server: Reference) -> dict[str, list[list[int]]]:
     """What a plain vLLM engine says to every identity case: `alone`, and `together` in shared batches. No prefix is
     taken from its cache."""
-    return asyncio.run(_ask(vllm_server, together=True))
+    return asyncio.run(_ask(vllm_server))
 
 
-def plain_answers(server: Reference) -> dict[str, list[int]]:
-    """Greedy tokens of a plain vLLM engine for every identity case, by the case's name."""
-    alone = asyncio.run(_ask(server, together=False))["alone"]
-    return {case.name: ids for case, ids in zip(identity_cases(), alone, strict=True)}
-
-
-async def _ask(server: Reference, *, together: bool) -> dict[str, list[list[int]]]:
+async def _ask(server: Reference) -> dict[str, list[list[int]]]:
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=300) as client:
         alone = [await _tokens(client, case, f"alone {case.name}") for case in identity_cases()]
-        if not together:
-            return {"alone": alone}
         jobs = (_tokens(client, case, f"together {case.name}") for case in identity_cases())
         return {"alone": alone, "together": await asyncio.gather(*jobs)}
 

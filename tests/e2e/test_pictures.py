@@ -2,15 +2,16 @@
 their KV is cached, they are preempted, or their worker is killed."""
 
 import asyncio
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from pdserve_bench.client import Exchange, LoadClient
 
 from pdserve.ports import free_port
+from tests.conditions import until
 from tests.conformance.answers import Answer, Request
 from tests.conformance.asking import CHAT, MESSAGES, RESPONSES
 from tests.conformance.pair import alone, same
@@ -128,70 +129,55 @@ def graph(
         yield graph
 
 
-async def ask(
-    graph: RealGraph, name: str, seen: Callable[[int], None] = lambda _: None
-) -> tuple[list[int], str]:
-    """The tokens of a stream, and how its prompt was prefilled. `seen`: called with how many came."""
-    found = list[int]()
-    async with (
-        httpx.AsyncClient(base_url=graph.url, timeout=300) as client,
-        client.stream("POST", "/v1/chat/completions", json=body(name) | {"stream": True}) as answer,
-    ):
-        assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line.removeprefix("data: "))
-                assert "error" not in chunk, chunk
-                found += chunk["choices"][0].get("token_ids") or [] if chunk["choices"] else []
-                seen(len(found))
-    return found, answer.headers["x-pdserve-prefill"]
-
-
-def test_each_picture_is_answered_for_itself(expected: dict[str, list[int]]) -> None:
-    for alike in (("none", "red", "blue", "large", "two", "other two"), ("short red", "short blue")):
-        assert len({tuple(expected[name]) for name in alike}) == len(alike)
+async def ask(graph: RealGraph, *names: str) -> list[Exchange]:
+    """Streams, together."""
+    asked = [Exchange(body(name) | {"stream": True}) for name in names]
+    await asyncio.gather(*(LoadClient(graph.url).ask(each, 300, CHAT) for each in asked))
+    assert [each.error for each in asked if each.error] == []
+    return asked
 
 
 async def test_the_graph_answers_as_one_server(graph: RealGraph, expected: dict[str, list[int]]) -> None:
     """One after the other, then together, again with what is cached."""
     names = list(CASES)[:8]
-    first = {name: await ask(graph, name) for name in names}
-    assert {name: found for name, (found, _) in first.items()} == {name: expected[name] for name in names}
-    assert {first[name][1] for name in names if "short" not in name} == {"remote"}
-    again = await asyncio.gather(*(ask(graph, name) for name in names))
-    assert {name: found for name, (found, _) in zip(names, again, strict=True)} == {
+    alike = [name for name in names if "short" not in name]
+    assert len({tuple(expected[name]) for name in alike}) == len(alike), "each picture is answered for itself"
+    first = [answer for name in names for answer in await ask(graph, name)]
+    assert {name: answer.tokens for name, answer in zip(names, first, strict=True)} == {
         name: expected[name] for name in names
     }
+    assert {answer.prefill for name, answer in zip(names, first, strict=True) if name in alike} == {"remote"}
+    assert [answer.tokens for answer in await ask(graph, *names)] == [expected[name] for name in names]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=str)
 def test_conforms(
-    graph: RealGraph, said: tuple[dict[str, list[int]], dict[str, Answer]], request_: Request
+    graph: RealGraph,
+    said: tuple[dict[str, list[int]], dict[str, Answer]],
+    subtests: pytest.Subtests,
 ) -> None:
-    same(request_, alone(graph.url, request_), said[1][request_.name])
+    for request in REQUESTS:
+        with subtests.test(request.name):
+            same(request, alone(graph.url, request), said[1][request.name])
 
 
 async def test_a_preempted_request_is_computed_again_with_its_picture(
     graph: RealGraph, expected: dict[str, list[int]]
 ) -> None:
-    names = ("grows", "preempted")
     before = graph.metrics()
-    answers = await asyncio.gather(*(ask(graph, name) for name in names))
-    assert [found for found, _ in answers] == [expected[name] for name in names]
-    assert [way for _, way in answers] == ["remote", "remote"]
+    answers = await ask(graph, "grows", "preempted")
+    assert [answer.tokens for answer in answers] == [expected["grows"], expected["preempted"]]
+    assert [answer.prefill for answer in answers] == ["remote", "remote"]
     after, counted = graph.metrics(), "vllm:num_preemptions_total"
     assert after(counted) > before(counted)
     assert after("pdserve_migrations_total") == 0, "the engine has not died of it"
 
 
 async def test_a_stream_goes_on_at_a_stand_in(graph: RealGraph, expected: dict[str, list[int]]) -> None:
-    def kill(count: int) -> None:
-        if count > 20 and not killed:
-            killed.extend(each for each in graph.processes() if "decode" in each.cmdline())
-            for each in killed:
-                each.kill()
-
-    killed = list[Any]()
-    found, _ = await ask(graph, "stream", kill)
-    assert killed
-    assert found == expected["stream"]
+    stream = Exchange(body("stream") | {"stream": True})
+    asking = asyncio.create_task(LoadClient(graph.url).ask(stream, 300, CHAT))
+    await until(lambda: len(stream.tokens) > 20, 120)
+    (worker,) = (each for each in graph.processes() if "decode" in each.cmdline())
+    worker.kill()
+    assert not stream.ended
+    await asking
+    assert (stream.tokens, stream.error) == (expected["stream"], "")

@@ -1,23 +1,29 @@
-"""Workers of different tensor-parallel sizes: KV heads are divided, copied or joined on their way, and the
-answers are one plain engine's. Also of a model whose KV is not that of full attention in all layers."""
+"""Engines of different tensor-parallel sizes: KV heads are divided, copied or joined on their way, and the tokens are
+those of one rank that has the whole prompt. Also of a model whose KV is not that of full attention in all layers.
+(A graph with such a worker: `test_spans_hosts.py`.)"""
 
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from pdserve.demo import MODEL_DIR
-from pdserve.ports import free_port
-from tests.e2e.cases import Case
-from tests.e2e.conftest import plain_answers
-from tests.e2e.graph import serving
-from tests.e2e.test_identity import all_at_once
-from tests.real import GRAPH, one_vllm
+from tests.engine.test_vllm_engine import body, prompt_of, tokens_of, two_engines
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+PROMPTS = {length: prompt_of(length, seed=31) for length in (1, 31, 32, 33, 500, 3000)}
+WINDOWS = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "qkv_bias": True,  # what makes it Qwen2
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 
 
 def changed(folder: Path, **keys: object) -> Path:
@@ -40,55 +46,30 @@ def one_kv_head(folder: Path) -> Path:
     return folder
 
 
-async def check(folder: Path, yaml: str, cases: list[Case], reference: dict[str, list[int]]) -> None:
-    with serving(yaml, folder) as graph:
-        answers = await all_at_once(graph, cases)
-        assert [name for name, answer in answers if answer.tokens != reference[name]] == []
-        assert {answer.prefill for _, answer in answers} == {"local", "remote"}
-        metrics = graph.metrics()
-        assert metrics("pdserve_warm_ups_total", result="ok") == 1
-        slow = {"timeout", "expired"}  # the machine was busy
-        assert metrics.values("pdserve_remote_prefill_failures_total", "reason") <= slow
+def windows(folder: Path) -> Path:
+    return changed(folder, **WINDOWS)
 
 
-async def answers_of(model: Path, folder: Path) -> dict[str, list[int]]:
-    """Of one plain engine."""
-    (folder / "plain").mkdir()
-    with one_vllm(folder / "plain", model) as server:
-        return await asyncio.to_thread(plain_answers, server)
-
-
-def sizes(prefill: int, decode: int) -> str:
-    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
-    yaml = yaml.replace("VllmWorker:", f"VllmWorker:\n  tensor-parallel-size: {decode}")
-    return yaml.replace("PrefillWorker:", f"PrefillWorker:\n  tensor-parallel-size: {prefill}")
-
-
-async def test_decode_ranks_share_kv_heads(
-    tmp_path: Path, cases: list[Case], reference: dict[str, list[int]]
+@pytest.mark.parametrize(
+    ("decode", "prefill", "model"), [(2, 1, changed), (2, 1, one_kv_head), (1, 2, windows)]
+)
+async def test_tokens_are_those_of_one_rank(
+    tmp_path: Path, decode: int, prefill: int, model: Callable[[Path], Path]
 ) -> None:
-    await check(tmp_path, sizes(1, 2), cases, reference)
-
-
-async def test_ranks_have_copies_of_a_kv_head(tmp_path: Path, cases: list[Case]) -> None:
-    model = one_kv_head(tmp_path / "model")
-    reference = await answers_of(model, tmp_path)
-    await check(tmp_path, sizes(1, 2).replace("model: demo", f"model: {model}"), cases, reference)
-
-
-WINDOWS = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "qkv_bias": True,  # what makes it Qwen2
-    "sliding_window": 64,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-
-
-async def test_layers_with_a_sliding_window_of_two_ranks_whose_kv_heads_are_joined(
-    tmp_path: Path, cases: list[Case], reference: dict[str, list[int]]
-) -> None:
-    model = changed(tmp_path / "model", **WINDOWS)
-    expected = await answers_of(model, tmp_path)
-    assert expected != reference, "the window does nothing"
-    await check(tmp_path, sizes(2, 1).replace("model: demo", f"model: {model}"), cases, expected)
+    ranks = ({"tensor-parallel-size": decode}, {"tensor-parallel-size": prefill})
+    async with two_engines(tmp_path / "log", *ranks, model=str(model(tmp_path / "model"))) as pair:
+        whole = pair.decode if decode == 1 else pair.prefill
+        expected = {
+            length: await whole.generate(f"whole-{length}", prompt) for length, prompt in PROMPTS.items()
+        }
+        await pair.all_free()
+        for length, prompt in PROMPTS.items():
+            assert tokens_of(await pair.hand_over(f"alone-{length}", prompt, body())) == expected[length]
+        await pair.all_free()
+        await pair.decode.generate("begins alike", [*PROMPTS[500][:96], 299])
+        together = (pair.hand_over(f"together-{each}", prompt, body()) for each, prompt in PROMPTS.items())
+        answers = dict(zip(PROMPTS, await asyncio.gather(*together), strict=True))
+        assert {length: tokens_of(outputs) for length, outputs in answers.items()} == expected
+        assert not any(output.recomputed for outputs in answers.values() for output in outputs)
+        assert pair.decode.failures == 0
+        await pair.all_free()

@@ -49,11 +49,6 @@ def test_each_draft_has_the_parameters_of_its_request() -> None:
     )
 
 
-def test_a_step_without_drafts() -> None:
-    none = constrained([0.5], [1], torch.empty(0, VOCABULARY), torch.tensor([0], dtype=torch.int32))
-    assert none.shape == (0, VOCABULARY)
-
-
 def test_a_placeholder_is_rejected() -> None:
     """The memory before the probabilities would accept it."""
     memory = torch.full((2 * VOCABULARY,), 100.0)

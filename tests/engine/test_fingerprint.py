@@ -25,21 +25,18 @@ def of(model: Path, **changes: object) -> str:
     )
 
 
-def large(model: Path, tensors: int = 40, size: int = 1 << 20) -> Path:
-    """Weights that are too large to be read as a whole, each tensor of zeros."""
-    entries = {
-        f"layers.{number}": {
-            "dtype": "BF16",
-            "shape": [size // 2],
-            "data_offsets": [number * size, (number + 1) * size],
-        }
-        for number in range(tensors)
+def large(model: Path) -> Path:
+    """Weights that are too large to be read as a whole: 40 tensors of a MiB of zeros."""
+    size = 1 << 20
+    tensors = {
+        f"layers.{at}": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [at * size, (at + 1) * size]}
+        for at in range(40)
     }
-    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
     path = model / "model.safetensors"
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + tensors * size)
+        file.truncate(8 + len(header) + 40 * size)
     return path
 
 
@@ -69,7 +66,9 @@ def test_a_changed_byte_of_a_small_file_differs(model: Path, name: str) -> None:
     before = of(model)
     middle = (model / name).stat().st_size // 2
     put(model / name, middle, bytes([(model / name).read_bytes()[middle] ^ 1]))
-    assert of(model) != before
+    assert len({before, changed := of(model)}) == 2
+    (model / "model-00002.safetensors").write_bytes(b"x")
+    assert of(model) not in (before, changed), "another file where it counts"
 
 
 @pytest.mark.parametrize("tensor", [0, 17, 39])
@@ -96,12 +95,6 @@ def test_a_file_without_a_safetensors_header_is_no_error(model: Path) -> None:
     path.write_bytes(b"\xff" * (5 << 20))
     before = of(model)
     path.write_bytes((16).to_bytes(8, "little") + b"not json" * (1 << 20))
-    assert of(model) != before
-
-
-def test_another_file_differs_where_it_counts(model: Path) -> None:
-    before = of(model)
-    (model / "model-00002.safetensors").write_bytes(b"x")
     assert of(model) != before
 
 
@@ -144,10 +137,6 @@ def test_files_of_another_folder_count(model: Path, tmp_path: Path, argument: st
     before = of(model, **{argument: str(other)})
     (other / file).write_text("{}")
     assert of(model, **{argument: str(other)}) != before
-
-
-def test_a_model_without_files_has_the_fingerprint_of_its_name() -> None:
-    assert fingerprint("no/such-model", {}, "1") != fingerprint("no/other-model", {}, "1")
 
 
 async def test_files_that_change_while_they_are_loaded_are_an_error(model: Path) -> None:

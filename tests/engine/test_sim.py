@@ -64,27 +64,15 @@ def test_a_simulated_engine_imports_neither_vllm_nor_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-async def test_a_request_continued_elsewhere_gets_the_same_tokens(decode: SimEngine) -> None:
-    whole = await computed_alone(PROMPT, 10)
-    await decode.generate("r", PROMPT + whole[:4], body(6), None)
-    assert tokens(await collect(decode, "r")) == whole[4:]
-
-
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 500, 3000])
-async def test_pulled_kv_gives_the_tokens_of_local_kv(
-    prefill: SimEngine, decode: SimEngine, length: int
-) -> None:
-    prompt = [3 + i % 900 for i in range(length)]
-    await decode.generate("r", prompt, body(5), await prefilled(prefill, "r", prompt))
+async def test_pulled_kv_gives_the_tokens_of_local_kv(prefill: SimEngine, decode: SimEngine) -> None:
+    await decode.generate("r", PROMPT, body(5), await prefilled(prefill, "r", PROMPT))
     pulled = await transfers(decode)
     assert pulled.bytes > 0
     assert pulled.failures == 0
-    assert tokens(await collect(decode, "r")) == await computed_alone(prompt, 5)
-    await until(prefill.all_blocks_free)
-    await until(decode.all_blocks_free)
+    assert tokens(await collect(decode, "r")) == await computed_alone(PROMPT, 5)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 500])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 3000])
 @pytest.mark.parametrize("cached", [0, 16])
 async def test_the_first_token_comes_from_prefill(
     prefill: SimEngine, decode: SimEngine, length: int, cached: int

@@ -1,6 +1,7 @@
 """How long the simulated engine's steps take, and what it puts into them."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -35,48 +36,28 @@ def test_a_step_takes(decoding: int, context: int, chunks: list[tuple[int, int]]
     assert STEP.step_time(decoding, context, chunks) == pytest.approx(seconds)
 
 
-def test_by_default_a_step_costs_its_base_and_its_prompt_tokens() -> None:
-    """The other costs are 0 unless they are set."""
-    model = SimModel()
-    assert model.step_time(60, 90_000, [(500, 300), (0, 100)]) == pytest.approx(0.005 + 400 / 20_000)
-
-
 def test_a_chunk_comes_after_two_steps_that_are_spared_for_kv() -> None:
     model = SimModel(prompt_chunk=256, block_size=16)
     assert [model.chunk(256, 1, with_kv) for with_kv in range(5)] == [256, 16, 16, 256, 16]
 
 
-def test_chunks_of_a_prompt_cost_what_the_whole_prompt_costs() -> None:
-    whole = STEP.step_time(0, 0, [(0, 3000)])
-    parts = sum(STEP.step_time(0, 0, [(before, 1000)]) for before in (0, 1000, 2000))
-    assert parts == pytest.approx(whole + 2 * (0.01 + 0.002))
-
-
 @pytest.mark.parametrize(
-    ("key", "value", "problem"),
+    ("speeds", "problem"),
     [
-        ("sequence-seconds", 0, ""),
-        ("transfer-seconds", 0.0, ""),
-        ("context-seconds", -1, "sim: context_seconds must be a number at least 0"),
-        ("step-seconds", 0, "sim: step_seconds must be a number above 0"),
-        ("attention-seconds", "1", "sim: attention_seconds must be a number at least 0"),
-        ("kv-blocks", 1.5, "sim: kv_blocks must be a whole number above 0"),
-        ("lease", True, "sim: lease must be a number above 0"),
-        ("speed", 1, "sim: unknown key speed"),
+        ({"sequence-seconds": 0, "transfer-seconds": 0.0}, ""),
+        ({"context-seconds": -1}, "sim: context_seconds must be a number at least 0"),
+        ({"step-seconds": 0}, "sim: step_seconds must be a number above 0"),
+        ({"attention-seconds": "1"}, "sim: attention_seconds must be a number at least 0"),
+        ({"kv-blocks": 1.5}, "sim: kv_blocks must be a whole number above 0"),
+        ({"lease": True}, "sim: lease must be a number above 0"),
+        ({"speed": 1}, "sim: unknown key speed"),
+        (5, "sim: a mapping"),
     ],
 )
-def test_a_speed_is_nothing_only_where_that_is_the_default(key: str, value: object, problem: str) -> None:
-    arguments = {"additional-config": {"sim": {key: value}}}
-    if not problem:
+def test_a_speed_is_nothing_only_where_that_is_the_default(speeds: object, problem: str) -> None:
+    arguments = {"additional-config": {"sim": speeds}}
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         assert sim_model(arguments)
-        return
-    with pytest.raises(ConfigError, match=problem):
-        sim_model(arguments)
-
-
-def test_speeds_are_a_mapping() -> None:
-    with pytest.raises(ConfigError, match="sim: a mapping"):
-        sim_model({"additional-config": {"sim": 5}})
 
 
 async def test_steps_keep_their_time_also_where_timers_are_coarse() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from pdserve.records import Role
 from tests.engine.test_vllm_engine import MODEL, Engines, body, prompt_of, sampled, tokens_of, two_engines
 
 pytestmark = [
@@ -32,7 +33,8 @@ EXPECTED: dict[int, list[int]] = {}
 async def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Engines]:
-    async with two_engines(tmp_path_factory.mktemp("engines") / "log", *KINDS[request.param]) as pair:
+    folder, roles = tmp_path_factory.mktemp("engines"), (Role.BOTH, Role.BOTH)
+    async with two_engines(folder / "log", *KINDS[request.param], roles) as pair:
         yield pair
 
 
@@ -41,7 +43,7 @@ def repeating(length: int) -> list[int]:
     return (prompt_of(min(length, 40), seed=length) * length)[:length]
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 500, 3000])
+@pytest.mark.parametrize("length", [1, 32, 33, 500, 3000])
 async def test_the_tokens_are_those_of_an_engine_without_it(pair: Engines, length: int) -> None:
     prompt = repeating(length)
     if length not in EXPECTED:  # the n-gram pair is first
@@ -60,17 +62,20 @@ async def test_the_tokens_are_those_of_an_engine_without_it(pair: Engines, lengt
 
 
 async def test_requests_together_have_their_own_drafts(pair: Engines) -> None:
-    """Greedy ones, and drawn of one token each, with other temperatures, in the same steps."""
+    """Greedy ones, and drawn of one token each, with other temperatures, in the same steps. Each engine prefills for
+    the other, as those of two workers with `role: both`."""
     kinds = (
         body(TOKENS),
         *(sampled(TOKENS, temperature=heat, top_k=1, ignore_eos=True) for heat in (1.0, 0.3)),
     )
-    asked = [(f"together-{length}-{n}", length, kind) for length in (33, 500) for n, kind in enumerate(kinds)]
-    found = await asyncio.gather(
-        *(pair.hand_over(name, repeating(length), kind) for name, length, kind in asked)
-    )
-    for (name, length, _), outputs in zip(asked, found, strict=True):
-        assert tokens_of(outputs) == EXPECTED[length], name
+    for way in (pair, Engines(pair.prefill, pair.decode)):
+        asked = [(length, way.hand_over(f"{length} {number}", repeating(length), kind))
+                 for length in (33, 500) for number, kind in enumerate(kinds)]  # fmt: skip
+        found = await asyncio.gather(*(handed for _, handed in asked))
+        for (length, _), outputs in zip(asked, found, strict=True):
+            assert tokens_of(outputs) == EXPECTED[length]
+            assert not any(output.recomputed for output in outputs)
+        await pair.all_free()
 
 
 async def test_it_goes_on_after_any_token(pair: Engines) -> None:

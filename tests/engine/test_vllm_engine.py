@@ -10,11 +10,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -22,7 +23,6 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-import zmq
 from pdserve_bench.chaos.cut import _duplicate, _ends
 from prometheus_client import REGISTRY
 from vllm.sampling_params import StructuredOutputsParams
@@ -60,6 +60,8 @@ pytestmark = [
 
 MODEL = str(Path(__file__).parents[2] / "pdserve/demo/model")
 BLOCK = 32
+BLOCK_BYTES = BLOCK * 2 * 4 * 2 * 64 * 4
+"""keys and values x layers x heads x their size x float32"""
 ARGUMENTS = {
     "enforce-eager": True,
     "max-model-len": 4096,
@@ -84,11 +86,9 @@ class Driven:
     engine: VllmEngine
     outputs: dict[str, list[Output]] = field(default_factory=dict)
     transfers: list[Transfers] = field(default_factory=list)
-    packed: list[list[bytes]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
-    """why the KV of these requests could not be read"""
+    unread: dict[str, str] = field(default_factory=dict)
+    """requests whose KV could not be read, and why"""
     unreachable: list[str] = field(default_factory=list)
     complete: list[KvHandle] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -100,13 +100,11 @@ class Driven:
             if step.transfers:
                 self.transfers.append(step.transfers)
             self.released += step.released
-            self.unread += step.unread
-            self.reasons |= step.unread
+            assert not self.unread.keys() & step.unread, "each once"
+            self.unread |= step.unread
             self.unreachable += step.unreachable
             self.complete += step.complete
             self.steps.append(step)
-            if step.outputs:
-                self.packed.append(self.engine.pack(step.outputs))
             for output in step.outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
 
@@ -234,7 +232,11 @@ async def pair(recorded: Path) -> AsyncIterator[Engines]:
 
 @asynccontextmanager
 async def two_engines(
-    recorded: Path, decode: dict[str, object], prefill: dict[str, object]
+    recorded: Path,
+    decode: Mapping[str, object],
+    prefill: Mapping[str, object],
+    roles: tuple[Role, Role] = (Role.DECODE, Role.PREFILL),
+    model: str = MODEL,
 ) -> AsyncIterator[Engines]:
     """`decode`, `prefill`: further arguments."""
     credentials = create(recorded.parent / "credentials")
@@ -243,18 +245,19 @@ async def two_engines(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for variable, value in ENVIRONMENT.items():
             patch.setenv(variable, value)
-        patch.setenv("VLLM_RPC_BASE_PATH", str(recorded.parent))
+        # a socket's path may have 107 characters
+        patch.setenv("VLLM_RPC_BASE_PATH", stack.enter_context(TemporaryDirectory(prefix="pdserve-")))
         readers = await stack.enter_async_context(Owner())
-        for role, more in ((Role.DECODE, decode), (Role.PREFILL, prefill)):
-            name = f"{role.value}-0-test"
-            spec = EngineSpec(role, name, MODEL, engine_args=ARGUMENTS | more, credentials=credentials)
+        for part, role, more in zip(("decode", "prefill"), roles, (decode, prefill), strict=True):
+            name = f"{part}-0-test"
+            arguments = {**ARGUMENTS, **more}
+            spec = EngineSpec(role, name, model, engine_args=arguments, credentials=credentials)
             with _recording(recorded):
                 driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
             readers.start(driven[-1].read(), name)
         pair = Engines(*driven)
-        prompt = prompt_of(
-            40, seed=99
-        )  # connects them: without a connection KV that is not read waits for its lease
+        # this connects them: without a connection KV that is not read waits for its lease
+        prompt = prompt_of(40, seed=99)
         await pair.decode.generate("connects", prompt, await pair.prefill.prefill("p-connects", prompt))
         await pair.all_free()
         yield pair
@@ -264,7 +267,7 @@ async def two_engines(
 async def nothing_left(pair: Engines) -> AsyncIterator[None]:
     """Each test frees every block of both engines, and the next one finds empty caches."""
     yield
-    if not pair.prefill.killed:
+    if not pair.decode.killed:
         await pair.all_free()
 
 
@@ -299,41 +302,22 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [300 + (i * i + 7 * seed + length) % 700 for i in range(length)]
 
 
-async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Engines, recorded: Path) -> None:
-    """Only a CPU with AMX dies without. The worker of an engine with one rank is in its core process."""
+async def test_engines_are_as_planned_and_mended(pair: Engines, recorded: Path) -> None:
+    """Each worker asks for AMX before it loads the model: only a CPU with AMX dies without. That of an engine with one
+    rank is in its core process. The ranking of logprobs is not compiled, for which all requests would wait."""
+    planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
+    assert {driven.engine.facts.kv_blocks for driven in (pair.decode, pair.prefill)} == {planned.blocks}
     lines = [line.split() for line in (await asyncio.to_thread(recorded.read_text)).splitlines()]
     workers = {pid for pid, what in lines if what == "model"}
     assert workers == {str(p.pid) for p in all_processes(pair) if p.name() == "VLLM::EngineCore"}
     assert not [process for process in all_processes(pair) if "Worker" in process.name()]
     assert [[what for pid, what in lines if pid == worker] for worker in workers] == [["AMX", "model"]] * 2
-
-
-async def test_the_ranking_of_logprobs_is_not_compiled(pair: Engines, recorded: Path) -> None:
-    """vLLM would compile it now, and all requests of the engine wait for that."""
     await pair.decode.answer("ranks", prompt_of(20), body(logprobs=1))
     assert (await asyncio.to_thread(recorded.read_text)).split().count("ranks") == 8, "once for each token"
 
 
 def all_processes(pair: Engines) -> list[psutil.Process]:
     return [*pair.decode.engine.processes, *pair.prefill.engine.processes]
-
-
-async def test_a_request_tells_when_the_engine_had_room(pair: Engines) -> None:
-    """One more than the engine runs at once: it begins when another one is over."""
-    engine, places = pair.decode.engine, [f"place-{number}" for number in range(32)]
-    for number, name in enumerate(places):
-        await engine.generate(name, [400 + number, 401, 402], body(100), None)
-    await until(lambda: engine.usage.running == len(places), 60)
-    entered = time.monotonic()
-    await engine.generate("no-room", [500, 501, 502], body(4), None)
-    await until(lambda: engine.usage.waiting == 1, 60)
-    seen = time.monotonic()
-    await pair.decode.end("no-room")
-    begun = pair.decode.outputs["no-room"][0].begun
-    assert begun is not None
-    assert entered < seen < begun
-    for name in places:
-        await pair.decode.end(name)
 
 
 async def test_a_step_has_as_many_tokens_of_prompts_as_the_limit_says(pair: Engines) -> None:
@@ -372,9 +356,10 @@ async def test_a_request_whose_kv_has_come_is_not_behind_a_chunk(pair: Engines) 
     await driven.engine.cancel(["runs", "long"])
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 500, 3000])
+@pytest.mark.parametrize("length", [1, 33, 3000])
 async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Engines, length: int) -> None:
     prompt = prompt_of(length)
+    assert pair.decode.engine.prefix_hit(prompt, body(prompt_logprobs=1)) is None, "computed here"
     before, handle = len(pair.decode.transfers), await pair.prefill.prefill(f"p-{length}", prompt)
     asked = time.monotonic()
     remote = await pair.decode.generate(f"remote-{length}", prompt, handle)
@@ -382,7 +367,7 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Engines, len
     assert begun is not None
     (read,) = [read for moved in pair.decode.transfers[before:] for read in moved.reads]
     assert read.source == handle.engine_id
-    assert read.bytes == -(-length // BLOCK) * BLOCK * 2 * 4 * 2 * 64 * 4
+    assert read.bytes == -(-length // BLOCK) * BLOCK_BYTES
     assert asked < asked + read.seconds < begun < time.monotonic()
     assert pair.decode.engine.prefix_hit(prompt, body()) == (length - 1) // BLOCK * BLOCK
     prefixes = pair.decode.engine.prefixes
@@ -395,7 +380,7 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Engines, len
 
 
 @pytest.mark.parametrize(
-    ("length", "cached"), [(1, 0), (31, 0), (32, 0), (33, 0), (700, 0), (96, 64), (96, 96), (97, 96)]
+    ("length", "cached"), [(1, 0), (31, 0), (32, 0), (700, 0), (96, 64), (96, 96), (97, 96)]
 )
 async def test_the_first_token_comes_from_prefill(pair: Engines, length: int, cached: int) -> None:
     prompt, name = prompt_of(length, seed=20), f"first-{length}-{cached}"
@@ -548,15 +533,9 @@ async def test_kv_read_ahead_of_a_preempted_prompt_is_read_again(
     assert handle.extra[PREEMPTED] == 0
     doubtful = msgspec.structs.replace(handle, extra=handle.extra | {PREEMPTED: preempted})
     again = await pair.decode.generate(f"preempted-{preempted}", prompt, doubtful)
-    read = pair.decode.bytes - before
+    assert pair.decode.bytes - before == (2048 // BLOCK + -(-3000 // BLOCK)) * BLOCK_BYTES
     await pair.all_free()
     assert await pair.decode.generate(f"not-preempted-{preempted}", prompt) == again
-    before = pair.decode.bytes
-    await pair.all_free()
-    handle = await pair.prefill.prefill(f"p-once-{preempted}", prompt)
-    await pair.decode.generate(f"once-{preempted}", prompt, handle)
-    once, blocks = pair.decode.bytes - before, -(-3000 // BLOCK)
-    assert read * blocks == once * (blocks + 2048 // BLOCK)
 
 
 async def test_blocks_read_ahead_in_vain_are_free_again(pair: Engines) -> None:
@@ -639,13 +618,6 @@ async def test_kv_that_is_read_rejected_or_released_is_freed_and_named_once(pair
     assert len(set(pair.prefill.released)) == len(pair.prefill.released), "each once"
 
 
-async def test_the_engine_has_the_kv_blocks_that_were_planned(pair: Engines) -> None:
-    """On the CPU exactly."""
-    planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
-    for driven in (pair.decode, pair.prefill):
-        assert driven.engine.facts.kv_blocks == planned.blocks
-
-
 async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> None:
     """vLLM had finished it when the cancellation came."""
     engine = pair.prefill.engine
@@ -664,25 +636,17 @@ async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
 ) -> None:
     """The handle was good when the request came, which then waited for its turn."""
     prompt = prompt_of(700, seed=11)
-    handle = await pair.prefill.prefill("p-waited", prompt)
+    handle, first = await pair.first("waited", prompt, body())
     monkeypatch.setattr("pdserve.engine.vllm.engine.check_handle", lambda *_: None)
-    age = time.monotonic() - handle.lease
-    old = msgspec.structs.replace(handle, computed_at=age)
+    old = msgspec.structs.replace(handle, computed_at=time.monotonic() - handle.lease)
     bytes_before, failures = pair.decode.bytes, pair.decode.failures
-    waited = await pair.decode.generate("waited", prompt, old)
+    waited = await pair.go_on("waited", prompt, body(), old, first)
+    assert (pair.decode.bytes, pair.decode.failures) == (bytes_before, failures + 1)
+    assert "waited" in pair.decode.unread
+    assert pair.decode.outputs["waited"][0].recomputed
     await pair.decode.engine.reject(handle)
     await pair.all_free()
-    handle, first = await pair.first("waited too", prompt, body())
-    old = msgspec.structs.replace(handle, computed_at=age)
-    handed = await pair.go_on("waited too", prompt, body(), old, first)
-    assert pair.decode.bytes == bytes_before
-    assert pair.decode.failures == failures + 2
-    assert pair.decode.unread.count("waited") == 1
-    assert pair.decode.outputs["waited too"][0].recomputed
-    await pair.decode.engine.reject(handle)
-    await pair.all_free()
-    assert await pair.decode.generate("not-waited", prompt) == waited
-    assert tokens_of(handed) == waited
+    assert await pair.decode.generate("not-waited", prompt) == tokens_of(waited)
 
 
 async def test_requests_that_would_kill_vllm_do_not_reach_it(pair: Engines) -> None:
@@ -721,27 +685,11 @@ async def test_a_grammar_that_no_engine_can_follow_is_refused(
     assert await pair.decode.generate(f"after: {refused}", prompt_of(50))
 
 
-async def test_prompt_logprobs_are_computed_locally(pair: Engines) -> None:
-    wanted = body(prompt_logprobs=1)
-    assert pair.decode.engine.prefix_hit(prompt_of(64), wanted) is None
-    assert pair.decode.engine.prefix_hit(prompt_of(64), body()) is not None
-    outputs = await pair.decode.answer("logprobs", prompt_of(64), wanted)
-    assert outputs[0].raw.new_prompt_logprobs_tensors is not None
-
-
-async def test_malformed_messages_do_not_end_the_side_channel(pair: Engines) -> None:
-    """A connection is made anew afterwards, which asks the side channel. A stranger gets nothing of it."""
+async def test_a_stranger_has_no_handshake(pair: Engines) -> None:
     await pair.prefill.engine.reach()
     with pytest.raises(TimeoutError):
         side_channel.ask(pair.prefill.engine._process.side_channel, 0.5)
-    process = pair.prefill.engine._process
-    with side_channel.dialer(process.channel_key)(zmq.DEALER, process.side_channel) as peer:
-        peer.setsockopt(zmq.LINGER, 1000)
-        for garbage in (b"", b"\xc1", b"garbage"):
-            peer.send(garbage)
-            peer.send_multipart([b"", garbage])
-    for _ in range(3):
-        await pair.prefill.engine.reach()
+    await pair.prefill.engine.reach()
 
 
 async def test_an_engine_without_a_handshake_is_named_and_not_asked_again(pair: Engines) -> None:
@@ -757,56 +705,43 @@ async def test_an_engine_without_a_handshake_is_named_and_not_asked_again(pair: 
 
 
 async def test_idle_engines_are_quiet(pair: Engines) -> None:
-
     def used() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in all_processes(pair))
 
     before = used()
-    await asyncio.sleep(4.0)
-    assert (used() - before) / 4.0 < 0.25, (
-        "of a core, both engines together; a loud NIXL agent alone takes all of one"
-    )
+    await asyncio.sleep(2.0)
+    assert (used() - before) / 2.0 < 0.25, "of a core; a loud NIXL agent alone takes all of one"
 
 
-async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: Engines) -> None:
-    prompt = prompt_of(700, seed=7)
+async def test_stalled_reads_are_recomputed_and_their_blocks_come_back(pair: Engines) -> None:
+    """One of a whole prompt, and one of its beginning, ahead."""
+    prompt, other = prompt_of(700, seed=7), prompt_of(700, seed=23)
     handle, first = await pair.first("stalled", prompt, body())
-    failures = pair.decode.failures
+    computed = await pair.prefill.prefill("p-stalled-ahead", other)
+    part = msgspec.structs.replace(computed, block_ids=[computed.block_ids[0][:10]], num_tokens=10 * BLOCK)
     with pair.prefill.stopped():
-        stalled = tokens_of(await pair.go_on("stalled", prompt, body(), handle, first))
-        assert pair.decode.failures > failures
-        assert pair.decode.unread.count("stalled") == 1
-        assert not await pair.decode.engine.all_blocks_free(), "the stalled read's blocks are in quarantine"
+        await pair.decode.engine.read_ahead(part, 0)
+        stalled, ahead = await asyncio.gather(
+            pair.go_on("stalled", prompt, body(), handle, first),
+            pair.decode.generate("stalled-ahead", other, computed),
+        )
+        assert {"stalled", "stalled-ahead"} <= pair.decode.unread.keys()
+        assert not await pair.decode.engine.all_blocks_free(), "the stalled reads' blocks are in quarantine"
         shorter = msgspec.structs.replace(
             handle, request_id="x", num_tokens=handle.num_tokens - 1, computed_at=time.monotonic()
         )
-        other = await pair.decode.generate("other", prompt[1:], shorter)
-        assert pair.decode.reasons["other"] == "the read failed", (
-            "a peer with a stalled read is not asked again"
-        )
-    await pair.all_free()
-    assert await pair.decode.generate("unstalled", prompt) == stalled
-    assert await pair.decode.generate("unstalled-other", prompt[1:]) == other
+        await pair.decode.generate("after them", prompt[1:], shorter)
+        assert pair.decode.unread["after them"] == "the read failed", "their peer is not asked again"
+    await until(pair.decode.engine.all_blocks_free, 10)
+    await reject_until_free(pair, computed)
+    assert await pair.decode.generate("unstalled", prompt) == tokens_of(stalled)
+    assert await pair.decode.generate("unstalled-ahead", other) == ahead
     await pair.all_free()
     before = pair.decode.bytes
-    again = await pair.decode.generate("remote-again", prompt, await pair.prefill.prefill("p-again", prompt))
-    assert again == stalled
+    handle = await pair.prefill.prefill("p-again", prompt)
+    assert await pair.decode.generate("remote-again", prompt, handle) == tokens_of(stalled)
     assert "remote-again" not in pair.decode.unread
     assert pair.decode.bytes > before, "the peer is asked again when it is back"
-
-
-async def test_a_read_ahead_that_stalls_keeps_its_blocks_and_the_prompt_is_recomputed(pair: Engines) -> None:
-    prompt = prompt_of(700, seed=23)
-    handle = await pair.prefill.prefill("p-stalled-ahead", prompt)
-    part = msgspec.structs.replace(handle, block_ids=[handle.block_ids[0][:10]], num_tokens=10 * BLOCK)
-    with pair.prefill.stopped():
-        await pair.decode.engine.read_ahead(part, 0)
-        stalled = await pair.decode.generate("stalled-ahead", prompt, handle)
-        assert pair.decode.unread.count("stalled-ahead") == 1
-        assert not await pair.decode.engine.all_blocks_free(), "the stalled read's blocks are in quarantine"
-    await until(pair.decode.engine.all_blocks_free, 10)
-    await reject_until_free(pair, handle)
-    assert await pair.decode.generate("unstalled-ahead", prompt) == stalled
 
 
 async def test_a_read_during_which_the_decode_engine_hung_is_not_used(pair: Engines) -> None:
@@ -878,25 +813,14 @@ async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Engines) -> None:
 async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
     pair: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_checks, "HANGS_AFTER", 3.0)
+    monkeypatch.setattr(engine_checks, "HANGS_AFTER", 2.0)
     monkeypatch.setattr(engine_checks, "PROBE_INTERVAL", 0.1)
     watching = asyncio.create_task(engine_checks.watch_engine(pair.decode.engine))
     await pair.decode.generate("watched", prompt_of(3000, seed=14))
-    await asyncio.sleep(5.0)
+    await asyncio.sleep(2.5)
     assert not watching.done()
     with pair.decode.stopped(), pytest.raises(EngineDead, match="hangs"):
         await asyncio.wait_for(watching, 20)
-
-
-async def test_a_killed_prefill_engine_is_recomputed(pair: Engines) -> None:
-    prompt = prompt_of(700, seed=8)
-    handle, first = await pair.first("killed", prompt, body())
-    pair.prefill.kill()
-    killed = tokens_of(await pair.go_on("killed", prompt, body(), handle, first))
-    await until(pair.decode.engine.all_blocks_free, 30)
-    assert await pair.decode.generate("not-killed", prompt) == killed
-    with pytest.raises(EngineDead):
-        await asyncio.wait_for(pair.prefill.engine.prefill("late", prompt, body()), 20)
 
 
 async def test_a_killed_engine_raises_and_leaves_nothing_behind(pair: Engines, recorded: Path) -> None:
@@ -906,8 +830,6 @@ async def test_a_killed_engine_raises_and_leaves_nothing_behind(pair: Engines, r
     pair.decode.kill()
     with pytest.raises(EngineDead):
         await asyncio.wait_for(_until_dead(pair.decode), 20)
-    with pytest.raises(EngineDead):
-        await pair.decode.engine.generate("dead", prompt_of(10), body(), None)
     await pair.decode.engine.__aexit__(None, None, None)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
     assert glob(meeting) == []

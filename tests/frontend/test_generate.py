@@ -88,6 +88,9 @@ async def test_docs_and_schema(graph: Graph) -> None:
     async with graph.worker():
         paths = (await graph.http.get("/openapi.json")).json()["paths"]
         docs = await graph.http.get("/docs")
+        assert (await graph.http.get("/openapi.json?model=de%6Do")).status_code == 200
+        missing = await graph.http.get("/openapi.json?a=b&model=a%2Fb+c")
+        assert "`a/b c`" in missing.json()["error"]["message"]
         absent = [
             f"{method} {path}"
             for path, operations in paths.items()

@@ -33,31 +33,28 @@ def comparable(answer: httpx.Response) -> tuple[int, dict[str, str], list[str]]:
     return answer.status_code, headers, [field for field in fields if '"created"' not in field]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", completion()),
-        ("/v1/completions", completion(stream=True)),
-        ("/v1/completions", completion(temperature=-1)),
-        ("/v1/completions", completion(model="other")),
-        ("/v1/chat/completions", chat()),
-        ("/tokenize", {"model": "demo", "prompt": "Hi"}),
-    ],
-)
-async def test_without_ribs_a_request_is_answered_identically(
-    graph: Graph, path: str, body: dict[str, object]
-) -> None:
-    async with graph.worker(), client(graph.app_with(ApiKeys())) as all_ribs:
-        expected = comparable(await all_ribs.post(path, json=body, headers=OWN))
-        async with client(graph.app_with(ApiKeys(), ribs=())) as bare:
+ASKED = [
+    ("/v1/completions", completion()),
+    ("/v1/completions", completion(stream=True)),
+    ("/v1/completions", completion(temperature=-1)),
+    ("/v1/completions", completion(model="other")),
+    ("/v1/chat/completions", chat()),
+    ("/tokenize", {"model": "demo", "prompt": "Hi"}),
+]
+
+
+async def test_without_ribs_requests_are_answered_identically_and_there_are_no_pages(graph: Graph) -> None:
+    async with (
+        graph.worker(),
+        client(graph.app_with(ApiKeys())) as all_ribs,
+        client(graph.app_with(ApiKeys(), ribs=())) as bare,
+    ):
+        for path, body in ASKED:
+            expected = comparable(await all_ribs.post(path, json=body, headers=OWN))
             assert comparable(await bare.post(path, json=body, headers=OWN)) == expected
-
-
-async def test_without_ribs_models_are_listed_and_there_is_no_other_page(graph: Graph) -> None:
-    async with graph.worker(), client(graph.app_with(ApiKeys(), ribs=())) as http:
-        assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["demo"]
+        assert [model["id"] for model in (await bare.get("/v1/models")).json()["data"]] == ["demo"]
         for path in ("/health", "/metrics", "/requests", "/dashboard", "/load", "/version"):
-            assert (await http.get(path)).status_code == 404
+            assert (await bare.get(path)).status_code == 404
 
 
 class Broken(Rib):
@@ -87,6 +84,27 @@ async def test_an_error_of_a_rib_reaches_no_client_and_no_other_rib(
         assert f"RuntimeError: {call}" in caplog.text
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3"])
+async def test_pages_that_need_no_key(graph: Graph, address: str) -> None:
+    needs_none = {"/health", "/ping", "/dashboard", "/dashboard/dashboard.js"}
+    needs_none_here = {"/load", "/version", "/metrics"}
+    needs_one = {"/requests", "/dashboard/state", "/v1/models", "/openapi.json", "/docs", "/nowhere"}
+    async with graph.worker(), client(graph.app_with(ApiKeys([ApiKey.of("secret")])), address) as http:
+        paths = needs_none | needs_none_here | needs_one
+        answers = {path: await http.get(path) for path in paths}
+        strangers = (await http.get("/health")).json()
+        known = (await http.get("/health", headers={"x-api-key": "secret"})).json()
+    assert (strangers == {"status": "ok"}) is (address != "127.0.0.1")
+    assert known["workers"]["demo"] == 1
+    schemes = {
+        path: answer.headers["www-authenticate"]
+        for path, answer in answers.items()
+        if answer.status_code == 401
+    }
+    needs_one |= set() if address == "127.0.0.1" else needs_none_here
+    assert schemes == dict.fromkeys(needs_one, "Bearer")
+
+
 class Kept(Rib):
     def __init__(self, context: RibContext) -> None:
         self.records: list[RequestRecord] = []
@@ -111,18 +129,3 @@ async def test_each_request_has_one_record(graph: Graph) -> None:
         ("/tokenize", 200, False),
     ]
     assert graph.context.running == {}
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3"])
-async def test_pages_that_need_no_key(graph: Graph, address: str) -> None:
-    needs_none = {"/health", "/ping", "/dashboard", "/dashboard/dashboard.js"}
-    needs_none_here = {"/load", "/version", "/metrics"}
-    needs_one = {"/requests", "/dashboard/state", "/v1/models", "/openapi.json", "/docs", "/nowhere"}
-    async with graph.worker(), client(graph.app_with(ApiKeys([ApiKey.of("secret")])), address) as http:
-        paths = needs_none | needs_none_here | needs_one
-        refused = {path for path in paths if (await http.get(path)).status_code == 401}
-        strangers = (await http.get("/health")).json()
-        known = (await http.get("/health", headers={"x-api-key": "secret"})).json()
-    assert (strangers == {"status": "ok"}) is (address != "127.0.0.1")
-    assert known["workers"]["demo"] == 1
-    assert refused == needs_one | (set() if address == "127.0.0.1" else needs_none_here)

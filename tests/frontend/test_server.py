@@ -66,13 +66,14 @@ class FrontendProcess:
 @asynccontextmanager
 async def frontend(config: Config) -> AsyncIterator[FrontendProcess]:
     """Leaving stops it, and wants an orderly end."""
-    running = asyncio.create_task(live(config, Slot(Role.FRONTEND, 0)))
     assert config.etcd is not None
     async with connect_registry(config.etcd, config.namespace) as registry, RegistryView(registry) as view:
-        await until(lambda: running.done() or bool(view.instances(Role.FRONTEND)), 10)
+        others = view.instances(Role.FRONTEND)
+        running = asyncio.create_task(live(config, Slot(Role.FRONTEND, 0)))
+        await until(lambda: running.done() or len(view.instances(Role.FRONTEND)) > len(others))
         if running.done():
             await running
-        (me,) = view.instances(Role.FRONTEND)
+        (me,) = (instance for instance in view.instances(Role.FRONTEND) if instance not in others)
         async with httpx.AsyncClient(base_url=me.address, timeout=30) as client:
             process = FrontendProcess(client)
             try:
@@ -80,7 +81,7 @@ async def frontend(config: Config) -> AsyncIterator[FrontendProcess]:
             finally:
                 process.stop()
                 await asyncio.wait_for(running, 10)
-        await until(lambda: not view.instances(Role.FRONTEND), 10)
+        await until(lambda: view.instances(Role.FRONTEND) == others, 10)
 
 
 @asynccontextmanager
@@ -95,56 +96,38 @@ async def decode_worker(config: Config) -> AsyncIterator[EchoWorker]:
         yield worker
 
 
-async def test_before_a_decode_worker_comes_it_says_so_where_it_listens(config: Config) -> None:
-    """Which need not be at `Graph.host`, where other machines reach the workers."""
-    async with frontend(replace(config, host="127.0.0.2")) as client:
+async def test_from_its_start_to_its_end(config: Config) -> None:
+    """It listens at `Frontend.host`, which need not be at `Graph.host`, where other machines reach the workers. Before
+    a decode worker comes it says so. At SIGTERM running requests finish; what has no answer when the drain timeout is
+    over may be sent again."""
+    async with frontend(replace(config, host="127.0.0.2", drain_timeout=2.0)) as client:
         health = await client.get("/health")
         early = await client.post("/v1/completions", json=completion())
-    assert health.status_code == 503
-    assert "no decode worker has registered" in health.json()["missing"]
-    assert (early.status_code, early.headers["retry-after"]) == (503, "5")
-
-
-async def test_running_requests_finish_at_sigterm(config: Config) -> None:
-    async with decode_worker(config) as worker, frontend(config) as client:
-        await until(client.healthy, 30)
-        asked = asyncio.create_task(client.post("/v1/completions", json=completion(max_tokens=100)))
-        await worker.until(lambda: any(job.generated for job in worker.jobs.values()))
-        client.stop()
-        assert (await asked).json()["usage"]["completion_tokens"] == 100
-        with pytest.raises(httpx.ConnectError):
-            await client.get("/health", headers={"connection": "close"})
-
-
-async def test_what_has_no_answer_when_the_drain_timeout_is_over_may_be_sent_again(config: Config) -> None:
-    async with decode_worker(config) as worker, frontend(replace(config, drain_timeout=1.0)) as client:
-        await until(client.healthy, 30)
-        asked = asyncio.create_task(client.post("/v1/completions", json=completion(max_tokens=4000)))
-        await worker.until(lambda: any(job.generated for job in worker.jobs.values()))
-        client.stop()
-        answer = await asked
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-    assert answer.json()["error"]["message"] == "the frontend is shutting down"
+        assert health.status_code == 503
+        assert "no decode worker has registered" in health.json()["missing"]
+        assert (early.status_code, early.headers["retry-after"]) == (503, "5")
+        async with decode_worker(config) as worker:
+            await until(client.healthy, 30)
+            bodies = [completion(max_tokens=most) for most in (60, 4000)]
+            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
+            await worker.until(lambda: len([job for job in worker.jobs.values() if job.generated]) == 2)
+            client.stop()
+            finished, late = [await each for each in asked]
+            with pytest.raises(httpx.ConnectError):
+                await client.get("/health", headers={"connection": "close"})
+    assert finished.json()["usage"]["completion_tokens"] == 60
+    assert (late.status_code, late.headers["retry-after"]) == (503, "5")
+    assert late.json()["error"]["message"] == "the frontend is shutting down"
 
 
 async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_them(config: Config) -> None:
     """They share a port: a request that came to it earlier would wait for its start, and not be served by the other."""
     other = Instance("frontend-7-other", Role.FRONTEND)
     assert config.etcd is not None
-    async with (
-        decode_worker(config),
-        connect_registry(config.etcd, config.namespace) as registry,
-        RegistryView(registry) as view,
-    ):
+    async with decode_worker(config), connect_registry(config.etcd, config.namespace) as registry:
         await registry.put(keys.instance(other), encode_record(other))
-        await until(lambda: bool(view.instances(Role.FRONTEND)))
-        running = asyncio.create_task(live(config, Slot(Role.FRONTEND, 0)))
-        await until(lambda: running.done() or len(view.instances(Role.FRONTEND)) == 2, 30)
-        (me,) = (instance for instance in view.instances(Role.FRONTEND) if instance.id != other.id)
-        async with httpx.AsyncClient(base_url=me.address, timeout=30) as client:
+        async with frontend(config) as client:
             assert "loaded" not in (await client.get("/health")).text
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(running, 10)
 
 
 async def test_forwarded_addresses_are_not_believed() -> None:

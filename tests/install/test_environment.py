@@ -4,10 +4,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import venv
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,6 +16,7 @@ from pdserve.config.host import VLLM_VERSION
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.install import environment
 from pdserve.install.environment import LOCKS, InstallStep, install, is_done, python_of
+from tests.conditions import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,45 +43,32 @@ def imported(folder: Path, name: str) -> str:
 
 
 def test_an_install_that_failed_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    folder, first, second = (
+    """Also one over an environment with another lock, or without its Python."""
+    folder, wheels = (
         tmp_path / "env",
-        tmp_path / "a-1-py3-none-any.whl",
-        tmp_path / "b-1-py3-none-any.whl",
+        [tmp_path / f"{name}-py3-none-any.whl" for name in ("a-1", "b-1", "b-2")],
     )
-    steps = [step(first), step(second)]
-    make_wheel(first)
+    first, second, newer = map(step, wheels)
+    make_wheel(wheels[0])
     with pytest.raises(Unavailable, match="run it again"):
-        install(folder, steps, "gpu")
-    assert [is_done(folder, each) for each in steps] == [True, False]
-    first.unlink()  # is not needed again
-    make_wheel(second)
-    install(folder, steps, "gpu")
-    assert [is_done(folder, each) for each in steps] == [True, True]
+        install(folder, [first, second], "gpu")
+    assert (is_done(folder, first), is_done(folder, second)) == (True, False)
+    wheels[0].unlink()  # is not needed again
+    make_wheel(wheels[1])
+    install(folder, [first, second], "gpu")
     assert (imported(folder, "a"), imported(folder, "b")) == ("1", "1")
-    second.unlink()
-    install(folder, steps, "gpu")
-
-
-def test_another_lock_is_installed_over_the_first_which_is_not_whole_then(tmp_path: Path) -> None:
-    folder, old, new = tmp_path / "env", tmp_path / "a-1-py3-none-any.whl", tmp_path / "a-2-py3-none-any.whl"
-    make_wheel(old)
-    install(folder, [step(old)], "gpu")
+    wheels[1].unlink()
+    install(folder, [first, second], "gpu")
     with pytest.raises(Unavailable):
-        install(folder, [step(new)], "gpu")
-    assert not is_done(folder, step(old))
-    make_wheel(new)
-    install(folder, [step(new)], "gpu")
-    assert imported(folder, "a") == "2"
-
-
-def test_an_environment_whose_python_is_gone_is_not_whole(tmp_path: Path) -> None:
-    folder, wheel = tmp_path / "env", tmp_path / "a-1-py3-none-any.whl"
-    make_wheel(wheel)
-    install(folder, [step(wheel)], "gpu")
+        install(folder, [newer], "gpu")
+    assert not is_done(folder, second)
+    make_wheel(wheels[2])
+    install(folder, [newer], "gpu")
+    assert imported(folder, "b") == "2"
     python_of(folder).unlink()
-    assert not is_done(folder, step(wheel))
-    install(folder, [step(wheel)], "gpu")
-    assert imported(folder, "a") == "1"
+    assert not is_done(folder, newer)
+    install(folder, [newer], "gpu")
+    assert imported(folder, "b") == "2"
 
 
 def test_two_installs_at_once_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,27 +118,16 @@ def test_code_goes_into_the_data_folder_once_or_the_folder_is_named(
         code_folder()
 
 
-def test_an_install_that_is_killed_leaves_nothing_behind() -> None:
+async def test_an_install_that_is_killed_leaves_nothing_behind() -> None:
     script = "from pdserve.install import environment as e; e._run(['sleep', '1000'])"
-    installing = subprocess.Popen([sys.executable, "-c", script])
+    installing = psutil.Popen([sys.executable, "-c", script])
     try:
-        until_true(lambda: commands_below(installing.pid) == [["sleep", "1000"]])
-        (child,) = psutil.Process(installing.pid).children()
+        await until(lambda: [each.cmdline() for each in installing.children()] == [["sleep", "1000"]])
+        (child,) = installing.children()
     finally:
         installing.kill()
         installing.wait()
     assert psutil.wait_procs([child], 20)[1] == []
-
-
-def commands_below(pid: int) -> list[list[str]]:
-    return [child.cmdline() for child in psutil.Process(pid).children()]
-
-
-def until_true(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_only_what_the_sources_lack_is_looked_for_elsewhere(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -18,8 +17,8 @@ import pytest
 from pdserve.cli import main
 from pdserve.install.environment import ENGINE_VARIABLE, LOCKS, pip_settings
 from pdserve.ports import free_port
-from tests.e2e.graph import Metrics
 from tests.e2e.test_graph import chat
+from tests.terminal import Terminal
 from tools.release import problems
 
 ROOT = Path(__file__).parents[2]
@@ -113,58 +112,38 @@ def test_serve_answers_the_very_first_request_in_an_empty_folder(user: User, env
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
         assert answer.headers["x-pdserve-prefill"] == "remote"
         assert "4711" in answer.json()["choices"][0]["message"]["content"]
-        metrics = Metrics(httpx.get(f"{url}/metrics", timeout=30).text)
-        assert metrics("pdserve_warm_ups_total", result="ok") == 1
-        assert metrics("pdserve_remote_prefill_failures_total") == 0
-        # bfloat16, where attention uses AMX on a CPU that has it: two bytes, in whole blocks
-        blocks = -(-answer.json()["usage"]["prompt_tokens"] // 32) + 2  # the warm-up's two
-        assert metrics("pdserve_kv_transfer_bytes_total") == blocks * 32 * 2 * 4 * 2 * 64 * 2
     finally:
         serve.send_signal(signal.SIGINT)
         assert serve.wait(120) == 0, log.read_text()
     assert list(user.folder.iterdir()) == []
 
 
-def test_without_an_engine_serve_says_how_to_get_one(user: User) -> None:
+@pytest.mark.parametrize(
+    ("key", "code", "complaint"), [("n\n", 2, "run `pdserve install`"), ("\x03", 130, "^C")]
+)
+def test_without_an_engine_serve_asks_on_a_terminal(key: str, code: int, complaint: str, user: User) -> None:
+    """Also where the tests run in the background of a shell, which has Ctrl-C ignored."""
+    command = ["env", "--default-signal=INT", f"--chdir={user.folder}", str(user.program), "serve"]
+    with Terminal(command, user.env) as terminal:
+        terminal.until("[Y/n]")
+        for _ in range(
+            30
+        ):  # Python loses a Ctrl-C that comes between its question and its read: press it again
+            terminal.type(key)
+            with suppress(AssertionError):
+                terminal.until(f"the exit code is {code}", within=2)
+                break
+    assert f"the exit code is {code}" in terminal.text
+    assert "Traceback" not in terminal.text
+    assert complaint in terminal.text
+    assert list(user.home.iterdir()) == []
+
+
+def test_commands_say_how_to_get_an_engine_where_they_need_one_and_work_where_not(user: User) -> None:
     done = user.pdserve("serve")
     assert done.returncode == 2
     assert done.stderr.startswith("pdserve: no engine is installed: run `pdserve install` (vLLM's ")
     assert list(user.home.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("key", "code", "complaint"), [(b"n\n", 2, b"run `pdserve install`"), (b"\x03", 130, b"^C")]
-)
-def test_without_an_engine_serve_asks_on_a_terminal(
-    key: bytes, code: int, complaint: bytes, user: User
-) -> None:
-    terminal, theirs = pty.openpty()
-    serve = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", user.program, "serve"],
-        cwd=user.folder,
-        env=user.env,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    shown = b""
-    while b"[Y/n]" not in shown:
-        shown += os.read(terminal, 4096)
-    for _ in range(30):  # Python loses a Ctrl-C that comes between its question and its read: press it again
-        os.write(terminal, key)
-        with suppress(subprocess.TimeoutExpired):
-            serve.wait(2)
-            break
-    assert serve.poll() == code
-    shown += os.read(terminal, 4096)
-    os.close(terminal)
-    assert b"Traceback" not in shown
-    assert complaint in shown
-    assert list(user.home.iterdir()) == []
-
-
-def test_commands_that_need_no_engine_work_without(user: User) -> None:
     assert user.pdserve("init", "graph.yaml").returncode == 0
     assert user.pdserve("status").stderr.startswith("pdserve: ")
     for found in (user.pdserve("plan"), user.pdserve("doctor", "-f", "graph.yaml")):
@@ -177,7 +156,7 @@ def test_commands_that_need_no_engine_work_without(user: User) -> None:
     )
 
 
-@pytest.mark.parametrize("gpus", ["0", "1xA10", "2xA10", "3xA10", "8xH100"])
+@pytest.mark.parametrize("gpus", ["0", "1xA10", "3xA10"])
 def test_a_written_file_fits_its_machine(
     gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,49 +1,45 @@
 """Model folders without weights, and machines without hardware."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pdserve.plan.machine import GIB, Gpu, Machine
 
-QWEN_14B = {
-    "model_type": "qwen2",
+FOLDERS = Path(__file__).parent / "families"
+"""a folder for each, with the fields of a published config.json"""
+
+
+def published(name: str) -> dict[str, Any]:
+    """A config of these."""
+    return dict(json.loads((FOLDERS / name / "config.json").read_text()))
+
+
+MIXTRAL = published("Mixtral-8x7B")
+QWEN_14B = published("Qwen2.5-7B") | {
     "hidden_size": 5120,
     "intermediate_size": 13824,
     "num_attention_heads": 40,
     "num_hidden_layers": 48,
     "num_key_value_heads": 8,
-    "vocab_size": 152064,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
 }
 """DeepSeek-R1-Distill-Qwen-14B"""
-MIXTRAL = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-}
-"""Mixtral-8x7B"""
 MIXTRAL_BYTES = 93_405_585_408
 QWEN_14B_BYTES = 29_540_067_328
 
 
-def qwen_14b(folder: Path) -> Path:
+def without_weights(folder: Path, config: Mapping[str, object], size: int) -> Path:
     """Its config and safetensors index, as after a download that fetched no weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(QWEN_14B))
-    index = {
-        "metadata": {"total_size": QWEN_14B_BYTES},
-        "weight_map": {"lm_head.weight": "model-1.safetensors"},
-    }
+    (folder / "config.json").write_text(json.dumps(config))
+    index = {"metadata": {"total_size": size}, "weight_map": {"lm_head.weight": "model-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def qwen_14b(folder: Path) -> Path:
+    return without_weights(folder, QWEN_14B, QWEN_14B_BYTES)
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, int]], missing: int = 0) -> None:

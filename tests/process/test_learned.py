@@ -8,15 +8,13 @@ from pdserve.process.learned import HALF_LIFE, LearnedMean, PrefillSpeed, revise
 @pytest.mark.parametrize(
     ("measured", "value"),
     [
-        ([1.0], 1.0),
         ([1.0, 2.0], 1.2),
         ([1.0, 9.0], 1.0),
-        ([1.0, 9.0, 1.0], 1.0),
         ([1.0, 9.0, 1.0, 9.0], 1.0),
         ([1.0, 9.0, 8.0], 8.0),
         ([1.0, 0.1], 0.1),
     ],
-    ids=["first", "mean", "mishap", "mishap over", "two mishaps", "it got slow", "it got fast"],
+    ids=["mean", "mishap", "two mishaps", "it got slow", "it got fast"],
 )
 def test_a_mishap_is_not_believed_and_a_change_is(measured: list[float], value: float) -> None:
     mean = LearnedMean()
@@ -53,7 +51,6 @@ def test_the_speed_of_prompts(prompts: list[tuple[int, float, float]], tolerance
     [
         (None, 0.0, None, None),
         (None, 0.0, 2.0, 2.0),
-        (1.0, 99.0, None, 1.0),
         (1.0, 99.0, 2.0, 1.0),
         (5.0, 0.0, 1.0, 5.0),
         (5.0, HALF_LIFE, 1.0, 3.0),

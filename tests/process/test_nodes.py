@@ -1,9 +1,9 @@
 """Workers that span hosts: how leader and followers meet, and what becomes of one when the other is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from types import MappingProxyType
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
 
 import pytest
 
@@ -13,6 +13,7 @@ from pdserve.errors import ConfigError, EngineDead
 from pdserve.process import nodes
 from pdserve.process.nodes import Follower, Leader, start_while_there
 from pdserve.records import NodeFollower, NodeLeader
+from pdserve.registry.base import Registry
 from tests.conditions import holds, until
 from tests.decode.graph import config
 from tests.memory.registry import MemoryRegistry, MemoryServer
@@ -34,89 +35,71 @@ def server() -> MemoryServer:
     return MemoryServer()
 
 
-class Host:
-    """A process on a host of its own. Leaving it is its end, as `MemoryServer.kill` is its death."""
+Side = TypeVar("Side", Leader, Follower)
 
-    def __init__(self, server: MemoryServer) -> None:
+
+class Host(Generic[Side]):
+    """A process on a host of its own. Its end is that it leaves, its death `MemoryServer.kill`."""
+
+    def __init__(self, server: MemoryServer, side: Callable[[Registry], Side]) -> None:
         self.registry = MemoryRegistry(server)
-        self._left = asyncio.Event()
+        self.side: Side = side(self.registry)
+        self.met, self.left = asyncio.Event(), asyncio.Event()
 
-    @asynccontextmanager
-    async def entered(self, side: Leader | Follower) -> AsyncIterator[None]:
-        """Enter it in a task of its own, since that waits for the other side."""
-        entered = asyncio.Event()
-
-        async def live() -> None:
-            async with self.registry, side:
-                entered.set()
-                await self._left.wait()
-
-        task = asyncio.create_task(live())
-        self.entering = task
-        self.met = entered
-        try:
-            yield
-        finally:
-            self._left.set()
-            if not entered.is_set():
-                task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    async def live(self) -> None:
+        async with self.registry, self.side:
+            self.met.set()
+            await self.left.wait()
 
 
-class Leading(Host):
-    def __init__(self, server: MemoryServer, name: str = "decode-0-a", count: int = 2) -> None:
-        super().__init__(server)
-        record = NodeLeader(name, "demo", count, "10.0.0.5", 20000, "0.32.0", ARGUMENTS)
-        self.side = Leader(self.registry, SLOT, record)
+def leading(server: MemoryServer, name: str = "decode-0-a", count: int = 2) -> Host[Leader]:
+    record = NodeLeader(name, "demo", count, "10.0.0.5", 20000, "0.32.0", ARGUMENTS)
+    return Host(server, lambda registry: Leader(registry, SLOT, record))
 
 
-class Following(Host):
-    def __init__(
-        self,
-        server: MemoryServer,
-        name: str = "f1",
-        rank: int = 1,
-        model: str = "demo",
-        other: Mapping[str, object] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(server)
-        expected = NodeLeader("", model, 2, "", 0, "0.32.0", {**ARGUMENTS, **other})
-        self.side = Follower(self.registry, SLOT, expected, NodeFollower(name, "", rank))
+def following(
+    server: MemoryServer,
+    name: str = "f1",
+    rank: int = 1,
+    model: str = "demo",
+    arguments: dict[str, object] = ARGUMENTS,
+) -> Host[Follower]:
+    expected = NodeLeader("", model, 2, "", 0, "0.32.0", arguments)
+    record = NodeFollower(name, "", rank)
+    return Host(server, lambda registry: Follower(registry, SLOT, expected, record))
 
 
 @asynccontextmanager
-async def living(*hosts: Leading | Following) -> AsyncIterator[None]:
-    async with AsyncExitStack() as stack:
-        for host in hosts:
-            await stack.enter_async_context(host.entered(host.side))
-        yield
+async def living(*hosts: Host[Any]) -> AsyncIterator[list["asyncio.Task[None]"]]:
+    """Each in a task of its own, since they wait for each other."""
+    lives = [asyncio.create_task(host.live()) for host in hosts]
+    try:
+        yield lives
+    finally:
+        for host, life in zip(hosts, lives, strict=True):
+            host.left.set()
+            if not host.met.is_set():
+                life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
 
 
-async def all_met(*hosts: Host) -> None:
+async def all_met(*hosts: Host[Any]) -> None:
     await asyncio.wait_for(asyncio.gather(*(host.met.wait() for host in hosts)), 30)
 
 
-@pytest.mark.parametrize("leader_first", [True, False])
-async def test_they_meet_in_whatever_order_they_start(server: MemoryServer, leader_first: bool) -> None:
-    leader, follower = Leading(server), Following(server)
-    async with living(*((leader, follower) if leader_first else (follower, leader))):
-        await all_met(leader, follower)
-        assert leader.side.record.followers == ["f1"]
-        assert (follower.side.leader.host, follower.side.leader.port) == ("10.0.0.5", 20000)
-
-
 async def test_a_leader_waits_for_each_rank(server: MemoryServer) -> None:
-    leader, first, second = Leading(server, count=3), Following(server, "f1", 1), Following(server, "f2", 2)
+    leader, first, second = leading(server, count=3), following(server, "f1", 1), following(server, "f2", 2)
     async with living(leader, first):
         await holds(lambda: not leader.met.is_set() and not first.met.is_set())
         async with living(second):
             await all_met(leader, first, second)
             assert leader.side.record.followers == ["f1", "f2"]
+            assert (first.side.leader.host, first.side.leader.port) == ("10.0.0.5", 20000)
 
 
 async def test_a_second_follower_of_a_rank_waits_for_another_leader(server: MemoryServer) -> None:
-    leader, other = Leading(server), Leading(server, "decode-0-b")
-    followers = [Following(server, "f1"), Following(server, "f2")]
+    leader, other = leading(server), leading(server, "decode-0-b")
+    followers = [following(server, "f1"), following(server, "f2")]
     async with living(leader, *followers):
         await all_met(leader)
         await until(lambda: any(follower.met.is_set() for follower in followers))
@@ -127,7 +110,7 @@ async def test_a_second_follower_of_a_rank_waits_for_another_leader(server: Memo
 
 
 async def test_a_follower_leaves_a_leader_that_died_while_it_waited(server: MemoryServer) -> None:
-    dead, follower, leader = Leading(server, count=3), Following(server), Leading(server, "decode-0-b")
+    dead, follower, leader = leading(server, count=3), following(server), leading(server, "decode-0-b")
     async with living(follower):
         async with living(dead):
             await until(lambda: follower.side.record.leader == "decode-0-a")
@@ -137,13 +120,13 @@ async def test_a_follower_leaves_a_leader_that_died_while_it_waited(server: Memo
 
 
 async def test_followers_of_other_models_and_other_files_are_not_taken(server: MemoryServer) -> None:
-    leader, strange = Leading(server), Following(server, model="another")
+    leader, strange = leading(server), following(server, model="another")
     async with living(leader, strange):
         await holds(lambda: not leader.met.is_set())
-        other = Following(server, other={"max-model-len": 100, "chat-template": "x"})
-        async with living(other):
+        other = following(server, arguments=ARGUMENTS | {"max-model-len": 100, "chat-template": "x"})
+        async with living(other) as (life,):
             with pytest.raises(ConfigError, match=r"max-model-len \(100 here, not set there\)") as refused:
-                await asyncio.wait_for(other.entering, 30)
+                await asyncio.wait_for(life, 30)
             assert "chat-template" not in str(refused.value), "an engine has none"
             assert not leader.met.is_set()
 
@@ -160,22 +143,25 @@ def test_defaults_of_a_host_are_not_compared() -> None:
     assert record.engine_args == {"nnodes": 2, "dtype": "float32"}
 
 
-@pytest.mark.parametrize("lost", ["a follower is gone.*f1", "its leader is gone.*decode-0-a"])
-async def test_a_lost_host_ends_the_others(server: MemoryServer, lost: str) -> None:
-    leader, follower = Leading(server), Following(server)
+async def test_a_lost_leader_ends_its_followers_also_while_their_engine_starts(server: MemoryServer) -> None:
+    """And a lost follower its leader: tests/e2e/test_spans_hosts.py."""
+    leader, follower = leading(server), following(server)
     async with living(leader, follower):
         await all_met(leader, follower)
-        followers = "follower" in lost
-        watching = leader.side.watch(_never, SOON) if followers else follower.side.watch(SOON)
-        watch = asyncio.create_task(watching)
-        await holds(lambda: not watch.done())
-        await server.kill((follower if followers else leader).registry)
-        with pytest.raises(EngineDead, match=lost):
+        assert await start_while_there(asyncio.sleep(0, 1), leader.side) == 1
+        watch = asyncio.create_task(follower.side.watch(SOON))
+        start = asyncio.create_task(start_while_there(_for_ever(), follower.side))
+        await holds(lambda: not watch.done() and not start.done())
+        await server.kill(leader.registry)
+        with pytest.raises(EngineDead, match=r"its leader is gone.*decode-0-a"):
             await asyncio.wait_for(watch, 30)
+        with pytest.raises(ExceptionGroup) as failed:
+            await asyncio.wait_for(start, 30)
+        assert failed.group_contains(EngineDead)
 
 
 async def test_an_outage_of_the_registry_ends_nothing(server: MemoryServer) -> None:
-    leader, follower = Leading(server), Following(server)
+    leader, follower = leading(server), following(server)
     async with living(leader, follower):
         await all_met(leader, follower)
         both = leader.side.watch(_never, SOON), follower.side.watch(SOON)
@@ -188,20 +174,8 @@ async def test_an_outage_of_the_registry_ends_nothing(server: MemoryServer) -> N
             watch.cancel()
 
 
-async def test_a_host_that_is_lost_while_the_engine_starts_ends_the_start(server: MemoryServer) -> None:
-    leader, follower = Leading(server), Following(server)
-    async with living(leader, follower):
-        await all_met(leader, follower)
-        start = asyncio.create_task(start_while_there(_for_ever(), follower.side))
-        await server.kill(leader.registry)
-        with pytest.raises(ExceptionGroup) as failed:
-            await asyncio.wait_for(start, 30)
-        assert failed.group_contains(EngineDead)
-        assert await start_while_there(_at_once(), leader.side) == 1
-
-
 async def test_a_follower_that_stops_lets_the_leader_drain(server: MemoryServer) -> None:
-    leader, follower = Leading(server), Following(server)
+    leader, follower = leading(server), following(server)
     drains = asyncio.Event()
     async with living(leader, follower):
         await all_met(leader, follower)
@@ -220,7 +194,3 @@ def _never() -> None:
 
 async def _for_ever() -> None:
     await asyncio.Event().wait()
-
-
-def _at_once() -> Awaitable[int]:
-    return asyncio.sleep(0, 1)

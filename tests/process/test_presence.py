@@ -4,7 +4,7 @@ import pytest
 
 from pdserve import __version__
 from pdserve.process.presence import Presence, generation, refusal
-from pdserve.records import WIRE, Instance, ModelCard, Role, encode_record
+from pdserve.records import WIRE, Instance, ModelCard, Role, decode_instance, encode_record
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner
@@ -16,19 +16,18 @@ def card(fingerprint: str, generation: int = 0, created: int = 0) -> ModelCard:
     return ModelCard("m", "/m", fingerprint=fingerprint, generation=generation, created=created)
 
 
-def test_the_first() -> None:
-    assert generation(card("a"), []) == 1
-
-
-def test_a_card_like_a_present_one_has_its_generation() -> None:
-    there = [card("a", 3), card("b", 4)]
-    assert generation(card("a", created=99), there) == 3
-    assert generation(card("b"), there) == 4
-
-
-def test_a_change_is_newer_than_all_that_is_there() -> None:
-    assert generation(card("c"), [card("a", 3, created=10**12), card("b", 4)]) == 5
-    assert generation(card("a"), [card("b", 4)]) == 5, "and so is going back"
+@pytest.mark.parametrize(
+    ("own", "there", "expected"),
+    [
+        (card("a"), [], 1),
+        (card("a", created=99), [card("a", 3), card("b", 4)], 3),
+        (card("c"), [card("a", 3, created=10**12), card("b", 4)], 5),
+        (card("a"), [card("b", 4)], 5),
+    ],
+    ids=["the first", "like one that is there", "a change is newer than all", "and so is going back"],
+)
+def test_the_generation_of_a_card(own: ModelCard, there: list[ModelCard], expected: int) -> None:
+    assert generation(own, there) == expected
 
 
 async def test_a_frontend_announces_itself_also_while_the_registry_is_away() -> None:
@@ -39,7 +38,10 @@ async def test_a_frontend_announces_itself_also_while_the_registry_is_away() -> 
         await server.down()
         await mine.announce()
         await server.up()
-        assert list(await other.read("instances/")) == ["instances/frontend/frontend-0"]
+        ((key, record),) = (await other.read("instances/")).items()
+        assert key == "instances/frontend/frontend-0"
+        said = decode_instance(record)
+        assert (said.version, said.wire) == (__version__, WIRE)
         await mine.leave()
         assert await other.read("") == {}
 
@@ -72,19 +74,9 @@ async def test_a_process_whose_messages_others_do_not_understand_waits_and_says_
         await until(lambda: joining.done() and not view.slots())
 
 
-@pytest.mark.parametrize("wire", [WIRE - 1, WIRE, WIRE + 1])
-async def test_neighbours_register_beside_each_other_and_say_what_they_are(wire: int) -> None:
-    async with MemoryRegistry(MemoryServer(), "t") as registry, RegistryView(registry) as view:
-        neighbour = Instance("decode-0-a", Role.DECODE, wire=wire)
-        await registry.put(keys.instance(neighbour), encode_record(neighbour))
-        mine = Presence(registry, Instance("decode-1-b", Role.DECODE), None)
-        await mine.until_understood()
-        await mine.announce()
-        await until(lambda: len(view.instances()) == 2)
-        assert (view.instances()[1].version, view.instances()[1].wire) == (__version__, WIRE)
-
-
-def test_of_many_builds_that_are_too_far_the_first_is_named_and_the_others_are_counted() -> None:
-    assert refusal([]) == ""
+def test_only_builds_that_are_too_far_are_refused_and_the_first_is_named() -> None:
+    assert (
+        refusal([Instance("decode-0-a", Role.DECODE, wire=wire) for wire in (WIRE - 1, WIRE, WIRE + 1)]) == ""
+    )
     many = [Instance(f"decode-{number}-a", Role.DECODE, wire=WIRE + 2) for number in range(3)]
     assert "beside decode-0-a and 2 more of pdserve" in refusal(many)

@@ -54,18 +54,3 @@ async def test_streams_that_are_not_used_any_more_are_removed(
     assert there("gone") == (fate == "kept")
     assert all(map(there, ("with requests", "pulled from", "new")))
     assert there("x", "n"), "another model's"
-
-
-async def test_a_stream_that_was_removed_too_early_is_made_again(nats_url: str, namespace: str) -> None:
-    decode, prefill = (
-        JetStreamQueue(nats_url, namespace, "m", StreamLimits(abandoned=0.0)) for _ in range(2)
-    )
-    for side in (decode, prefill):
-        side.bind("old")
-    new = JetStreamQueue(nats_url, namespace, "m", StreamLimits(abandoned=0.0))
-    new.bind("new")
-    async with decode, prefill:
-        async with new:
-            pass
-        await publish(decode, "a")
-        assert ids(await prefill.pull(1, 2.0)) == ["a"]

@@ -4,14 +4,12 @@ import asyncio
 import time
 from pathlib import Path
 
-import nats
-import nats.js.errors
 import pytest
 
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
-from pdserve.queue import connect, server_info
+from pdserve.queue import connect
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
 from pdserve.supervisor.embedded import EmbeddedNats
@@ -19,11 +17,15 @@ from tests.conditions import until
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
 from tests.queue.requests import ids, publish, request
+from tests.queue.test_changed_by_hand import by_hand
 from tests.servers import hung, nats_server, restart
-from tests.tcp import tcp_server
 
 
-@pytest.mark.parametrize("lose_data", [False, True])
+@pytest.mark.parametrize(
+    ("outage", "lose_data"),
+    [("memory_outage", False), ("memory_outage", True), ("nats_outage", True)],
+    indirect=["outage"],
+)
 async def test_everything_goes_on_when_the_server_is_back(outage: Outage, lose_data: bool) -> None:
     decode, prefill = await outage.queues(), await outage.queues()
     answers, cancels = decode.answers("decode-0-a"), prefill.notices()
@@ -143,25 +145,18 @@ async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage)
         assert publishing.cancelled()
 
 
-async def test_the_stream_is_made_anew_when_it_is_deleted(nats_outage: NatsOutage) -> None:
-    decode, prefill = await nats_outage.queues(), await nats_outage.queues()
-    pulling = asyncio.create_task(prefill.pull(1, 5))
-    await publish(decode, "a")
-    assert ids(await pulling) == ["a"]
-    for _ in range(2):
-        await _delete_streams(nats_outage)
-        await publish(decode, "b")
-        assert ids(await prefill.pull(1, 2)) == ["b"]
-        await _delete_streams(nats_outage)
-        assert await prefill.pull(1, 0.1) == []
-
-
-async def _delete_streams(outage: NatsOutage) -> None:
-    client = await nats.connect(outage.server.url, tls=outage.tls)
-    js = client.jetstream()
-    for stream in await js.streams_info():
-        await js.delete_stream(stream.config.name or "")
-    await client.close()
+async def test_what_is_published_after_the_stream_was_deleted_is_not_lost(
+    nats_url: str, namespace: str
+) -> None:
+    """It is made anew at once, not when it is looked at again."""
+    async with connect(nats_url, namespace, "m") as decode, connect(nats_url, namespace, "m") as prefill:
+        for name in ("a", "b", "c"):
+            await publish(decode, name)
+            assert ids(await prefill.pull(1, 2)) == [name]
+            async with by_hand(nats_url, namespace) as (js, stream):
+                await js.delete_stream(stream)
+            if name == "b":
+                assert await prefill.pull(1, 0.1) == []
 
 
 async def test_a_server_that_comes_late(tmp_path: Path) -> None:
@@ -189,20 +184,6 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=rf"{server.url} runs without JetStream"):
             async with connect(server.url, "ns", "m"):
                 pass
-
-
-async def test_what_a_server_says_of_itself(nats_url: str) -> None:
-    assert (await server_info(nats_url))["jetstream"]
-
-    async def other(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400\r\n")
-        writer.close()
-
-    async with tcp_server(other) as port:
-        with pytest.raises(OSError, match="no NATS server"):
-            await server_info(f"nats://127.0.0.1:{port}")
-    with pytest.raises(OSError, match="Connect call failed"):
-        await server_info(f"nats://127.0.0.1:{port}")
 
 
 async def test_a_late_answer_to_a_ping_is_no_end_of_reading(

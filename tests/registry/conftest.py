@@ -1,15 +1,18 @@
 """Both implementations behind one fixture. Each registry is what one process has."""
 
+import asyncio
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from pdserve.credentials import Credentials
-from pdserve.registry.base import Registry
-from pdserve.registry.etcd import EtcdRegistry
+from pdserve.registry.base import Change, Registry, apply
+from pdserve.registry.etcd import LEASE_TTL, EtcdRegistry
+from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import etcd_server, kill, restart
 
@@ -49,7 +52,7 @@ class EtcdStage(Stage):
         self.server = etcd_server(state_dir, credentials=credentials)
         self.credentials = credentials
 
-    def registry(self) -> Registry:
+    def registry(self) -> EtcdRegistry:
         return EtcdRegistry(self.server.url, "ns", TTL, credentials=self.credentials)
 
     async def down(self) -> None:
@@ -61,12 +64,12 @@ class EtcdStage(Stage):
         await restart(self.server)
 
 
-class _SharedEtcd(Stage):
-    def __init__(self, url: str, namespace: str) -> None:
-        self._url, self._namespace = url, namespace
+class SharedEtcd(Stage):
+    def __init__(self, url: str, namespace: str, ttl: int = LEASE_TTL) -> None:
+        self.url, self.namespace, self._ttl = url, namespace, ttl
 
-    def registry(self) -> Registry:
-        return EtcdRegistry(self._url, self._namespace)
+    def registry(self) -> EtcdRegistry:
+        return EtcdRegistry(self.url, self.namespace, self._ttl)
 
     async def down(self) -> None:
         raise NotImplementedError("other tests use it")
@@ -78,11 +81,15 @@ class _SharedEtcd(Stage):
 @pytest.fixture(params=["memory", "etcd"])
 def stage(request: pytest.FixtureRequest, namespace: str) -> Stage:
     """For the registry in memory no server is started."""
-    return (
-        MemoryStage()
-        if request.param == "memory"
-        else _SharedEtcd(request.getfixturevalue("etcd_url"), namespace)
-    )
+    if request.param == "memory":
+        return MemoryStage()
+    return SharedEtcd(request.getfixturevalue("etcd_url"), namespace)
+
+
+@pytest.fixture
+def shared(etcd_url: str, namespace: str) -> SharedEtcd:
+    """Of which a test may harm its own keys and leases, which are short."""
+    return SharedEtcd(etcd_url, namespace, TTL)
 
 
 @pytest.fixture
@@ -97,3 +104,34 @@ async def etcd_stage(tmp_path: Path, credentials: Credentials) -> AsyncIterator[
 def outage(request: pytest.FixtureRequest) -> Stage:
     etcd: Stage | None = request.getfixturevalue("etcd_stage") if request.param == "etcd" else None
     return etcd or MemoryStage()
+
+
+class Following:
+    """A watch, followed in the background."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, bytes] | None = None
+        self.changes: list[Change] = []
+
+    async def follow(self, registry: Registry, prefix: str) -> None:
+        async for changes in registry.watch(prefix):
+            self.state = self.state or {}
+            apply(changes, self.state)
+            self.changes += changes
+
+    async def until(self, state: dict[str, bytes], within: float = 30.0) -> None:
+        await until(lambda: self.state == state, within)
+
+
+@asynccontextmanager
+async def following(registry: Registry, prefix: str = "") -> AsyncIterator[Following]:
+    """Entered when the present state has been read."""
+    followed = Following()
+    task = asyncio.create_task(followed.follow(registry, prefix))
+    try:
+        await until(lambda: followed.state is not None or task.done())
+        yield followed
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -8,8 +8,7 @@ from pdserve.errors import RegistryUnavailable
 from pdserve.registry.base import Change
 from pdserve.registry.etcd import LEASE_TTL
 from tests.conditions import until
-from tests.registry.conftest import Stage
-from tests.registry.following import following
+from tests.registry.conftest import Stage, following
 
 
 async def test_put_read_delete(stage: Stage) -> None:

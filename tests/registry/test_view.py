@@ -1,7 +1,4 @@
-import asyncio
 from collections.abc import AsyncIterator
-
-import pytest
 
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
@@ -51,48 +48,6 @@ async def test_a_worker_that_vanished_is_remembered(stage: Stage) -> None:
         await registry.put(keys.instance(DECODE), encode_record(DECODE))
         await until(lambda: bool(view.instances()))
         assert view.gone() == []
-
-
-async def test_changes_are_yielded(stage: Stage) -> None:
-    async with stage.registry() as registry, RegistryView(registry) as view:
-        changes: AsyncIterator[None] = view.changes()
-        await anext(changes)
-        await registry.put(keys.instance(DECODE), encode_record(DECODE))
-        async with asyncio.timeout(5):
-            while not view.instances():
-                await anext(changes)
-
-
-async def test_what_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    server = MemoryServer()
-    async with MemoryRegistry(server) as registry:
-        await registry.put(keys.instance(DECODE), encode_record(DECODE))
-        await registry.put("instances/decode/broken", b"{")
-        await registry.put(keys.setting("x"), b"\xff", leased=False)
-        await registry.put("elsewhere", b"ignored")
-        async with RegistryView(registry) as view:
-            assert view.instances() == [DECODE]
-            assert view.settings() == {}
-            await registry.put(keys.instance(DECODE), b"now broken")
-            await until(lambda: not view.instances())
-    assert "instances/decode/broken is left out" in caplog.text
-
-
-async def test_during_an_outage_it_stands_still() -> None:
-    server = MemoryServer()
-    async with (
-        MemoryRegistry(server) as registry,
-        MemoryRegistry(server) as other,
-        RegistryView(registry) as view,
-    ):
-        await other.put(keys.instance(DECODE), encode_record(DECODE))
-        await until(lambda: view.instances() == [DECODE])
-        await server.down()
-        assert view.instances() == [DECODE]
-        await server.kill(other)
-        assert view.instances() == [DECODE]
-        await server.up()
-        await until(lambda: not view.instances())
 
 
 class WatchedAnew(MemoryRegistry):

@@ -1,4 +1,4 @@
-"""Streams in plain and with TLS behind one fixture, on both event loops."""
+"""Streams in plain and with TLS behind one fixture, on the event loop of the roles."""
 
 import asyncio
 import ssl
@@ -48,7 +48,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine fifty TLS handshakes in one process take longer than a worker would be given."""
+    """On a busy machine many TLS handshakes in one process take longer than a worker would be given."""
     monkeypatch.setattr(tcp, "CONNECT_WITHIN", 60.0)
 
 
@@ -64,5 +64,4 @@ def wire(request: pytest.FixtureRequest, credentials: Credentials) -> Wire:
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Roles run on uvloop."""
-    return {"asyncio": asyncio.SelectorEventLoop, "uvloop": Loop}
+    return {"uvloop": Loop}

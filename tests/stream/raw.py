@@ -59,16 +59,14 @@ class Relay:
     """which leads to a server"""
     cut: asyncio.Event
     """once it is set nothing passes, and neither side is told"""
-    seen: bytearray
 
 
 @asynccontextmanager
 async def relay(address: str) -> AsyncIterator[Relay]:
-    cut, seen = asyncio.Event(), bytearray()
+    cut = asyncio.Event()
 
     async def pump(reader: StreamReader, writer: StreamWriter) -> None:
         while not cut.is_set() and (data := await reader.read(1000)):
-            seen.extend(data)
             if not cut.is_set():
                 writer.write(data)
         await asyncio.Event().wait()
@@ -79,7 +77,7 @@ async def relay(address: str) -> AsyncIterator[Relay]:
             await asyncio.gather(*ways, return_exceptions=True)
 
     async with tcp_server(join) as port:
-        yield Relay(f"{address.partition('://')[0]}://127.0.0.1:{port}", cut, seen)
+        yield Relay(f"{address.partition('://')[0]}://127.0.0.1:{port}", cut)
 
 
 def client_hello(credentials: Credentials) -> bytes:

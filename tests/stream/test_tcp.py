@@ -23,13 +23,14 @@ from tests.stream.raw import client_hello, frame, raw, relay
 from tests.tcp import tcp_server
 from tests.test_malformed import GARBAGE
 
-pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
-"""as the roles run"""
+TLS = pytest.mark.parametrize("wire", ["tls"], indirect=True)
+"""for what takes seconds and does not depend on it"""
 
 
 # networks
 
 
+@TLS
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
     async with (
@@ -51,20 +52,27 @@ async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
 
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_silent_frontend_is_given_up_and_told_so(wire: Wire) -> None:
-    async with wire.server(silence=0.3) as server, wire.raw(server.address) as silent:
-        await silent.greet("f")
-        assert await anext(server.received()) == ("f", None)
-        assert await silent.closed()
+    """Also after another one has gone."""
+    async with wire.server(silence=0.3) as server:
+        received = server.received()
+        async with wire.raw(server.address) as gone:
+            await gone.greet("gone")
+        assert await asyncio.wait_for(anext(received), 30) == ("gone", None)
+        async with wire.raw(server.address) as silent:
+            await silent.greet("silent")
+            assert await asyncio.wait_for(anext(received), 30) == ("silent", None)
+            assert await silent.closed()
 
 
+@TLS
 @pytest.mark.usefixtures("quick_beats")
 async def test_neither_idling_nor_a_stall_of_the_process_ends_a_connection(wire: Wire) -> None:
     async with wire.server(silence=1) as server, wire.client(server.address, "f", silence=1) as client:
         received = server.received()
         first, idle = asyncio.ensure_future(anext(received)), asyncio.ensure_future(anext(client.received()))
-        await asyncio.sleep(1.5)
-        time.sleep(1.2)  # noqa: ASYNC251 (the stall)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
+        time.sleep(1.1)  # noqa: ASYNC251 (the stall)
+        await asyncio.sleep(0.3)
         assert not idle.done()
         assert 0 < (client.round_trip or 0) < 1
         await client.send(Hello("1"))
@@ -75,19 +83,33 @@ async def test_neither_idling_nor_a_stall_of_the_process_ends_a_connection(wire:
 # back-pressure
 
 
+@TLS
 async def test_a_frontend_that_stops_reading_is_waited_for_and_then_gone(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(framing, "MAX_UNSENT", 1 << 20)
-    async with wire.server() as server, wire.raw(server.address) as stopped:
-        await stopped.greet("f")
-        stopped.stop_reading()
+    """With many senders at once, what is not sent stays within the bound."""
+    monkeypatch.setattr(framing, "MAX_UNSENT", 100_000)
+    async with wire.server() as server, wire.raw(server.address) as slow:
+        await slow.greet("f")
+        slow.stop_reading()
+        connection, big = server._frontends["f"], Outputs([b"x" * 50_000])
+        while _unsent(connection) <= 100_000:
+            await server.send("f", big)
+        waiting = [asyncio.create_task(server.send("f", big)) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        assert _unsent(connection) < 200_000
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        reading = asyncio.create_task(slow.closed())
+        await asyncio.gather(*waiting)  # it reads again in time: nothing is lost
+        reading.cancel()
+        await asyncio.wait({reading})
+        slow.stop_reading()
         before = 0.0
         with suppress(PeerGone):
             while True:
-                assert _unsent(server._frontends["f"]) < framing.MAX_UNSENT + 20_000
+                assert _unsent(connection) < 200_000
                 before = time.monotonic()
-                await server.send("f", Outputs([b"x" * 10_000]))
+                await server.send("f", big)
         assert time.monotonic() - before > 0.9 * framing.SEND_WITHIN
         assert await anext(server.received()) == ("f", None)
 
@@ -97,25 +119,7 @@ def _unsent(connection: FramedConnection) -> int:
     return connection._transport.get_write_buffer_size()
 
 
-async def test_many_senders_at_once_stay_within_the_bound(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(framing, "MAX_UNSENT", 100_000)
-    async with wire.server() as server, wire.raw(server.address) as slow:
-        await slow.greet("slow")
-        slow.stop_reading()
-        connection, big = server._frontends["slow"], Outputs([b"x" * 50_000])
-        while _unsent(connection) <= 100_000:
-            await server.send("slow", big)
-        waiting = [asyncio.create_task(server.send("slow", big)) for _ in range(100)]
-        await asyncio.sleep(0.1)
-        assert _unsent(connection) < 200_000
-        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
-        reading = asyncio.create_task(slow.closed())
-        await asyncio.gather(*waiting)  # it reads again in time: nothing is lost
-        reading.cancel()
-
-
+@TLS
 async def test_a_frontend_that_takes_a_burst_slowly_is_kept(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +143,7 @@ async def test_a_frontend_that_takes_a_burst_slowly_is_kept(
         reading.cancel()
 
 
+@TLS
 @pytest.mark.usefixtures("quick_beats")
 async def test_a_worker_that_does_not_read_holds_its_frontends_back(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
@@ -168,6 +173,7 @@ async def test_a_worker_that_does_not_read_holds_its_frontends_back(
 async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
     wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A kind of message that only a newer worker knows is skipped."""
     async with wire.server() as server:
         at_server = server.received()
         waiting = asyncio.ensure_future(anext(at_server))
@@ -175,6 +181,9 @@ async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
             await client.send(Hello("1"))
             assert await waiting == ("f", Hello("1"))
             at_client = client.received()
+            for number in ("1", "2"):
+                invented = {"type": "Invented", "request_id": number}
+                server._frontends["f"].write(msgspec.msgpack.encode(invented))
             await server.send("f", Failed("r", "before"))
             server._frontends["f"].write(b"\xc1 not msgpack")
             await server.send("f", Failed("r", "after"))
@@ -184,22 +193,8 @@ async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
             with pytest.raises(PeerGone):
                 await client.send(Hello("2"))
             assert await anext(at_server) == ("f", None)
-    assert "a message that cannot be read" in caplog.text
-
-
-async def test_a_kind_of_message_that_only_a_newer_worker_knows_is_skipped(
-    wire: Wire, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with wire.server() as server, wire.client(server.address, "f") as client:
-        await client.send(Hello("1"))
-        await anext(server.received())
-        for number in (1, 2):
-            server._frontends["f"].write(
-                msgspec.msgpack.encode({"type": "Invented", "request_id": str(number)})
-            )
-        await server.send("f", Failed("r", "after"))
-        assert await anext(client.received()) == Failed("r", "after")
     assert caplog.text.count("sends Invented, which is skipped") == 1
+    assert "a message that cannot be read" in caplog.text
 
 
 async def test_messages_of_a_frontend_that_cannot_be_decoded_are_skipped(
@@ -304,7 +299,7 @@ async def test_a_frame_without_an_end_takes_no_more_memory_than_was_sent(wire: W
             assert await worse.closed()
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize("chunk", [1, 1000])
 async def test_frames_arrive_whole_however_they_are_cut(wire: Wire, chunk: int) -> None:
     messages = [Cancel(["a" * size]) for size in (0, 1, 300, 70_000 if chunk > 3 else 700)]
     data = b"".join(frame(encode(message)) + frame(b"") for message in messages)
@@ -330,9 +325,7 @@ async def _saying(wire: Wire, answer: bytes) -> AsyncIterator[str]:
         yield f"{wire.scheme}://127.0.0.1:{port}"
 
 
-@pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"\xff" * 64, frame(GREETING + b" f"), bytes(8)]
-)
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", frame(GREETING + b" f"), bytes(8)])
 async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
     wire: Wire, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,15 +335,6 @@ async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
         with pytest.raises(PeerGone):
             async with wire.client(address, "f"):
                 pass
-
-
-@pytest.mark.parametrize(
-    "address", ["", "garbage", "tcp://", "tcp://h", "tcp://h:x", "tcp://h:99999", "http://h:1"]
-)
-async def test_an_address_that_cannot_be_read_is_a_peer_that_is_gone(wire: Wire, address: str) -> None:
-    with pytest.raises(PeerGone):
-        async with wire.client(address, "f"):
-            pass
 
 
 # what is left
@@ -413,6 +397,7 @@ async def test_a_workers_last_messages_arrive_though_the_frontend_goes_on_sendin
     await leaving
 
 
+@TLS
 async def test_a_worker_leaves_though_a_frontend_does_not_read(wire: Wire) -> None:
     server = await wire.server().__aenter__()
     async with wire.raw(server.address) as stopped:

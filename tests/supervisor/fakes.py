@@ -7,11 +7,10 @@ import textwrap
 from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
-from typing import TextIO
 
 from pdserve.graph import ProcessSpec
 from pdserve.process.presence import instance_id
-from pdserve.records import Instance, Role, SlotState, decode_instance, decode_slot_state, encode_record
+from pdserve.records import Instance, Role, SlotState, decode_slot_state, encode_record
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor.exits import Guardian
@@ -26,14 +25,14 @@ from tests.memory.registry import MemoryRegistry, MemoryServer
 QUICK = RestartPolicy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, kills=5)
 """for tests that want restarts now"""
 
-SERVE = """
+UP = 'print("up", os.getpid(), os.environ["PDSERVE_BOOT"], flush=True); time.sleep(600)'
+SERVE = f"""
     import os, signal, sys, time
     def stop(*_):
         print("drained", flush=True)
         sys.exit(0)
     signal.signal(signal.SIGTERM, stop)
-    print("up", os.getpid(), flush=True)
-    time.sleep(600)
+    {UP}
 """
 """a role that behaves"""
 
@@ -44,8 +43,8 @@ def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> P
 
 
 class Graph:
-    """Supervised fake roles; `async with` runs them and stops them. A role is registered once it has printed `up` and
-    its pid, and its lease lives until the test calls `lease_ends`."""
+    """Supervised fake roles; `async with` runs them and stops them. A role is registered once it has printed `up`, and
+    its lease lives until the test calls `lease_ends`."""
 
     def __init__(
         self,
@@ -54,15 +53,12 @@ class Graph:
         registered: bool = True,
         policy: RestartPolicy = QUICK,
         patience: float = 10,
-        stream: TextIO | None = None,
     ) -> None:
         self.stream = StringIO()
-        self.output = ProcessOutput(folder / "logs", stream=stream or self.stream)
+        self.output = ProcessOutput(folder / "logs", stream=self.stream)
         self.ready = asyncio.Event()
         self.on_ready: Callable[[], None] = self.ready.set
         self.reported: list[SlotState] = []
-        self.removed: list[int] = []
-        """pids of instances that were taken off the registry"""
         self._registered = registered
         self._specs, self._policy, self._patience = specs, policy, patience
         self._registry = MemoryRegistry(MemoryServer())
@@ -116,34 +112,18 @@ class Graph:
     async def _register(self) -> None:
         while True:
             for line in [line for line in self.text.splitlines() if " up " in line]:
-                pid = int(line.rsplit(" ", 1)[1])
-                if pid not in self._registrations and (boot := _boot(pid)):
-                    name = line.split()[2]
-                    instance = Instance(instance_id(name, boot), Role(name.split("-")[0]), pid=pid)
-                    self._registrations[pid] = keys.instance(instance)
+                name, pid, boot = (line.split()[word] for word in (2, -2, -1))
+                if int(pid) not in self._registrations:
+                    instance = Instance(instance_id(name, boot), Role(name.split("-")[0]), pid=int(pid))
+                    self._registrations[instance.pid] = keys.instance(instance)
                     await self._registry.put(keys.instance(instance), encode_record(instance), leased=False)
             await asyncio.sleep(0.005)
 
     async def _follow(self) -> None:
-        pids: dict[str, int] = {}
-        async for changes in self._registry.watch(""):
-            for change in changes:
-                if change.key.startswith(keys.SLOTS) and change.value:
-                    self.reported.append(decode_slot_state(change.value))
-                elif change.key.startswith(keys.INSTANCES) and change.value:
-                    pids[change.key] = decode_instance(change.value).pid
-                elif change.key.startswith(keys.INSTANCES):
-                    self.removed.append(pids[change.key])
+        async for changes in self._registry.watch(keys.SLOTS):
+            self.reported += [decode_slot_state(change.value) for change in changes if change.value]
 
 
 async def _nothing_missing() -> AsyncIterator[str]:
     if False:
         yield ""
-
-
-def _boot(pid: int) -> str:
-    """Empty where the process has ended."""
-    with contextlib.suppress(OSError):
-        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        return next(text for text in variables if text.startswith("PDSERVE_BOOT=")).partition("=")[2]
-    return ""

@@ -82,25 +82,6 @@ def line(process: "subprocess.Popen[str]") -> list[str]:
     return process.stdout.readline().split()
 
 
-@pytest.mark.parametrize(
-    ("role", "code"),
-    [("return 0", 0), ("return 1", 1), ("return 2", 2), ("os.kill(os.getpid(), signal.SIGKILL)", 137)],
-)
-def test_its_exit_code_is_the_roles(role: str, code: int) -> None:
-    with running(f"    {role}") as process:
-        assert process.wait(30) == code
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_goes_to_the_role_which_finishes(number: signal.Signals) -> None:
-    with running(ENDS) as process:
-        assert line(process)[0] == "role"
-        process.send_signal(number)
-        assert process.wait(30) == 0
-        assert process.stdout is not None
-        assert process.stdout.read().splitlines() == [f"got {number.name}", "drained"]
-
-
 async def test_ctrl_c_comes_once() -> None:
     """The terminal sends it to both."""
     with Terminal([sys.executable, "-c", HEAD + ENDS + TAIL], _environment()) as terminal:

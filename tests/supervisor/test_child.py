@@ -14,14 +14,6 @@ from pdserve.supervisor.guardian import alive, is_tracker, members
 from tests.conditions import until
 from tests.supervisor.fakes import fake
 
-GRANDCHILD = """
-    import os, subprocess, sys, time
-    child = subprocess.Popen([sys.executable, "-c",
-        "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"])
-    print("child", child.pid, flush=True)
-    time.sleep(600)
-"""
-
 
 def start(spec: ProcessSpec, on_line: Callable[[str], None]) -> Child:
     return Child(spec.name, spec.command, on_line, env=spec.env)
@@ -34,26 +26,25 @@ async def run(script: str, **env: str) -> tuple[Exit, list[str]]:
 
 
 async def test_every_line_of_both_streams_comes_in_order() -> None:
-    end, lines = await run("""
-        import os, sys
+    """Progress bars, bytes that are no text, long lines and half lines too."""
+    end, lines = await run(r"""
+        import sys
         for i in range(300):
             print(i, file=sys.stdout if i % 2 else sys.stderr, flush=True)
+        sys.stdout.buffer.write(b"10%\r20%\r\n\n\xff\xfe ok\n")
+        sys.stdout.write("x" * 200_000 + "\nno end")
     """)
-    assert lines == [str(i) for i in range(300)]
+    odd = ["10%", "20%", "\ufffd\ufffd ok", "x" * 200_000, "no end"]
+    assert lines == [*map(str, range(300)), *odd]
     assert end == Exit(0, tuple(lines[-30:]))
 
 
-async def test_progress_bars_long_lines_and_half_lines() -> None:
-    _, lines = await run(r"""
-        import sys
-        sys.stdout.write("10%\r20%\r\n\n" + "x" * 200_000 + "\nno end")
-    """)
-    assert lines == ["10%", "20%", "x" * 200_000, "no end"]
+async def test_a_line_that_cannot_be_taken_ends_no_reader() -> None:
+    def take(line: str) -> None:
+        raise KeyError(line)
 
-
-async def test_bytes_that_are_no_text_do_not_stop_it() -> None:
-    _, lines = await run(r"import sys; sys.stdout.buffer.write(b'\xff\xfe ok\nnext\n')")
-    assert lines == ["\ufffd\ufffd ok", "next"]
+    end = await start(fake("for i in range(50): print(i)"), take).wait()
+    assert (end.code, end.last_lines[-1]) == (0, "49")
 
 
 async def test_its_environment_its_stdin_and_a_group_of_its_own_in_our_session() -> None:
@@ -63,17 +54,6 @@ async def test_its_environment_its_stdin_and_a_group_of_its_own_in_our_session()
         COLOUR="red",
     )
     assert lines == ["red ''", f"True {os.getsid(0)}"]
-
-
-async def test_nothing_of_its_group_outlives_it() -> None:
-    lines: list[str] = []
-    child = start(fake(GRANDCHILD), lines.append)
-    await until(lambda: "deaf" in lines)
-    grandchild = int(next(line for line in lines if line.startswith("child")).split()[1])
-    child.kill()
-    end = await child.wait()
-    assert end.code == -signal.SIGKILL
-    assert not alive(grandchild)
 
 
 FORKED = """
@@ -104,13 +84,14 @@ def foreign_memory() -> Iterator[None]:
 @pytest.mark.parametrize(
     "noted", [True, False], ids=["all killed at once", "its tracker and its leader killed"]
 )
-async def test_shared_memory_is_cleaned_up_where_the_resource_tracker_was_killed_too(noted: bool) -> None:
-    """By its name, which is read from its own processes: what others have is left alone."""
+async def test_nothing_of_its_group_and_no_shared_memory_outlives_it(noted: bool) -> None:
+    """Memory goes by its name, which is read from its own processes: what others have is left alone."""
     lines: list[str] = []
     child = start(fake(FORKED), lines.append)
     await until(lambda: len(lines) == 2)
     paths = [Path("/dev/shm") / line.lstrip("/") for line in lines]
     assert all(path.exists() for path in paths)
+    group = members(child.pid)
     if noted:
         child.note_memory()
         os.killpg(child.pid, signal.SIGKILL)
@@ -118,8 +99,9 @@ async def test_shared_memory_is_cleaned_up_where_the_resource_tracker_was_killed
         for pid in filter(is_tracker, members(child.pid)):
             os.kill(pid, signal.SIGKILL)
         child.kill()
-    await child.wait()
+    assert (await child.wait()).code == -signal.SIGKILL
     assert not any(path.exists() for path in paths)
+    assert not any(map(alive, group))
 
 
 async def test_wait_returns_though_a_grandchild_in_another_group_holds_the_pipe() -> None:

@@ -6,12 +6,12 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
@@ -23,49 +23,53 @@ GRAPH = state.GraphRecord(
 )
 
 
-def test_one_graph_at_a_time(tmp_path: Path) -> None:
-    with (
-        state.locked(tmp_path),
-        pytest.raises(ConfigError, match=rf"Another graph runs on .* \(pid {os.getpid()}\)"),
-        state.locked(tmp_path),
-    ):
-        pass
+FLOCK = fcntl.flock
+
+
+def _flock_of_files(opened: int, how: int) -> None:
+    """As on NFS, where no folder can be locked."""
+    if stat.S_ISDIR(os.fstat(opened).st_mode):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    FLOCK(opened, how)
+
+
+@pytest.mark.parametrize("flock", [FLOCK, _flock_of_files], ids=["", "NFS"])
+def test_a_second_graph_is_refused_also_without_the_lock_file_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flock: Callable[[int, int], None]
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with state.locked(tmp_path) as folder:
+        folder.fresh_credentials()
+        folder.record(GRAPH)
+        before = _content(tmp_path)
+        for _ in range(2):
+            _assert_refused(tmp_path, rf"Another graph runs on .* \(pid {os.getpid()}\)")
+            (tmp_path / "lock").unlink()
+            if flock is FLOCK:
+                _assert_refused(tmp_path, "Another graph runs on")
+            folder.mend()
+            assert _content(tmp_path) == before
     with state.locked(tmp_path):
         pass
 
 
-def test_waits_for_the_guardian_of_a_killed_graph(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It holds the lock as well, until nothing is left of that graph."""
-    holder = (
-        "import os, pathlib, subprocess, sys; from pdserve.supervisor import state\n"
-        "with state.locked(pathlib.Path(sys.argv[1])) as folder:\n"
-        "    subprocess.Popen(['sleep', '1'], pass_fds=(folder.lock,), stdout=subprocess.DEVNULL)\n"
-        "    os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", holder, str(tmp_path)], check=False).returncode == -9
-    with state.locked(tmp_path):
-        assert "waiting for the graph on" in caplog.text
+def _assert_refused(folder: Path, why: str) -> None:
+    with pytest.raises(ConfigError, match=why), state.locked(folder):
+        pass
 
 
-def test_the_record_is_there_as_long_as_the_graph(tmp_path: Path) -> None:
-    assert state.read(tmp_path) is None
+def test_the_record_counts_as_long_as_the_graph_lives_and_it_is_whole(tmp_path: Path) -> None:
     with state.locked(tmp_path) as folder:
         folder.record(GRAPH)
         assert state.read(tmp_path) == GRAPH
     assert state.read(tmp_path) is None
-
-
-def test_a_record_of_a_dead_graph_counts_for_nothing(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead = subprocess.Popen(["true"])
     dead.wait()
-    state.write(tmp_path, state.GraphRecord(dead.pid, "f", "m", "n", "e", "q"))
+    state.write(tmp_path, replace(GRAPH, pid=dead.pid))
     assert state.read(tmp_path) is None
-
-
-@pytest.mark.parametrize("content", ["", "{}", "not json", '{"pid": "x"}'])
-def test_a_damaged_record_counts_for_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / "graph.json").write_text(content)
-    assert state.read(tmp_path) is None
+    for content in ("", "{}", "not json", '{"pid": "x"}'):
+        (tmp_path / "graph.json").write_text(content)
+        assert state.read(tmp_path) is None
 
 
 @pytest.fixture
@@ -111,56 +115,16 @@ def test_a_folder_of_another_user_is_not_emptied(short_path: Path) -> None:
     assert (short_path / "theirs/file").exists()
 
 
-def test_no_other_user_can_hold_the_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "locked"), [(0o755, 0o700), (0o1777, 0o1777)])
+def test_no_other_user_can_hold_the_lock_of_a_folder_that_not_all_share(
+    tmp_path: Path, mode: int, locked: int
+) -> None:
     """What may read the folder could, also where it was there before."""
-    for _ in range(2):
-        with state.locked(tmp_path):
-            assert tmp_path.stat().st_mode & 0o777 == 0o700
-            assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
-        tmp_path.chmod(0o755)
-        (tmp_path / "lock").chmod(0o644)
-
-
-def test_a_folder_that_all_users_share_stays_as_it_is(tmp_path: Path) -> None:
-    tmp_path.chmod(0o1777)
+    (tmp_path / "lock").touch(0o644)
+    tmp_path.chmod(mode)
     with state.locked(tmp_path):
-        assert tmp_path.stat().st_mode & 0o7777 == 0o1777
-
-
-def test_a_second_graph_is_refused_without_the_lock_file_and_changes_nothing(tmp_path: Path) -> None:
-    with state.locked(tmp_path) as folder:
-        credentials = folder.fresh_credentials()
-        folder.record(GRAPH)
-        before = _content(tmp_path)
-        (tmp_path / "lock").unlink()
-        with pytest.raises(ConfigError, match="Another graph runs on"), state.locked(tmp_path):
-            pass
-        folder.mend()
-        assert _content(tmp_path) == before
-        assert Credentials.load(credentials.folder) == credentials
-
-
-@pytest.fixture
-def no_locks_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on NFS."""
-    flock = fcntl.flock
-
-    def of_files(opened: int, how: int) -> None:
-        if stat.S_ISDIR(os.fstat(opened).st_mode):
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        flock(opened, how)
-
-    monkeypatch.setattr(fcntl, "flock", of_files)
-
-
-@pytest.mark.usefixtures("no_locks_of_folders")
-def test_one_graph_at_a_time_where_only_files_can_be_locked(tmp_path: Path) -> None:
-    with state.locked(tmp_path) as folder:
-        for _ in range(2):
-            with pytest.raises(ConfigError, match=f"pid {os.getpid()}"), state.locked(tmp_path):
-                pass
-            (tmp_path / "lock").unlink()
-            folder.mend()
+        assert tmp_path.stat().st_mode & 0o7777 == locked
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_vanishes_of_the_folder_is_made_anew(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,8 +142,7 @@ def test_what_vanishes_of_the_folder_is_made_anew(short_path: Path, caplog: pyte
                 assert f"{path} had vanished" in caplog.text or path == credentials.folder
             assert Credentials.load(credentials.folder) == credentials
             assert {path.stat().st_mode & 0o077 for path in state_dir.rglob("*")} == {0}
-            with pytest.raises(ConfigError, match="Another graph runs on"), state.locked(state_dir):
-                pass
+            _assert_refused(state_dir, "Another graph runs on")
             (state_dir / "graph.json").write_text("not ours")
             folder.mend()
             assert state.read(state_dir) == GRAPH

@@ -263,12 +263,7 @@ FEATURES: tuple[Fault, ...] = (
     _fault(
         "draft-kill",
         "one decode worker of those that look drafts up: SIGKILL in the middle of answers",
-        Trial(
-            of_text,
-            _kill_decode,
-            key="speculative-config",
-            series=_ACCEPTED,
-        ),
+        Trial(of_text, _kill_decode, key="speculative-config", series=_ACCEPTED),
         {"VllmWorker": {"speculative-config": _DRAFTS}},
     ),
     _fault(

@@ -194,12 +194,8 @@ class Measuring:
 def noise(first: GoodputResult, again: GoodputResult) -> float | None:
     """Return by how much two measurements of the same system differ, as a share; None where one of them did not get
     far."""
-    ours, theirs, low, high = (
-        first.search.estimate,
-        again.search.estimate,
-        again.search.carried,
-        again.search.broken,
-    )
+    ours, theirs = first.search.estimate, again.search.estimate
+    low, high = again.search.carried, again.search.broken
     if not ours or not theirs or not low or not high or high / low > _NARROW:
         return None
     return abs(ours - theirs) / max(ours, theirs)

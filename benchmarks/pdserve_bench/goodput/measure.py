@@ -106,12 +106,7 @@ class Probe:
         return [max(gaps) for gaps in waits if gaps]
 
 
-async def probe(
-    endpoint: Endpoint,
-    users: Scalable,
-    made: Probe,
-    options: GoodputOptions,
-) -> None:
+async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: GoodputOptions) -> None:
     """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
     made.slo, run = options.slo, made.run
     others = ForeignLoad()
@@ -208,15 +203,12 @@ class Canary:
         begin = time.monotonic()
         while True:
             exchange = await self._ask()
-            if not exchange.error and exchange.ended - exchange.started <= 2 * self._usual + 0.05:
+            took = exchange.ended - exchange.started
+            if not exchange.error and took <= 2 * self._usual + 0.05:
                 return
             if time.monotonic() - begin > _IDLE_WITHIN:
-                answer = (
-                    exchange.error or f"answers a tiny request in {exchange.ended - exchange.started:.1f} s"
-                )
-                raise Unavailable(
-                    f"{self._endpoint.url} is not idle again {_IDLE_WITHIN:g} s after a probe: {answer}"
-                )
+                answer, late = exchange.error or f"a tiny request takes {took:.1f} s", f"{_IDLE_WITHIN:g} s"
+                raise Unavailable(f"{self._endpoint.url} is not idle again {late} after a probe: {answer}")
             await asyncio.sleep(0.2)
 
     async def _ask(self) -> Exchange:

@@ -140,29 +140,18 @@ def lead_of(result: GoodputResult) -> str:
     """The answer, in a sentence or two."""
     options, low, high = result.options, result.search.carried, result.search.broken
     promise = f"{100 * options.share:g} % of the requests keep the SLO: {options.slo}"
+    missed = sum((each.tally for each in result.of(high)), Tally()).describe()
     if low is None and high is None:
         return f"No probe came to its end: it is not known up to which rate {promise}."
     if high is None:
         return f"Goodput: at least {low:.3g} req/s, the highest rate that was tried: {promise}."
     if low is None:
-        return f"At no rate {promise}. At {high:.3g} req/s, the lowest that was tried, {_broken_at(result, high)}."
+        return f"At no rate {promise}. At {high:.3g} req/s, the lowest that was tried, missed: {missed}."
     return (
         f"Goodput: {result.search.estimate:.3g} req/s (very likely {_between(*result.search.interval)}). "
-        f"Up to {low:.3g} req/s, {promise}. At {high:.3g} req/s only {100 * result.share(high):.0f} % do: "
-        f"{_broken_at(result, high)}."
+        f"Up to {low:.3g} req/s, {promise}. At {high:.3g} req/s only {100 * result.share(high):.0f} % do; "
+        f"missed: {missed}."
     )
-
-
-def _broken_at(result: GoodputResult, rate: float) -> str:
-    tally = sum((probe.tally for probe in result.of(rate)), Tally())
-    judged = sum(probe.judged for probe in result.of(rate))
-    counts = {
-        "broke the TTFT": tally.ttft + tally.both,
-        "had too long a gap": tally.gap + tally.both,
-        "failed": tally.failed,
-    }
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{100 * count / judged:.0f} % {name}" for name, count in ordered if count)
 
 
 def _line(result: GoodputResult, made: Probe) -> str:

@@ -41,7 +41,7 @@ class SimModel:
     transfer_seconds: float = 0.0
     """fixed part of each transfer between two engines"""
     transfer_timeout: float = 3.0
-    """as the real connector's: `DEFAULT_FLOOR` in `pdserve/kv/connector.py`"""
+    """as the real connector's: `FLOOR` in `pdserve/kv/connector.py`"""
     lease: float = 30.0
     """seconds that a prefill engine keeps blocks for the decode engine"""
     fatal_token: int = 0

@@ -89,7 +89,7 @@ class AdmissionControl:
             raise BadRequest(text, "n" if size.n > 1 else size.several)
         self._check_inside(spare=spare)
         queue = self.spare if spare else self.queue
-        admission = Admission(self, queue, client, size, deadline, spare=spare)
+        admission = Admission(client, control=self, queue=queue, size=size, deadline=deadline, spare=spare)
         prompt = (1 + size.prompt_tokens + size.logprobs) / size.sequences
         admission.tokens = prompt + self._estimate().tokens(size.max_tokens)
         queue.tag(admission, min(GROUP, size.sequences))
@@ -105,7 +105,8 @@ class AdmissionControl:
     def bypass(self, client: str) -> Admission:
         """Admit a request that needs no decode worker. Raises Overloaded."""
         self._check_inside()
-        admission = Admission(self, self.queue, client, RequestSize(0, None, sequences=0), math.inf)
+        size = RequestSize(0, None, sequences=0)
+        admission = Admission(client, control=self, queue=self.queue, size=size, deadline=math.inf)
         self._inside.add(admission)
         admission.decide()
         return admission

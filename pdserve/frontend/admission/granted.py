@@ -4,7 +4,7 @@ for others."""
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2s
 from typing import Protocol
 
@@ -32,40 +32,30 @@ class ModelReplaced(Exception):
     """Another model has this one's name: the request has to wait for that one's workers."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Admission(QueueEntry):
     """One HTTP request, from its arrival to its end."""
 
-    def __init__(
-        self,
-        control: Control,
-        queue: "FairQueue[Admission]",
-        client: str,
-        size: RequestSize,
-        deadline: float,
-        *,
-        spare: bool = False,
-    ) -> None:
-        super().__init__(client)
-        self.queue = queue
-        """in which it waits"""
-        self.spare = spare
-        """it has places only while no other request waits"""
-        self.size = size
-        self.deadline = deadline
-        """monotonic seconds"""
-        self.queued = False
-        """it was not admitted at once"""
-        self.unused = False
-        """it has the permit that let it in, until its first sequence begins"""
-        self.requested: deque[SequencePermit] = deque()
-        """permits that the engine core waits for"""
-        self.unread = False
-        """its client has stopped to read the answer"""
-        self.paused: list[SequencePermit] = []
-        """until the client reads again"""
-        self.control = control
-        self._decided = asyncio.Event()
-        self._refusal: Exception | None = None
+    control: Control
+    queue: "FairQueue[Admission]"
+    """in which it waits"""
+    size: RequestSize
+    deadline: float
+    """monotonic seconds"""
+    spare: bool = False
+    """it has places only while no other request waits"""
+    queued: bool = False
+    """it was not admitted at once"""
+    unused: bool = False
+    """it has the permit that let it in, until its first sequence begins"""
+    requested: deque["SequencePermit"] = field(default_factory=deque)
+    """permits that the engine core waits for"""
+    unread: bool = False
+    """its client has stopped to read the answer"""
+    paused: list["SequencePermit"] = field(default_factory=list)
+    """until the client reads again"""
+    _decided: asyncio.Event = field(default_factory=asyncio.Event)
+    _refusal: Exception | None = None
 
     @property
     def short_name(self) -> str:

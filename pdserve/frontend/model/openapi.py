@@ -41,16 +41,14 @@ _PAGES = {
 
 def describe(document: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's description without the routes that are left out, with the frontend's own pages and errors."""
-    found = {path: operations for path, operations in document["paths"].items() if not _is_left_out(path)}
+    found = {
+        path: operations for path, operations in document["paths"].items() if not LEFT_OUT.fullmatch(path)
+    }
     paths = {
         path: {method: _with_errors(path, operation) for method, operation in operations.items()}
         for path, operations in {**found, **_PAGES}.items()
     }
     return {**document, "info": {"title": "pdserve", "version": pdserve.__version__}, "paths": paths}
-
-
-def _is_left_out(path: str) -> bool:
-    return LEFT_OUT.fullmatch(path) is not None
 
 
 def _with_errors(path: str, operation: Mapping[str, Any]) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class ServedModels:
     async def _serve_once(self, model: ServedModel) -> None:
         name = model.card.name
         async with AsyncExitStack() as stack:
-            serve = (await _import_processor()).serve_model
+            serve = (await asyncio.to_thread(_import_processor)).serve_model
             serving = serve(model.card, self._context, lambda: self._workers(model.card))
             processor: Processor = await stack.enter_async_context(serving)
             processor.core.on_capacity = model.admission.advance
@@ -307,20 +307,16 @@ def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
 async def _import_early() -> None:
     """Import vLLM before the first card comes: workers take longer to start than the import."""
     try:
-        await _import_processor()
+        await asyncio.to_thread(_import_processor)
     except ImportError:
         logger.exception("no model can be served: vLLM cannot be imported")
 
 
-async def _import_processor() -> ModuleType:
-    """Import vLLM in a thread, so that the frontend answers meanwhile."""
-    return await asyncio.to_thread(_import)
-
-
 @cache
-def _import() -> ModuleType:
-    """Import the processor, and freeze all objects of the import: a full garbage collection then takes 20-45 ms instead
-    of 500. Models are not frozen, since those that go would never be collected."""
+def _import_processor() -> ModuleType:
+    """Import vLLM (in a thread, so that the frontend answers meanwhile), and freeze all objects of the import: a full
+    garbage collection then takes 20-45 ms instead of 500. Models are not frozen, since those that go would never be
+    collected."""
     module = import_large("pdserve.frontend.model.processor")
     garbage.freeze()
     return module

@@ -7,9 +7,6 @@ vocabulary, as Qwen3 has them. Where the demo model would write a comma, this on
 
 import json
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.demo import MODEL_DIR
-from pdserve.ports import free_port
 from tests.conformance.pair import Pair
-from tests.e2e.graph import RealGraph, serving
-from tests.real import ARGUMENTS, GRAPH, one_vllm
+from tests.e2e.graph import RealGraph
 
-PARSERS = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True, "reasoning-parser": "qwen3"}
 NOT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -61,26 +55,7 @@ def make_model(folder: Path) -> Path:
 @dataclass(frozen=True)
 class Thinking:
     graph: RealGraph
-    """two decode workers and a prefill worker"""
+    """a decode worker and a prefill worker"""
     pair: Pair
-
-
-@contextmanager
-def thinking_servers(folder: Path) -> Iterator[Thinking]:
-    model = make_model(folder / "model")
-    ports = {"port": free_port("127.0.0.1"), "kv_port": free_port("127.0.0.1", 3)}
-    yaml = GRAPH.format(**ports, decode=2, prefill=1).replace("model: demo", f"model: {model}")
-    yaml += f"Processor: {json.dumps(PARSERS)}\n"
-    yaml = yaml.replace("VllmWorker:", "VllmWorker:\n  scheduling-policy: priority")
-    options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in PARSERS.items()]
-    arguments = [*ARGUMENTS.split(), *options, "--scheduling-policy=priority"]
-    for name in ("graph", "vllm"):
-        (folder / name).mkdir()
-    with ExitStack() as stack:
-        with ThreadPoolExecutor(1) as pool:  # they start side by side
-            starting = pool.submit(stack.enter_context, one_vllm(folder / "vllm", model, arguments))
-            graph = stack.enter_context(
-                serving(yaml, folder / "graph")
-            )  # it ends with the thread that starts it
-            vllm = starting.result()
-        yield Thinking(graph, stack.enter_context(Pair(graph.url, vllm.url)))
+    adapters: dict[str, Path]
+    """folders of LoRA adapters"""

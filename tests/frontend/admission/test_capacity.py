@@ -24,10 +24,10 @@ def decode_worker(*, at_once: int = 8, kv: int = 1000) -> Instance:
     [
         (decode_worker(), Requests(), 1, Capacity(8, 8, 1000)),
         (decode_worker(), Requests(4, 300), 1, Capacity(8, 4, 700)),
-        (decode_worker(), Requests(8, 300), 1, Capacity(8, 0, 700)),
         (decode_worker(), Requests(15, 300), 1, Capacity(8, 0, 700)),
         (decode_worker(at_once=0), Requests(), 1, Capacity(256, 256, 1000)),
         (decode_worker(kv=0), Requests(1, 10**9), 1, Capacity(8, 7, float("inf"))),
+        (Instance("a", Role.DECODE, draining=True), Requests(), 1, Capacity()),
         # one more for each in remote prefill, up to a quarter
         (decode_worker(), Requests(8, load=Load(waiting=1, remote=1)), 1, Capacity(8, 1, 1000)),
         (decode_worker(), Requests(8, load=Load(waiting=8, remote=8)), 1, Capacity(8, 2, 1000)),
@@ -48,7 +48,3 @@ def decode_worker(*, at_once: int = 8, kv: int = 1000) -> Instance:
 )
 def test_capacity(worker: Instance, ours: Requests, frontends: int, expected: Capacity) -> None:
     assert worker_capacity(worker, ours, frontends) == expected
-
-
-def test_a_draining_worker_has_no_capacity() -> None:
-    assert worker_capacity(Instance("a", Role.DECODE, draining=True), Requests(), 1) == Capacity()

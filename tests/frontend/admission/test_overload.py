@@ -2,9 +2,8 @@
 turn, and the other requests are refused at once with the time to come again."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -37,21 +36,17 @@ def flood(graph: Graph, count: int, **changes: Any) -> "list[asyncio.Task[httpx.
 
 
 async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(worker(graph))
-        other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
-        polite = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=graph.url, transport=other, timeout=30)
-        )
+    other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+    async with (
+        worker(graph) as engine,
+        httpx.AsyncClient(base_url=graph.url, transport=other, timeout=30) as polite,
+    ):
         admission = graph.models.find(NAME).admission
         admission.limits = AdmissionLimits(max_waiting=40)
-        crowd = flood(graph, 60)
+        crowd = flood(graph, 60, max_tokens=20)
         await until(lambda: len(admission) == 40)
-        waits = []
         for _ in range(3):
-            begun = time.monotonic()
             answer = await polite.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
-            waits.append(time.monotonic() - begun)
             assert answer.status_code == 200
             assert engine.usage.running + engine.usage.waiting <= PLACES
         assert len(admission) > 10  # they did not wait for the flood
@@ -72,12 +67,12 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
 async def test_what_is_flexible_pauses_for_the_rest_and_goes_on(graph: Graph) -> None:
     async with worker(graph) as engine:
         admission = graph.models.find(NAME).admission
-        crowd = flood(graph, 8, service_tier="flex", max_tokens=100)
+        crowd = flood(graph, 8, service_tier="flex", max_tokens=60)
         await until(lambda: engine.usage.running == PLACES)
         answers = await asyncio.gather(*(complete(graph, model=NAME, max_tokens=2) for _ in range(PLACES)))
         assert [answer.status_code for answer in answers] == [200] * PLACES
         assert not any(task.done() for task in crowd)
-        assert {answer.text.count('"text"') for answer in await asyncio.gather(*crowd)} == {100}
+        assert {answer.text.count('"text"') for answer in await asyncio.gather(*crowd)} == {60}
         assert not len(admission.spare)
         assert admission._estimate().output_tokens <= 30, "it says nothing of the others"
         assert await engine.all_blocks_free()
@@ -100,9 +95,7 @@ async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
         admission = graph.models.find("demo").admission
         answers = [asyncio.create_task(complete(graph)) for _ in range(5)]
         await until(lambda: (len(first.jobs), len(second.jobs), len(admission)) == (2, 2, 1))
-        full, free = (
-            (first, second) if first.id < second.id else (second, first)
-        )  # it would be the turn of the first
+        full, free = sorted((first, second), key=lambda worker: worker.id)  # it is the turn of the first
         await finish(free)
         await free.until(lambda: len(free.seen) == 3)
         await finish(free)
@@ -111,16 +104,11 @@ async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
     assert (len(full.seen), len(free.seen)) == (2, 3)
 
 
-@pytest.mark.parametrize(
-    "many", [{"n": 30, "temperature": 1.0}, {"prompt": [[310, 320, number] for number in range(30)]}]
-)
-async def test_one_request_with_many_outputs_leaves_others_their_turns(
-    graph: Graph, many: dict[str, Any]
-) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(worker(graph))
+async def test_one_request_with_many_outputs_leaves_others_their_turns(graph: Graph) -> None:
+    async with worker(graph) as engine:
         admission = graph.models.find(NAME).admission
-        crowd = asyncio.create_task(complete(graph, model=NAME, max_tokens=20, **many))
+        prompts = [[310, 320, number] for number in range(10)]
+        (crowd,) = flood(graph, 1, stream=False, prompt=prompts, n=3, temperature=1.0, max_tokens=20)
         await until(lambda: engine.usage.running + engine.usage.waiting == PLACES)
         assert len(admission) == 1
         for _ in range(3):  # of the same client: they pass it in the queue
@@ -129,7 +117,6 @@ async def test_one_request_with_many_outputs_leaves_others_their_turns(
             assert engine.usage.running + engine.usage.waiting <= PLACES
         assert not crowd.done()
         answer = await crowd
-        assert answer.status_code == 200
         assert len(answer.json()["choices"]) == 30
         assert answer.json()["usage"]["completion_tokens"] == 30 * 20
         assert not len(admission)

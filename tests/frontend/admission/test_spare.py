@@ -5,15 +5,7 @@ import pytest
 from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import Overloaded
 from pdserve.frontend.admission.estimate import RequestSize
-from pdserve.frontend.admission.granted import Admission
 from tests.frontend.admission.test_admission import Model, clients, full
-
-
-def streams(model: Model, client: str, count: int) -> list[Admission]:
-    """So many spare requests, each of which goes on as soon as it may."""
-    admissions = [model.ask(client, spare=True) for _ in range(count)]
-    model.take(*[admission for admission in admissions if not admission.waiting])
-    return admissions
 
 
 def test_spare_requests_start_only_where_no_other_waits() -> None:
@@ -24,11 +16,11 @@ def test_spare_requests_start_only_where_no_other_waits() -> None:
 
 def test_spare_requests_may_have_every_place_until_another_comes() -> None:
     model = Model(4, pauses=True)
-    first = streams(model, "batch", 4)
+    first = model.streams("batch", 4, spare=True)
     model.take(model.ask("a"), model.ask("a"), model.ask("a"))
     assert clients(model) == "aaab"
     assert not model.ask("a").waiting  # also the last one pauses
-    assert [permit.admission for permit in model.paused] == first[::-1]
+    assert model.paused == first[::-1]
     for _ in range(3):
         model.end(next(permit for permit in model.running if permit.admission.client == "a"))
     assert clients(model) == "bbb"
@@ -38,18 +30,20 @@ def test_spare_requests_that_cannot_pause_fill_up_none_but_spare_ones() -> None:
     model = Model(8, AdmissionLimits(max_waiting=2), pauses=True)
     for _ in range(10):
         model.sequence(model.ask("batch", spare=True), fixed=True)
-    assert len(model.running) == 2
     with pytest.raises(Overloaded, match="10 requests are being answered"):
         model.ask("batch", spare=True)
     assert not model.ask("a").waiting
 
 
-def test_spare_requests_take_no_place_from_others() -> None:
+def test_spare_requests_take_no_place_from_others_and_share_what_is_left() -> None:
     model = Model(4, pauses=True)
-    model.streams("greedy", 4)
-    model.running[0].admission.set_unread(True)
-    assert streams(model, "batch", 1)[0].waiting
+    permits = model.streams("greedy", 4)
+    permits[0].admission.set_unread(True)
+    assert not model.streams("batch", 1, spare=True)
     assert not model.paused
+    model = Model(4, pauses=True)
+    model.streams("many", 8, spare=True)
+    assert model.streams("other", 1, spare=True)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -74,13 +68,6 @@ def test_spare_sequences_that_cannot_pause_have_a_quarter_of_the_places_and_leav
     assert clients(model).count("b") == run
     model.streams("a", places - ordinary - run)
     assert len(model.running) == places
-
-
-def test_spare_requests_share_what_is_left() -> None:
-    model = Model(4, pauses=True)
-    streams(model, "many", 8)
-    (one,) = streams(model, "other", 1)
-    assert not one.waiting
 
 
 def test_a_spare_request_that_was_let_in_waits_for_others_before_it_begins() -> None:

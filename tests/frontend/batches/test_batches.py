@@ -235,8 +235,8 @@ async def test_a_batch_goes_on_where_it_was_after_a_drain_and_a_cut_line(
         await worker.until(lambda: not worker.jobs)
         begun = len(worker.seen)
         assert begun < 60
-        with output.open("ab") as file:
-            file.write(b'{"custom_id": "line 59", "resp')
+    with output.open("ab") as file:
+        file.write(b'{"custom_id": "line 59", "resp')
     async with graph.worker() as worker, served(graph, tmp_path) as one:
         batch = await one.end(batch)
         assert batch.status == "completed"

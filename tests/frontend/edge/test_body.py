@@ -11,47 +11,37 @@ from pdserve.frontend.edge.paths import GENERATING
 CHAT = "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tokenizing", "expected"),
-    [
-        (4096, False, 4456448),
-        (4096, True, 393216),
-        (131072, False, 12582912),
-        (131072, True, 4456448),
-        (10_000_000, False, 32 << 20),
-        (10_000_000, True, 32 << 20),
-    ],
-)
-def test_max_body(tokens: int, tokenizing: bool, expected: int) -> None:
-    assert max_body(tokens, tokenizing=tokenizing) == expected
+def test_a_body_is_bounded_by_the_context_and_in_all() -> None:
+    contexts = (4096, 131072, 10_000_000)
+    assert [max_body(each, tokenizing=False) for each in contexts] == [4456448, 12582912, 32 << 20]
+    assert [max_body(each, tokenizing=True) for each in contexts] == [393216, 4456448, 32 << 20]
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "max_tokens", "sequences"),
+    ("path", "body", "expected"),
     [
-        ("completions", b'{"prompt": "a"}', None, 1),
-        ("completions", b'{"prompt": "a", "max_tokens": 5}', 5, 1),
-        ("chat/completions", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', 5, 1),
-        ("chat/completions", b'{"messages": [], "max_tokens": 9}', 9, 1),
-        ("messages", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 1}', 9, 1),
-        ("completions", b'{"prompt": "a", "max_tokens": 9, "max_output_tokens": 1}', 9, 1),
-        ("responses", b'{"input": "a", "max_tokens": 1}', None, 1),
-        ("responses", b'{"input": "a", "max_output_tokens": 7}', 7, 1),
-        ("completions", b'{"prompt": ["a", "b"], "n": 3}', None, 6),
-        ("completions", b'{"prompt": [[1, 2], [3]]}', None, 2),
-        ("completions", b'{"prompt": [1, 2, 3]}', None, 1),
-        ("completions", b'{"prompt": [], "n": true, "max_tokens": "x"}', None, 1),
-        ("completions", b'{"n": -4, "max_tokens": 0}', None, 1),
-        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', None, 1),
-        ("completions", b'{"n": 1%b}' % (b"0" * 4299), None, 1 << 40),
-        ("chat/completions", b'{"messages": [[], [], []]}', None, 3),
-        ("chat/completions", b'{"messages": [{}, {}]}', None, 1),
-        ("chat/completions", b'{"messages": [{}], "items": ["a", "b"]}', None, 1),
+        ("completions", b'{"prompt": "a", "max_tokens": 5}', (5, 1)),
+        ("chat/completions", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', (5, 1)),
+        ("chat/completions", b'{"messages": [], "max_tokens": 9}', (9, 1)),
+        ("messages", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 1}', (9, 1)),
+        ("completions", b'{"prompt": "a", "max_tokens": 9, "max_output_tokens": 1}', (9, 1)),
+        ("responses", b'{"input": "a", "max_tokens": 1}', (None, 1)),
+        ("responses", b'{"input": "a", "max_output_tokens": 7}', (7, 1)),
+        ("completions", b'{"prompt": ["a", "b"], "n": 3}', (None, 6)),
+        ("completions", b'{"prompt": [[1, 2], [3]]}', (None, 2)),
+        ("completions", b'{"prompt": [1, 2, 3]}', (None, 1)),
+        ("completions", b'{"prompt": [], "n": true, "max_tokens": "x"}', (None, 1)),
+        ("completions", b'{"n": -4, "max_tokens": 0}', (None, 1)),
+        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', (None, 1)),
+        ("completions", b'{"n": 1%b}' % (b"0" * 4299), (None, 1 << 40)),
+        ("chat/completions", b'{"messages": [[], [], []]}', (None, 3)),
+        ("chat/completions", b'{"messages": [{}, {}], "items": ["a", "b"]}', (None, 1)),
     ],
 )
-def test_the_size_of_a_request(path: str, body: bytes, max_tokens: int | None, sequences: int) -> None:
+def test_the_size_of_a_request(path: str, body: bytes, expected: tuple[int | None, int]) -> None:
     size = parse_body(f"/v1/{path}", body).size
-    assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
+    assert (size.max_tokens, size.sequences) == expected
+    assert size.prompt_tokens == len(body) // 4
 
 
 @pytest.mark.parametrize("items", [["a"] * 5000, [[300]] * 5000])
@@ -95,54 +85,38 @@ def test_brackets_in_a_text_are_no_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "large"),
+    ("fields", "large", "of_prompt"),
     [
-        ({"prompt": "a" * (LARGE + 1)}, True),
-        ({"messages": [{}] * (MANY + 1)}, True),
-        ({"logprobs": True}, True),
-        ({"logprobs": 0}, True),
-        ({"logprobs": False, "prompt_logprobs": None}, False),
-        ({"prompt_logprobs": 1}, True),
-        ({"top_logprobs": 5}, True),
-        ({"logprobs": 5, "stream": True}, False),
-        ({"logprobs": 5, "stream": True, "echo": True}, True),
-        ({"prompt": "a", "stream": True}, False),
-        ({"logprobs": 5, "stream": "off"}, True),
+        ({"prompt": "a" * (LARGE + 1)}, True, 0),
+        ({"messages": [{}] * (MANY + 1)}, True, 0),
+        ({"logprobs": True}, True, 0),
+        ({"logprobs": 0}, True, 0),
+        ({"logprobs": False, "prompt_logprobs": None}, False, 0),
+        ({"prompt_logprobs": 1}, True, 1),
+        ({"prompt_logprobs": "5", "n": 3}, True, 15),
+        ({"top_logprobs": 5}, True, 0),
+        ({"logprobs": 5, "stream": True}, False, 0),
+        ({"logprobs": 5, "stream": True, "echo": True}, True, 5),
+        ({"prompt": "a", "stream": True}, False, 0),
+        ({"logprobs": 5, "stream": "off"}, True, 0),
     ],
 )
-def test_requests_that_would_hold_the_loop_are_large(fields: dict[str, object], large: bool) -> None:
-    assert parse_body(CHAT, json.dumps(fields).encode()).large is large
+def test_requests_that_would_hold_the_loop_are_large(
+    fields: dict[str, object], large: bool, of_prompt: int
+) -> None:
+    """`of_prompt`: logprobs for each of its tokens, which count in its size."""
+    body = parse_body("/v1/completions", json.dumps({"user": "a" * 40, **fields}).encode())
+    assert body.large is large
+    assert body.size.logprobs == of_prompt * body.size.prompt_tokens
 
 
-@pytest.mark.parametrize(
-    ("fields", "logprobs"),
-    [
-        ({"prompt_logprobs": 5}, 5),
-        ({"prompt_logprobs": "5", "n": 3}, 15),
-        ({"logprobs": 4, "echo": True}, 4),
-        ({"logprobs": 4}, 0),
-    ],
-)
-def test_logprobs_of_the_prompt_count_in_its_size(fields: dict[str, object], logprobs: int) -> None:
-    size = parse_body("/v1/completions", json.dumps({"prompt": "a" * 4000, **fields}).encode()).size
-    assert size.logprobs == logprobs * size.prompt_tokens
-
-
-ODD_IDS = ["", "x" * 129, "a\nb", "a\x1b[2Jb", "a b", "\ud800", "\xe9", "a/b"]
-
-
-@pytest.mark.parametrize("path", sorted(GENERATING))
-@pytest.mark.parametrize("given", ODD_IDS)
-def test_an_id_that_is_long_or_odd_is_refused(path: str, given: str) -> None:
+@pytest.mark.parametrize("given", ["", "x" * 129, "a\nb", "a\x1b[2Jb", "a b", "\ud800", "\xe9", "a/b"])
+def test_an_id_that_is_long_or_odd_is_refused(given: str) -> None:
     """It is in each output and each log line."""
-    with pytest.raises(BadRequest, match="request_id must") as refused:
-        parse_body(path, json.dumps({"request_id": given}).encode())
-    assert refused.value.param == "request_id"
-
-
-@pytest.mark.parametrize("given", ["x" * 128, "cmpl-1.2:3_A", None, 5, ["a"]])
-def test_other_ids_are_left_to_the_app(given: object) -> None:
-    parse_body(CHAT, json.dumps({"request_id": given}).encode())
+    for path in GENERATING:
+        with pytest.raises(BadRequest, match="request_id must") as refused:
+            parse_body(path, json.dumps({"request_id": given}).encode())
+        assert refused.value.param == "request_id"
 
 
 @pytest.mark.parametrize(
@@ -160,13 +134,11 @@ def test_json_that_only_python_accepts_is_checked_too(body: bytes) -> None:
         parse_body(CHAT, body)
 
 
+@pytest.mark.parametrize("given", ["x" * 128, "cmpl-1.2:3_A", None, 5, ["a"]])
+def test_other_ids_are_left_to_the_app(given: object) -> None:
+    parse_body(CHAT, json.dumps({"request_id": given}).encode())
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 10_000, b'{"model": 5}'])
 def test_a_body_without_a_model_is_left_to_the_app(body: bytes) -> None:
     assert parse_body(CHAT, body).model is None
-
-
-def test_structured_outputs_that_are_no_object_are_refused() -> None:
-    """vLLM 0.32 would answer 500."""
-    with pytest.raises(BadRequest, match="must be an object"):
-        parse_body(CHAT, b'{"structured_outputs": "json"}')
-    assert parse_body(CHAT, b'{"structured_outputs": {"regex": "a"}}').model is None

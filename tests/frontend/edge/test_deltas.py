@@ -5,8 +5,8 @@ import gc
 import json
 import random
 import re
-import socket
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,7 +19,9 @@ from pdserve.frontend.model.generation import Generation
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, address_of, in_session
+from tests.frontend.edge.test_sockets import ask, client, read
 from tests.frontend.model.echo import EchoWorker, Step
+from tests.frontend.test_generate import delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hello", "stream": True}
@@ -38,79 +40,22 @@ TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 # which requests
 
 
-@pytest.mark.parametrize(
-    ("changes", "plain"),
-    [
-        ({}, True),
-        ({"max_tokens": 5, "temperature": 0.5, "stop": ["a"], "seed": 1, "user": "me", "n": 1}, True),
-        ({"logprobs": None, "tools": None, "stream_options": None}, True),
-        ({"stream_options": {"include_usage": True}}, True),
-        ({"stream_options": {"continuous_usage_stats": True}}, False),
-        ({"stream_options": 1}, False),
-        ({"stream": False}, False),
-        ({"stream": "true"}, False),
-        ({"n": 2}, False),
-        ({"logprobs": False}, False),
-        ({"logprobs": 0}, False),
-        ({"echo": True}, False),
-        ({"tools": []}, False),
-        ({"tool_choice": None}, False),
-        ({"return_token_ids": True}, False),
-        ({"use_beam_search": True}, False),
-        ({"whatever comes": 1}, False),
-        ({"prompt": [1, 2, 3]}, True),
-        ({"prompt": ["a"]}, False),
-        ({"prompt": [[1]]}, False),
-        ({"prompt": []}, False),
-    ],
-)
-def test_plain(changes: dict[str, Any], plain: bool) -> None:
-    assert is_plain({**COMPLETION, **changes}) is plain
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"max_tokens": 5, "temperature": 0.5, "stop": ["a"], "seed": 1, "user": "me", "n": 1},
+    {"logprobs": None, "tools": None, "stream_options": {"include_usage": True}},
+    {"prompt": [1, 2, 3]},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"stream_options": {"continuous_usage_stats": True}}, {"stream_options": 1}, {"stream": False}, {"stream": "true"},
+    {"n": 2}, {"logprobs": 0}, {"echo": True}, {"tools": []}, {"tool_choice": None}, {"return_token_ids": True},
+    {"use_beam_search": True}, {"whatever comes": 1}, {"prompt": ["a"]}, {"prompt": [[1]]}, {"prompt": []},
+]  # fmt: skip
 
 
-# the order of what two hands write
-
-
-class Connection:
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self.takes = True
-
-    def ready(self) -> bool:
-        return self.takes
-
-    def write(self, part: bytes) -> None:
-        self.written.append(part)
-
-
-def chunk(text: str, finish: str = "null") -> bytes:
-    return f'data: {{"id":"\\"","choices":[{{"index":0,"text":"{text}","finish_reason":{finish}}}]}}\n\n'.encode()
-
-
-def test_nothing_overtakes_the_app() -> None:
-    connection = Connection()
-    deltas = DeltaStream(connection)
-    assert not deltas.ready()  # no chunk was seen yet
-    deltas.passed()
-    deltas.sent(b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n')
-    assert not deltas.ready()
-    deltas.passed()  # the next output, while the app still writes
-    deltas.sent(chunk('a \\" quote'))
-    assert not deltas.ready()
-    deltas.sent(chunk("b"))
-    assert deltas.ready()
-    connection.takes = False
-    assert not deltas.ready()
-    connection.takes = True
-    deltas.write('new\n"')
-    assert connection.written == [chunk('new\\n\\"')]
-
-
-def test_an_answer_of_one_chunk_gives_no_frame() -> None:
-    deltas = DeltaStream(Connection())
-    deltas.passed()
-    deltas.sent(chunk("all", '"length"'))
-    assert not deltas.ready()
+@pytest.mark.parametrize("changes", PLAIN + OTHERS)
+def test_plain(changes: dict[str, Any]) -> None:
+    assert is_plain({**COMPLETION, **changes}) is (changes in PLAIN)
 
 
 # vLLM's bytes
@@ -130,41 +75,73 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count
 
 
-async def stream(graph: Graph, worker: EchoWorker, body: dict[str, Any], *, fail_after: int = 99) -> bytes:
-    """The raw answer, where each step begins when what the step before brought has come."""
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    parts: list[bytes] = []
-    more = asyncio.Event()
+class Answer:
+    """A stream, read as it comes."""
 
-    async def read() -> None:
-        headers = {"x-request-id": "same"}
+    def __init__(self, graph: Graph, body: dict[str, Any], **headers: str) -> None:
+        self._raw, self._more = bytearray(), asyncio.Event()
+        self._chat = "messages" in body
+        self._reading = asyncio.create_task(self._read(graph, body, headers))
+        self._reading.add_done_callback(lambda _: self._more.set())
+        self.over = self._reading.done
+
+    async def _read(self, graph: Graph, body: dict[str, Any], headers: dict[str, str]) -> None:
+        path = "/v1/chat/completions" if self._chat else "/v1/completions"
         async with graph.http.stream("POST", path, json=body, headers=headers) as answer:
             async for part in answer.aiter_raw():
-                parts.append(part)
-                more.set()
+                self._raw += part
+                self._more.set()
 
-    def events() -> int:
-        return b"".join(parts).count(b"\n\ndata:") + bool(parts)
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Those that are objects."""
+        lines = self._raw.rpartition(b"\n")[0].splitlines()
+        return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
-    reader = asyncio.create_task(read())
-    reader.add_done_callback(lambda _: more.set())
-    await worker.until(lambda: len(worker.jobs) == body.get("n", 1) or reader.done())
-    step = 0
-    while worker.jobs and not reader.done():
-        before, jobs = events(), len(worker.jobs)
-        if step == fail_after:
+    @property
+    def texts(self) -> list[str]:
+        return [text for text in map(delta, self.events) if text]
+
+    def _count(self) -> int:
+        return self._raw.count(b"\n\ndata:") + bool(self._raw)
+
+    async def step(self, worker: EchoWorker, *, surely: bool = True) -> None:
+        """The next one begins when what this one brings has come: tokens of two steps are not merged. Not `surely`: it
+        may bring nothing."""
+        begins = self._chat and not self._raw  # with the role
+        expected = self._count() + len(worker.jobs) * (1 + begins)
+        await worker.step()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(60 if surely else 0.03):
+                while self._count() < expected and not self.over():
+                    self._more.clear()
+                    await self._more.wait()
+
+    async def whole(self) -> bytes:
+        """Without its time."""
+        await self._reading
+        return re.sub(rb'"created":\d+', b'"created":0', self._raw)
+
+    async def leave(self) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+
+async def stream(
+    graph: Graph, worker: EchoWorker, body: dict[str, Any], *, fail_after: int = 99, surely: bool = True
+) -> bytes:
+    answer, steps = Answer(graph, body, **{"x-request-id": "same"}), 0
+    await worker.until(lambda: len(worker.jobs) == body.get("n", 1) or answer.over())
+    while worker.jobs and not answer.over():
+        if steps == fail_after:
             for request_id in list(worker.jobs):
                 await worker.send(Failed(request_id, "it broke"))
             break
-        await worker.step()
-        step += 1
-        expected = before + jobs * (2 if step == 1 and "messages" in body else 1)  # the role comes first
-        while events() < expected and not reader.done():
-            more.clear()
-            await more.wait()
-    await reader
+        await answer.step(worker, surely=surely)
+        steps += 1
+    whole = await answer.whole()
     worker.jobs.clear()
-    return re.sub(rb'"created":\d+', b'"created":0', b"".join(parts))
+    return whole
 
 
 async def both(graph: Graph, worker: EchoWorker, body: dict[str, Any], **options: Any) -> bytes:
@@ -200,47 +177,32 @@ OPTIONS: list[dict[str, Any]] = [
 FINISHES = ((FinishReason.LENGTH, None), (FinishReason.STOP, None), (FinishReason.STOP, 7))
 
 
+def noise(rng: random.Random) -> list[Step]:
+    """Any tokens, mostly no text."""
+    steps = [Step(rng.choices(range(len(TOKENIZER)), k=rng.choice((1, 1, 2)))) for _ in range(12)]
+    steps[-1].finish = FinishReason.LENGTH
+    return steps
+
+
 @in_session
 @pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
 async def test_equal_bytes(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
+    """Also of an answer that fails."""
     rng, plain = random.Random(5), 0
     async with graph.worker(pace=None) as worker:
-        for number, text in enumerate(TEXTS):
-            for at, options in enumerate(OPTIONS):
+        for number, text in enumerate([*TEXTS, *[""] * 8]):
+            for at, options in enumerate(OPTIONS if text else rng.sample(OPTIONS, 2)):
                 finish, stop = FINISHES[(number + at) % len(FINISHES)]
-                worker.script = script(text, rng, finish, stop)
+                worker.script = script(text, rng, finish, stop) if text else noise(rng)
+                fails = rng.choice((99, 99, 99, 0, 1, 4))
                 before, body = written["chunks"], {**base, **options, "max_tokens": 500}
-                answer = await both(graph, worker, body)
-                assert answer.endswith(b"data: [DONE]\n\n")
+                answer = await both(graph, worker, body, fail_after=fails)
                 if is_plain(body) and b'"finish_reason":"stop"' not in answer:
-                    assert written["chunks"] - before == len(worker.script) - 2  # but the first and the last
+                    steps = min(fails, len(worker.script) - 1)
+                    assert written["chunks"] - before == max(0, steps - 1)  # but the first and the last
                     plain += 1
+                assert fails < len(worker.script) or answer.endswith(b"data: [DONE]\n\n")
     assert plain > 5
-
-
-@in_session
-async def test_equal_bytes_of_any_tokens(graph: Graph, written: Counter[str]) -> None:
-    rng, vocabulary = random.Random(6), len(TOKENIZER)
-    async with graph.worker(pace=None) as worker:
-        for number in range(30):
-            steps = [
-                Step([rng.randrange(vocabulary) for _ in range(rng.choice((1, 1, 2)))]) for _ in range(12)
-            ]
-            steps[-1].finish = FinishReason.LENGTH
-            worker.script = steps
-            options = {"stream_options": {"include_usage": True}, "skip_special_tokens": number % 2 == 0}
-            await both(graph, worker, {**(CHAT, COMPLETION)[number % 2], **options})
-    assert written["chunks"] == 30 * 10
-
-
-@in_session
-@pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
-async def test_equal_bytes_where_it_fails(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
-    async with graph.worker(pace=None) as worker:
-        worker.script = [Step([300 + number]) for number in range(9)]
-        for after in (0, 1, 4):
-            await both(graph, worker, base, fail_after=after)
-    assert written["chunks"] == 3
 
 
 @in_session
@@ -248,19 +210,18 @@ async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
     graph: Graph, written: Counter[str]
 ) -> None:
     """Its connection takes nothing more at some point: then the app has the outputs, and merges those that wait."""
-    count = 4000
-    body = {**COMPLETION, "max_tokens": count, "stream_options": {"include_usage": True}}
-    async with graph.worker(pace=None) as worker:
+    count, usage = 4000, {"include_usage": True}
+    async with graph.worker(pace=None) as worker, client(address_of(graph.url), None) as sock:
         worker.script = [Step([300 + number % 600]) for number in range(count)]
         worker.script[-1].finish = FinishReason.LENGTH
-        sock = await post_raw(graph, body)
+        ask(sock, max_tokens=count, stream_options=usage)
         await worker.until(lambda: worker.jobs)
         for _ in range(count - 500):
             await worker.step()
             await asyncio.sleep(0.0002)
         assert 0 < written["chunks"] < count - 1000
         merged = written["chunks"]
-        rest = asyncio.create_task(read_all(sock))
+        rest = asyncio.create_task(asyncio.to_thread(read, sock))
         while worker.jobs:
             await worker.step()
             await asyncio.sleep(0.001)
@@ -272,63 +233,21 @@ async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
     assert events[-1]["usage"]["completion_tokens"] == count
 
 
-async def paced(worker: EchoWorker, steps: int = 9999) -> None:
-    """Tokens of two steps are not merged."""
-    while worker.jobs and steps:
-        await worker.step()
-        await asyncio.sleep(0.02)
-        steps -= 1
-
-
-async def begun(graph: Graph, worker: EchoWorker, body: dict[str, Any]) -> "asyncio.Task[str]":
-    """The answer to a chat that the worker has, without its time."""
-
-    async def ask() -> str:
-        answer = await graph.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "same"})
-        return re.sub(r'"created":\d+', "", answer.text)
-
-    asking = asyncio.create_task(ask())
-    await worker.until(lambda: worker.jobs)
-    return asking
-
-
-@in_session
-@pytest.mark.parametrize("changes", [{}, {"presence_penalty": 0.5}], ids=["goes on", "is replayed"])
-async def test_equal_bytes_at_another_worker(
-    graph: Graph, written: Counter[str], changes: dict[str, Any]
-) -> None:
-    answers = []
-    for more in ({}, NOT_PLAIN):
-        async with graph.worker(pace=None) as first:
-            answer = await begun(graph, first, {**CHAT, **changes, "max_tokens": 12, **more})
-            await paced(first, 5)
-            async with graph.worker(pace=None) as second:
-                await first.die()
-                await second.until(lambda: second.jobs)
-                await paced(second)
-                answers.append(await answer)
-    assert answers[0] == answers[1]
-    assert written["chunks"] > 5
-
-
 @in_session
 async def test_equal_bytes_beside_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
     """It looks at nothing where the request has no tools, and makes no chunk of half a character."""
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     tools = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
     async with graph.worker("tools", pace=None, args=tools) as worker:
-        for text in (TEXTS[1], f"a call {call}"):
+        for text in (f"{TEXTS[1][:20]}, and words to the end of it", f"a call {call}"):
             worker.script = [Step([token]) for token in TOKENIZER.encode(text)]
             worker.script[-1].finish = FinishReason.STOP
-            before, answers = written["chunks"], []
-            for more in ({}, NOT_PLAIN, {"tool_choice": None}):
-                body = {**CHAT, "model": "tools", "stream_options": {"include_usage": True}, **more}
-                answer = await begun(graph, worker, body)
-                await paced(worker)
-                answers.append(await answer)
-            assert answers[0] == answers[1]
+            body = {**CHAT, "model": "tools", "stream_options": {"include_usage": True}}
+            before = written["chunks"]
+            await both(graph, worker, body, surely=False)
             assert written["chunks"] - before > 10
-            assert ('"tool_calls":[{' in answers[2]) == (call in text)
+            with_tools = await stream(graph, worker, {**body, "tool_choice": None}, surely=False)
+            assert (b'"tool_calls":[{' in with_tools) == (call in text)
 
 
 @in_session
@@ -375,24 +294,3 @@ async def test_memory_of_a_finished_request_is_free(graph: Graph) -> None:
             await until(lambda: not any(isinstance(found, kinds) for found in gc.get_objects()))
         finally:
             gc.enable()
-
-
-async def post_raw(graph: Graph, body: dict[str, Any]) -> socket.socket:
-    """Over a connection that takes little until it is read from."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, address_of(graph.url))
-    data = json.dumps(body)
-    headers = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    await loop.sock_sendall(sock, f"POST /v1/completions HTTP/1.1\r\n{headers}{data}".encode())
-    return sock
-
-
-async def read_all(sock: socket.socket) -> bytes:
-    raw = bytearray()
-    with sock:
-        while b"data: [DONE]" not in raw[-100:]:
-            raw += await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
-    return bytes(raw)

@@ -7,11 +7,10 @@ import httpx
 import pytest
 
 from pdserve.config.api_keys import ApiKey
+from pdserve.frontend.edge.answer import with_one_shape
 from pdserve.frontend.keys.auth import ApiKeys
-from tests.frontend.conftest import Graph
+from tests.frontend.conftest import Graph, in_session
 from tests.frontend.test_generate import chat
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 OPENAI = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
@@ -36,6 +35,7 @@ WRONG: dict[str, tuple[bytes, dict[str, str], int]] = {
     "a wrong deadline": (ask(), {"x-request-timeout": "soon"}, 400),
     "too large": (b" " * (33 << 20), {}, 413),
     "a wrong key": (ask(), {"authorization": "Bearer wrong"}, 401),
+    "a long head": (ask(), {"x": "y" * 70_000}, 431),
 }
 """what the edge answers by itself, or was a traceback once; the others are in tests/conformance/test_errors.py"""
 
@@ -54,29 +54,42 @@ def check_shape(path: str, answer: httpx.Response) -> None:
     assert body["error"]["message"]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@in_session
 @pytest.mark.parametrize("path", [*OPENAI, *ANTHROPIC])
 async def test_an_error_has_the_shape_of_its_route(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], path: str, wrong: str
+    graph: Graph, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], path: str
 ) -> None:
-    content, headers, status = WRONG[wrong]
+    found, key = dict[str, int](), {"content-type": "application/json", "authorization": "Bearer a-key"}
     monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("a-key", "alice")]))
-    headers = {"content-type": "application/json", "authorization": "Bearer a-key"} | headers
     async with graph.worker():
-        answer = await graph.http.post(path, content=content, headers=headers)
-    assert answer.status_code == status
-    check_shape(path, answer)
+        for name, (content, headers, _) in WRONG.items():
+            answer = await graph.http.post(path, content=content, headers=key | headers)
+            found[name] = answer.status_code
+            check_shape(path, answer)
+    assert found == {name: status for name, (_, _, status) in WRONG.items()}
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-@pytest.mark.parametrize("path", [*OPENAI, *ANTHROPIC])
-async def test_an_error_of_the_edge_itself_has_it_too(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    monkeypatch.setattr(graph.models, "find", None)
-    answer = await graph.http.post(path, content=ask())
+    monkeypatch.setattr(graph.models, "find", None)  # an error of the edge itself
+    answer = await graph.http.post(path, content=ask(), headers=key)
     assert answer.status_code == 500
     check_shape(path, answer)
-    long = await graph.http.post(path, content=ask(), headers={"x": "y" * 70_000})
-    assert long.status_code == 431
-    check_shape(path, long)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "body", "expected"),
+    [
+        ("completions", 504, b'{"error":{"type":"Late","code":504}}', b'{"error":{"type":"TimeoutError","code":504}}'),
+        ("completions", 0, b'data: {"error":{"type":"Bad","code":400}}\n\n', None),
+        ("completions", 0, b'data: {"error":{"type":"Gone","code":503}}\n\n',
+         b'data: {"error":{"type":"ServiceUnavailableError","code":503}}\n\n'),
+        ("completions", 418, b'{"error":{"type":"Strange","code":418}}', None),
+        ("completions", 400, b'{"error":"text"}', None),
+        ("completions", 0, b'data: {"error" is no JSON', None),
+        ("completions", 500, b"[1]", None),
+        ("messages", 400, b'{"type": "error", "error": {"type": "BadRequestError", "message": "\\u00e9"}}', None),
+    ],
+)  # fmt: skip
+def test_an_error_of_vllms_app_has_the_type_of_its_status(
+    path: str, status: int, body: bytes, expected: bytes | None
+) -> None:
+    """None: it stays as it is."""
+    assert with_one_shape(f"/v1/{path}", body, status) == (expected or body)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -20,7 +20,6 @@ from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.server import QuietServer, http_config
 from tests.conditions import until
-from tests.frontend.admission.test_overload import NAME, PLACES, worker
 from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.test_generate import completion
 
@@ -31,54 +30,30 @@ HEAD = (
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
 
-_HOLD = (
-    "import socket, os\n"
-    "if os.fork(): os._exit(0)\n"  # orphaned: not a child of our own parent
-    "s = socket.socket()\n"
-    "s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)\n"
-    "s.bind(('127.0.0.1', 0)); s.listen()\n"
-    "print(s.getsockname()[1], os.getpid(), flush=True)\n"
-    "input()\n"
-)
-
-
 _ALONE = (
     "import os, sys\n"
     "from pdserve.frontend.edge.sockets import bind\n"
     "if os.fork(): sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
     "s = bind('127.0.0.1', int(sys.argv[1])); s.listen()\n"
-    "print(s.getsockname()[1], flush=True)\n"
+    "print(s.getsockname()[1], os.getpid(), flush=True)\n"
     "sys.stdin.read()\n"
 )
 
 
 def test_roles_that_run_alone_share_a_port_where_the_same_process_started_them() -> None:
-    """As a frontend's successor beside it, under systemd."""
-    holders, port = [], "0"
+    """As a frontend's successor beside it, under systemd. To any other process they are named."""
+    holders, pids, port = [], list[str](), "0"
     for _ in range(2):
         command = [sys.executable, "-c", _ALONE, port]
         holders.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         assert holders[-1].stdout is not None
-        port = holders[-1].stdout.readline().strip()
-    assert port
+        port, pid = holders[-1].stdout.readline().split()
+        pids.append(pid)
+    with pytest.raises(ConfigError, match=rf"{port} is in use by process \d+ .*python") as refused:
+        bind("127.0.0.1", int(port))
+    assert all(f"process {pid} (" in str(refused.value) for pid in pids)
     assert [holder.communicate("")[0] for holder in holders] == ["", ""]
     assert [holder.returncode for holder in holders] == [0, 0]
-
-
-def test_another_process_on_the_port_is_named() -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    assert holder.stdin is not None
-    port, pid = map(int, holder.stdout.readline().split())
-    try:
-        with pytest.raises(ConfigError, match=rf"{port} is in use by process {pid} .*python"):
-            bind("127.0.0.1", port)
-    finally:
-        holder.stdin.close()
-        holder.stdout.close()
-        holder.wait()
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
@@ -98,24 +73,21 @@ def test_a_bound_port_gets_no_connections_yet() -> None:
         socket.create_connection(sock.getsockname())
 
 
+async def silent(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
 @in_session
 async def test_connections_are_not_accepted_in_a_turn_each() -> None:
     """Turns of a busy event loop are long, and uvloop alone accepts a single connection in each."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
-
     connections, count, turns = ClientConnections(30.0, 30.0), 100, 0
-    with bind("127.0.0.1", 0) as sock, ExitStack() as clients:
-        server = QuietServer(http_config(app, connections, 1.0), connections)
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        await until(lambda: server.started)
+    async with AsyncExitStack() as stack:
+        address = address_of(await serve(silent, stack, connections))
         for _ in range(count):
-            clients.enter_context(socket.create_connection(sock.getsockname()))
+            stack.enter_context(socket.create_connection(address))
         while len(connections.open) < count and turns < 2 * count:
             await asyncio.sleep(0)
             turns += 1
-        server.should_exit = True
-        await serving
     assert turns < 20
 
 
@@ -148,7 +120,7 @@ async def client(
 
 
 def ask(sock: socket.socket, *, close: bool = False, **changes: object) -> None:
-    body = json.dumps(completion(**{"model": NAME, "stream": True, **changes})).encode()
+    body = json.dumps(completion(stream=True, **changes)).encode()
     head = HEAD % len(body)
     sock.sendall((head.replace(b"\r\nhost", b"\r\nconnection: close\r\nhost") if close else head) + body)
 
@@ -163,24 +135,6 @@ def read(sock: socket.socket) -> bytes:
 
 
 @in_session
-async def test_unread_streams_end_and_free_everything(graph: Graph, either: ServerCertificate | None) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(worker(graph))
-        address = await stack.enter_async_context(server(graph, either, ClientConnections(30.0, 0.4)))
-        admission = graph.models.find(NAME).admission
-        for _ in range(PLACES + 1):
-            unread = await stack.enter_async_context(client(address, either))
-            ask(unread, max_tokens=3500)
-        await until(lambda: len(admission) == 1)
-        async with client(address, either, "127.0.0.2") as other:
-            ask(other, max_tokens=2)
-            await asyncio.to_thread(read, other)
-        await until(lambda: not len(admission) and not engine.usage.running)
-        assert await engine.all_blocks_free()
-        await until(lambda: not admission.queue.running)
-
-
-@in_session
 async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCertificate | None) -> None:
     """Long before their end: others get their places, and a client that reads again gets everything."""
     async with AsyncExitStack() as stack:
@@ -189,12 +143,12 @@ async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCer
         address = await stack.enter_async_context(server(graph, either, connections))
         await until(lambda: bool(graph.models.live().get("demo")))
         unread = []
-        for _ in range(PLACES + 1):
+        for _ in range(5):
             unread.append(await stack.enter_async_context(client(address, either)))
-            ask(unread[-1], model="demo", max_tokens=1500, stream_options={"include_usage": True})
-        await decode.until(lambda: len(decode.jobs) == PLACES)
+            ask(unread[-1], max_tokens=1500, stream_options={"include_usage": True})
+        await decode.until(lambda: len(decode.jobs) == 4)
         async with client(address, either, "127.0.0.2") as other:
-            ask(other, model="demo", max_tokens=2)
+            ask(other, max_tokens=2)
             await asyncio.to_thread(read, other)
         assert decode.cancelled
         for sock in unread[1:]:
@@ -220,7 +174,7 @@ async def test_a_slow_reader_that_moves_is_served_to_the_end(
 
     connections = ClientConnections(30.0, 0.8)
     async with graph.worker(), server(graph, either, connections) as address, client(address, either) as sock:
-        ask(sock, close=True, model="demo", max_tokens=1600, logprobs=5)
+        ask(sock, close=True, max_tokens=1600, logprobs=5)
         started = time.monotonic()
         answer = await asyncio.to_thread(slowly, sock)
     assert b"[DONE]" in answer
@@ -251,13 +205,8 @@ async def test_a_head_that_does_not_end_ends_the_connection(
         writer.close()
         return answer.startswith(b"HTTP/1.1 408")
 
-    connections = ClientConnections(0.4, 30.0)
-    begun = [
-        (begin, again)
-        for begin in (b"", b"GET /version HTTP/1.1\r\nhost", b"\r\n")
-        for again in (False, True)
-    ]
-    begun.remove((b"", True))  # no head has begun: the connection is kept
+    connections, head = ClientConnections(0.4, 30.0), b"GET /version HTTP/1.1\r\nhost"
+    begun = [(b"", False), (head, False), (head, True), (b"\r\n", False), (b"\r\n", True)]
     async with server(graph, either, connections) as address, asyncio.timeout(30):
         assert all(await asyncio.gather(*(refused(address, *each) for each in begun)))
         await until(lambda: not connections.open)

@@ -6,24 +6,22 @@ import socket
 import ssl
 import time
 from contextlib import AsyncExitStack, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
-    NoEncryption,
     PrivateFormat,
+    load_pem_private_key,
 )
-from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from pdserve import clock
 from pdserve.certificate import ServerCertificate
+from pdserve.credentials import VALID, create
 from pdserve.errors import ConfigError
 from pdserve.frontend.edge.connections import ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
@@ -31,12 +29,12 @@ from pdserve.frontend.server import http_config
 from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
-from tests.frontend.edge.test_sockets import Address, ask, client, server
+from tests.frontend.edge.test_sockets import Address, ask, client, server, silent
 from tests.frontend.test_generate import completion
 
 
 @in_session
-async def test_tls_1_2_and_1_3_with_http_1_1_are_agreed_on(
+async def test_tls_1_2_or_1_3_with_http_1_1_is_agreed_on_and_no_older_one(
     graph: Graph, certificate: ServerCertificate
 ) -> None:
     async with graph.worker(), server(graph, certificate) as address:
@@ -47,9 +45,7 @@ async def test_tls_1_2_and_1_3_with_http_1_1_are_agreed_on(
         assert answer.status_code == 200
         assert b"[DONE]" in streamed.content
 
-        def agreed(newest: ssl.TLSVersion) -> tuple[str | None, str | None]:
-            context = trusting(certificate)
-            context.maximum_version = newest
+        def agreed(context: ssl.SSLContext) -> tuple[str | None, str | None]:
             context.set_alpn_protocols(["h2", "http/1.1"])
             with (
                 socket.create_connection(address) as sock,
@@ -57,20 +53,15 @@ async def test_tls_1_2_and_1_3_with_http_1_1_are_agreed_on(
             ):
                 return tls.version(), tls.selected_alpn_protocol()
 
-        assert await asyncio.to_thread(agreed, ssl.TLSVersion.TLSv1_3) == ("TLSv1.3", "http/1.1")
-        assert await asyncio.to_thread(agreed, ssl.TLSVersion.TLSv1_2) == ("TLSv1.2", "http/1.1")
-
-
-@in_session
-async def test_tls_1_1_is_refused(graph: Graph, certificate: ServerCertificate) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
-        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
-    context.set_ciphers("ALL:@SECLEVEL=0")
-    async with server(graph, certificate) as address:
+        for newest, name in ((ssl.TLSVersion.TLSv1_3, "TLSv1.3"), (ssl.TLSVersion.TLSv1_2, "TLSv1.2")):
+            context = trusting(certificate)
+            context.maximum_version = newest
+            assert await asyncio.to_thread(agreed, context) == (name, "http/1.1")
+        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+            context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+        context.set_ciphers("ALL:@SECLEVEL=0")
         with pytest.raises((ssl.SSLError, ConnectionError)):
-            await asyncio.open_connection(*address, ssl=context)
+            await asyncio.to_thread(agreed, context)
 
 
 @in_session
@@ -102,16 +93,13 @@ async def test_a_client_that_never_says_goodbye_is_left(graph: Graph, certificat
         assert b"vllm" in sock.recv(4096) + sock.recv(4096)
 
 
-async def _silent(scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
 @in_session
 async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: ServerCertificate) -> None:
     connections = ClientConnections(0.4, 30.0)
     async with AsyncExitStack() as stack:
-        url = await serve(_silent, stack, connections, RenewedCertificate(certificate))
+        url = await serve(silent, stack, connections, RenewedCertificate(certificate))
         failed = TASK_FAILURES.labels("client connections")._value.get()
-        broken = connections(http_config(_silent, connections, 1.0), ServerState(), {})
+        broken = connections(http_config(silent, connections, 1.0), ServerState(), {})
         assert connections.enter(broken)
         connections.open.add(broken)  # without a transport, so that looking and ending fail
         there = await stack.enter_async_context(client(address_of(url), certificate))
@@ -129,7 +117,7 @@ async def test_a_client_that_leaves_ends_its_request(
     async with graph.worker(pace=None) as decode, server(graph, certificate) as address:
         await until(lambda: bool(graph.models.live().get("demo")))
         async with client(address, certificate) as sock:
-            ask(sock, model="demo")
+            ask(sock)
             await decode.until(lambda: decode.jobs)
             if way == "goodbye":
                 with suppress(TimeoutError, OSError):
@@ -162,22 +150,9 @@ async def test_what_is_no_handshake_ends_the_connection_and_is_counted(
 # the certificate
 
 
-def made(folder: Path, *, days: float = 30, start: float = -1, passphrase: bytes = b"") -> ServerCertificate:
-    folder.mkdir(exist_ok=True)
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now + timedelta(days=start))
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    how = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
-    files = ServerCertificate(folder / "cert.pem", folder / "key.pem")
-    files.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
-    files.chain.write_bytes(certificate.public_bytes(Encoding.PEM))
-    return files
+def made(folder: Path, valid: timedelta = VALID) -> ServerCertificate:
+    files = create(folder, valid=valid)
+    return ServerCertificate(files.certificate, files.key)
 
 
 def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
@@ -197,26 +172,29 @@ def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) 
         with pytest.raises(ConfigError, match=message):
             ServerCertificate(chain, key).context()
     with pytest.raises(ConfigError, match=r"expired on 20.*: renew it"):
-        made(tmp_path / "old", days=-0.5).context()
-    with pytest.raises(ConfigError, match="is not valid before"):
-        made(tmp_path / "new", start=1).context()
+        made(tmp_path / "old", -timedelta(days=1)).context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(clock.VARIABLE, str(-(2**31)))
+        with pytest.raises(ConfigError, match="is not valid before"):
+            good.context()
+    private = load_pem_private_key(good.key.read_bytes(), None)
+    encrypted = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    good.key.write_bytes(encrypted)
     with pytest.raises(ConfigError, match="is encrypted"):
-        made(tmp_path / "secret", passphrase=b"secret").context()
+        good.context()
 
 
 @in_session
 async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
-
     def shown(address: Address) -> str:
         return ssl.get_server_certificate(address)
 
     files, connections = made(tmp_path / "tls"), ClientConnections(30.0, 30.0)
     certificate = RenewedCertificate(files, every=0.02)
     async with AsyncExitStack() as stack:
-        address = address_of(await serve(app, stack, connections, certificate))
+        address = address_of(await serve(silent, stack, connections, certificate))
         watching = asyncio.create_task(certificate.watch())
         first = await asyncio.to_thread(shown, address)
         assert first.strip() == files.chain.read_text().strip()

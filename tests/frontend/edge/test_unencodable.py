@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import ProtocolError
-from pdserve.messages import Submit
-from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.sims import sim_engines
@@ -20,24 +17,49 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 HUGE = 1 << 70
 NESTED = {"type": "object", "properties": {"a": {"anyOf": [{"const": 1}, {"const": -HUGE}]}}}
 BAD: list[tuple[dict[str, Any], str]] = [
-    (
-        {"repetition_detection": {"max_pattern_size": HUGE, "min_count": 2}},
-        "repetition_detection.max_pattern_size",
-    ),
+    ({"repetition_detection": {"max_pattern_size": HUGE, "min_count": 2}}, "repetition_detection.max_pattern_size"),
     ({"structured_outputs": {"json": {"enum": [1, HUGE]}}}, "structured_outputs.json.enum[1]"),
     ({"structured_outputs": {"json": NESTED}}, "structured_outputs.json.properties.a.anyOf[1].const"),
+]  # fmt: skip
+RANGE = {"type": "integer", "minimum": -(1 << 64), "maximum": -(1 << 64)}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": RANGE}}
+SMILES = "\N{SLIGHTLY SMILING FACE}" * 300
+FATAL: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"json": RANGE}}, "must not be below"),
+    ({"structured_outputs": {"json": json.dumps({"items": {"anyOf": [RANGE]}})}}, "must not be below"),
+    ({"response_format": FORMAT}, "must not be below"),
+    ({"structured_outputs": {"grammar": "start: %json " + json.dumps(RANGE).replace("max", "m\\u0061x")}}, "below"),
+    ({"structured_outputs": {"json": {"type": "string", "maxLength": SMILES, "minLength": SMILES}}}, ""),
+]  # fmt: skip
+"""found by `pdserve_bench.fuzz`: llguidance ends the frontend with SIGSEGV, or panics"""
+HALVES: list[tuple[dict[str, Any], str]] = [
+    ({"cache_salt": "\ud800"}, ""),
+    ({"bad_words": ["\ud800"]}, "bad_words"),
 ]
+REFUSED = [("/v1/completions", changes, 400, said) for changes, said in BAD + FATAL + HALVES] + [
+    ("/v1/completions", {"model": "a\udc00b"}, 404, "a\\udc00b"),
+    ("/v1/responses", {"previous_response_id": "\ud800"}, 400, ""),
+    ("/v1/responses", {"stop_token_ids": [1 << 40]}, 400, "stop_token_ids"),
+]
+JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("changes", "field"), BAD)
-async def test_a_value_that_cannot_be_encoded_is_a_400_that_names_the_field(
-    graph: Graph, changes: dict[str, Any], field: str, stream: bool
+async def test_what_cannot_travel_is_refused_by_name_and_reaches_no_worker(
+    graph: Graph, stream: bool
 ) -> None:
+    """Also as a stream, which has begun by then."""
     async with graph.worker() as worker:
-        answer = await complete(graph, **changes, stream=stream)
-        assert answer.status_code == 400
-        assert field in answer.json()["error"]["message"]
+        for path, changes, status, said in REFUSED:
+            if stream and (changes, said) in FATAL + HALVES:
+                continue  # an error within the stream
+            body = completion() if path == "/v1/completions" else {"model": "demo", "input": "hello"}
+            content = json.dumps(
+                {**body, "stream": stream, **changes}
+            )  # httpx writes no half of a surrogate pair
+            answer = await graph.http.post(path, content=content, headers=JSON)
+            assert answer.status_code == status, (changes, answer.text)
+            assert said in answer.json()["error"]["message"]
         assert not worker.seen
 
 
@@ -45,8 +67,8 @@ async def test_many_take_nothing_from_others(graph: Graph) -> None:
     """Neither a place nor tokens of a worker, and when a link is lost the others go on elsewhere."""
     async with graph.worker(pace=None, at_once=8) as first:
         before = graph.processor().workers.capacity
-        for _ in range(8):  # as many at once as there are places: 429 would be right for more
-            bad = [post(graph, **BAD[number % len(BAD)][0], n=2) for number in range(5)]
+        for _ in range(3):  # no more at once than there are places: 429 would be right for more
+            bad = [post(graph, **changes, n=2) for changes, _ in BAD]
             assert {answer.status_code for answer in await asyncio.gather(*bad)} == {400}
         await graph.processor().core.idle()
         assert graph.processor().workers.capacity == before
@@ -75,74 +97,6 @@ async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(grap
             again = await complete(graph)
             assert again.status_code == 200
     await core.idle()
-
-
-async def test_a_stream_holds_when_a_message_cannot_be_encoded() -> None:
-    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
-        with pytest.raises(ProtocolError):
-            await client.send(Submit("r", [HUGE], 0.0, []))
-        await client.send(Submit("s", [1], 0.0, []))
-        async with asyncio.timeout(5):
-            _, message = await anext(aiter(server.received()))
-        assert isinstance(message, Submit)
-        assert message.request_id == "s"
-
-
-@pytest.mark.parametrize(
-    ("path", "changes", "status", "quoted"),
-    [
-        ("/v1/completions", {"cache_salt": "\ud800"}, 400, ""),
-        ("/v1/completions", {"bad_words": ["\ud800"]}, 400, "bad_words"),
-        ("/v1/completions", {"model": "a\udc00b"}, 404, "a\\\\udc00b"),
-        ("/v1/responses", {"input": "hello", "previous_response_id": "\ud800"}, 400, ""),
-    ],
-)
-async def test_half_of_a_surrogate_pair_is_refused_and_may_be_quoted(
-    graph: Graph, path: str, changes: dict[str, Any], status: int, quoted: str
-) -> None:
-    async with graph.worker():
-        body, headers = json.dumps(completion(**changes)), {"content-type": "application/json"}
-        answer = await graph.http.post(path, content=body, headers=headers)
-    assert (answer.status_code, quoted in answer.text) == (status, True)
-
-
-async def test_a_stream_that_is_refused_when_it_has_begun_is_a_400(graph: Graph) -> None:
-    async with graph.worker():
-        body = {"model": "demo", "input": "hello", "stream": True, "stop_token_ids": [1 << 40]}
-        answer = await graph.http.post("/v1/responses", json=body)
-        assert answer.status_code == 400
-        assert "stop_token_ids" in answer.json()["error"]["message"]
-
-
-RANGE = {"type": "integer", "minimum": -(1 << 64), "maximum": -(1 << 64)}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"structured_outputs": {"json": RANGE}},
-        {"structured_outputs": {"json": json.dumps({"items": {"anyOf": [RANGE]}})}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": RANGE}}},
-        {"structured_outputs": {"grammar": "start: %json " + json.dumps(RANGE).replace("max", "m\\u0061x")}},
-    ],
-)
-async def test_a_grammar_that_ends_its_compiler_is_not_compiled(
-    graph: Graph, changes: dict[str, Any]
-) -> None:
-    """Found by `pdserve_bench.fuzz`: llguidance ends the frontend with SIGSEGV."""
-    async with graph.worker() as worker:
-        answer = await complete(graph, **changes)
-        assert answer.status_code == 400
-        assert "must not be below" in answer.json()["error"]["message"]
-        assert not worker.seen
-
-
-async def test_a_grammar_at_which_its_compiler_panics_is_a_400(graph: Graph) -> None:
-    smiles = "\N{SLIGHTLY SMILING FACE}" * 300
-    schema = {"type": "string", "maxLength": smiles, "minLength": smiles}
-    async with graph.worker():
-        answer = await complete(graph, structured_outputs={"json": schema})
-        assert answer.status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -23,8 +23,7 @@ from tests.frontend.conftest import MODEL, Graph
 from tests.memory.queue import MemoryBroker, MemoryQueue
 from tests.memory.registry import MemoryRegistry
 
-FATAL = 299
-SIM = {"fatal-token": FATAL, "prefill-rate": 1e6, "step-seconds": 0.004, "bandwidth": 1e12}
+SIM = {"prefill-rate": 1e6, "step-seconds": 0.004, "bandwidth": 1e12}
 
 
 @asynccontextmanager

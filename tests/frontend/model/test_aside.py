@@ -1,7 +1,6 @@
 """Large requests: the same answers, and the frontend's loop goes on."""
 
 import asyncio
-import json
 import threading
 import time
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from pdserve.frontend.model.unsupported import MAX_PROMPT_LOGPROBS
 from tests.conditions import until
+from tests.conformance.answers import answer_of, differences
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import chat, complete, completion
 
@@ -54,10 +54,6 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a wrong grammar": ("/v1/completions", completion(structured_outputs={"json": FATAL})),
     "too long": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "a " * 9000}])),
 }  # fmt: skip
-OWN = {
-    "id", "created", "created_at", "completed_at", "item_id", "system_fingerprint", "request_id", "sequence_number",
-}  # fmt: skip
-"""fields that differ from answer to answer"""
 
 
 @pytest.fixture
@@ -66,36 +62,12 @@ def aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
 
 
-def alike(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: alike(part) for name, part in value.items() if name not in OWN}
-    return [alike(part) for part in value] if isinstance(value, list) else value
-
-
-def told(answer: httpx.Response) -> list[Any]:
-    """The status and what was said; of a stream, whose chunks hold what is ready, all that was said in each field, and
-    the values that the others had."""
-    if "event-stream" not in answer.headers["content-type"]:
-        return [answer.status_code, alike(answer.json())]
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]" or "stop" in lines[-1] or "completed" in lines[-1]
-    fields: dict[str, list[Any]] = {}
-    for line in lines:
-        gather(alike(json.loads(line)) if line.startswith("{") else line, "", fields)
-    joined = {path: "".join(map(str, values)) for path, values in fields.items() if path.endswith(SAID)}
-    others = {path: set(values) for path, values in fields.items() if path not in joined}
-    return [answer.status_code, joined, others]
-
-
-SAID = ("text", "delta", "content", "token", "tokens")
-
-
-def gather(value: Any, path: str, fields: dict[str, list[Any]]) -> None:
-    if isinstance(value, dict | list):
-        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            gather(part, f"{path}.{name}" if isinstance(name, str) else path, fields)
-    else:
-        fields.setdefault(path, []).append(value)
+def assert_alike(ours: httpx.Response, theirs: httpx.Response) -> None:
+    """But for ids and times, and for which tokens came together in a stream."""
+    one, other = answer_of(ours), answer_of(theirs)
+    assert one.status == other.status
+    assert not list(differences(one.body, other.body))
+    assert ours.headers.keys() == theirs.headers.keys()
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -105,8 +77,7 @@ async def test_the_answers_are_the_same(graph: Graph, monkeypatch: pytest.Monkey
         here = await graph.http.post(path, json=body)
         monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
         aside = await graph.http.post(path, json=body)
-    assert told(aside) == told(here)
-    assert {key for key, _ in aside.headers.items()} == {key for key, _ in here.headers.items()}
+    assert_alike(aside, here)
 
 
 async def test_a_large_request_of_which_the_client_leaves_is_cancelled(graph: Graph, aside: None) -> None:
@@ -118,25 +89,6 @@ async def test_a_large_request_of_which_the_client_leaves_is_cancelled(graph: Gr
             await worker.until(lambda worker=worker: worker.cancelled)
             assert worker.cancelled == [worker.seen[0].request_id]
     await until(lambda: graph.models.find("demo").running == 0)
-
-
-async def test_a_large_request_ends_at_its_deadline(graph: Graph, aside: None) -> None:
-    async with graph.worker(pace=None) as worker:
-        answer = await complete(graph, headers={"x-request-timeout": "0.5"})
-        assert answer.status_code == 504
-        await worker.until(lambda: worker.cancelled)
-
-
-async def test_a_large_request_goes_on_at_another_worker(graph: Graph, aside: None) -> None:
-    async with graph.worker() as worker:
-        expected = (await complete(graph)).json()["choices"]
-    async with graph.worker(pace=None) as worker:
-        asking = asyncio.create_task(complete(graph))
-        await worker.until(lambda: worker.jobs)
-        await worker.step()
-        await worker.die()
-        async with graph.worker():
-            assert (await asking).json()["choices"] == expected
 
 
 async def test_the_loop_goes_on_while_the_logprobs_of_a_prompt_are_written(
@@ -167,18 +119,25 @@ async def test_the_loop_goes_on_while_the_logprobs_of_a_prompt_are_written(
     assert longest < used / 4
 
 
+LONG = [300] * 3990
+TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
+
+
 @pytest.mark.parametrize(
-    ("asked", "prompts", "n"),
-    [({"prompt_logprobs": 20}, 1, 7), ({"prompt_logprobs": 20}, 7, 1), ({"echo": True, "logprobs": 9}, 4, 4)],
+    ("asked", "why"),
+    [
+        ({"prompt": LONG, "n": 7, "prompt_logprobs": 20}, TOO_MANY),
+        ({"prompt": [LONG] * 7, "prompt_logprobs": 20}, TOO_MANY),
+        ({"prompt": [LONG] * 4, "n": 4, "echo": True, "logprobs": 9}, TOO_MANY),
+        ({"n": 64, "vllm_xargs": {"a": "x" * 1_000_000}}, "in all outputs; they may have 33554432"),
+    ],
 )
-async def test_too_many_logprobs_of_prompts_are_refused(
-    graph: Graph, asked: dict[str, object], prompts: int, n: int
-) -> None:
-    body = completion(prompt=[[300] * 3990] * prompts, n=n, temperature=0.5, max_tokens=1, **asked)
+async def test_what_its_outputs_multiply_is_bounded(graph: Graph, asked: dict[str, Any], why: str) -> None:
+    """Logprobs of prompts, and parameters, which each output takes along to a worker."""
     async with graph.worker() as worker:
-        answer = await graph.http.post("/v1/completions", json=body)
+        answer = await complete(graph, temperature=0.5, max_tokens=1, **asked)
         assert answer.status_code == 400, answer.text[:300]
-        assert f"one request may have {MAX_PROMPT_LOGPROBS}" in answer.json()["error"]["message"]
+        assert why in answer.json()["error"]["message"]
         await until(lambda: not worker.jobs)
         assert (await complete(graph)).status_code == 200
 
@@ -191,13 +150,3 @@ async def test_a_model_that_is_gone_leaves_no_thread(graph: Graph) -> None:
         graph.models._remove("other")
         await until(lambda: not graph.models._retiring)
     await until(lambda: not [thread for thread in threading.enumerate() if "_run" in thread.name][1:])
-
-
-@pytest.mark.parametrize(("n", "status"), [(1, 200), (64, 400)])
-async def test_parameters_that_each_output_takes_along_are_bounded(graph: Graph, n: int, status: int) -> None:
-    """With 128 outputs, 4 MB of them would be half a gigabyte on the way to the workers."""
-    body = completion(n=n, temperature=0.5, vllm_xargs={"a": "x" * 1_000_000})
-    async with graph.worker():
-        answer = await graph.http.post("/v1/completions", json=body)
-    assert answer.status_code == status
-    assert status == 200 or "in all outputs; they may have 33554432" in answer.json()["error"]["message"]

@@ -13,7 +13,7 @@ from pdserve.records import encode_record
 from pdserve.registry import keys
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card
-from tests.frontend.test_generate import chat, completion, events
+from tests.frontend.test_generate import chat, completion, delta, events
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -46,35 +46,31 @@ async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> 
             async with graph.worker("rolled", loaded="old", generation=1, connected=False) as another:
                 await another.until(lambda: another.seen)
                 assert (await running).status_code == 200
-            assert len(new.seen) == 4
+                assert (await post(graph)).status_code == 200
+            assert (len(new.seen), len(another.seen)) == (5, 1), "an older card changes nothing"
     await until(lambda: "rolled" not in graph.models._mixed)
 
 
-async def test_a_card_of_an_older_generation_changes_nothing(graph: Graph) -> None:
-    async with graph.worker("rolled", loaded="b", generation=8) as newest:
-        async with graph.worker("rolled", loaded="a", generation=7, connected=False) as older:
-            assert (await post(graph)).status_code == 200
-            assert (len(newest.seen), len(older.seen)) == (1, 0)
-        await until(lambda: graph.models.find("rolled").live == 1)
-        assert (await post(graph)).status_code == 200
-        assert len(newest.seen) == 2
-
-
-async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(graph: Graph) -> None:
+async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(
+    graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
     """The other's card is newer: its worker came later."""
-    other = card("rolled", fingerprint="upgraded", vllm_version="0.99.0", generation=99)
-    async with (
-        graph.worker("rolled", loaded="old", generation=9) as old,
-        MemoryRegistry(graph.registry) as registry,
-    ):
-        await registry.put(keys.card("rolled", "decode-9-up"), encode_record(other))
-        await until(lambda: graph.models._mixed["rolled"] == {"old", "upgraded"})
-        assert (await post(graph)).status_code == 200
-        assert len(old.seen) == 1
+    other = card("upgraded", fingerprint="new", vllm_version="0.99.0", generation=99)
+    async with MemoryRegistry(graph.registry) as registry:
+        await registry.put(keys.card("upgraded", "decode-9-up"), encode_record(other))
+        await until(lambda: "0.99.0" in graph.models.missing("upgraded"))
+        refused = await post(graph, model="upgraded")
+        async with graph.worker("upgraded", loaded="old", generation=9):
+            answer = await post(graph, model="upgraded")
+    assert (refused.status_code, answer.status_code) == (503, 200)
+    assert "0.99.0" in refused.json()["error"]["message"]
+    assert any("upgraded is not served" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [("/v1/completions", False), ("/v1/chat/completions", True), ("/v1/responses", True)],
+)
 async def test_waiting_requests_go_to_the_newest_model_when_no_old_worker_is_left(
     graph: Graph, path: str, stream: bool
 ) -> None:
@@ -95,24 +91,22 @@ async def test_waiting_requests_go_to_the_newest_model_when_no_old_worker_is_lef
             assert [answer.status_code for answer in answers] == [200] * 4
             assert len(new.seen) == 4
             assert {answer.headers["x-pdserve-instance"] for answer in answers} == {new.id}
-            if stream and path == "/v1/completions":
-                assert "".join(event["choices"][0]["text"] for event in events(answers[0]))
+            assert not stream or "".join(map(delta, events(answers[0])))
         await until(lambda: served not in graph.models._retiring)
 
 
-@pytest.mark.parametrize("changes", [{"n": 3, "temperature": 1.0}, {"prompt": [[300, 301], [302]]}])
-async def test_several_outputs_begin_anew_together(graph: Graph, changes: dict[str, Any]) -> None:
+async def test_several_outputs_begin_anew_together(graph: Graph) -> None:
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(
             graph.worker("rolled", pace=None, at_once=2, loaded="old", generation=13)
         )
-        asked = post(graph, **changes)
+        asked = post(graph, prompt=[[300, 301], [302]], n=2, temperature=1.0)
         await old.until(lambda: len(old.seen) == 2)
         async with graph.worker("rolled", loaded="new", generation=14) as new:
             await stack.aclose()
             answer = await asyncio.wait_for(asked, 8)
     assert answer.status_code == 200, answer.text
-    assert len(new.seen) == len(answer.json()["choices"])
+    assert len(new.seen) == len(answer.json()["choices"]) == 4
     (receipt,) = graph.ribs.receipts(1)
     assert receipt.instances == [new.id]
     assert [hop.name for hop in receipt.hops] == ["admission", "migration", "admission", "decode"]

@@ -6,11 +6,10 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, Stru
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.migration import body, repeatable, too_many_losses
 from pdserve.sampling import looks_back
-from tests.frontend.model.test_workers import trace
+from tests.frontend.model.test_router import generation
 
 
 def request(**params: Any) -> EngineCoreRequest:
@@ -50,36 +49,27 @@ def test_bad_words_of_several_tokens_look_back(words: list[list[int]], expected:
 
 
 def test_first_attempt_is_unchanged_but_for_prompt_and_id() -> None:
-    original = request(seed=5, min_tokens=4, prompt_logprobs=1, extra_args={"a": 1, "kv_transfer_params": {}})
+    transfers: dict[str, object] = {"kv_transfer_params": {}, "ec_transfer_params": {}}
+    original = request(seed=5, min_tokens=4, prompt_logprobs=1, extra_args={"a": 1, **transfers})
     there = sent(original, [])
-    assert (there.request_id, there.prompt_token_ids) == ("r#2", None)
-    assert there.sampling_params.extra_args == {"a": 1}
-    assert (there.sampling_params.seed, there.sampling_params.min_tokens) == (5, 4)
-    assert there.sampling_params.prompt_logprobs == 1
+    params = there.sampling_params
+    assert (there.request_id, there.prompt_token_ids, params.extra_args) == ("r#2", None, {"a": 1})
+    assert (params.seed, params.min_tokens, params.prompt_logprobs) == (5, 4, 1)
     assert (original.request_id, original.prompt_token_ids) == ("r", [1, 2, 3])
     assert "kv_transfer_params" in original.sampling_params.extra_args
+    assert sent(request(extra_args=transfers), []).sampling_params.extra_args is None
 
 
 def test_later_attempt_counts_what_was_said() -> None:
-    there = sent(request(seed=5, min_tokens=4, prompt_logprobs=1, logprobs=2), [9, 9, 9])
-    params = there.sampling_params
+    params = sent(request(seed=5, min_tokens=4, prompt_logprobs=1, logprobs=2), [9, 9, 9]).sampling_params
     assert (params.max_tokens, params.min_tokens, params.logprobs) == (17, 1, 2)
     assert params.prompt_logprobs is None
-    assert params.seed not in (None, 5)
     assert sent(request(min_tokens=2), [9, 9, 9]).sampling_params.min_tokens == 0
 
 
 def test_seeds_differ_by_position_and_are_repeatable() -> None:
     seeds = [sent(request(seed=5), [9] * count).sampling_params.seed for count in (0, 1, 2, 2)]
-    assert len(set(seeds)) == 3
-    assert seeds[2] == seeds[3]
-
-
-def test_requests_with_penalties_or_seeds_are_replayed_from_their_start() -> None:
-    there = sent(request(presence_penalty=0.5, seed=5, min_tokens=4, prompt_logprobs=1), [9, 9, 9])
-    params = there.sampling_params
-    assert (params.max_tokens, params.min_tokens, params.seed) == (20, 4, 5)
-    assert params.prompt_logprobs is None
+    assert (len(set(seeds)), seeds[0], seeds[2]) == (3, 5, seeds[3])
 
 
 def test_sampling_that_may_be_replayed_gets_a_seed() -> None:
@@ -89,11 +79,6 @@ def test_sampling_that_may_be_replayed_gets_a_seed() -> None:
     assert original.sampling_params.seed is None
     for params in ({}, {"presence_penalty": 0.5, "temperature": 0.0}, {"presence_penalty": 0.5, "seed": 4}):
         assert repeatable(same := request(**params)) is same
-
-
-def test_only_transfers_in_extra_args_leaves_none() -> None:
-    there = sent(request(extra_args={"kv_transfer_params": {}, "ec_transfer_params": {}}), [])
-    assert there.sampling_params.extra_args is None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +95,8 @@ def test_only_transfers_in_extra_args_leaves_none() -> None:
     ],
 )
 def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: int | None) -> None:
-    lost = Generation(request(), trace(), losses=losses, engines_died=engines_died, last_loss="it is gone")
+    lost = generation([1], losses=losses, engines_died=engines_died)
+    lost.last_loss = "it is gone"
     failure = too_many_losses(lost)
     assert (failure.status if failure else None) == status
     if failure is not None:
@@ -119,9 +105,9 @@ def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: in
 
 
 def test_the_wait_for_a_worker_is_not_learnt_as_time_to_first_token() -> None:
-    generation = Generation(request(), trace())
+    waited = generation([1])
     time.sleep(0.01)
     sent = time.monotonic()
-    generation.attach(Link("decode-0", lambda _: None), "r#1")
-    generation.add_tokens([5])
-    assert generation.timing[1] <= time.monotonic() - sent
+    waited.attach(Link("decode-0", lambda _: None), "r#1")
+    waited.add_tokens([5])
+    assert waited.timing[1] <= time.monotonic() - sent

@@ -1,71 +1,36 @@
-"""Streams with a promise: what their clients get, and when."""
+"""Streams with a promise: what their clients get, and when; and what decode workers learn of it."""
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
-from typing import Any
+from contextlib import AsyncExitStack, asynccontextmanager
 
-import httpx
 import pytest
+from msgspec import UNSET
 
 from pdserve.messages import Failed, Promise
-from pdserve.slo import Promised
+from pdserve.registry import keys
+from pdserve.slo import SPARE, Promised
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
+from tests.frontend.edge.test_deltas import Answer
 from tests.frontend.model.echo import EchoWorker, continuation
-from tests.frontend.model.test_aside import REQUESTS, TOOL, told
-from tests.frontend.test_generate import PROMPT, chat, completion, delta, text_of
+from tests.frontend.model.test_aside import REQUESTS, TOOL, assert_alike
+from tests.frontend.test_generate import PROMPT, chat, complete, completion, text_of
+from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+CHAT = Promised(0.5, 0.06)
 FOR_EVER = Promised(600.0, 3600.0)
 """outputs leave with others or with the last one"""
 
 
-class Client:
-    """Reads a stream as it comes."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.tokens = 0
-        """events with text"""
-        self.over = False
-
-    @property
-    def text(self) -> str:
-        return "".join(map(delta, self.events))
-
-    async def end(self) -> None:
-        await until(lambda: self.over)
-
-    async def read(self, answer: httpx.Response) -> None:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                self.events.append(event := json.loads(line.removeprefix("data: ")))
-                self.tokens += bool(delta(event))
-        self.over = True
-
-
 @asynccontextmanager
-async def streaming(
-    graph: Graph, path: str = "/v1/completions", body: dict[str, object] | None = None, **headers: str
-) -> AsyncIterator[Client]:
-    client, named = Client(), {name.replace("_", "-"): value for name, value in headers.items()}
-    asked = {**(body or completion(max_tokens=20)), "stream": True}
-
-    async def ask() -> None:
-        with suppress(httpx.HTTPError):
-            async with graph.http.stream("POST", path, json=asked, headers=named) as answer:
-                await client.read(answer)
-
-    reading = asyncio.create_task(ask())
+async def streaming(graph: Graph, body: dict[str, object] | None = None) -> AsyncIterator[Answer]:
+    client = Answer(graph, {**(body or completion(max_tokens=20)), "stream": True})
     try:
         yield client
     finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        await client.leave()
 
 
 async def come(graph: Graph, worker: EchoWorker, count: int) -> None:
@@ -74,15 +39,11 @@ async def come(graph: Graph, worker: EchoWorker, count: int) -> None:
     for _ in range(count):
         before = tokens_come(graph)
         await worker.step()
-        await until(partial(more_come, graph, before))
+        await until(lambda before=before: tokens_come(graph) > before)  # type: ignore[misc]
 
 
 def tokens_come(graph: Graph) -> int:
     return sum(len(each.tokens) for each in graph.processor().core._generations.values())
-
-
-def more_come(graph: Graph, before: int) -> bool:
-    return tokens_come(graph) > before
 
 
 @pytest.mark.parametrize("asked", [name for name, (_, body) in REQUESTS.items() if body.get("stream")])
@@ -94,42 +55,36 @@ async def test_an_answer_is_the_same_with_and_without_a_promise(
     answers = []
     for promised in (Promised(), slo):
         async with graph.worker(slo=promised, pace=0.001) as worker:
-            answers.append(told(await graph.http.post(path, json=body)))
+            answers.append(await graph.http.post(path, json=body))
         assert isinstance(worker.seen[0].promise, Promise) == bool(promised)
-    assert answers[0] == answers[1]
+    assert_alike(*answers)
 
 
 async def test_the_first_token_waits_for_the_second_and_the_others_for_the_end(graph: Graph) -> None:
     async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph) as client:
         await come(graph, worker, 1)
-        await holds(lambda: not client.tokens)
+        await holds(lambda: not client.texts)
         await come(graph, worker, 1)
-        await until(lambda: client.tokens == 1)
+        await until(lambda: len(client.texts) == 1)
         await come(graph, worker, 5)
         worker.go()
-        await client.end()
-        assert client.text == await text_of(graph, continuation(PROMPT, 20))
-
-
-async def test_the_first_token_leaves_alone_when_its_time_is_up(graph: Graph) -> None:
-    async with graph.worker(slo=Promised(1.0, 3600.0), pace=None) as worker, streaming(graph) as client:
-        await come(graph, worker, 1)
-        await until(lambda: client.tokens == 1)
+        await client.whole()
+        assert "".join(client.texts) == await text_of(graph, continuation(PROMPT, 20))
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    "body",
     [
-        ("/v1/completions", completion(n=2, temperature=1.0)),
-        ("/v1/completions", completion(stop=["~"])),
-        ("/v1/chat/completions", chat(tools=[TOOL], tool_choice="none")),
+        completion(n=2, temperature=1.0),
+        completion(stop=["~"]),
+        chat(tools=[TOOL], tool_choice="none"),
     ],
     ids=["several", "stop string", "tools"],
 )
-async def test_what_must_not_wait_does_not(graph: Graph, path: str, body: dict[str, object]) -> None:
-    async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph, path, body) as client:
+async def test_what_must_not_wait_does_not(graph: Graph, body: dict[str, object]) -> None:
+    async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph, body) as client:
         await come(graph, worker, 1)
-        await until(lambda: client.tokens > 0)
+        await until(lambda: bool(client.texts))
 
 
 async def test_a_client_that_leaves_leaves_nothing_behind(graph: Graph) -> None:
@@ -146,24 +101,13 @@ async def test_a_client_that_leaves_leaves_nothing_behind(graph: Graph) -> None:
 async def test_an_error_comes_behind_all_tokens(graph: Graph, body: dict[str, object]) -> None:
     async with (
         graph.worker(slo=FOR_EVER, pace=None) as worker,
-        streaming(graph, "/v1/completions", body) as client,
+        streaming(graph, body) as client,
     ):
         await come(graph, worker, 5)
         await worker.send(Failed(worker.seen[0].request_id, "no more", invalid=True))
-        await client.end()
-        assert client.text == await text_of(graph, continuation(PROMPT, 5))
+        await client.whole()
+        assert "".join(client.texts) == await text_of(graph, continuation(PROMPT, 5))
         assert "no more" in client.events[-1]["error"]["message"]
-
-
-async def test_a_deadline_comes_behind_all_tokens(graph: Graph) -> None:
-    async with (
-        graph.worker(slo=FOR_EVER, pace=None) as worker,
-        streaming(graph, x_request_timeout="3") as client,
-    ):
-        await come(graph, worker, 5)
-        await client.end()
-        assert client.text == await text_of(graph, continuation(PROMPT, 5))
-        assert client.events[-1]["error"]["code"] == 504
 
 
 async def test_the_reserve_goes_on_to_another_worker(graph: Graph) -> None:
@@ -171,31 +115,68 @@ async def test_the_reserve_goes_on_to_another_worker(graph: Graph) -> None:
         await come(graph, first, 5)
         async with graph.worker(slo=FOR_EVER) as second:
             await first.die()
-            await client.end()
-        assert client.text == await text_of(graph, continuation(PROMPT, 20))
+            await client.whole()
+        assert "".join(client.texts) == await text_of(graph, continuation(PROMPT, 20))
         promise = second.seen[0].promise
         assert isinstance(promise, Promise)
         assert promise.ttft is not None
         assert 4 * 3600 < promise.ttft <= 5 * 3600, "four are held, and the next follows these"
 
 
-@pytest.mark.parametrize("body", [completion(), completion(logprobs=2)], ids=["plain", "logprobs"])
 async def test_what_is_held_when_a_model_is_replaced_is_not_sent_before_its_successors_answer(
-    graph: Graph, body: dict[str, object]
+    graph: Graph,
 ) -> None:
-    body = {**body, "model": "rolled"}
-    async with AsyncExitStack() as stack:
+    bodies = [completion(model="rolled"), completion(model="rolled", logprobs=2)]
+    async with AsyncExitStack() as stack, AsyncExitStack() as reading:
         served = graph.worker("rolled", slo=FOR_EVER, pace=None, loaded="old", generation=71)
         old = await stack.enter_async_context(served)
         core = graph.processor("rolled").core
-        async with streaming(graph, "/v1/completions", body) as client:
-            await old.until(lambda: old.jobs)
-            begun = list(core._generations.values())
-            await old.step()
-            await until(lambda: all(each.tokens for each in begun))
-            assert client.tokens == 0
-            async with graph.worker("rolled", loaded="new", generation=72) as new:
-                await stack.aclose()
-                await new.until(lambda: new.seen)
-                await client.end()
-            assert client.text == await text_of(graph, continuation(PROMPT, 8))
+        clients = [await reading.enter_async_context(streaming(graph, body)) for body in bodies]
+        await old.until(lambda: len(old.jobs) == 2)
+        begun = list(core._generations.values())
+        await old.step()
+        await until(lambda: all(each.tokens for each in begun))
+        assert [client.texts for client in clients] == [[], []]
+        async with graph.worker("rolled", loaded="new", generation=72):
+            await stack.aclose()
+            for client in clients:
+                await client.whole()
+        assert {"".join(client.texts) for client in clients} == {
+            await text_of(graph, continuation(PROMPT, 8))
+        }
+
+
+# what a worker learns of the promise
+
+
+async def test_a_worker_gets_what_is_left_of_the_promise(graph: Graph) -> None:
+    """A flexible request has none, and its client comes last at the worker. Without one, headers mean nothing."""
+    async with graph.worker() as unpromised:
+        await complete(graph, headers={"x-slo-ttft-ms": "never", "x-slo-tpot-ms": "60"})
+    assert unpromised.seen[0].promise is UNSET
+    async with graph.worker(slo=Promised(300.0, 0.06)) as worker:
+        await complete(graph)
+        await complete(graph, headers={"x-slo-ttft-ms": "1000000", "x-slo-tpot-ms": "5"})
+        await complete(graph, service_tier="flex")
+    for submit, ttft in zip(worker.seen, (300.0, 1000.0), strict=False):
+        assert isinstance(submit.promise, Promise)
+        assert submit.promise.gap == 0.06
+        assert ttft - 60 < (submit.promise.ttft or 0.0) < ttft
+    assert (worker.seen[2].promise, worker.seen[2].client) == (UNSET, SPARE + worker.seen[0].client)
+
+
+async def test_the_promise_changes_live(graph: Graph) -> None:
+    async with graph.worker(slo=CHAT) as worker, MemoryRegistry(graph.registry) as registry:
+
+        async def becomes(name: str, value: str | None, expected: Promised) -> None:
+            key = keys.setting(name)
+            await (registry.delete(key) if value is None else registry.put(key, value.encode()))
+            await until(lambda: graph.models.find("demo").promised == expected)
+
+        await becomes("slo-gap", "100ms", Promised(0.5, 0.1))
+        await becomes("slo-ttft", "off", Promised(None, 0.1))
+        await becomes("slo-gap", "soon", Promised(None, 0.06))
+        await complete(graph)
+        assert worker.seen[-1].promise == Promise(None, 0.06)
+        await becomes("slo-ttft", None, CHAT)
+        await registry.delete(keys.setting("slo-gap"))

@@ -65,22 +65,6 @@ def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
     assert paced[-1] == arrivals[-1]
 
 
-@pytest.mark.parametrize("stall", [0.06, 0.1, 0.14])
-def test_the_first_gap_is_kept_where_the_second_token_is_late(stall: float) -> None:
-    arrivals = come(0.01, stalls={1: stall})
-    paced = left(CHAT, arrivals)
-    assert longest(arrivals) > 0.06
-    assert longest(paced) <= 0.06
-    assert paced[0] == arrivals[1], "the first waits for the second"
-
-
-def test_stalls_one_after_another_are_bridged() -> None:
-    """A chunk of 70 ms for every tenth token: 17 ms a token in all."""
-    arrivals = come(0.01, 200, dict.fromkeys(range(5, 200, 10), 0.07))
-    assert longest(arrivals) > 0.07
-    assert longest(left(CHAT, arrivals)) < 0.06
-
-
 @pytest.mark.parametrize("promised", [CHAT, AGENT, RAG, Promised(gap=0.06)])
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_comes_no_answer_ends_later_and_no_gap_grows_beyond_the_pace(
@@ -132,10 +116,6 @@ def test_nothing_is_held_when_the_deadline_is_near() -> None:
     assert late
     assert all(before == after for before, after in late)
     assert left(CHAT, come(5.0, 2), STARTED + 1.3)[0] == pytest.approx(STARTED + 0.3)
-
-
-def test_without_a_promised_gap_there_is_no_reserve() -> None:
-    assert Reserve[int].of(Promised(ttft=0.5), STARTED, math.inf) is None
 
 
 def test_an_output_may_leave_a_little_early_and_only_so() -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config.arguments import arguments
 from pdserve.errors import Unavailable
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import frontend_argv, model_folder
@@ -64,42 +63,26 @@ def argv(**engine_args: object) -> list[str]:
     return frontend_argv(card, "/here")
 
 
-def test_worker_only_arguments_stay_behind() -> None:
-    engine = {
-        "tensor_parallel_size": 2,
-        "gpu_memory_utilization": 0.9,
-        "kv_cache_dtype": "fp8",
-        "block_size": 64,
-    }
-    engine |= {"kv_transfer_config": {"kv_connector": "NixlConnector"}, "additional_config": {"a": 1}}
-    limits = {
-        "max_num_seqs": 20,
-        "max_num_batched_tokens": 512,
-        "max_model_len": 10240,
-        "pipeline_parallel_size": 2,
-    }
-    model = {
-        "enforce_eager": True,
-        "quantization": "awq",
-        "load_format": "dummy",
-        "enable_prefix_caching": True,
-    }
-    drafts = {"compilation_config": {"level": 3}, "speculative_config": {"method": "ngram"}, "spec_tokens": 3}
-    assert argv(**engine, **limits, **model, **drafts) == argv()
+OF_WORKERS = {
+    "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "gpu_memory_utilization": 0.9, "kv_cache_dtype": "fp8",
+    "block_size": 64, "kv_transfer_config": {"kv_connector": "NixlConnector"}, "additional_config": {"a": 1},
+    "max_num_seqs": 20, "max_num_batched_tokens": 512, "max_model_len": 10240, "enforce_eager": True,
+    "quantization": "awq", "load_format": "dummy", "enable_prefix_caching": True, "compilation_config": {"level": 3},
+    "speculative_config": {"method": "ngram"}, "spec_tokens": 3,
+}  # fmt: skip
+OF_FRONTENDS = {
+    "tokenizer_mode": "slow",
+    "tool_call_parser": "hermes",
+    "enable_auto_tool_choice": True,
+    "chat_template": "{{ x }}",
+}
 
 
-def test_arguments_that_matter_to_a_frontend_are_passed_on() -> None:
-    args = parse_args(
-        argv(
-            tokenizer_mode="slow",
-            tool_call_parser="hermes",
-            enable_auto_tool_choice=True,
-            chat_template="{{ x }}",
-        )
-    )
-    assert (args.tokenizer_mode, args.tool_call_parser) == ("slow", "hermes")
-    assert (args.enable_auto_tool_choice, args.chat_template) == (True, "{{ x }}")
-    assert (args.model, args.served_model_name, args.max_model_len) == ("/here", ["served"], 2048)
+def test_arguments_that_matter_to_a_frontend_are_passed_on_and_no_others() -> None:
+    assert argv(**OF_WORKERS) == argv()
+    args = vars(parse_args(argv(**OF_FRONTENDS)))
+    assert {name: args[name] for name in OF_FRONTENDS} == OF_FRONTENDS
+    assert (args["model"], args["served_model_name"], args["max_model_len"]) == ("/here", ["served"], 2048)
 
 
 def test_each_request_has_its_whole_pictures_whatever_the_file_says() -> None:
@@ -113,7 +96,3 @@ def test_bad_arguments_are_an_error_and_no_exit() -> None:
         parse_args([*argv(), "--tokenizer-mode"])
     with pytest.raises(ValueError, match="nowhere"):
         parse_args(argv(chat_template="nowhere.jinja"))
-
-
-def test_all_our_own_arguments_exist() -> None:
-    assert {"model", "served-model-name", "max-model-len", "allowed-origins"} <= set(arguments())

@@ -1,10 +1,22 @@
+"""Which decode worker gets a request: those that may, what each has cached and to do, and the choice among them. What
+is kept up as workers change is what a look at all of them would find."""
+
+from random import Random
+
 import pytest
 
-from pdserve.frontend.model.candidates import Prospect, keeping
+from pdserve.frontend.admission.capacity import Capacity
+from pdserve.frontend.edge.trace import RequestTrace
+from pdserve.frontend.model.candidates import WINDOW, Candidates, Prospect, keeping
+from pdserve.frontend.model.generation import Generation
+from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.router import choose
+from pdserve.frontend.model.vllm_api import EngineCoreRequest
 from pdserve.messages import Load, Promise
 from pdserve.records import Instance, Role
 from pdserve.settings import POLICIES
+
+# the choice
 
 
 def worker(name: str, *, kv_tokens: int = 10_000) -> Instance:
@@ -14,41 +26,33 @@ def worker(name: str, *, kv_tokens: int = 10_000) -> Instance:
 A, B, C = worker("a"), worker("b"), worker("c")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_equal_workers_get_requests_in_turn(policy: str) -> None:
-    assert choose(policy, [B, C, A], {}, {}) is B
-
-
 @pytest.mark.parametrize(
-    ("candidates", "outstanding", "expected"),
+    ("policy", "candidates", "outstanding", "cached", "expected"),
     [
-        ([A, B], {"a": 300, "b": 100}, "b"),
-        ([A, B], {"a": 100}, "b"),
-        ([B, A], {"a": 100, "b": 100}, "b"),
-        ([worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, "a"),  # relative to what fits its cache
-        ([worker("a", kv_tokens=0), worker("b", kv_tokens=0)], {"b": 1}, "a"),
-    ],
-)
-def test_least_loaded(candidates: list[Instance], outstanding: dict[str, float], expected: str) -> None:
-    assert choose("least-loaded", candidates, outstanding, {}).id == expected
-
-
-@pytest.mark.parametrize(
-    ("cached", "outstanding", "expected"),
-    [
-        ({}, {"a": 300, "b": 100, "c": 200}, "b"),
-        ({"b": 100}, {}, "b"),
-        ({"a": 100, "b": 900}, {"c": 100}, "b"),
+        *((policy, [B, C, A], {}, {}, "b") for policy in POLICIES),  # in turn
+        ("least-loaded", [A, B], {"a": 300, "b": 100}, {}, "b"),
+        ("least-loaded", [A, B], {"a": 100}, {}, "b"),
+        ("least-loaded", [B, A], {"a": 100, "b": 100}, {}, "b"),
+        ("least-loaded", [worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, {}, "a"),  # of what fits its cache
+        ("least-loaded", [worker("a", kv_tokens=0), worker("b", kv_tokens=0)], {"b": 1}, {}, "a"),
+        ("kv", [A, B, C], {"a": 300, "b": 100, "c": 200}, {}, "b"),
+        ("kv", [A, B, C], {"c": 100}, {"a": 100, "b": 900}, "b"),
         # what is to be computed elsewhere weighs more than a few requests here
-        ({"b": 1000}, {"b": 9900}, "b"),
-        ({"b": 1000}, {"b": 10_100}, "a"),
-        ({"b": 1000}, {"a": 1000, "b": 11_000, "c": 11_000}, "a"),  # the same cost: the less loaded worker
-        ({"a": 500, "b": 500, "c": 500}, {"a": 40, "b": 20, "c": 30}, "b"),
-        ({"gone": 900}, {}, "a"),
+        ("kv", [A, B, C], {"b": 9900}, {"b": 1000}, "b"),
+        ("kv", [A, B, C], {"b": 10_100}, {"b": 1000}, "a"),
+        ("kv", [A, B, C], {"a": 1000, "b": 11_000, "c": 11_000}, {"b": 1000}, "a"),  # the same cost: the less loaded
+        ("kv", [A, B, C], {"a": 40, "b": 20, "c": 30}, {"a": 500, "b": 500, "c": 500}, "b"),
+        ("kv", [A, B, C], {}, {"gone": 900}, "a"),
     ],
-)
-def test_kv(cached: dict[str, int], outstanding: dict[str, float], expected: str) -> None:
-    assert choose("kv", [A, B, C], outstanding, cached).id == expected
+)  # fmt: skip
+def test_the_choice(
+    policy: str,
+    candidates: list[Instance],
+    outstanding: dict[str, float],
+    cached: dict[str, int],
+    expected: str,
+) -> None:
+    assert choose(policy, candidates, outstanding, cached).id == expected
 
 
 KEEPS, SLOW, BUSY = Load(), Load(gap_seconds=0.1), Load(prompt_wait=2.0, token_seconds=0.0001)
@@ -81,3 +85,103 @@ def test_a_worker_of_which_nothing_is_known_is_neither_the_best_nor_left_out() -
 def test_prompts_sent_since_the_report_count() -> None:
     load = Load(prompt_wait=0.25, token_seconds=0.125, gap_seconds=0.04)
     assert Prospect.of(load, 3, 1) == Prospect(0.75, 0.04)
+
+
+# those that may
+
+
+FREE, FULL = Capacity(10, 3, 100), Capacity(10, 0, 900)
+
+
+def candidates(workers: dict[str, Capacity]) -> Candidates:
+    found = Candidates()
+    for name, capacity in workers.items():
+        found.set(name, capacity)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("avoid", "only_others", "expected"),
+    [({"a"}, False, "b"), ({"a", "b"}, False, "a"), ({"a", "b"}, True, ""), ({"b"}, True, "a")],
+)
+def test_where_it_failed_is_the_last_resort_even_with_capacity(
+    avoid: set[str], only_others: bool, expected: str
+) -> None:
+    found = candidates({"a": FREE, "b": FULL}).next("", avoid, only_others=only_others)
+    assert "".join(found) == expected
+
+
+def test_a_choice_looks_at_a_window() -> None:
+    names = [f"{number:03}" for number in range(100)]
+    found = candidates(dict.fromkeys(names, FREE))
+    assert found.next("097", {"099", "001"}, only_others=False) == ["098", "000", *names[2:WINDOW]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "avoid", "expected"),
+    [
+        ({}, (), ["97", "05"]),
+        ({}, {"97"}, ["05"]),
+        ({"97": FULL}, (), ["05"]),
+        ({"97": None}, (), ["05"]),
+        (dict.fromkeys([f"{number:02}" for number in range(100)], FULL), (), ["97", "05"]),
+    ],
+)
+def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
+    changed: dict[str, Capacity | None], avoid: set[str], expected: list[str]
+) -> None:
+    found = candidates({f"{number:02}": FREE for number in range(100)})
+    for name, capacity in changed.items():
+        found.set(name, capacity)
+    chosen = found.next("20", avoid, only_others=False, preferred=["97", "21", "05", "gone"])
+    assert chosen == [*(f"{number}" for number in range(21, 21 + WINDOW)), *expected]
+
+
+def test_after_any_changes() -> None:
+    chance, there, found = Random(5), dict[str, Capacity](), Candidates()
+    for _ in range(3000):
+        name = f"{chance.randrange(40):02}"
+        if chance.random() < 0.3:
+            there.pop(name, None)
+            found.set(name, None)
+        else:
+            there[name] = Capacity(10, chance.randrange(3), chance.choice([0.0, 0.1, 7.3, float("inf")]))
+            found.set(name, there[name])
+        free = {each: capacity for each, capacity in there.items() if capacity.available}
+        assert len(found) == len(there)
+        assert {each for each in there if not found.full(each)} == free.keys()
+        total = found.capacity
+        assert total.max_requests == 10 * len(there)
+        assert total.free_requests == sum(capacity.free_requests for capacity in free.values())
+        assert total.free_tokens == pytest.approx(sum(capacity.free_tokens for capacity in free.values()))
+        last = f"{chance.randrange(40):02}"
+        order = sorted(free or there)
+        turn = [name for name in order if name > last] + [name for name in order if name <= last]
+        assert found.next(last, (), only_others=False) == turn[:WINDOW]
+
+
+# what each has to do
+
+
+def generation(prompt: list[int], **fields: float) -> Generation:
+    request = EngineCoreRequest("r", prompt, None, None, None, 0.0, None, None, None)
+    return Generation(request, RequestTrace("r", "/v1/completions", 0.0), **fields)  # type: ignore[arg-type]
+
+
+def test_outstanding_tokens_include_what_other_frontends_chose_since_the_report() -> None:
+    link = Link("decode-0", lambda _: None)
+    first, second = generation([1] * 50, size=60.0), generation([1] * 50, size=70.0)
+    first.attach(link, "1")
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [60, 3 * 60]
+    first.add_tokens([5] * 4)
+    link.take_load(Load(tokens=1054))
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [1060, 1060]
+    second.attach(link, "2")
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [1130, 1130 + 2 * 70]
+    first.detach()
+    link.take_load(Load(tokens=20))  # it does not know of the second yet
+    assert link.outstanding(3) == 70
+    generation([1] * 50, size=80.0).attach(link, "3")
+    second.detach()
+    link.generations["3"].detach()
+    assert (link.outstanding(3), link.sent) == (0, 0), "nothing is reported while the load stays the same"

@@ -4,13 +4,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+import pytest_asyncio
 
-from pdserve.frontend.model.generation import Generation
+from pdserve.frontend.model.workers import WorkerPool
 from pdserve.process.worker import EngineWorker
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
@@ -19,7 +19,7 @@ from tests.conditions import until
 from tests.decode.graph import Started
 from tests.frontend.conftest import Graph
 from tests.frontend.model.sims import sim_workers
-from tests.frontend.model.test_workers import request, trace
+from tests.frontend.model.test_router import generation
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -31,8 +31,17 @@ SYSTEM = [300 + 7 * number % 600 for number in range(20 * BLOCK)]
 @dataclass
 class Routing:
     frontends: list[Graph]
-    workers: list[Started[EngineWorker]]
     registry: MemoryRegistry
+    workers: list[Started[EngineWorker]] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def two_workers(self, policy: str = "kv") -> AsyncIterator[None]:
+        first, second = self.frontends
+        await until(lambda: not (first.models.live().get("demo") or second.models.live().get("demo")))
+        async with sim_workers(first, 2) as self.workers:
+            await until(lambda: second.models.live().get("demo") == 2)
+            await self.route(policy)
+            yield
 
     async def route(self, policy: str) -> None:
         await self.registry.put(keys.setting("router"), policy.encode())
@@ -63,30 +72,22 @@ class Routing:
         )
 
 
-@asynccontextmanager
-async def routing(graph: Graph, state: Path, policy: str = "kv") -> AsyncIterator[Routing]:
-    async with AsyncExitStack() as stack:
-        second = Graph()
-        second.id, second.registry = "frontend-1-test", graph.registry
-        await second.start(stack, state)
-        frontends = [graph, second]
-        registry = await stack.enter_async_context(MemoryRegistry(graph.registry))
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def routed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Routing]:
+    first, state = Graph(), tmp_path_factory.mktemp("state")
+    frontends = [first, Graph("frontend-1-test", first.registry)]
+    async with AsyncExitStack() as stack, MemoryRegistry(first.registry) as registry:
         for frontend in frontends:
+            await frontend.start(stack, state)
             me = Instance(frontend.id, Role.FRONTEND)
             await registry.put(keys.instance(me), encode_record(me))
-        workers = await stack.enter_async_context(sim_workers(graph, 2))
-        await until(lambda: second.models.live().get("demo") == 2)
-        found = Routing(frontends, workers, registry)
-        await found.route(policy)
-        yield found
+        yield Routing(frontends, registry)
 
 
-async def test_conversations_return_to_their_blocks_whichever_frontend_has_them(
-    graph: Graph, tmp_path: Path
-) -> None:
+async def test_conversations_return_to_their_blocks_whichever_frontend_has_them(routed: Routing) -> None:
     prompts = [[*SYSTEM, *range(300 + 50 * user, 340 + 50 * user)] for user in range(8)]
     homes: list[list[str]] = [[] for _ in prompts]
-    async with routing(graph, tmp_path) as routed:
+    async with routed.two_workers():
         for turn in range(4):
             before = [len(prompt) for prompt in prompts]
             answers = await asyncio.gather(
@@ -104,8 +105,8 @@ async def test_conversations_return_to_their_blocks_whichever_frontend_has_them(
     )
 
 
-async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do(graph: Graph, tmp_path: Path) -> None:
-    async with routing(graph, tmp_path) as routed:
+async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do(routed: Routing) -> None:
+    async with routed.two_workers():
         first, _, _ = await routed.ask([*SYSTEM, 301])
         await routed.told()
         again, _, cached = await routed.ask([*SYSTEM, 302], at=1)
@@ -117,60 +118,57 @@ async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do(graph: Graph,
     assert min(Counter(worker for worker, _, _ in answers).values()) >= 6
 
 
-async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without(
-    graph: Graph, tmp_path: Path
-) -> None:
+async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without(routed: Routing) -> None:
     prompt = SYSTEM[: 10 * BLOCK]
-    async with routing(graph, tmp_path) as routed:
+    async with routed.two_workers():
         home, _, _ = await routed.ask(prompt)
         await routed.told()
         assert (await routed.ask(prompt))[0] == home
         (lost,) = [worker for worker in routed.workers if worker.id == home]
         routed.workers.remove(lost)
         lost.life.cancel()
-        await until(lambda: len(graph.processor().workers._prefixes) == 0)
+        await until(lambda: len(routed.frontends[0].processor().workers._prefixes) == 0)
         other, _, cached = await routed.ask(prompt)
         assert (other, cached) == (routed.workers[0].id, 0)
-        async with sim_workers(graph, 1) as back:
+        async with sim_workers(routed.frontends[0], 1) as back:
             routed.workers += back
             await routed.told()
             assert (await routed.ask(prompt))[0] == other
 
 
-@pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
-async def test_nothing_is_told_or_kept_unless_the_router_is_kv(
-    graph: Graph, tmp_path: Path, policy: str
-) -> None:
+async def test_nothing_is_told_or_kept_unless_the_router_is_kv(routed: Routing) -> None:
     def followed() -> bool:
         return any(worker.engine.prefixes.followed for worker in routed.workers)
 
     prompt = SYSTEM[: 10 * BLOCK]
-    async with routing(graph, tmp_path, policy) as routed:
+    async with routed.two_workers("least-loaded"):
+        kept = routed.frontends[0].processor().workers._prefixes
         for _ in range(2):
             await routed.ask(prompt)
         assert not followed()
         await routed.route("kv")
         await routed.told()
-        assert len(graph.processor().workers._prefixes) > 0
-        await routed.route(policy)
-        assert len(graph.processor().workers._prefixes) == 0
+        assert len(kept) > 0
+        await routed.route("least-loaded")
+        assert len(kept) == 0
         await until(lambda: not followed())
         await routed.ask(prompt)
-        assert len(graph.processor().workers._prefixes) == 0
+        assert len(kept) == 0
 
 
-async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(graph: Graph, tmp_path: Path) -> None:
-    async with routing(graph, tmp_path, "round-robin") as routed:
-        one, slow = (graph.processor().workers._links[worker.id] for worker in routed.workers)
+async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(routed: Routing) -> None:
+    async with routed.two_workers("round-robin"):
+        pool = routed.frontends[0].processor().workers
+        one, slow = (pool._links[worker.id] for worker in routed.workers)
         await until(lambda: bool(one.load.token_seconds and slow.load.token_seconds))
         slow.take_load(msgspec.structs.replace(slow.load, gap_seconds=0.5))
-        chosen = {promised: picked(graph, promised) for promised in (NO_PROMISE, Promised(gap=0.06))}
+        chosen = {promised: picked(pool, promised) for promised in (NO_PROMISE, Promised(gap=0.06))}
     assert chosen[NO_PROMISE] == {one.instance: 5, slow.instance: 5}
     assert chosen[Promised(gap=0.06)] == {one.instance: 10}
 
 
-def picked(frontend: Graph, promised: Promised) -> Counter[str]:
-    generation = Generation(request([1, 2, 3]), trace())
-    generation.trace.promised = promised
-    links = [frontend.processor().workers.pick(generation, only_others=False) for _ in range(10)]
+def picked(pool: WorkerPool, promised: Promised) -> Counter[str]:
+    asks = generation([1, 2, 3])
+    asks.trace.promised = promised
+    links = [pool.pick(asks, only_others=False) for _ in range(10)]
     return Counter(link.instance for link in links if link is not None)

@@ -38,14 +38,9 @@ async def decoding(graph: Graph, live: int) -> None:
     await until(lambda: graph.models.live().get("demo") == live)
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.frontend.model.workers.HAND_OVER", 0.0)
-    monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
-
-
 @pytest.mark.parametrize("generated", [0, 1, 5])
 async def test_a_stream_goes_on_at_a_prefill_worker_and_then_at_another(graph: Graph, generated: int) -> None:
+    """New requests do without a decode worker, too, and the model stays listed."""
     async with graph.worker(pace=None) as decode, stand_in(graph, pace=None) as first:
         request = post(graph, max_tokens=12)
         await steps(decode, generated)
@@ -56,18 +51,13 @@ async def test_a_stream_goes_on_at_a_prefill_worker_and_then_at_another(graph: G
             await first.die()
             answer = await request
             expected = await text_of(graph, continuation(PROMPT, 12))
+            (listed,) = (await graph.http.get("/v1/models")).json()["data"]
+            assert (await complete(graph)).headers["x-pdserve-instance"] == second.id
     assert answer.json()["choices"][0]["text"] == expected
     assert answer.headers["x-pdserve-instance"] == ",".join(w.id for w in (decode, first, second))
     assert [submit.prompt for submit in first.seen] == [PROMPT + continuation(PROMPT, generated)]
-    assert [submit.prompt for submit in second.seen] == [PROMPT + continuation(PROMPT, generated + 1)]
-
-
-async def test_new_requests_and_the_list_of_models_do_without_a_decode_worker(graph: Graph) -> None:
-    async with alone(graph, pace=0.0) as prefill:
-        answer = await complete(graph)
-        listed = (await graph.http.get("/v1/models")).json()["data"]
-    assert answer.headers["x-pdserve-instance"] == prefill.id
-    assert [model["id"] for model in listed] == ["demo"]
+    assert second.seen[0].prompt == PROMPT + continuation(PROMPT, generated + 1)
+    assert listed["id"] == "demo"
 
 
 async def test_while_the_only_decode_worker_drains_new_requests_go_to_the_stand_in(graph: Graph) -> None:
@@ -107,35 +97,28 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
             assert (await begun).headers["x-pdserve-instance"] == prefill.id
 
 
-async def test_streams_on_a_stand_in_are_handed_over(graph: Graph, at_once: None) -> None:
+async def test_streams_on_a_stand_in_are_handed_over_unless_they_would_have_to_be_replayed(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.frontend.model.workers.HAND_OVER", 0.0)
+    monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
     before = counted("pdserve_migrations_total", reason="handed-over")
     async with alone(graph) as prefill:
-        request = post(graph, max_tokens=12)
+        moves, stays = post(graph, max_tokens=12), post(graph, presence_penalty=0.5)
+        await prefill.until(lambda: len(prefill.jobs) == 2)
         await steps(prefill, 5)
         async with graph.worker() as decode:
-            answer = await request
+            answer = await moves
             expected = await text_of(graph, continuation(PROMPT, 12))
+            await holds(lambda: not stays.done() and len(decode.seen) == 1)
+            prefill.go()
+            assert (await stays).headers["x-pdserve-instance"] == prefill.id
             await until(lambda: {link.to for link in graph.models.links()} == {decode.id})
         assert answer.json()["choices"][0]["text"] == expected
         assert answer.headers["x-pdserve-instance"] == f"{prefill.id},{decode.id}"
-        assert not prefill.jobs
         (submit,) = decode.seen
         assert (submit.prompt, submit.migrated) == (PROMPT + continuation(PROMPT, 5), False)
     assert counted("pdserve_migrations_total", reason="handed-over") == before + 1
-
-
-async def test_a_request_that_would_have_to_be_replayed_ends_at_the_stand_in(
-    graph: Graph, at_once: None
-) -> None:
-    async with alone(graph) as prefill:
-        request = post(graph, presence_penalty=0.5)
-        await steps(prefill, 2)
-        async with graph.worker() as decode:
-            assert (await complete(graph)).status_code == 200
-            await holds(lambda: not request.done() and len(decode.seen) == 1)
-            prefill.go()
-            assert (await request).headers["x-pdserve-instance"] == prefill.id
-            assert len(decode.seen) == 1
 
 
 async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Graph) -> None:
@@ -148,18 +131,16 @@ async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Grap
         assert {(await request).status_code for request in requests} == {200}
 
 
-@pytest.mark.parametrize(("address", "loaded"), [(False, ""), (True, "other")])
-async def test_a_prefill_worker_without_an_address_or_with_other_weights_does_not_stand_in(
-    graph: Graph, address: bool, loaded: str
-) -> None:
-    prefill = EchoWorker("prefill-0-no", loaded=loaded, role=Role.PREFILL)
-    async with prefill, MemoryRegistry(graph.registry) as registry:
-        instance = prefill.instance if address else replace(prefill.instance, address="")
-        await registry.put(keys.instance(instance), encode_record(instance))
+async def test_prefill_workers_without_an_address_or_with_other_weights_do_not_stand_in(graph: Graph) -> None:
+    silent, other = (
+        EchoWorker(f"prefill-{loaded}", loaded=loaded, role=Role.PREFILL) for loaded in ("", "other")
+    )
+    async with silent, other, MemoryRegistry(graph.registry) as registry:
+        for instance in (replace(silent.instance, address=""), other.instance):
+            await registry.put(keys.instance(instance), encode_record(instance))
         async with graph.worker():
             pass
         await decoding(graph, 0)
-        headers = {"x-request-timeout": "0.3"}
-        answer = await complete(graph, headers=headers)
+        answer = await complete(graph, headers={"x-request-timeout": "0.3"})
         assert answer.status_code == 503
-        assert not prefill.hello
+        assert silent.hello == other.hello == ""

@@ -10,7 +10,6 @@ import httpx
 import msgspec
 import pytest
 from msgspec.structs import replace
-from prometheus_client import REGISTRY
 from vllm.v1.engine import FinishReason
 
 from pdserve import watch
@@ -23,6 +22,7 @@ from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.watch import Receipt, Watched
 from tests.conditions import until
+from tests.decode.graph import counted
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, Step
 from tests.frontend.model.test_moving import post, steps
@@ -36,6 +36,7 @@ HOPS = [
     Hop("prefill", 2e-6, 1e-6, "prefill-0"),
     Hop("first-step", 3e-6, 1e-6),
 ]
+THERE = ["queue prefill-0", "prefill prefill-0"]
 
 
 def newest(graph: Graph) -> Receipt:
@@ -43,108 +44,83 @@ def newest(graph: Graph) -> Receipt:
     return receipt
 
 
-def way(receipt: Receipt) -> list[tuple[str, str, str]]:
+def way(receipt: Receipt) -> list[str]:
+    """The hops in order: name, instance and why."""
     assert all(early.start <= late.start for early, late in pairwise(receipt.hops))
     assert all(hop.start >= 0 and hop.start + hop.seconds <= receipt.seconds + 0.02 for hop in receipt.hops)
     assert {hop.name for hop in receipt.hops} <= set(watch.HOPS)
-    return [(hop.name, hop.instance, hop.why) for hop in receipt.hops]
+    return [" ".join(filter(None, (hop.name, hop.instance, hop.why))) for hop in receipt.hops]
 
 
-def remote(worker: EchoWorker) -> EchoWorker:
-    worker.placed = replace(worker.placed, prefill="remote", reason="long", cached=3, hops=HOPS)
-    return worker
+def remote(worker: EchoWorker, reason: str = "long") -> None:
+    worker.placed = replace(worker.placed, prefill="remote", reason=reason, cached=3, hops=HOPS)
 
 
-async def test_a_receipt_has_each_hop_with_its_place_and_time(graph: Graph) -> None:
+def histograms() -> list[float]:
+    return [counted(f"pdserve_{name}_seconds_count") for name in ("ttft", "e2e")]
+
+
+async def test_a_receipt_and_the_headers_of_an_answer_have_each_hop_with_its_place_and_time(
+    graph: Graph,
+) -> None:
+    named = {"x-request-id": "my-id.7"}
     async with graph.worker() as worker:
-        remote(worker)
-        answer = await complete(graph, headers={"x-request-id": "r-1"})
-    receipt = newest(graph)
-    assert way(receipt) == [
-        ("admission", "", ""),
-        ("queue", "prefill-0", ""),
-        ("prefill", "prefill-0", ""),
-        ("first-step", worker.id, ""),
-        ("decode", worker.id, ""),
-    ]
+        remote(worker, reason='l"o\r\nx: y')
+        whole = await complete(graph, headers=named)
+        stream = await complete(graph, stream=True, headers=named)
+        wrong = await complete(graph, temperature=-1)
+    _, _, receipt = graph.ribs.receipts(3)
+    assert way(receipt) == ["admission", *THERE, f"first-step {worker.id}", f"decode {worker.id}"]
     assert receipt.hops[1].start >= HOPS[0].start + receipt.hops[0].start + receipt.hops[0].seconds
-    assert (receipt.request_id, receipt.frontend, receipt.path) == (
-        "r-1",
-        "frontend-0-test",
-        "/v1/completions",
-    )
+    assert (receipt.request_id, receipt.frontend) == ("my-id.7", "frontend-0-test")
     assert (receipt.status, receipt.error, receipt.running) == (200, "", False)
-    assert (receipt.prefill, receipt.reason, receipt.instances) == ("remote", "long", [worker.id])
+    assert (receipt.prefill, receipt.reason, receipt.instances) == ("remote", 'l"o\r\nx: y', [worker.id])
     assert (receipt.prompt_tokens, receipt.output_tokens) == (len(PROMPT), 8)
     assert receipt.ttft is not None
     assert 0 < receipt.ttft < receipt.seconds <= receipt.age
-    assert answer.status_code == 200
-
-
-async def test_a_running_request_has_a_receipt(graph: Graph) -> None:
-    async with graph.worker(pace=None) as worker:
-        request = post(graph)
-        await steps(worker, 3)
-        await until(lambda: newest(graph).output_tokens == 3)
-        receipt = newest(graph)
-        assert receipt.running
-        assert receipt.status == 0
-        assert [hop.name for hop in receipt.hops] == ["admission", "decode"]
-        worker.go()
-        await request
-    assert not newest(graph).running
+    for answer in (whole, stream):
+        assert answer.headers.get_list("x-request-id") == ["my-id.7"]
+        names = ("prefill", "instance", "reason", "cached-tokens", "retries")
+        given = [answer.headers[f"x-pdserve-{name}"] for name in names]
+        assert given == ["remote", worker.id, "l?o??x: y", "0", "0"]
+    assert "my-id.7" in worker.seen[0].request_id
+    told = r'admission;dur=\d+\.\d\d, queue;dur=0.00;desc="prefill-0", prefill;dur=0.00;desc="prefill-0", '
+    told += rf'first-step;dur=0.00;desc="{worker.id}"'
+    assert re.fullmatch(told, stream.headers["server-timing"])
+    assert re.fullmatch(rf'{told}, decode;dur=\d+\.\d\d;desc="{worker.id}"', whole.headers["server-timing"])
+    assert re.fullmatch(r"admission;dur=\d+\.\d\d", wrong.headers["server-timing"])
+    assert "x-pdserve-prefill" not in wrong.headers
 
 
 async def test_the_receipt_of_a_request_that_migrates_has_both_workers(graph: Graph) -> None:
+    before = histograms()
     async with graph.worker(pace=None) as first:
         remote(first)
         request = post(graph, max_tokens=6)
         await steps(first, 2)
+        await until(lambda: newest(graph).output_tokens == 2)
+        receipt = newest(graph)
+        assert (receipt.running, receipt.status, receipt.hops[-1].name) == (True, 0, "decode")
         await first.die()
         await until(lambda: newest(graph).retries == 1)
         await until(lambda: newest(graph).hops[-1].why == "no decode worker is there")
         async with graph.worker() as second:
             await request
+    await until(lambda: not newest(graph).running)  # its client may have the answer a moment before
     receipt = newest(graph)
-    assert way(receipt) == [
-        ("admission", "", ""),
-        ("queue", "prefill-0", ""),
-        ("prefill", "prefill-0", ""),
-        ("first-step", first.id, ""),
-        ("decode", first.id, ""),
-        ("migration", first.id, f"{first.id} is gone"),
-        ("admission", "", "no decode worker is there"),
-        ("decode", second.id, ""),
-    ]
+    lost = ["admission", *THERE, f"first-step {first.id}", f"decode {first.id}"]
+    moved = [f"migration {first.id} {first.id} is gone", "admission no decode worker is there"]
+    assert way(receipt) == [*lost, *moved, f"decode {second.id}"]
     assert (receipt.retries, receipt.instances, receipt.prefill) == (1, [first.id, second.id], "local")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "prompts"),
-    [
-        ("/v1/completions", completion(n=3, temperature=1.0), 1),
-        ("/v1/completions", completion(prompt=[PROMPT, PROMPT]), 2),
-        ("/v1/chat/completions/batch", chat(messages=[chat()["messages"]] * 2), 0),
-    ],
-)
-async def test_of_several_sequences_the_receipt_has_the_hops_of_the_first(
-    graph: Graph, path: str, body: dict[str, object], prompts: int
-) -> None:
-    async with graph.worker() as worker:
-        remote(worker)
-        answer = await graph.http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    receipt = newest(graph)
-    assert [hop.name for hop in receipt.hops] == ["admission", "queue", "prefill", "first-step", "decode"]
-    assert receipt.output_tokens == 8 * max(len(worker.seen), 2)
-    if prompts:
-        assert receipt.prompt_tokens == prompts * len(PROMPT)
+    assert (receipt.prompt_tokens, receipt.output_tokens) == (len(PROMPT), 6)
+    assert histograms() == [count + 1 for count in before]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_is_499_and_its_request_ends_at_the_worker(
     graph: Graph, stream: bool
 ) -> None:
+    ttft, e2e = histograms()
     async with graph.worker(pace=None) as worker:
         request = post(graph, stream=stream)
         await steps(worker, 1)
@@ -156,6 +132,7 @@ async def test_a_client_that_leaves_is_499_and_its_request_ends_at_the_worker(
     assert receipt.error == "the client left"
     assert receipt.status == 499 or stream, "of a stream that has begun the status is sent"
     assert [hop.name for hop in receipt.hops] == ["admission", "decode"]
+    assert histograms() == [ttft + 1, e2e]
 
 
 async def test_a_receipt_quotes_no_request_and_300_characters_of_a_failure(graph: Graph) -> None:
@@ -211,25 +188,6 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
     assert sums == {"failed": 1, "refused": 0, "tokens": 8}
     assert [sum(sum(tick.ttft) for tick in ticks), sum(sum(tick.itl) for tick in ticks)] == [1, 7]
     assert {len(tick.ttft) for tick in ticks} <= {0, len(watch.BUCKETS) + 1}
-
-
-async def test_the_headers_of_an_answer_have_its_hops_and_reason(graph: Graph) -> None:
-    async with graph.worker() as worker:
-        remote(worker)
-        worker.placed = replace(worker.placed, reason='l"o\r\nx: y')
-        whole = await complete(graph)
-        stream = await complete(graph, stream=True)
-        wrong = await complete(graph, temperature=-1)
-    for answer in (whole, stream):
-        assert answer.headers["x-pdserve-reason"] == "l?o??x: y"
-        assert answer.headers["x-pdserve-cached-tokens"] == "0"
-        assert answer.headers["x-pdserve-retries"] == "0"
-    told = r'admission;dur=\d+\.\d\d, queue;dur=0.00;desc="prefill-0", prefill;dur=0.00;desc="prefill-0", '
-    told += rf'first-step;dur=0.00;desc="{worker.id}"'
-    assert re.fullmatch(told, stream.headers["server-timing"])
-    assert re.fullmatch(rf'{told}, decode;dur=\d+\.\d\d;desc="{worker.id}"', whole.headers["server-timing"])
-    assert re.fullmatch(r"admission;dur=\d+\.\d\d", wrong.headers["server-timing"])
-    assert "x-pdserve-prefill" not in wrong.headers
 
 
 @asynccontextmanager
@@ -326,88 +284,57 @@ async def test_what_a_worker_reports_wrongly_is_bounded(graph: Graph) -> None:
     assert max(len(hop.instance) + len(hop.why) for hop in receipt.hops) == 600
 
 
-async def test_receipts_with_a_detour_are_reported_for_longer(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receipts, "MAX_REPORTED", 1)
-    async with graph.worker() as worker:
-        usual = worker.placed
-        worker.placed = replace(usual, hops=[Hop("fallback", 0.0, 0.0, worker.id, "timeout")])
-        await complete(graph, headers={"x-request-id": "fell"})
-        assert [receipt.request_id for receipt in graph.watched.receipts].count("fell") == 1
-        worker.placed = usual
-        for _ in range(2):
-            await complete(graph, headers={"x-request-id": "usual"})
-        await complete(graph, headers={"x-request-id": "fell"})
-    told = graph.watched.receipts
-    assert [receipt.request_id for receipt in told[:2]] == ["fell", "fell"], "another client chose its id"
-    assert told[1].age > told[0].age
-
-
-async def test_histograms_count_a_request_once(graph: Graph) -> None:
-    def counts() -> list[float]:
-        names = ("pdserve_ttft_seconds_count", "pdserve_e2e_seconds_count")
-        return [REGISTRY.get_sample_value(name, {"model": "demo"}) or 0.0 for name in names]
-
-    async def counted(request: Awaitable[object]) -> list[float]:
-        before = counts()
+async def test_several_sequences_are_one_request_with_the_hops_of_the_first(graph: Graph) -> None:
+    async def counts(request: Awaitable[object]) -> list[float]:
+        before = histograms()
         await request
         await until(lambda: not newest(graph).running)  # its client may have the answer a moment before
-        return [late - early for early, late in zip(before, counts(), strict=True)]
+        return [late - early for early, late in zip(before, histograms(), strict=True)]
 
-    async def left(worker: EchoWorker) -> None:
-        request = post(graph)
-        await steps(worker, 1)
-        request.cancel()
-        await until(lambda: not newest(graph).running)
-
-    async def lost(first: EchoWorker) -> None:
-        request = post(graph)
-        await steps(first, 2)
-        async with graph.worker():
-            await first.die()
-            await request
-
+    batch = chat(messages=[chat()["messages"]] * 2)
     async with graph.worker() as worker:
-        assert await counted(post(graph, n=3, temperature=1.0)) == [1, 1]
-        assert await counted(post(graph, prompt=[PROMPT, PROMPT], stream=True)) == [1, 1]
-        assert await counted(post(graph, temperature=-1)) == [0, 0]
+        remote(worker)
+        for path, body, prompts, outputs in (
+            ("/v1/completions", completion(n=3, temperature=1.0), 1, 3),
+            ("/v1/completions", completion(prompt=[PROMPT, PROMPT], stream=True), 2, 2),
+            ("/v1/chat/completions/batch", batch, None, 2),
+        ):
+            assert await counts(graph.http.post(path, json=body)) == [1, 1]
+            receipt = newest(graph)
+            names = [hop.name for hop in receipt.hops]
+            assert names == ["admission", "queue", "prefill", "first-step", "decode"]
+            assert receipt.output_tokens == 8 * outputs
+            assert prompts is None or receipt.prompt_tokens == prompts * len(PROMPT)
+        assert await counts(post(graph, temperature=-1)) == [0, 0]
         worker.script = [Step([5]), Step([], FinishReason.ERROR)]
-        assert await counted(post(graph, stream=True, max_tokens=9)) == [1, 0], "lost too often"
-    async with graph.worker(pace=None) as worker:
-        assert await counted(left(worker)) == [1, 0]
-        assert await counted(lost(worker)) == [1, 1]
+        assert await counts(post(graph, stream=True, max_tokens=9)) == [1, 0], "lost too often"
 
 
 async def test_links_say_why_they_are_down_and_are_metrics_as_running_sequences_are(graph: Graph) -> None:
-    def value(name: str, **labels: str) -> float | None:
-        return REGISTRY.get_sample_value(name, {"model": "linked", **labels})
+    def value(name: str, **labels: str) -> float:
+        return counted(f"pdserve_{name}", model="linked", **labels)
 
     def links() -> dict[str, watch.LinkState]:
         return {link.to: link for link in graph.models.links()}
 
-    def migrations(reason: str) -> float:
-        return value("pdserve_migrations_total", reason=reason) or 0.0
-
     async with graph.worker("linked", pace=None) as first:
         request = post(graph, model="linked", n=2, temperature=1.0)
         await first.until(lambda: len(first.jobs) == 2)
-        assert value("pdserve_running_requests") == 2
+        assert value("running_requests") == 2
         up = watch.LinkState(first.id, "requests", requests=2)
         assert replace(links()[first.id], round_trip=None) == up
-        assert (value("pdserve_links", state="up"), value("pdserve_links", state="down")) == (1, 0)
+        assert (value("links", state="up"), value("links", state="down")) == (1, 0)
         await first.die()
-        await until(lambda: value("pdserve_links", state="down") == 1)
+        await until(lambda: value("links", state="down") == 1)
         lost = links()[first.id]
         assert (lost.up, lost.requests, lost.failure) == (False, 0, f"{first.id} is gone")
         assert lost.failures >= 1
-        assert value("pdserve_running_requests") == 0
-        assert migrations("gone") == 2
+        assert (value("running_requests"), value("migrations_total", reason="gone")) == (0, 2)
         async with graph.worker("linked") as second:
             await request
             second.fail = Failed("", "no", retry=True)
             request = post(graph, model="linked")
-            await until(lambda: migrations("failed") >= 1)
+            await until(lambda: value("migrations_total", reason="failed") >= 1)
             second.fail = None
             await request
     await until(lambda: first.id not in links())

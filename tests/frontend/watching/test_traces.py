@@ -4,9 +4,11 @@ they send."""
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from functools import partial
 from itertools import count
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -42,7 +44,10 @@ class TracedGraph(Graph):
     def receipt(self, request_id: str) -> Receipt | None:
         return next(iter(self.ribs.receipts(1, None, request_id)), None)
 
-    async def ask(self, headers: Mapping[str, str], tokens: int = 100, **body: object) -> httpx.Response:
+    def ended(self, trace_id: str) -> bool:
+        return ROUTE in {span.name for span in self.collector.of(trace_id)}
+
+    async def ask(self, headers: Any, tokens: int = 100, **body: object) -> httpx.Response:
         """With a prompt of so many tokens that no engine has seen."""
         asked = {"model": "demo", "prompt": next(_prompts)[:tokens], "max_tokens": 6, "temperature": 0}
         return await self.http.post("/v1/completions", json=asked | body, headers=headers)
@@ -139,33 +144,6 @@ async def test_a_remote_request_has_a_span_for_each_hop_in_its_process(
     assert {hop.name for hop in receipt.hops} == set(hops)
 
 
-async def test_a_local_request_has_its_prefill_at_the_decode_worker(
-    graph: TracedGraph, worker: Worker
-) -> None:
-    trace_id, headers = client_trace()
-    await graph.ask(headers, tokens=9)
-    spans = await graph.trace(trace_id, ROUTE, "admission", "attempt", "generate", "prefill", "decode")
-    assert ("prefill", "generate", worker.id) in below(spans)
-    assert one(spans, "prefill").attributes["pdserve.why"] == "short"
-
-
-async def test_a_fallback_is_an_event_with_its_reason(graph: TracedGraph, workers: list[Worker]) -> None:
-    worker, prefill = workers
-    trace_id, headers = client_trace()
-    prefill.engine.faults.deaf = True
-    answer = await graph.ask(headers)
-    assert answer.headers["x-pdserve-prefill"]
-    hops = ["admission", "queue", "prefill", "transfer", "prefill", "decode"]
-    spans = await graph.trace(trace_id, ROUTE, "attempt", "generate", *hops)
-    assert {process for name, _, process in below(spans) if name == "prefill"} == {
-        prefill.id,
-        worker.id,
-    }
-    generate = one(spans, "generate")
-    assert str(generate.events["fallback"]["pdserve.why"]).startswith("transfer: ")
-    assert generate.attributes["pdserve.prefill"] == "local"
-
-
 @pytest.mark.parametrize("how", ["killed", "engine"])
 async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker: Worker, how: str) -> None:
     trace_id, headers = client_trace()
@@ -199,60 +177,48 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
     assert second.error is one(spans, ROUTE).error is None
 
 
-async def test_a_request_that_fails_has_an_error(graph: TracedGraph, worker: Worker) -> None:
-    trace_id, headers = client_trace()
+async def test_what_the_server_could_not_do_is_an_error_and_a_wrong_request_is_none(
+    graph: TracedGraph, worker: Worker
+) -> None:
+    wrong, headers = client_trace()
+    assert (await graph.ask(headers, max_tokens=-1)).status_code == 400
+    whole = one(await graph.trace(wrong, ROUTE, "admission"), ROUTE)
+    assert (whole.error, whole.attributes["http.response.status_code"]) == (None, 400)
+    late, headers = client_trace()
     worker.engine.faults.slow = 500
-    answer = await graph.ask({**headers, "x-request-timeout": "0.2"}, tokens=9)
-    assert answer.status_code == 504
-    await until(lambda: {"generate", ROUTE} <= {span.name for span in graph.collector.of(trace_id)})
-    whole = one(graph.collector.of(trace_id), ROUTE)
+    assert (await graph.ask({**headers, "x-request-timeout": "0.2"}, tokens=9)).status_code == 504
+    await until(lambda: {"generate", ROUTE} <= {span.name for span in graph.collector.of(late)})
+    whole = one(graph.collector.of(late), ROUTE)
     assert (whole.attributes["http.response.status_code"], whole.attributes["error.type"]) == (504, "504")
     assert whole.error
 
 
-async def test_a_wrong_request_is_no_error_of_the_server(graph: TracedGraph, worker: Worker) -> None:
-    trace_id, headers = client_trace()
-    answer = await graph.ask(headers, max_tokens=-1)
-    assert answer.status_code == 400
-    whole = one(await graph.trace(trace_id, ROUTE, "admission"), ROUTE)
-    assert whole.error is None
-    assert whole.attributes["http.response.status_code"] == 400
-
-
-async def test_an_unsampled_request_is_not_traced(graph: TracedGraph, worker: Worker) -> None:
+async def test_an_unsampled_request_is_not_traced_and_a_local_one_has_its_prefill_at_the_decode_worker(
+    graph: TracedGraph, worker: Worker
+) -> None:
     unsampled, headers = client_trace("00")
     assert (await graph.ask(headers)).status_code == 200
     trace_id, headers = client_trace()
     await graph.ask(headers, tokens=9)
-    await graph.trace(trace_id, ROUTE, "admission", "attempt", "generate", "prefill", "decode")
+    spans = await graph.trace(trace_id, ROUTE, "admission", "attempt", "generate", "prefill", "decode")
+    assert ("prefill", "generate", worker.id) in below(spans)
+    assert one(spans, "prefill").attributes["pdserve.why"] == "short"
     assert graph.collector.of(unsampled) == []
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"traceparent": f"00-{'1' * 32}-{PARENT}-01-more"},
-        {"traceparent": "é" * 55},
-        {"tracestate": "vendor=x"},
-    ],
-    ids=str,
-)
-async def test_what_names_no_parent_begins_a_trace(
-    graph: TracedGraph, worker: Worker, wrong: dict[str, str]
-) -> None:
-    name = uuid4().hex
-    raw = {key: value.encode("latin-1") for key, value in wrong.items()} | {"x-request-id": name.encode()}
-    assert (await graph.ask(raw, tokens=9)).status_code == 200  # type: ignore[arg-type]
-    receipt = graph.receipt(name)
-    assert receipt is not None
-    await until(lambda: any(span.name == ROUTE for span in graph.collector.of(receipt.trace_id)))
-    assert one(graph.collector.of(receipt.trace_id), ROUTE).parent == ""
-
-
-async def test_of_two_parents_none_is_taken(graph: TracedGraph, worker: Worker) -> None:
+async def test_what_names_no_parent_or_two_begins_a_trace(graph: TracedGraph, worker: Worker) -> None:
     (first, given), (second, other) = client_trace(), client_trace()
-    headers = httpx.Headers([*given.items(), *other.items(), ("x-request-id", first)])
-    assert (await graph.ask(headers, tokens=9)).status_code == 200
-    receipt = graph.receipt(first)
-    assert receipt is not None
-    assert receipt.trace_id not in (first, second, "")
+    for wrong in (
+        [("traceparent", f"00-{'1' * 32}-{PARENT}-01-more")],
+        [("traceparent", "é" * 55)],
+        [("tracestate", "vendor=x")],
+        [*given.items(), *other.items()],
+    ):
+        name = uuid4().hex
+        raw = [(key, value.encode("latin-1")) for key, value in [*wrong, ("x-request-id", name)]]
+        assert (await graph.ask(raw, tokens=9)).status_code == 200
+        receipt = graph.receipt(name)
+        assert receipt is not None
+        assert receipt.trace_id not in (first, second, "")
+        await until(partial(graph.ended, receipt.trace_id))
+        assert one(graph.collector.of(receipt.trace_id), ROUTE).parent == ""

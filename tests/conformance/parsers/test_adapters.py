@@ -1,0 +1,114 @@
+"""LoRA adapters on real engines: token for token what one vLLM server with the same adapters says, whether prompts
+are prefilled remotely or their KV is cached. (Where their worker dies: frontend/model/test_adapters.py.)"""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from pdserve_bench.client import Exchange, LoadClient
+from safetensors.torch import load_file, save_file
+
+from tests.conformance.answers import Request
+from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, body
+from tests.conformance.pair import Pair
+from tests.conformance.parsers.thinking import Thinking
+from tests.e2e.cases import identity_cases
+from tests.real import KEY
+from tools.demo_model import adapters
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+MODELS = ("demo", *adapters.NAMES)
+RED, BLUE = adapters.NAMES
+JOBS = [
+    (model, case)
+    for case in identity_cases()
+    if case.name in ("length-32", "length-300", "length-1501")
+    for model in MODELS
+]
+
+
+def chat(name: str, model: str, **more: object) -> Request:
+    return Request(name, CHAT, body(CHAT, "Hello", model=model, max_tokens=8, **more))
+
+
+def change(name: str, path: str, differs: str = "", **body: object) -> Request:
+    return Request(name, path, body, differs=differs)
+
+
+def requests(blue: str, wide: str) -> list[Request]:
+    """In this order: each finds what those before have left. `blue` and `wide` are folders."""
+    return [
+        chat("an adapter", RED),
+        chat("a stream", RED, stream=True, stream_options={"include_usage": True}),
+        chat("logprobs", RED, logprobs=True, top_logprobs=2),
+        *(Request(f"{path} {model}", path, body(path) | {"model": model})
+          for path in (COMPLETIONS, RESPONSES, MESSAGES) for model in (BLUE, "green")),
+        chat("unknown", "green"),
+        *(Request(f"{path} {name}", path, content=content) for path in (LOAD, UNLOAD)
+          for name, content in {"no JSON": b"x", "empty": b"{}", "list": b"[]"}.items()),
+        *(Request(f"{path} by GET", path, method="GET", differs="unknown paths and methods")
+          for path in (LOAD, UNLOAD)),
+        change("no path", LOAD, lora_name="x"),
+        change("an empty path", LOAD, lora_name="x", lora_path=""),
+        change("no name", LOAD, lora_path="/x"),
+        change("a number", LOAD, lora_name=1, lora_path="/x"),
+        change("no folder", LOAD, lora_name="x", lora_path="/no/folder"),
+        change("the model's name", LOAD, lora_name="demo", lora_path=blue),
+        change("there already", LOAD, lora_name=BLUE, lora_path=blue),
+        change("not there", UNLOAD, lora_name="green"),
+        change("unloaded", UNLOAD, lora_name=BLUE),
+        change("unloaded twice", UNLOAD, lora_name=BLUE),
+        chat("not there any more", BLUE),
+        change("of another model", LOAD, "an adapter that does not fit the model", lora_name="wide", lora_path=wide),
+        chat("of another model, asked", "wide"),
+        change("loaded again", LOAD, lora_name=BLUE, lora_path=blue),
+        chat("loaded again, asked", BLUE),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def blue(thinking: Thinking) -> str:
+    """The folder of the second adapter, which the graph has loaded, too."""
+    folder = str(thinking.adapters[BLUE])
+    asked = {"lora_name": BLUE, "lora_path": folder}
+    loaded = httpx.post(f"{thinking.graph.url}{LOAD}", json=asked, timeout=90)
+    assert loaded.status_code == 200, loaded.text
+    return folder
+
+
+@pytest.fixture
+def wide(blue: str, tmp_path: Path) -> str:
+    """The folder of an adapter of a wider model."""
+    folder = shutil.copytree(blue, tmp_path / "wide")
+    weights = load_file(file := folder / "adapter_model.safetensors")
+    save_file({name: torch.cat([each, each], -1) for name, each in weights.items()}, file)
+    return str(folder)
+
+
+@pytest.mark.usefixtures("blue")
+async def test_the_graph_answers_as_one_server(thinking: Thinking) -> None:
+    """The same prompts for each model, together, and again from the prefix caches."""
+    theirs = []
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}, timeout=300) as client:
+        for model, case in JOBS:
+            answer = await client.post(
+                f"{thinking.pair.theirs}{COMPLETIONS}", json=case.body(model=model, cache_salt=model)
+            )
+            theirs.append(answer.raise_for_status().json()["choices"][0]["token_ids"])
+    assert len({tuple(tokens) for tokens in theirs}) == len(JOBS), "each adapter answers otherwise"
+    for stream in (False, True):
+        asked = [Exchange(case.body(model=model, stream=stream)) for model, case in JOBS]
+        await asyncio.gather(*(LoadClient(thinking.graph.url).ask(each, 300) for each in asked))
+        assert [each.error for each in asked if each.error] == []
+        assert [each.tokens for each in asked] == theirs
+        assert asked[-1].prefill == ("local" if stream else "remote")
+
+
+def test_conforms(pair: Pair, blue: str, wide: str, subtests: pytest.Subtests) -> None:
+    for request in requests(blue, wide):
+        with subtests.test(request.name):
+            pair.same(request)
