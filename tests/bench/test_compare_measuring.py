@@ -164,7 +164,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_path: Path) -> None:
     log: list[str] = []
-    found = compared(tmp_path, log, 0.12, a1=0.15, d1=0.01)
+    found = compared(tmp_path, log, 0.2, a1=0.3, d1=0.01)
     await found.run()
     assert log == ["+a1", "-a1", "+d1", "-d1", "+a1", "-a1"], "one at a time, and the one that runs goes on"
     assert [each.name for each in found.finalists] == ["a1", "d1"]
@@ -187,7 +187,7 @@ async def test_one_that_does_not_come_up_and_what_there_is_no_time_for_are_named
 
 async def test_broken_off_it_stops_what_runs(tmp_path: Path) -> None:
     log: list[str] = []
-    task = asyncio.create_task(compared(tmp_path, log, 0.05, a1=0.01, d1=0.01).run())
+    task = asyncio.create_task(compared(tmp_path, log, 0.15, a1=0.01, d1=0.01).run())
     await until(lambda: len(log) == 3)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -9,7 +9,7 @@ from tests.conformance.answers import Request
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import ids, long
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 COUNT = 120
 SAMPLING: list[dict[str, Any]] = [

@@ -1,21 +1,35 @@
 """What the edge itself decides: headers, refusals, limits, deadlines, disconnects."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
+from pdserve.config.api_keys import ApiKey
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.edge.body import BodyReader, max_body
+from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.messages import Failed
 from tests.conditions import until
-from tests.frontend.conftest import Graph
+from tests.frontend.conftest import Graph, address_of
 from tests.frontend.model.echo import EchoWorker
-from tests.frontend.test_generate import TEXTS, chat, complete, completion
+from tests.frontend.test_generate import chat, complete, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_headers_name_the_worker_and_the_mode(graph: Graph) -> None:
+    async with graph.worker(prefill="remote") as worker:
+        for stream in (False, True):
+            answer = await complete(graph, stream=stream, headers={"x-request-id": "my-id.7"})
+            assert answer.headers["x-request-id"] == "my-id.7"
+            assert answer.headers["x-pdserve-prefill"] == "remote"
+            assert answer.headers["x-pdserve-instance"] == worker.id
+    assert answer.headers.get_list("x-request-id") == ["my-id.7"]
+    assert "my-id.7" in worker.seen[0].request_id
 
 
 async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
@@ -25,33 +39,48 @@ async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
     assert set(answer.headers["x-pdserve-instance"].split(",")) == {first.id, second.id}
 
 
-async def test_a_sane_request_id_is_kept_and_errors_have_it_too(graph: Graph) -> None:
-    for given in ("abc.7", "", "with space", "x" * 200, "a/b"):
-        answer = await graph.http.get("/nowhere", headers={"x-request-id": given})
-        assert answer.status_code == 404
-        assert "/nowhere" in answer.json()["error"]["message"]
-        found = answer.headers["x-request-id"]
-        assert found == given == "abc.7" or len(found) == 32
+@pytest.mark.parametrize("given", ["", "with space", "x" * 200, "a/b"])
+async def test_a_strange_request_id_is_replaced(graph: Graph, given: str) -> None:
+    answer = await graph.http.get("/version", headers={"x-request-id": given})
+    assert len(answer.headers["x-request-id"]) == 32
 
 
-async def test_a_wrong_method_is_answered_with_the_right_ones(graph: Graph) -> None:
-    pages = {"/v1/completions": "POST", "/v1/models": "GET, HEAD", "/ping": "GET, HEAD, POST"}
-    for path, methods in pages.items():
-        answer = await graph.http.delete(path)
-        assert (answer.status_code, answer.headers["allow"]) == (405, methods)
-        assert answer.json()["error"]["message"] == f"{path} takes {methods}"
+async def test_errors_carry_the_request_id_too(graph: Graph) -> None:
+    answer = await graph.http.get("/nowhere", headers={"x-request-id": "abc"})
+    assert answer.status_code == 404
+    assert answer.headers["x-request-id"] == "abc"
+    assert "/nowhere" in answer.json()["error"]["message"]
 
 
-async def test_oversize_body(graph: Graph) -> None:
+@pytest.mark.parametrize("tokenizing", [False, True])
+async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
+    most = max_body(4096, tokenizing=tokenizing)
     async with graph.worker():
         await until(lambda: bool(graph.models.listed()))
-        for path, tokenizing in (("/tokenize", True), ("/v1/completions", False)):
-            most = max_body(4096, tokenizing=tokenizing)
-            answer = await graph.http.post(path, content=b" " * (most + 1))
-            assert answer.status_code == 413
-            assert str(most) in answer.json()["error"]["message"]
+        path = "/tokenize" if tokenizing else "/v1/completions"
+        answer = await graph.http.post(path, content=b" " * (most + 1))
         fine = await graph.http.post("/tokenize", json={"prompt": "a b c d " * 5000})
+    assert answer.status_code == 413
+    assert str(most) in answer.json()["error"]["message"]
     assert fine.json()["count"] > 4096  # longer than the context, as vLLM answers it
+
+
+async def test_a_refused_body_is_read_so_that_the_answer_arrives(graph: Graph) -> None:
+    """Sockets that are closed with unread data reset: a client that writes all before it reads would learn nothing."""
+    body = b" " * (20 << 20)
+
+    async def send() -> bytes:
+        reader, writer = await asyncio.open_connection(*address_of(graph.url))
+        writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
+        writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    for answer in await asyncio.gather(*(send() for _ in range(5))):
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"PayloadTooLarge" in answer
 
 
 async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(graph: Graph) -> None:
@@ -66,36 +95,58 @@ async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(gra
         assert {answer.status_code for answer in await asyncio.gather(*long)} == {200}
 
 
-TRANSFERS: list[dict[str, object]] = [
-    {"kv_transfer_params": {"do_remote_prefill": True}},
-    {"ec_transfer_params": {"a": 1}},
-    {"vllm_xargs": {"kv_transfer_params": "x"}},
-]
-
-
-@pytest.mark.parametrize("path", TEXTS)
-async def test_transfer_params_from_outside_are_refused(graph: Graph, path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"ec_transfer_params": {"a": 1}},
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
+    ],
+)
+async def test_transfer_params_are_refused(graph: Graph, path: str, extra: dict[str, object]) -> None:
     async with graph.worker() as worker:
-        for extra in TRANSFERS:
-            answer = await graph.http.post(path, json={**completion(), **chat(), **extra})
-            assert answer.status_code == 400
-            error = answer.json()["error"]
-            assert "transfer_params" in error["message"]
-            assert path == "/v1/messages" or "transfer_params" in error["param"]
-        assert not worker.seen
-        assert (await complete(graph, kv_transfer_params=None)).status_code == 200
+        answer = await graph.http.post(path, json={**completion(), **chat(), **extra})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "transfer_params" in error["message"]
+    assert path == "/v1/messages" or "transfer_params" in error["param"]
+    assert not worker.seen
 
 
-async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph) -> None:
-    async with graph.worker() as worker:
-        worker.fail = Failed("", "this prompt does not fit the KV cache")
-        refused = [await complete(graph, stream=stream) for stream in (False, True)]
-        worker.fail = None
-        assert (await complete(graph)).status_code == 200
-    for answer in refused:
-        assert answer.status_code == 500
-        assert "KV cache" in answer.json()["error"]["message"]
-        assert answer.json()["error"]["type"] == "InternalServerError"
+async def test_null_transfer_params_are_ignored(graph: Graph) -> None:
+    async with graph.worker():
+        answer = await complete(graph, kv_transfer_params=None)
+    assert answer.status_code == 200
+
+
+async def test_pages_that_probes_ask_for(graph: Graph) -> None:
+    async with graph.worker(pace=None) as worker:
+        await until(lambda: bool(graph.models.live().get("demo")))
+        for method in ("GET", "POST"):
+            assert (await graph.http.request(method, "/ping")).status_code == 200
+        assert (await graph.http.get("/load")).json() == {"server_load": 0}
+        running = asyncio.create_task(complete(graph))
+        await worker.until(lambda: worker.jobs)
+        assert (await graph.http.get("/load")).json() == {"server_load": 1}
+        await finish(worker)
+        await running
+
+
+async def test_the_model_of_a_query_is_decoded(graph: Graph) -> None:
+    async with graph.worker():
+        await until(lambda: bool(graph.models.listed()))
+        found = await graph.http.get("/openapi.json?model=de%6Do")
+        missing = await graph.http.get("/openapi.json?a=b&model=a%2Fb+c")
+    assert found.status_code == 200
+    assert "`a/b c`" in missing.json()["error"]["message"]
+
+
+async def test_a_missing_key_is_told_which_scheme(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
+    monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret")]))
+    answer = await graph.http.get("/v1/models")
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert (await graph.http.get("/load")).status_code == 200
 
 
 @pytest.mark.parametrize("pace", [None, 0.02], ids=["silent", "a stream that has begun"])
@@ -143,7 +194,6 @@ async def test_too_much_is_429_before_anything_is_answered_and_has_receipts(grap
         (receipt,) = graph.ribs.receipts(1)
         assert (receipt.status, "wait" in receipt.error) == (429, True)
         counted = await graph.http.post("/tokenize", json={"model": "demo", "prompt": "a b"})
-        assert (await graph.http.get("/load")).json() == {"server_load": 2}, "one runs and one waits"
         assert len(worker.seen) == 2
         await finish(worker)
         assert (await running).status_code == 200
@@ -177,7 +227,7 @@ async def test_a_request_that_waits_and_leaves_costs_nothing(graph: Graph) -> No
 async def test_a_body_that_does_not_come_ends_at_the_deadline(graph: Graph) -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b'{"model": '
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1)
 
     answer = await graph.http.post("/v1/completions", content=slow(), headers={"x-request-timeout": "0.2"})
     assert answer.status_code == 408
@@ -207,3 +257,50 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
         assert (await third).status_code == 200
     assert refused.status_code == 429
     assert (reader._held, dict(reader._of_client)) == (0, {})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: bool) -> None:
+    async with graph.worker() as worker:
+        worker.fail = Failed("", "this prompt does not fit the KV cache")
+        answer = await complete(graph, stream=stream)
+        worker.fail = None
+        fine = await complete(graph)
+        wrong = await complete(graph, temperature=-1)
+    assert [each.status_code for each in (answer, fine, wrong)] == [500, 200, 400]
+    assert "KV cache" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "InternalServerError"
+    assert wrong.json()["error"]["type"] == "BadRequestError"
+
+
+async def test_each_request_is_a_log_line_with_the_name_of_its_key(
+    monkeypatch: pytest.MonkeyPatch, graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pdserve")
+    async with graph.worker() as worker:
+        await complete(graph, headers={"x-request-id": "line-1"})
+        monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret", "alice")]))
+        header = {"authorization": "Bearer secret"}
+        await complete(graph, headers=header)
+    logged = [each.getMessage() for each in caplog.records if each.name == "pdserve.frontend.watching.log"]
+    assert len(logged) == 2
+    assert logged[0].startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
+    assert f"prefill=local instance={worker.id}" in logged[0]
+    assert " /v1/completions key=alice model=demo code=200 " in logged[1]
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/models", "/health"])
+async def test_a_slash_too_many_is_redirected(graph: Graph, path: str) -> None:
+    answer = await graph.http.post(f"{path}/?a=b", content=b"x" * 100_000)
+    assert (answer.status_code, answer.headers["location"]) == (307, f"{graph.url}{path}?a=b")
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/v1/completions", "POST"), ("/v1/models", "GET, HEAD"), ("/ping", "GET, HEAD, POST")],
+)
+async def test_a_wrong_method_is_answered_with_the_right_ones(graph: Graph, path: str, methods: str) -> None:
+    answer = await graph.http.delete(path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+    assert answer.json()["error"]["message"] == f"{path} takes {methods}"

@@ -5,17 +5,20 @@ import gc
 import logging
 import shutil
 import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from pdserve.frontend.model.processor import serve_model
+from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.processor import Processor, Workers, serve_model
 from pdserve.frontend.model.served_model import UNKNOWN_SECONDS
 from pdserve.messages import Load, WorkerLoad
-from pdserve.records import Role, encode_record
+from pdserve.records import ModelCard, Role, encode_record
 from pdserve.registry import keys
-from pdserve.slo import Promised
 from pdserve.stream.archives import archive_name, pack_model
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, card
@@ -32,8 +35,7 @@ async def names(graph: Graph) -> list[str]:
 
 
 async def test_two_models_at_once(graph: Graph) -> None:
-    """Each has its own promise, and vanishes with its card."""
-    async with graph.worker("demo") as demo, graph.worker("org/other", slo=Promised(gap=0.06)) as other:
+    async with graph.worker("demo") as demo, graph.worker("org/other") as other:
         listed = await names(graph)
         first = await complete(graph, model="demo")
         second = await complete(graph, model="org/other")
@@ -45,7 +47,6 @@ async def test_two_models_at_once(graph: Graph) -> None:
         stored = await graph.http.get("/v1/responses/resp_1")
     assert listed == ["demo", "org/other"]
     assert (first.json()["model"], second.json()["model"]) == ("demo", "org/other")
-    assert [bool(worker.seen[0].promise) for worker in (demo, other)] == [False, True]
     assert (len(demo.seen), len(other.seen)) == (1, 1)
     assert unnamed.status_code == 400
     assert "demo, org/other" in unnamed.json()["error"]["message"]
@@ -56,13 +57,57 @@ async def test_two_models_at_once(graph: Graph) -> None:
         404,
         "Response with id 'resp_1' not found.",
     )
-    await until(lambda: "org/other" not in [card.name for card in graph.models.listed()])
-    assert "org/other" not in await names(graph)
+
+
+async def test_models_vanish_with_their_cards(graph: Graph) -> None:
+    async with graph.worker("passing"):
+        assert "passing" in await names(graph)
+    await until(lambda: "passing" not in [card.name for card in graph.models.listed()])
+    assert "passing" not in await names(graph)
+
+
+async def test_a_card_that_cannot_be_used_keeps_no_other_model_out(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warn = graph.models._warn_if_mixed
+
+    def fail(name: str, cards: list[tuple[str, ModelCard]]) -> None:
+        if name == "a-bad-card":
+            raise KeyError("not expected")
+        warn(name, cards)
+
+    monkeypatch.setattr(graph.models, "_warn_if_mixed", fail)
+    async with graph.worker("a-bad-card", connected=False), graph.worker("after-it"):
+        assert "after-it" in await names(graph)
+
+
+async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its processor is being built a model is not listed, and its requests wait."""
+    build = asyncio.Event()
+
+    @asynccontextmanager
+    async def slowly(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
+        await build.wait()
+        async with serve_model(card, context, workers) as processor:
+            yield processor
+
+    monkeypatch.setattr("pdserve.frontend.model.processor.serve_model", slowly)
+    async with graph.worker("slow", connected=False) as worker:
+        await until(lambda: "slow" in [card.name for card in graph.models.known()])
+        before = await names(graph)
+        request = asyncio.create_task(complete(graph, model="slow"))
+        build.set()
+        await worker.until(lambda: worker.hello)
+        after = await names(graph)
+        answer = await request
+    assert "slow" not in before
+    assert "slow" in after
+    assert answer.status_code == 200
 
 
 async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
     cores = []
-    for number in range(2):
+    for number in range(3):
         async with serve_model(card(f"passing-{number}"), graph.models._context, list) as processor:
             cores.append(weakref.ref(processor.core))
         del processor
@@ -71,6 +116,22 @@ async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
 
 
 async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
+    """And the decode workers that it cannot reach."""
+    async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
+        request = asyncio.create_task(complete(graph, max_tokens=1))
+        await worker.until(lambda: worker.jobs)
+        lost = msgspec.structs.replace(worker.instance, id="decode-9-lost", address="tcp://127.0.0.1:1")
+        await registry.put(keys.instance(lost), encode_record(lost))
+        up = {worker.id: True, lost.id: False}
+        await until(lambda: {link.to: link.up for link in graph.models.links()} == up)
+        await until(lambda: graph.models.report() == Load(running=1))
+        await registry.delete(keys.instance(lost))
+        await worker.step()
+        assert (await request).status_code == 200
+    await until(lambda: graph.models.report() == Load())
+
+
+async def test_what_waits_for_a_place_is_a_backlog_in_seconds(graph: Graph) -> None:
     def backlog() -> float | None:
         return REGISTRY.get_sample_value("pdserve_backlog_seconds", {"model": "queued", "role": "decode"})
 
@@ -80,17 +141,29 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
     ):
         asked = [asyncio.create_task(complete(graph, model="queued", max_tokens=1)) for _ in range(6)]
         await until(lambda: graph.models.report().waiting == 4)
-        assert graph.models.report() == Load(2, 4, backlog=4 * UNKNOWN_SECONDS / 2)
-        assert backlog() == 4 * UNKNOWN_SECONDS / 2
+        assert backlog() == graph.models.report().backlog == 4 * UNKNOWN_SECONDS / 2
         worker.go()
         await asyncio.gather(*asked)
-    await until(lambda: backlog() in (0.0, None) and graph.models.report() == Load())
+    await until(lambda: backlog() in (0.0, None))
+    assert graph.models.report().backlog == 0
+
+
+async def test_another_vllm_version_is_not_served(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
+    async with MemoryRegistry(graph.registry) as registry, graph.worker():
+        old = card("old", vllm_version="0.31.0")
+        await registry.put(keys.card("old", "decode-9-x"), encode_record(old))
+        await until(lambda: bool(graph.models.missing("old")) and "0.31.0" in graph.models.missing("old"))
+        listed = await names(graph)
+        answer = await complete(graph, model="old")
+    assert "old" not in listed
+    assert answer.status_code == 503
+    assert "0.31.0" in answer.json()["error"]["message"]
+    assert any("old is not served" in record.getMessage() for record in caplog.records)
 
 
 async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_nor_others(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """While its processor is not built the model is not listed, and its requests wait."""
     monkeypatch.setattr("pdserve.frontend.model.processor.NEXT", 0.01)
     new = shutil.copytree(MODEL, tmp_path / "model") / "new.txt"
     new.write_text("no frontend has this folder")
@@ -101,14 +174,13 @@ async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_no
         await registry.put(keys.card("hung", hangs.id), record)
         await registry.put(keys.instance(hangs.instance), encode_record(hangs.instance))
         await hangs.until(lambda: hangs.archives_asked)
-        waiting = asyncio.create_task(complete(graph, model="hung"))
         async with graph.worker("beside"):
-            assert [name for name in await names(graph) if name != "demo"] == ["beside"]
+            assert "beside" in await names(graph)
         assert not graph.models._models["hung"].settled.is_set(), "it is still asked"
         async with graph.worker("hung", archive=archive):
-            assert (await waiting).status_code == 200
-            assert "hung" in await names(graph)
+            answer = await complete(graph, model="hung")
         assert hangs.archives_asked == 1
+    assert answer.status_code == 200
 
 
 async def test_health_says_what_is_missing(graph: Graph) -> None:
@@ -123,20 +195,38 @@ async def test_health_says_what_is_missing(graph: Graph) -> None:
     assert "demo: no decode worker is connected" in ill.json()["missing"]
 
 
-async def test_routing_is_in_turn_or_by_the_load_that_workers_report(graph: Graph) -> None:
-    """Where several frontends share them: the other frontends' requests are known by that alone."""
-    async with graph.worker() as busy, graph.worker() as idle, MemoryRegistry(graph.registry) as registry:
+async def test_version(graph: Graph) -> None:
+    answer = await graph.http.get("/version")
+    assert set(answer.json()) == {"version", "vllm"}
+
+
+async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
+    async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
             await complete(graph, max_tokens=1)
-        assert (len(busy.seen), len(idle.seen)) == (3, 3)
-        await registry.put(keys.setting("router"), b"least-loaded")
+        assert (len(first.seen), len(second.seen)) == (3, 3)
+        await registry.put(keys.setting("router"), b"least-loaded", leased=False)
+        await until(lambda: graph.processor().workers.policy == "least-loaded")
+        try:
+            await complete(graph, max_tokens=1)
+            page = (await graph.http.get("/metrics")).text
+        finally:
+            await registry.delete(keys.setting("router"))
+    assert 'policy="least-loaded"' in page
+
+
+async def test_the_load_that_workers_report_counts(graph: Graph) -> None:
+    """Where several frontends share them: the other frontends' requests are known by it alone."""
+    async with graph.worker() as busy, graph.worker() as idle, MemoryRegistry(graph.registry) as registry:
+        await registry.put(keys.setting("router"), b"least-loaded", leased=False)
         await until(lambda: graph.processor().workers.policy == "least-loaded")
         await busy.send(WorkerLoad(Load(running=4, tokens=500)))
-        for _ in range(6):
-            await complete(graph, max_tokens=1)
-        page = (await graph.http.get("/metrics")).text
-    assert (len(busy.seen), len(idle.seen)) == (3, 9)
-    assert 'policy="least-loaded"' in page
+        try:
+            for _ in range(6):
+                await complete(graph, max_tokens=1)
+        finally:
+            await registry.delete(keys.setting("router"))
+    assert (len(busy.seen), len(idle.seen)) == (0, 6)
 
 
 async def test_parameters_that_need_an_engine_without_speculation_are_refused(graph: Graph) -> None:
