@@ -11,7 +11,7 @@ from tests.conformance.asking import CHAT, COMPLETIONS, Body
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import SHORT, ids, long
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 BATCH = f"{CHAT}/batch"
 STREAM: Body = {"stream": True}
