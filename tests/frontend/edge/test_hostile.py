@@ -184,7 +184,7 @@ async def test_without_a_key_no_body_is_held(graph: Graph, either: ServerCertifi
         declared, in_chunks, expecting = await asyncio.gather(
             server.statuses(POST + b"content-length: %d\r\n\r\n" % (1 << 40), *[large] * 10, answers=1),
             server.statuses(POST + CHUNKED + (b"%x\r\n%b\r\n" % (len(large), large)) * 10, answers=1),
-            server.say(POST + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n"),
+            server.say(POST + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n", answers=1),
         )
     assert (declared, in_chunks) == ([401], [401])
     assert expecting.startswith(b"HTTP/1.1 401")  # and no 100 before it

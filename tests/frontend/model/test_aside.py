@@ -143,10 +143,10 @@ async def test_what_its_outputs_multiply_is_bounded(graph: Graph, asked: dict[st
 
 
 async def test_a_model_that_is_gone_leaves_no_thread(graph: Graph) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     async with graph.worker("other"):
         await until(lambda: any(card.name == "other" for card in graph.models.listed()))
-        assert threading.active_count() > before
+        assert set(threading.enumerate()) - before
         graph.models._remove("other")
         await until(lambda: not graph.models._retiring)
     await until(lambda: not [thread for thread in threading.enumerate() if "_run" in thread.name][1:])
