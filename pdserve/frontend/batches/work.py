@@ -183,10 +183,8 @@ class BatchRun:
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._context.app()({**scope, "extensions": {OWNER: self._store.owner}}, receive, send)
-        task = asyncio.current_task()
-        if (
-            task is not None and task.cancelling()
-        ):  # the app has answered it with 503, and its line is not to ask again
+        line = asyncio.current_task()
+        if line is not None and line.cancelling():  # the app answered 503, and it would ask again
             raise asyncio.CancelledError
 
 
