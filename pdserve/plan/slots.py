@@ -52,7 +52,7 @@ def section_of(config: Config, slot: Slot) -> WorkerConfig:
 
 def disk_folder(config: Config, worker: WorkerConfig) -> Path:
     """Where its KV on disk is, if it has any."""
-    return (worker.kv_offload_folder or config.state_dir).expanduser().absolute()
+    return worker.kv_offload_folder or config.state_dir
 
 
 @dataclass(frozen=True)
