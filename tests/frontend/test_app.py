@@ -1,17 +1,14 @@
 """What the edge itself decides: headers, refusals, limits, deadlines, disconnects."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
-from pdserve.config.api_keys import ApiKey
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.edge.body import BodyReader, max_body
-from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of
@@ -21,17 +18,6 @@ from tests.frontend.test_generate import chat, complete, completion
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_headers_name_the_worker_and_the_mode(graph: Graph) -> None:
-    async with graph.worker(prefill="remote") as worker:
-        for stream in (False, True):
-            answer = await complete(graph, stream=stream, headers={"x-request-id": "my-id.7"})
-            assert answer.headers["x-request-id"] == "my-id.7"
-            assert answer.headers["x-pdserve-prefill"] == "remote"
-            assert answer.headers["x-pdserve-instance"] == worker.id
-    assert answer.headers.get_list("x-request-id") == ["my-id.7"]
-    assert "my-id.7" in worker.seen[0].request_id
-
-
 async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
     async with graph.worker(prefill="remote") as first, graph.worker(prefill="local") as second:
         answer = await complete(graph, n=2, temperature=1.0)
@@ -39,16 +25,14 @@ async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
     assert set(answer.headers["x-pdserve-instance"].split(",")) == {first.id, second.id}
 
 
-@pytest.mark.parametrize("given", ["", "with space", "x" * 200, "a/b"])
-async def test_a_strange_request_id_is_replaced(graph: Graph, given: str) -> None:
-    answer = await graph.http.get("/version", headers={"x-request-id": given})
-    assert len(answer.headers["x-request-id"]) == 32
-
-
-async def test_errors_carry_the_request_id_too(graph: Graph) -> None:
-    answer = await graph.http.get("/nowhere", headers={"x-request-id": "abc"})
+@pytest.mark.parametrize("given", ["abc", "", "with space", "x" * 200, "a/b"])
+async def test_errors_carry_the_request_id_too_and_a_strange_one_is_replaced(
+    graph: Graph, given: str
+) -> None:
+    answer = await graph.http.get("/nowhere", headers={"x-request-id": given})
     assert answer.status_code == 404
-    assert answer.headers["x-request-id"] == "abc"
+    told = answer.headers["x-request-id"]
+    assert told == given if given == "abc" else len(told) == 32
     assert "/nowhere" in answer.json()["error"]["message"]
 
 
@@ -114,12 +98,6 @@ async def test_transfer_params_are_refused(graph: Graph, path: str, extra: dict[
     assert not worker.seen
 
 
-async def test_null_transfer_params_are_ignored(graph: Graph) -> None:
-    async with graph.worker():
-        answer = await complete(graph, kv_transfer_params=None)
-    assert answer.status_code == 200
-
-
 async def test_pages_that_probes_ask_for(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
         await until(lambda: bool(graph.models.live().get("demo")))
@@ -131,22 +109,6 @@ async def test_pages_that_probes_ask_for(graph: Graph) -> None:
         assert (await graph.http.get("/load")).json() == {"server_load": 1}
         await finish(worker)
         await running
-
-
-async def test_the_model_of_a_query_is_decoded(graph: Graph) -> None:
-    async with graph.worker():
-        await until(lambda: bool(graph.models.listed()))
-        found = await graph.http.get("/openapi.json?model=de%6Do")
-        missing = await graph.http.get("/openapi.json?a=b&model=a%2Fb+c")
-    assert found.status_code == 200
-    assert "`a/b c`" in missing.json()["error"]["message"]
-
-
-async def test_a_missing_key_is_told_which_scheme(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
-    monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret")]))
-    answer = await graph.http.get("/v1/models")
-    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-    assert (await graph.http.get("/load")).status_code == 200
 
 
 @pytest.mark.parametrize("pace", [None, 0.02], ids=["silent", "a stream that has begun"])
@@ -271,23 +233,6 @@ async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: b
     assert "KV cache" in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "InternalServerError"
     assert wrong.json()["error"]["type"] == "BadRequestError"
-
-
-async def test_each_request_is_a_log_line_with_the_name_of_its_key(
-    monkeypatch: pytest.MonkeyPatch, graph: Graph, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "pdserve")
-    async with graph.worker() as worker:
-        await complete(graph, headers={"x-request-id": "line-1"})
-        monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret", "alice")]))
-        header = {"authorization": "Bearer secret"}
-        await complete(graph, headers=header)
-    logged = [each.getMessage() for each in caplog.records if each.name == "pdserve.frontend.watching.log"]
-    assert len(logged) == 2
-    assert logged[0].startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
-    assert f"prefill=local instance={worker.id}" in logged[0]
-    assert " /v1/completions key=alice model=demo code=200 " in logged[1]
-    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/models", "/health"])

@@ -74,7 +74,8 @@ async def test_each_route_answers_whole_and_as_a_stream(graph: Graph, path: str)
 
 async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
     async with graph.worker() as worker:
-        await complete(graph, vllm_xargs={"colour": "red"}, seed=7, headers={"x-request-timeout": "9"})
+        given = {"x-request-timeout": "9"}
+        await complete(graph, vllm_xargs={"colour": "red"}, kv_transfer_params=None, seed=7, headers=given)
     submit, request = worker.seen[0], worker.requests[0]
     assert submit.prompt == PROMPT
     assert request.sampling_params.max_tokens == 8

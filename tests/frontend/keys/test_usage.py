@@ -168,7 +168,7 @@ async def test_what_the_graph_does_not_serve_does_not_count(graph: Graph, limit:
 async def test_a_request_is_a_log_line_and_counted_with_the_name_of_its_key(
     graph: Graph, limit: Limit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "pdserve.frontend.watching.log")
+    caplog.set_level(logging.INFO, "pdserve")
 
     def counted() -> list[float]:
         """Requests that were answered, tokens of prompts and of outputs."""
