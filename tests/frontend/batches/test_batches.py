@@ -66,8 +66,11 @@ class Served:
     async def begin(self, *lines: object, name: str = "ann") -> Batch:
         client = self.client(name)
         file = await client.files.create(file=("input.jsonl", jsonl(*lines)), purpose="batch")
-        return await client.batches.create(
-            input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
+        return await self.create(file.id, name)
+
+    async def create(self, file_id: str, name: str = "ann") -> Batch:
+        return await self.client(name).batches.create(
+            input_file_id=file_id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
         )
 
     async def end(self, batch: Batch, name: str = "ann") -> Batch:
@@ -170,9 +173,7 @@ async def test_another_key_finds_nothing(graph: Graph, tmp_path: Path) -> None:
             with pytest.raises(openai.NotFoundError):
                 await ask
         with pytest.raises(openai.BadRequestError):
-            await bob.batches.create(
-                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
-            )
+            await one.create(batch.input_file_id, "bob")
         assert not (await bob.files.list()).data
         assert not (await bob.batches.list()).data
         with pytest.raises(openai.AuthenticationError):
@@ -257,13 +258,12 @@ async def test_lines_fail_when_their_key_is_gone(graph: Graph, tmp_path: Path) -
         batch = await one.begin(chat("a"))
         await worker.until(lambda: worker.jobs)
         other = await one.begin(chat("b"))
-        ann, keys = one.context.keys._keys.copy(), one.context.keys
+        keys = one.context.keys
         keys.replace(KEYS[1:])
         worker.go()
-        other_id = other.id
-        record = tmp_path / "ann/batches" / f"{other_id}.json"
+        record = tmp_path / "ann/batches" / f"{other.id}.json"
         await until(lambda: json.loads(record.read_text())["status"] == "completed")
-        keys.replace(ann.values())
+        keys.replace(KEYS)
         errors = await one.results((await one.end(other)).error_file_id)
         assert errors["b"]["response"]["status_code"] == 401
         assert len(await one.results((await one.end(batch)).output_file_id)) == 1
@@ -283,17 +283,12 @@ async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: py
         with pytest.raises(openai.BadRequestError):
             await client.files.create(file=("f", b"x"), purpose="batch")
         with pytest.raises(openai.RateLimitError):
-            await client.batches.create(
-                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
-            )
+            await one.create(batch.input_file_id)
         for body in (b"", b"--x\r\n", b"x" * 100):
             answer = await client._client.post(
                 "files",
                 content=body,
-                headers={
-                    "content-type": "multipart/form-data; boundary=x",
-                    "authorization": f"Bearer {client.api_key}",
-                },
+                headers=client.auth_headers | {"content-type": "multipart/form-data; boundary=x"},
             )
             assert answer.status_code == 400
 
