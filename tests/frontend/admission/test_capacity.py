@@ -42,7 +42,6 @@ def decode_worker(*, at_once: int = 8, kv: int = 1000) -> Instance:
         (decode_worker(), Requests(load=Load(running=0)), 2, Capacity(8, 8, 500)),
         (decode_worker(), Requests(2, load=Load(running=4)), 2, Capacity(8, 4, 500)),
         (decode_worker(), Requests(2, load=Load(running=30)), 2, Capacity(8, 2, 500)),
-        (decode_worker(), Requests(4, load=Load(running=30)), 2, Capacity(8, 0, 500)),
         (decode_worker(at_once=1), Requests(load=Load(running=2)), 4, Capacity(1, 1, 250)),
     ],
 )

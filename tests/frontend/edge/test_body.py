@@ -20,7 +20,6 @@ def test_a_body_is_bounded_by_the_context_and_in_all() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
-        ("completions", b'{"prompt": "a", "max_tokens": 5}', (5, 1)),
         ("chat/completions", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', (5, 1)),
         ("chat/completions", b'{"messages": [], "max_tokens": 9}', (9, 1)),
         ("messages", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 1}', (9, 1)),
@@ -32,7 +31,6 @@ def test_a_body_is_bounded_by_the_context_and_in_all() -> None:
         ("completions", b'{"prompt": [1, 2, 3]}', (None, 1)),
         ("completions", b'{"prompt": [], "n": true, "max_tokens": "x"}', (None, 1)),
         ("completions", b'{"n": -4, "max_tokens": 0}', (None, 1)),
-        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', (None, 1)),
         ("completions", b'{"n": 1%b}' % (b"0" * 4299), (None, 1 << 40)),
         ("chat/completions", b'{"messages": [[], [], []]}', (None, 3)),
         ("chat/completions", b'{"messages": [{}, {}], "items": ["a", "b"]}', (None, 1)),
@@ -97,7 +95,6 @@ def test_brackets_in_a_text_are_no_parts() -> None:
         ({"top_logprobs": 5}, True, 0),
         ({"logprobs": 5, "stream": True}, False, 0),
         ({"logprobs": 5, "stream": True, "echo": True}, True, 5),
-        ({"prompt": "a", "stream": True}, False, 0),
         ({"logprobs": 5, "stream": "off"}, True, 0),
     ],
 )
