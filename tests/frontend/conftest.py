@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from pdserve.certificate import ServerCertificate
 from pdserve.config.host import installed_vllm
 from pdserve.config.schema import AdmissionLimits
-from pdserve.credentials import create
+from pdserve.credentials import Credentials
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.connections import ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
@@ -205,9 +205,8 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
 
 
 @pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> ServerCertificate:
-    made = create(tmp_path_factory.mktemp("tls") / "own")
-    return ServerCertificate(made.certificate, made.key)
+def certificate(credentials: Credentials) -> ServerCertificate:
+    return ServerCertificate(credentials.certificate, credentials.key)
 
 
 def trusting(certificate: ServerCertificate) -> ssl.SSLContext:
