@@ -228,11 +228,9 @@ async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: b
         answer = await complete(graph, stream=stream)
         worker.fail = None
         fine = await complete(graph)
-        wrong = await complete(graph, temperature=-1)
-    assert [each.status_code for each in (answer, fine, wrong)] == [500, 200, 400]
+    assert [each.status_code for each in (answer, fine)] == [500, 200]
     assert "KV cache" in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "InternalServerError"
-    assert wrong.json()["error"]["type"] == "BadRequestError"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/models", "/health"])

@@ -134,7 +134,6 @@ async def test_a_batch_from_upload_to_results(graph: Graph, tmp_path: Path) -> N
         ([chat("a"), b"{nothing\n"], "invalid_json_line", 2),
         ([{"custom_id": "a"}], "invalid_json_line", 1),
         ([{**chat("a"), "method": "GET"}], "invalid_json_line", 1),
-        ([{**chat("a"), "custom_id": 3}], "invalid_json_line", 1),
         ([chat("")], "duplicate_custom_id", 1),
         ([chat("a"), chat("b"), chat("a")], "duplicate_custom_id", 3),
         ([chat("a", url="/v1/completions")], "mismatched_endpoint", 1),
