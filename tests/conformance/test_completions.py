@@ -154,9 +154,3 @@ def test_an_old_prompt_comes_from_the_cache(pair: Pair) -> None:
     prompt = ids("again", 320)
     for end in ([], [300], [301, 302]):
         pair.same(completion("again", [*prompt, *end], **USAGE))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_same_long_prompt_locally_and_remotely(pair: Pair, stream: bool) -> None:
-    assert pair.same(completion("length", ids(f"{stream}", 120), stream=stream)).prefill == "local"
-    pair.remote(pair.same(completion("length", ids(f"{stream}", 300), stream=stream)))
