@@ -10,14 +10,13 @@ import httpx
 import pytest
 from pdserve_bench.client import Exchange, LoadClient
 
-from pdserve.ports import free_port
 from tests.conditions import until
 from tests.conformance.answers import Answer, Request
 from tests.conformance.asking import CHAT, MESSAGES, RESPONSES
 from tests.conformance.pair import alone, same
 from tests.e2e.graph import RealGraph, serving
 from tests.frontend.model.test_pictures import BLUE, LARGE, RED, data, part, png
-from tests.real import GRAPH, KEY, Reference, one_vllm
+from tests.real import KEY, Reference, graph_yaml, one_vllm
 from tools.demo_model import sight
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -120,7 +119,7 @@ def graph(
     expected: dict[str, list[int]], model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealGraph]:
     """Its decode worker has KV blocks for one request of the longest context."""
-    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
+    yaml = graph_yaml()
     yaml = yaml.replace("model: demo", f"model: {model}").replace(
         "max-model-len: 4096", "max-model-len: 1024"
     )
