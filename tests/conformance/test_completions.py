@@ -122,6 +122,7 @@ REQUESTS = [
     *(completion(f"prompt: {name}", prompt) for name, prompt in PROMPTS.items()),
     *(completion(f"prompt, streamed: {name}", prompt, **USAGE) for name, prompt in PROMPTS.items()),
     completion("texts and echo", [SHORT, "The code of"], echo=True),
+    Request("chat with the id of its header", CHAT, chat("").json, headers={"x-request-id": "my-own"}),
     completion("no model", model=None),
     completion("empty model", model=""),
 ]  # fmt: skip
@@ -133,11 +134,6 @@ def test_as_vllm(pair: Pair, request_: Request) -> None:
     name = request_.name.partition(" ")[2]
     if ours.status == 200 and name.endswith(", long") and name.removesuffix(", long") not in LOCAL:
         pair.remote(ours)
-
-
-def test_ids_are_made_from_the_request_id(pair: Pair) -> None:
-    ours, theirs = pair.both(Request("id", CHAT, chat("id").json, headers={"x-request-id": "my-own"}))
-    assert ours.response.json()["id"] == theirs.response.json()["id"] == "chatcmpl-my-own"
 
 
 def test_an_old_prompt_comes_from_the_cache(pair: Pair) -> None:
