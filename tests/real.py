@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import httpx
 from anyio.from_thread import start_blocking_portal
 from pdserve_bench.launch import plain_vllm
 
@@ -32,10 +33,8 @@ VllmWorker:
   conditional-disagg: true
   max-local-prefill-length: 128
   max-prefill-queue-size: 16
-  ServiceArgs: {{workers: {decode}}}
   common-configs: [model, block-size, max-model-len, dtype]
 PrefillWorker:
-  ServiceArgs: {{workers: {prefill}}}
   common-configs: [model, block-size, max-model-len, dtype]
 """
 ARGUMENTS = (
@@ -57,11 +56,17 @@ class Reference:
 
     url: str
 
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=300)
+
+
+def graph_yaml() -> str:
+    return GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2))
+
 
 @contextmanager
 def one_graph(folder: Path) -> Iterator[RealGraph]:
-    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
-    with serving(yaml, folder) as graph:
+    with serving(graph_yaml(), folder) as graph:
         yield graph
 
 

@@ -11,7 +11,6 @@ from pdserve_bench.client import CHAT, Exchange, LoadClient, Outcome, error_mess
 from pdserve.credentials import Credentials
 from pdserve.ports import free_port
 from tests.bench.answers import DONE, STREAM, Asked, OpenAi, chunk, delta, event, fixed, tiny_server, whole
-from tests.conditions import until
 
 STREAMED: Mapping[str, Any] = {"stream": True, "max_tokens": 2}
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
@@ -140,17 +139,6 @@ async def test_a_hang_is_given_up_and_keeps_what_came() -> None:
         await LoadClient(server.url).ask(exchange, 0.2, CHAT)
     assert (exchange.outcome, exchange.hung, exchange.reset) == (Outcome.FAILED, True, False)
     assert (exchange.error, exchange.text) == ("no end within 0.2 s", "a")
-
-
-async def test_what_is_cancelled_stays_unfinished() -> None:
-    exchange = Exchange(STREAMED)
-    async with tiny_server(_never) as server:
-        task = asyncio.create_task(LoadClient(server.url).ask(exchange, 60, CHAT))
-        await until(lambda: bool(exchange.arrivals))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert (exchange.outcome, exchange.error, exchange.text) == (Outcome.UNFINISHED, "", "a")
 
 
 async def test_a_key_and_an_id_are_sent() -> None:

@@ -14,7 +14,7 @@ from pdserve.cli import main
         ("compare -f graph.yaml --trace gone.jsonl", "gone.jsonl"),
         ("compare -f graph.yaml --ttft soon", "--ttft soon: not a duration with its unit"),
         ("compare -f graph.yaml --json /nowhere/found.json", "there is no folder /nowhere"),
-        ("bench goodput --gap 0ms", "--gap 0ms: not a duration"),
+        ("bench goodput --ttft soon --gap 0ms", "--gap 0ms: not a duration"),
         ("bench goodput --base-url localhost:8000", "--base-url localhost:8000: write it as"),
         ("bench promise --promise chat=500ms", "write it as chat=500ms/60ms"),
         ("bench promise --promise =1s/1s", "write it as chat=500ms/60ms"),

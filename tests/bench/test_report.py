@@ -31,7 +31,6 @@ def report() -> Report:
         "The graph carries 3.5 times as many requests.",
         [rows()],
         notes=["A control run: 1.02."],
-        data={"rounds": [2.9, 3.0]},
         verdict="Disaggregate.",
     )
 
@@ -66,18 +65,12 @@ def test_texts_of_servers_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture
     assert out.count("[/b]<script>alert('x')</script> & \N{REPLACEMENT CHARACTER}[31mred 模型") == 7
 
 
-def test_json_has_all_of_a_report() -> None:
-    found = json.loads(report().as_json())
-    assert found["tables"][0]["rows"][2][0] == "pdserve, as it decides"
-    assert (found["verdict"], found["data"]) == ("Disaggregate.", {"rounds": [2.9, 3.0]})
-    assert found["machine"]["cores"] > 0
-
-
-def test_json_has_no_nan() -> None:
+def test_json_has_all_of_a_report_and_no_nan() -> None:
     nan, inf = math.nan, math.inf
     whole = Report(
         "",
-        tables=[Rows("", [Column("n", ".1f")], [[nan], [inf], [None]])],
+        tables=[Rows("", [Column("n", ".1f")], [[nan], [inf], [None], [2.5], ["pdserve"]])],
+        verdict="Disaggregate.",
         data={"deep": [{"x": nan}], "path": Path("/x"), "by number": {1: 2}},
     )
 
@@ -85,5 +78,7 @@ def test_json_has_no_nan() -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     found = json.loads(whole.as_json(), parse_constant=refuse)
-    assert found["tables"][0]["rows"] == [[None], [None], [None]]
+    assert found["tables"][0]["rows"] == [[None], [None], [None], [2.5], ["pdserve"]]
     assert found["data"] == {"deep": [{"x": None}], "path": "/x", "by number": {"1": 2}}
+    assert found["verdict"] == "Disaggregate."
+    assert found["machine"]["cores"] > 0

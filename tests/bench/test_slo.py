@@ -7,16 +7,7 @@ import pytest
 from pdserve_bench.client import Exchange
 from pdserve_bench.slo import Slo, Tally, read_slo
 
-from pdserve.errors import ConfigError
-
 SLO = Slo(0.5, 0.06)
-
-
-def test_both_wrong_bounds_are_named_at_once() -> None:
-    assert read_slo("1s", "40ms") == Slo(1.0, 0.04)
-    with pytest.raises(ConfigError) as found:
-        read_slo("soon", "0ms")
-    assert [problem.split()[0] for problem in found.value.problems] == ["--ttft", "--gap"]
 
 
 def test_what_is_not_given_is_as_the_file_promises_it(tmp_path: Path) -> None:

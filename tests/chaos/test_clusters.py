@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, choose
 from pdserve_bench.simulated import simulated, write
 
 from tests.chaos.command import Run
@@ -20,10 +19,3 @@ def test_members_of_clusters_are_lost_and_nothing_is_dropped(
     file = write(simulated(common={"num-gpu-blocks-override": 3000}), tmp_path / "sim.yaml")
     run = chaos(file, "--clusters", "--only", SHORT, "--workers", "1", "--seconds", "1", "--hold", "3")
     assert [row["fault"] for row in run.good()] == SHORT.split(",")
-
-
-def test_leaders_majorities_and_kinds_are_found_by_name() -> None:
-    assert len(choose("", faults=CLUSTER_FAULTS)) == 15
-    found = {fault.name for fault in choose("etcd-leader,majority", faults=CLUSTER_FAULTS)}
-    leaders = {f"etcd-leader-{how}" for how in ("kill", "hang", "cut")}
-    assert found == {*leaders, "nats-majority", "etcd-majority"}

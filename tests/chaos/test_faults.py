@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pdserve_bench.chaos.catalog import FAULTS, HOST_FAULTS, choose
+from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
 from pdserve_bench.chaos.faults import Harm, Target, Victim, find, injected
+from pdserve_bench.chaos.scene import Fault
 
 from pdserve.errors import ConfigError
 from pdserve.records import Instance, Role
@@ -23,6 +24,7 @@ from tests.servers import pid_of, restart
 def test_every_target_by_every_kind() -> None:
     names = {fault.name for fault in FAULTS}
     assert len(names) == len(FAULTS)
+    assert len(CLUSTER_FAULTS) == 15
     assert names >= {
         f"{target}-{kind}"
         for target in ("prefill", "decode", "nats", "etcd", "frontend")
@@ -31,35 +33,29 @@ def test_every_target_by_every_kind() -> None:
     assert all(fault.told for fault in FAULTS)
 
 
-@pytest.mark.parametrize(
-    ("only", "names"),
-    [
-        ("decode-kill", ["decode-kill"]),
-        ("etcd-hang, decode-kill", ["etcd-hang", "decode-kill"]),
-        ("nats", ["nats-kill", "nats-hang", "nats-cut", "nats-lose"]),
-        ("nats-hang,nats", ["nats-hang", "nats-kill", "nats-cut", "nats-lose"]),
-        ("drain", ["rolling", "frontend-drain"]),
-        ("clock", ["clock-prefill", "clock-decode", "clock-frontend"]),
-        ("garbage,start-kill", ["garbage", "start-kill"]),
-        ("cut", ["prefill-cut", "decode-cut", "nats-cut", "etcd-cut", "frontend-cut"]),
-        ("", [fault.name for fault in FAULTS]),
-    ],
-)
-def test_choose(only: str, names: list[str]) -> None:
-    assert [fault.name for fault in choose(only)] == names
+LINKS = [f"{host}-link-cut-10s" for host in ("decode", "prefill")]
+LEADERS = [f"etcd-leader-{how}" for how in ("kill", "hang", "cut")]
 
 
 @pytest.mark.parametrize(
-    ("only", "names"),
+    ("faults", "only", "names"),
     [
-        ("servers,10s", ["servers-link-cut-10s", "servers-link-cut-60s", "servers-host-vanish"]),
-        ("limit", ["loss-1%", "delay-50ms", "rate-1gbit"]),
-        ("restart", ["decode-host-restart", "prefill-host-restart"]),
+        (FAULTS, "etcd-hang, decode-kill", ["etcd-hang", "decode-kill"]),
+        (FAULTS, "nats-hang,nats", ["nats-hang", "nats-kill", "nats-cut", "nats-lose"]),
+        (FAULTS, "drain", ["rolling", "frontend-drain"]),
+        (FAULTS, "clock", ["clock-prefill", "clock-decode", "clock-frontend"]),
+        (FAULTS, "cut", ["prefill-cut", "decode-cut", "nats-cut", "etcd-cut", "frontend-cut"]),
+        (FAULTS, "", [fault.name for fault in FAULTS]),
+        (HOST_FAULTS, "servers", ["servers-link-cut-10s", "servers-link-cut-60s", "servers-host-vanish"]),
+        (HOST_FAULTS, "servers-link-cut-10s,10s", ["servers-link-cut-10s", *LINKS]),
+        (HOST_FAULTS, "limit", ["loss-1%", "delay-50ms", "rate-1gbit"]),
+        # the servers come back where every process looks for them: they have no other address
+        (HOST_FAULTS, "restart", ["decode-host-restart", "prefill-host-restart"]),
+        (CLUSTER_FAULTS, "etcd-leader,majority", [*LEADERS, "nats-majority", "etcd-majority"]),
     ],
 )
-def test_choose_between_hosts(only: str, names: list[str]) -> None:
-    """The servers come back where every process looks for them: they have no other address."""
-    assert {fault.name for fault in choose(only, faults=HOST_FAULTS)} >= set(names)
+def test_choose(faults: tuple[Fault, ...], only: str, names: list[str]) -> None:
+    assert [fault.name for fault in choose(only, faults=faults)] == names
 
 
 def test_choose_knows_no_others() -> None:

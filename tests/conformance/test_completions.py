@@ -32,13 +32,7 @@ BOTH: dict[str, Body] = {
     "plain": {},
     "stream": STREAM,
     "stream with usage": USAGE,
-    "stream with continuous usage": {
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    },
     "echo": {"echo": True},
-    "n, streamed": {"n": 3, **USAGE},
-    "logit_bias": {"logit_bias": {str(token): -100 for token in range(300, 500)}},
     "truncated": {"truncate_prompt_tokens": 20},
     "unknown field": {"no_such_field": 1},
     "request id": {"request_id": "my-own-id"},
@@ -47,7 +41,6 @@ OF_CHAT: dict[str, Body] = {
     "no bound": {"max_tokens": None, "stop": ["."]},
     "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 5},
     "both bounds": {"max_tokens": 3, "max_completion_tokens": 5},
-    "tokens as ids": {"return_tokens_as_token_ids": True, "logprobs": True},
     "no spaces between": {"spaces_between_special_tokens": False},
     "no special tokens": {"add_special_tokens": True},
     "template arguments": {"chat_template_kwargs": {"enable_thinking": False}},
@@ -67,7 +60,6 @@ OF_COMPLETIONS: dict[str, Body] = {
     "no special tokens": {"add_special_tokens": False},
     "truncated from the right": {"truncate_prompt_tokens": 20, "truncation_side": "right"},
     "truncated to the context": {"truncate_prompt_tokens": -1},
-    "structured": {"structured_outputs": {"choice": ["red", "blue"]}},
     "response format": {"response_format": {"type": "json_object"}, "max_tokens": 12},
     "repetition detection": {
         "repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3},
@@ -129,8 +121,8 @@ REQUESTS = [
     chat("batch, flat", path=BATCH),
     *(completion(f"prompt: {name}", prompt) for name, prompt in PROMPTS.items()),
     *(completion(f"prompt, streamed: {name}", prompt, **USAGE) for name, prompt in PROMPTS.items()),
-    completion("texts and n, streamed", [SHORT, "The code of"], n=2, **USAGE),
     completion("texts and echo", [SHORT, "The code of"], echo=True),
+    Request("chat with the id of its header", CHAT, chat("").json, headers={"x-request-id": "my-own"}),
     completion("no model", model=None),
     completion("empty model", model=""),
 ]  # fmt: skip
@@ -144,19 +136,8 @@ def test_as_vllm(pair: Pair, request_: Request) -> None:
         pair.remote(ours)
 
 
-def test_ids_are_made_from_the_request_id(pair: Pair) -> None:
-    ours, theirs = pair.both(Request("id", CHAT, chat("id").json, headers={"x-request-id": "my-own"}))
-    assert ours.response.json()["id"] == theirs.response.json()["id"] == "chatcmpl-my-own"
-
-
 def test_an_old_prompt_comes_from_the_cache(pair: Pair) -> None:
     """Again, and with another end: nothing that a client sees says from where the rest came."""
     prompt = ids("again", 320)
     for end in ([], [300], [301, 302]):
         pair.same(completion("again", [*prompt, *end], **USAGE))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_same_long_prompt_locally_and_remotely(pair: Pair, stream: bool) -> None:
-    assert pair.same(completion("length", ids(f"{stream}", 120), stream=stream)).prefill == "local"
-    pair.remote(pair.same(completion("length", ids(f"{stream}", 300), stream=stream)))

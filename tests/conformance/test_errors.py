@@ -17,7 +17,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions/batch": {"model": "demo", "messages": [HELLO], "max_tokens": 4},
     "/v1/completions": {"model": "demo", "prompt": "Hello", "max_tokens": 4},
     "/v1/responses": {"model": "demo", "input": "Hello", "max_output_tokens": 16},
-    "/v1/messages": {"model": "demo", "messages": HELLO, "max_tokens": 4},
+    "/v1/messages": {"model": "demo", "max_tokens": 4, "messages": HELLO},
     "/v1/messages/count_tokens": {"model": "demo", "messages": HELLO},
     "/tokenize": {"model": "demo", "prompt": "Hello"},
     "/detokenize": {"model": "demo", "tokens": [60, 61]},
@@ -26,17 +26,6 @@ GOOD: dict[str, dict[str, Any]] = {
 FORMS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize")
 """routes of different kinds: all bodies are read alike"""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-REQUIRED = {
-    "/v1/chat/completions": "messages",
-    "/v1/chat/completions/batch": "messages",
-    "/v1/completions": "prompt",
-    "/v1/responses": "input",
-    "/v1/messages": "max_tokens",
-    "/v1/messages/count_tokens": "messages",
-    "/tokenize": "prompt",
-    "/detokenize": "tokens",
-    "/generative_scoring": "query",
-}
 DEEP = b'{"model": "demo", "messages": ' + b"[" * 900 + b"]" * 900 + b"}"
 RAW: dict[str, bytes] = {
     "no JSON": b"hello",
@@ -61,8 +50,10 @@ def changed(path: str, name: str, differs: str = "", **fields: Any) -> Request:
 
 
 def lacking(path: str) -> Request:
-    body = {key: value for key, value in GOOD[path].items() if key != REQUIRED[path]}
-    return Request(f"{path} without {REQUIRED[path]}", path, body)
+    """Without the first field after the model, which is required."""
+    body = dict(GOOD[path])
+    del body[required := list(body)[1]]
+    return Request(f"{path} without {required}", path, body)
 
 
 def with_text(path: str, name: str, content: str) -> Request:

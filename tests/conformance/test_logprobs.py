@@ -91,11 +91,3 @@ def test_of_some_ids(pair: Pair) -> None:
     fields: Body = {"logprobs": True, "logprob_token_ids": [300, 301], "max_tokens": 4}
     for name, asked in (("whole", fields), ("streamed", {**fields, "stream": True})):
         pair.same(Request(name, CHAT, body(CHAT, **asked)))
-
-
-def test_cached_tokens(pair: Pair) -> None:
-    """The second time, all whole blocks of the prompt but what has to be computed."""
-    asked = Request("cached", RESPONSES, body(RESPONSES, long("cached")))
-    counts = [pair.same(asked).body["usage"]["input_tokens_details"]["cached_tokens"] for _ in range(2)]
-    assert counts[0] == 0
-    assert counts[1] > 256

@@ -73,20 +73,6 @@ CONVERSATIONS: dict[str, Body] = {
     },
     "begun": {"messages": [*HELLO, {"role": "assistant", "content": "The code is"}]},
     "empty": {"messages": [{"role": "user", "content": ""}]},
-    "tool result": {
-        "messages": [
-            *HELLO,
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {"a": 1}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "4711"}]},
-        ],
-    },
-    "thinking in the past": {
-        "messages": [
-            *HELLO,
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}, text("So.")]},
-            *HELLO,
-        ]
-    },
 }  # fmt: skip
 OF_MESSAGES: dict[str, Body] = {
     "stop sequences": {"stop_sequences": ["1", "2", "3"]},
@@ -146,5 +132,8 @@ def test_as_vllm(pair: Pair, request_: Request) -> None:
 
 def test_tokens_that_were_cached_are_counted(pair: Pair) -> None:
     """The whole prompt again, and a longer one: what a prefix cache has, wherever the prompt was prefilled before."""
-    for prompt in (long("cached"), long("cached"), f"{long('cached')} {SHORT}"):
-        pair.same(response("cached", input=prompt))
+    prompts = (long("cached"), long("cached"), f"{long('cached')} {SHORT}")
+    usages = [pair.same(response("cached", input=prompt)).body["usage"] for prompt in prompts]
+    counts = [usage["input_tokens_details"]["cached_tokens"] for usage in usages]
+    assert counts[0] == 0
+    assert counts[1] > 256

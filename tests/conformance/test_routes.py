@@ -26,33 +26,15 @@ LEFT_OUT = (
     "/scale_elastic_ep",
     "/v1/systemone",
 )
-SCALE_OUT = (
-    "/inference/v1/abort_requests",
-    "/inference/v1/generate",
-    "/v1/chat/completions/derender",
-    "/v1/chat/completions/render",
-    "/v1/completions/derender",
-    "/v1/completions/render",
-    "/v1/messages/render",
-)
-"""vLLM has them, in no document, to say that they are switched off"""
+SCALE_OUT = ("/inference/v1/generate", "/v1/chat/completions/render")
+"""two of those that vLLM has, in no document, to say that they are switched off"""
 NOWHERE = (
     "/",
     "/nowhere",
     "/v1",
     "/v1/embeddings",
-    "/score",
-    "/rerank",
-    "/pooling",
-    "/classify",
-    "/sleep",
-    "/server_info",
-    "/reset_prefix_cache",
     "/collective_rpc",
-    "/start_profile",
     "/v1/load_lora_adapter",
-    "/v1/audio/transcriptions",
-    "/favicon.ico",
     "//v1/models",
     "/v1/Models",
     "/v1/chat/completions/x",

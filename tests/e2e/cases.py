@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+import httpx
+
 BLOCK = 32
 LOCAL_LIMIT = 128
 """block-size and max-local-prefill-length of the graph under test"""
@@ -28,6 +30,13 @@ class Case:
             "return_token_ids": True,
             **more,
         }
+
+
+async def tokens_of(client: httpx.AsyncClient, case: Case, **more: object) -> list[int]:
+    """What the server says to it."""
+    answer = await client.post("/v1/completions", json=case.body(**more))
+    found: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
+    return found
 
 
 def identity_cases() -> list[Case]:

@@ -2,11 +2,10 @@
 
 import asyncio
 
-import httpx
 import pytest
 
-from tests.e2e.cases import Case, identity_cases
-from tests.real import KEY, Reference
+from tests.e2e.cases import Case, identity_cases, tokens_of
+from tests.real import Reference
 
 
 @pytest.fixture(scope="session")
@@ -17,17 +16,10 @@ def plain_engine(vllm_server: Reference) -> dict[str, list[list[int]]]:
 
 
 async def _ask(server: Reference) -> dict[str, list[list[int]]]:
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=300) as client:
-        alone = [await _tokens(client, case, f"alone {case.name}") for case in identity_cases()]
-        jobs = (_tokens(client, case, f"together {case.name}") for case in identity_cases())
+    async with server.client() as client:
+        alone = [await tokens_of(client, case, cache_salt=f"alone {case.name}") for case in identity_cases()]
+        jobs = (tokens_of(client, case, cache_salt=f"together {case.name}") for case in identity_cases())
         return {"alone": alone, "together": await asyncio.gather(*jobs)}
-
-
-async def _tokens(client: httpx.AsyncClient, case: Case, salt: str) -> list[int]:
-    answer = await client.post("/v1/completions", json=case.body(cache_salt=salt))
-    found: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
-    return found
 
 
 @pytest.fixture(scope="session")

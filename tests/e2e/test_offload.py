@@ -10,16 +10,14 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import pytest_asyncio
 
-from pdserve.ports import free_port
-from tests.e2e.cases import Case
+from tests.e2e.cases import Case, tokens_of
 from tests.e2e.graph import RealGraph, serving
 from tests.e2e.test_identity import all_at_once, complete
-from tests.real import GRAPH, KEY, Reference
+from tests.real import Reference, graph_yaml
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 CHANCE = random.Random(84)
@@ -39,8 +37,7 @@ def offloading(
     tmp_path_factory: pytest.TempPathFactory, reference: dict[str, list[int]]
 ) -> Iterator[RealGraph]:
     del reference  # first, as for the other graph
-    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
-    yaml = yaml.replace("VllmWorker:\n", DECODE).replace("PrefillWorker:\n", PREFILL)
+    yaml = graph_yaml().replace("VllmWorker:\n", DECODE).replace("PrefillWorker:\n", PREFILL)
     with serving(yaml, tmp_path_factory.mktemp("offloading")) as graph:
         yield graph
 
@@ -48,16 +45,11 @@ def offloading(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rounds(vllm_server: Reference) -> list[list[tuple[Case, list[int]]]]:
     """Two questions of each user, the second with the first answer in its history, and a plain engine's answers."""
-    headers = {"authorization": f"Bearer {KEY}"}
     found = []
-    async with httpx.AsyncClient(base_url=vllm_server.url, headers=headers, timeout=300) as client:
+    async with vllm_server.client() as client:
         asked = OPENINGS
         for number in range(2):
-            said = []
-            for case in asked:
-                body = case.body(cache_salt=f"{number} {case.name}")
-                answer = await client.post("/v1/completions", json=body)
-                said.append(answer.raise_for_status().json()["choices"][0]["token_ids"])
+            said = [await tokens_of(client, case, cache_salt=f"{number} {case.name}") for case in asked]
             found.append(list(zip(asked, said, strict=True)))
             asked = [  # more of the user's own history
                 replace(case, prompt=[*case.prompt, *tokens, *case.prompt[600:640]])

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pdserve_bench.client import Exchange, LoadClient
 
-from pdserve.ports import free_port
 from tests.conditions import until
 from tests.conformance.answers import Answer, Request
 from tests.conformance.asking import CHAT, MESSAGES, RESPONSES
 from tests.conformance.pair import alone, same
 from tests.e2e.graph import RealGraph, serving
 from tests.frontend.model.test_pictures import BLUE, LARGE, RED, data, part, png
-from tests.real import GRAPH, KEY, Reference, one_vllm
+from tests.real import graph_yaml, one_vllm
 from tools.demo_model import sight
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -98,7 +96,8 @@ def said(
 ) -> tuple[dict[str, list[int]], dict[str, Answer]]:
     """Tokens by case, and answers by request, of a server that is gone when the graph starts."""
     with one_vllm(tmp_path_factory.mktemp("vllm"), model) as reference:
-        tokens = {name: plain(reference, name) for name in CASES}
+        answers = {name: alone(reference.url, Request(name, CHAT, body(name))) for name in CASES}
+        tokens = {name: answer.body["choices"][0]["token_ids"] for name, answer in answers.items()}
         return tokens, {request.name: alone(reference.url, request) for request in REQUESTS}
 
 
@@ -107,20 +106,12 @@ def expected(said: tuple[dict[str, list[int]], dict[str, Answer]]) -> dict[str, 
     return said[0]
 
 
-def plain(reference: Reference, name: str) -> list[int]:
-    headers, url = {"authorization": f"Bearer {KEY}"}, f"{reference.url}/v1/chat/completions"
-    answer = httpx.post(url, json=body(name), headers=headers, timeout=300)
-    assert answer.status_code == 200, answer.text
-    found: list[int] = answer.json()["choices"][0]["token_ids"]
-    return found
-
-
 @pytest.fixture(scope="module")
 def graph(
     expected: dict[str, list[int]], model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealGraph]:
     """Its decode worker has KV blocks for one request of the longest context."""
-    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
+    yaml = graph_yaml()
     yaml = yaml.replace("model: demo", f"model: {model}").replace(
         "max-model-len: 4096", "max-model-len: 1024"
     )

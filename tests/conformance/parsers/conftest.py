@@ -7,11 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from pdserve.ports import free_port
 from tests.conformance.pair import Pair
 from tests.conformance.parsers.thinking import Thinking, make_model
 from tests.e2e.graph import serving
-from tests.real import ARGUMENTS, GRAPH, one_vllm
+from tests.real import ARGUMENTS, graph_yaml, one_vllm
 from tools.demo_model import adapters
 
 PARSERS = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True, "reasoning-parser": "qwen3"}
@@ -25,7 +24,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thinking]:
     folder = tmp_path_factory.mktemp("thinking")
     model, folders = make_model(folder / "model"), adapters.make(folder / "adapters")
     modules = [f"{name}={path}" for name, path in folders.items()]
-    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
+    yaml = graph_yaml()
     shared = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in LORA.items())
     yaml = yaml.replace("model: demo", f"model: {model}").replace("Common:\n", f"Common:\n{shared}")
     yaml = yaml.replace("dtype]", f"dtype, {', '.join(LORA)}]") + f"Processor: {json.dumps(PARSERS)}\n"

@@ -15,8 +15,8 @@ from tests.conformance.answers import Request
 from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, body
 from tests.conformance.pair import Pair
 from tests.conformance.parsers.thinking import Thinking
-from tests.e2e.cases import identity_cases
-from tests.real import KEY
+from tests.e2e.cases import identity_cases, tokens_of
+from tests.real import Reference
 from tools.demo_model import adapters
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -92,13 +92,8 @@ def wide(blue: str, tmp_path: Path) -> str:
 @pytest.mark.usefixtures("blue")
 async def test_the_graph_answers_as_one_server(thinking: Thinking) -> None:
     """The same prompts for each model, together, and again from the prefix caches."""
-    theirs = []
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}, timeout=300) as client:
-        for model, case in JOBS:
-            answer = await client.post(
-                f"{thinking.pair.theirs}{COMPLETIONS}", json=case.body(model=model, cache_salt=model)
-            )
-            theirs.append(answer.raise_for_status().json()["choices"][0]["token_ids"])
+    async with Reference(thinking.pair.theirs).client() as client:
+        theirs = [await tokens_of(client, case, model=model, cache_salt=model) for model, case in JOBS]
     assert len({tuple(tokens) for tokens in theirs}) == len(JOBS), "each adapter answers otherwise"
     for stream in (False, True):
         asked = [Exchange(case.body(model=model, stream=stream)) for model, case in JOBS]

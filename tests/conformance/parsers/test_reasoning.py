@@ -67,8 +67,6 @@ IN_MESSAGES: dict[str, Body] = {
 REFUSED: dict[str, Body] = {
     "a budget below none": {"thinking_token_budget": -2},
     "a budget in words": {"thinking_token_budget": "some"},
-    "an unknown effort": {"reasoning_effort": "huge"},
-    "priority in words": {"priority": "high"},
     "a large priority": {"priority": 10**20},
     "half a priority": {"priority": 1.5},
 }
@@ -86,8 +84,6 @@ REQUESTS = [
         HELLO,
     ),
     *refused(CHAT, REFUSED),
-    *refused(RESPONSES, {"an unknown effort": {"reasoning": {"effort": "huge"}}}),
-    *refused(MESSAGES, {"an unknown thinking": {"thinking": {"type": "some"}}}),
 ]
 
 

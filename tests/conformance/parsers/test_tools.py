@@ -130,14 +130,11 @@ CUT_IN_MESSAGES: dict[str, Body] = {
     "any, not parallel": {"tools": ANTHROPIC, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
 }  # fmt: skip
 REFUSED: dict[str, Body] = {
-    "no tools in the list": {"tools": []},
     "a choice without tools": {"tool_choice": "auto"},
-    "required without tools": {"tool_choice": "required"},
     "none without tools": {"tool_choice": "none"},
     "an unknown choice": {"tools": TOOLS, "tool_choice": "some"},
     "an unknown name": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nothing"}}},
     "no name": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
-    "no function": {"tools": [{"type": "function"}]},
     "an unknown type": {"tools": [{"type": "thing", "function": FUNCTIONS[0]}]},
     "a schema of nothing": {
         "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "nothing"}}}],
