@@ -6,10 +6,6 @@ from pdserve.config.schema import DecodeSection
 from tests.decode.virtual import ADAPTIVE, ALL_LOCAL, ALL_REMOTE, LOADS, THRESHOLD, Figures, VirtualGraph
 
 
-def test_an_idle_worker_prefills_by_itself() -> None:
-    assert Figures.of(LOADS["1 client"](VirtualGraph(ADAPTIVE))).local == 1.0
-
-
 @pytest.mark.parametrize("load", LOADS)
 def test_no_load_waits_longer_than_with_thresholds(load: str) -> None:
     adaptive, threshold = (Figures.of(LOADS[load](VirtualGraph(each))) for each in (ADAPTIVE, THRESHOLD))
