@@ -57,19 +57,6 @@ def test_on_slow_workers_a_step_with_a_prompt_stays_short() -> None:
     assert finish(ADAPTIVE, (4.0, 4.0), 0.4)[1] > finish(ALL_REMOTE, (4.0, 4.0), 0.4)[1] + 0.08
 
 
-def test_a_prompt_computed_here_has_its_chunks_while_kv_of_others_comes_in_each_step() -> None:
-    graph = VirtualGraph(ALL_REMOTE, prefill=4)
-    for number in range(450):
-        graph.after(number / 100, lambda: graph.ask(600))
-    graph.run(4.0)
-    graph.settings = ALL_LOCAL
-    graph.ask(600, client="here")
-    graph.settings = ALL_REMOTE
-    graph.run(8.0)
-    (here,) = (each for each in graph.done if each.client == "here")
-    assert here.ttft < 0.3, "of 20 blocks, one in each step: 0.55"
-
-
 def test_several_workers_of_each_kind() -> None:
     adaptive, threshold = (
         Figures.of(VirtualGraph(each, prefill=2, decode=2).poisson(40, 30)) for each in (ADAPTIVE, THRESHOLD)
