@@ -65,6 +65,13 @@ async def kill(server: EmbeddedServer) -> None:
     await server.child.wait()
 
 
+@asynccontextmanager
+async def killed(server: EmbeddedServer) -> AsyncIterator[None]:
+    await kill(server)
+    yield
+    await restart(server)
+
+
 async def restart(server: EmbeddedServer) -> None:
     """Start the server anew on the same port and data, whether it runs or not."""
     await server.stop()

@@ -37,7 +37,7 @@ from pdserve.messages import (
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.worker import EngineWorker
-from pdserve.queue.base import Delivery, PrefillQueue
+from pdserve.queue.base import Delivery
 from pdserve.records import Instance, Role, encode_record
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from pdserve.tasks import Lifetime
@@ -245,9 +245,6 @@ class Seams(AsyncExitStack):
     def depth(self) -> int:
         return shared_queue(self.broker).depth
 
-    def new_queue(self) -> PrefillQueue:
-        return MemoryQueue(self.broker)
-
     def make(self, kind: type[W], name: str, engine: SimEngine | None = None) -> W:
         role, number = name.rsplit("-", 1)
         return kind(
@@ -256,7 +253,7 @@ class Seams(AsyncExitStack):
             name,
             engine or SimEngine(spec(Role(role), name)),
             MemoryRegistry(self.registry, "t"),
-            self.new_queue(),
+            MemoryQueue(self.broker),
             TcpStreamServer("127.0.0.1") if kind.work.does(Role.DECODE) else None,
         )
 
@@ -388,11 +385,11 @@ def handle(prompt: list[int], **changes: object) -> KvHandle:
 class BothWorkers(Seams):
     """`async with BothWorkers() as pair`: two workers of role `both`, each with a frontend of its own."""
 
-    def __init__(self, drain_timeout: float = 5.0) -> None:
+    def __init__(self) -> None:
         decode = DecodeConfig(
             role="both", remote_prefill=True, max_local_prefill_length=32, max_prefill_queue_size=4
         )
-        super().__init__(config(decode, drain_timeout))
+        super().__init__(config(decode))
 
     async def __aenter__(self) -> Self:
         one, other = (self.make(BothWorker, name) for name in ("both-0", "both-1"))

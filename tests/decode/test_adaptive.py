@@ -6,10 +6,6 @@ from pdserve.config.schema import DecodeSection
 from tests.decode.virtual import ADAPTIVE, ALL_LOCAL, ALL_REMOTE, LOADS, THRESHOLD, Figures, VirtualGraph
 
 
-def test_an_idle_worker_prefills_by_itself() -> None:
-    assert Figures.of(LOADS["1 client"](VirtualGraph(ADAPTIVE))).local == 1.0
-
-
 @pytest.mark.parametrize("load", LOADS)
 def test_no_load_waits_longer_than_with_thresholds(load: str) -> None:
     adaptive, threshold = (Figures.of(LOADS[load](VirtualGraph(each))) for each in (ADAPTIVE, THRESHOLD))
@@ -59,19 +55,6 @@ def test_on_one_core_for_all_a_prompt_elsewhere_costs_the_streams_as_much(load: 
 
 def test_on_slow_workers_a_step_with_a_prompt_stays_short() -> None:
     assert finish(ADAPTIVE, (4.0, 4.0), 0.4)[1] > finish(ALL_REMOTE, (4.0, 4.0), 0.4)[1] + 0.08
-
-
-def test_a_prompt_computed_here_has_its_chunks_while_kv_of_others_comes_in_each_step() -> None:
-    graph = VirtualGraph(ALL_REMOTE, prefill=4)
-    for number in range(450):
-        graph.after(number / 100, lambda: graph.ask(600))
-    graph.run(4.0)
-    graph.settings = ALL_LOCAL
-    graph.ask(600, client="here")
-    graph.settings = ALL_REMOTE
-    graph.run(8.0)
-    (here,) = (each for each in graph.done if each.client == "here")
-    assert here.ttft < 0.3, "of 20 blocks, one in each step: 0.55"
 
 
 def test_several_workers_of_each_kind() -> None:

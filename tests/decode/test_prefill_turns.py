@@ -29,15 +29,6 @@ async def take(graph: WorkerGraph, acted: ActedPrefill) -> str:
     return delivery.request.request_id
 
 
-async def test_a_prompt_waits_for_about_one_of_another_client(
-    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
-) -> None:
-    greedy = await flood(graph, frontend, 3)
-    honest = await frontend.submit(LONG[9:], client="honest")
-    await until(lambda: graph.depth == 4)
-    assert [await take(graph, acted) for _ in range(4)] == [*greedy[:2], honest, greedy[2]]
-
-
 async def test_a_clients_only_prompt_passes_another_clients_next(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
@@ -53,7 +44,7 @@ async def test_a_clients_only_prompt_passes_another_clients_next(
     assert took == {greedy[2]: 2, honest: 0}
 
 
-async def test_spare_prompts_are_published_last_and_computed_nowhere_else(
+async def test_a_prompt_waits_for_about_one_of_another_client_and_for_no_spare_one(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     first, *greedy = await flood(graph, frontend)

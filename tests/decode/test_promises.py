@@ -50,16 +50,13 @@ def test_the_broken_promises(changes: dict[str, object], here: float, there: flo
 @pytest.mark.parametrize(
     ("breaks", "streams", "better"),
     [
-        (None, 1, "there"),
         ((0.0, 1.0), 1, "there"),
         ((0.0, 2.5), 1, "here"),
         ((1.0, 0.0), 0, "there"),
         ((MATTERS / 2, 0.0), 1, "there"),
     ],
 )
-def test_costs_decide_where_promises_do_not(
-    breaks: tuple[float, float] | None, streams: int, better: str
-) -> None:
+def test_costs_decide_where_promises_do_not(breaks: tuple[float, float], streams: int, better: str) -> None:
     assert Estimates(0.0, 1.0, streams, 0.0, 0.5, 0.1, 1.0, breaks=breaks).better == better
 
 

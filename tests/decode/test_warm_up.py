@@ -21,6 +21,7 @@ from tests.engine.sims import LOADED, body, sim
 from tests.memory.registry import MemoryRegistry
 
 LONG = [300 + (7 * number) % 600 for number in range(500)]
+HUNG = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
 
 
 def warm(result: str) -> float:
@@ -104,9 +105,8 @@ async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away
     impatient_pairs: None,
 ) -> None:
     graph, failed = WorkerGraph(), warm("failed")
-    hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
     async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
-        await registry.put("newcomers/prefill/prefill-x", encode_record(hung))
+        await registry.put("newcomers/prefill/prefill-x", encode_record(HUNG))
         async with graph:
             assert graph.decode.ready.is_set()
             await until(lambda: warm("failed") >= failed + 2)
@@ -171,10 +171,9 @@ async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatc
     """Neither for those that are under way nor for the next tries."""
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.05)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.01)
-    hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
     graph = WorkerGraph(drain_timeout=30.0)
     async with MemoryRegistry(graph.registry, "t") as registry:
-        await registry.put("newcomers/prefill/prefill-x", encode_record(hung))
+        await registry.put("newcomers/prefill/prefill-x", encode_record(HUNG))
         async with graph:
             frontend = await graph.frontend()
             running = await frontend.stream(max_tokens=200)

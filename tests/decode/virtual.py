@@ -290,7 +290,6 @@ class VirtualGraph:
         *,
         prefill: int = 1,
         decode: int = 1,
-        chunk: int = DECODE_CHUNK,
         seed: int = 1,
         turns: bool = True,
         promised: Promised = NO_PROMISE,
@@ -305,7 +304,7 @@ class VirtualGraph:
         self.connected = True
         self.turns, self.held, self.promised, self.one_core = turns, 0, promised, one_core
         self.prefill = [VirtualPrefill(self, number) for number in range(prefill)]
-        self.decode = [VirtualDecode(self, chunk) for _ in range(decode)]
+        self.decode = [VirtualDecode(self, DECODE_CHUNK) for _ in range(decode)]
         for decoding in self.decode:
             decoding.slow = slow[0]
         for prefilling in self.prefill:

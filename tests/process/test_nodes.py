@@ -150,7 +150,7 @@ async def test_a_lost_leader_ends_its_followers_also_while_their_engine_starts(s
         await all_met(leader, follower)
         assert await start_while_there(asyncio.sleep(0, 1), leader.side) == 1
         watch = asyncio.create_task(follower.side.watch(SOON))
-        start = asyncio.create_task(start_while_there(_for_ever(), follower.side))
+        start = asyncio.create_task(start_while_there(asyncio.Event().wait(), follower.side))
         await holds(lambda: not watch.done() and not start.done())
         await server.kill(leader.registry)
         with pytest.raises(EngineDead, match=r"its leader is gone.*decode-0-a"):
@@ -190,7 +190,3 @@ async def test_a_follower_that_stops_lets_the_leader_drain(server: MemoryServer)
 
 def _never() -> None:
     pytest.fail("nothing asked it to stop")
-
-
-async def _for_ever() -> None:
-    await asyncio.Event().wait()

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from pdserve import registry
-from pdserve.messages import Failed, Outputs, Submit
 from pdserve.ports import free_port
 from pdserve.process.life import SAME_SIGNAL
-from pdserve.records import Instance, Role
+from pdserve.records import Role
 from pdserve.registry.view import RegistryView
-from pdserve.stream.tcp import TcpStreamClient
 from tests.conditions import until
-from tests.engine.sims import body, decode_outputs
+from tests.decode.graph import FrontendStream
 from tests.servers import etcd_server, restart
 from tests.terminal import Terminal
 
@@ -112,38 +110,14 @@ async def test_ctrl_c_lets_a_decode_worker_finish_while_its_index_is_refused_to_
                 await asyncio.to_thread(second.until, "the exit code is 2")
             assert f"{role.value}-0 of this graph runs on this host already" in second.text
             assert "Traceback" not in second.text
-            answer = await _asked(view)
-            first.type("\x03")
-            assert await asyncio.wait_for(answer, 30) == TOKENS
+            (instance,) = view.instances(role)
+            async with FrontendStream(instance.address) as frontend:
+                request = await frontend.stream([3, 4, 5], TOKENS)
+                first.type("\x03")
+                await until(lambda: frontend.answered[request].finished)
+                frontend.answered[request].check()
             await asyncio.to_thread(first.until, "the exit code is 0")
             assert "draining: 1 requests to finish" in first.text
-
-
-async def _asked(view: RegistryView) -> "asyncio.Task[int]":
-    """A request that the only decode worker has begun to answer; the task counts its tokens."""
-    (instance,) = view.instances(Role.DECODE)
-    begun = asyncio.Event()
-    answer = asyncio.create_task(_ask(instance, begun))
-    await begun.wait()
-    return answer
-
-
-async def _ask(instance: Instance, begun: asyncio.Event) -> int:
-    """How many tokens come."""
-    count = 0
-    async with TcpStreamClient(instance.address, "frontend") as client:
-        await client.send(Submit("r", [3, 4, 5], 60.0, body(TOKENS)))
-        async for message in client.received():
-            match message:
-                case Outputs(frames):
-                    begun.set()
-                    for output in decode_outputs(frames).outputs:
-                        count += len(output.new_token_ids)
-                        if output.finish_reason is not None:
-                            return count
-                case Failed():
-                    pytest.fail(message.message)
-    raise AssertionError
 
 
 async def test_a_signal_while_it_starts_ends_it_with_exit_code_0_and_a_word(alone: Alone) -> None:

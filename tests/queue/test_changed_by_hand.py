@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import nats
@@ -20,6 +21,7 @@ from tests.queue.conftest import BOUND, nats_queues
 from tests.queue.requests import ids, publish
 
 Change = Callable[[JetStreamContext, StreamConfig], Awaitable[object]]
+_numbers = count()
 
 
 @asynccontextmanager
@@ -51,8 +53,9 @@ async def deleted(js: JetStreamContext, config: StreamConfig) -> None:
     await js.delete_stream(config.name or "")
 
 
-async def goes_on(decode: PrefillQueue, prefill: PrefillQueue, name: str) -> bool:
+async def goes_on(decode: PrefillQueue, prefill: PrefillQueue) -> bool:
     """Whether a request crosses the queue. One that is stored as the stream is made anew is lost."""
+    name = f"r{next(_numbers)}"
     try:
         await publish(decode, name)
         pulled: list[str] = []
@@ -94,7 +97,7 @@ async def test_a_stream_that_somebody_changes_is_mended(
     """What an administrator has set beside it is kept."""
     async with nats_queues(nats_url, namespace) as queues:
         decode, prefill = await queues(), await queues()
-        assert await goes_on(decode, prefill, "before")
+        assert await goes_on(decode, prefill)
         async with by_hand(nats_url, namespace) as (js, stream):
             before = (await js.stream_info(stream)).config
             await change(js, before)
@@ -106,8 +109,7 @@ async def test_a_stream_that_somebody_changes_is_mended(
                 return False
 
             await until(mended)
-        numbers = iter(range(1000))
-        await until(lambda: goes_on(decode, prefill, f"after-{next(numbers)}"))
+        await until(lambda: goes_on(decode, prefill))
         await until(lambda: decode.depth == prefill.depth == 0)
 
 
@@ -134,8 +136,7 @@ async def test_a_consumer_that_somebody_changes_is_mended(
                 return False
 
             await until(mended)
-        numbers = iter(range(1000))
-        await until(lambda: goes_on(decode, prefill, f"after-{next(numbers)}"))
+        await until(lambda: goes_on(decode, prefill))
 
 
 async def test_a_stream_of_another_storage_is_used_as_it_is(nats_url: str, namespace: str) -> None:
@@ -144,6 +145,5 @@ async def test_a_stream_of_another_storage_is_used_as_it_is(nats_url: str, names
         async with by_hand(nats_url, namespace) as (js, stream):
             config = (await js.stream_info(stream)).config
             await made_anew(storage=StorageType.FILE)(js, config)
-            numbers = iter(range(1000))
-            await until(lambda: goes_on(decode, prefill, f"after-{next(numbers)}"))
+            await until(lambda: goes_on(decode, prefill))
             assert (await js.stream_info(stream)).config.storage == StorageType.FILE

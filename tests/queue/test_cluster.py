@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from pdserve.queue.jetstream.stream import CONSUMER
 from tests.conditions import until
 from tests.queue.conftest import Queues, nats_queues
 from tests.queue.requests import publish
-from tests.servers import hung, kill, restart
+from tests.servers import hung, killed
 
 
 class NatsCluster:
@@ -113,13 +113,6 @@ async def test_the_loss_of_a_leader_loses_no_request(nats_cluster: NatsCluster) 
         assert decode.losses == prefill.losses == 0
 
 
-@asynccontextmanager
-async def killed(member: NatsMember) -> AsyncIterator[None]:
-    await kill(member)
-    yield
-    await restart(member)
-
-
 async def test_the_stream_gets_the_replicas_that_are_asked_for(nats_cluster: NatsCluster) -> None:
     async with (
         nats_queues(nats_cluster.members[0].url, "ns", nats_cluster.credentials) as alone,
@@ -129,9 +122,9 @@ async def test_the_stream_gets_the_replicas_that_are_asked_for(nats_cluster: Nat
         old = await stored(decode, "a")
         assert await nats_cluster.replicas(decode) == 1
         await queues()
-        await until(lambda: replicated(nats_cluster, decode))
+
+        async def replicated() -> bool:
+            return await nats_cluster.replicas(decode) == 3
+
+        await until(replicated)
         assert (await pulled(decode)).request.request_id == old
-
-
-async def replicated(servers: NatsCluster, queue: PrefillQueue) -> bool:
-    return await servers.replicas(queue) == 3

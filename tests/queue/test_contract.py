@@ -106,15 +106,7 @@ async def test_a_silent_worker_loses_its_request(queues: Queues) -> None:
     assert time.monotonic() - started > ACK_WAIT * 0.8
 
 
-async def test_what_is_acked_never_comes_back(queues: Queues) -> None:
-    decode, prefill = await queues(), await queues()
-    await publish(decode, "r")
-    (delivery,) = await prefill.pull(1, 1)
-    await delivery.ack()
-    assert await prefill.pull(1, ACK_WAIT + 0.5) == []
-
-
-async def test_progress_keeps_a_request(queues: Queues) -> None:
+async def test_progress_keeps_a_request_and_what_is_acked_never_comes_back(queues: Queues) -> None:
     decode, busy, other = await queues(), await queues(), await queues()
     await publish(decode, "r")
     (delivery,) = await busy.pull(1, 1)
@@ -122,6 +114,7 @@ async def test_progress_keeps_a_request(queues: Queues) -> None:
         assert await other.pull(1, ACK_WAIT / 2) == []
         await delivery.in_progress()
     await delivery.ack()
+    assert await other.pull(1, ACK_WAIT + 0.5) == []
 
 
 async def test_what_is_given_back_comes_at_once(queues: Queues) -> None:

@@ -39,7 +39,6 @@ def test_without_asking(depth: QueueDepth, value: int) -> None:
     ("before", "stored", "state", "value"),
     [
         (QueueDepth(), 7, QueueState(4, 3), 3),  # a new consumer on a stream with a past
-        (QueueDepth(), 50, QueueState(0, 2), 2),  # a new consumer on a stream with a past
         (published(1, 2, 3), 3, QueueState(0, 1), 1),  # the others are past their age, or purged
         (QueueDepth(4, 9), 9, QueueState(4, 5), 5),
         (QueueDepth(40, 49), 2, QueueState(1, 1), 1),  # NATS lost its data: a new stream

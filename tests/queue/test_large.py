@@ -3,24 +3,23 @@
 import pytest
 
 from pdserve.errors import QueueFull
-from pdserve.messages import PrefillRequest, encode
+from pdserve.messages import encode
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
 from tests.queue.requests import publish, request
 
 
 async def test_a_prompt_of_more_than_a_megabyte(nats_url: str, namespace: str) -> None:
-    prompt = [100_000 + number for number in range(400_000)]
-    request = PrefillRequest("large", "decode-0-a", prompt, 60.0, 16, [b"body"])
-    assert len(encode(request)) > 1 << 20
+    large = request("large", prompt=400_000)
+    assert len(encode(large)) > 1 << 20
     async with (
         JetStreamQueue(nats_url, namespace, "m") as decode,
         JetStreamQueue(nats_url, namespace, "m") as prefill,
     ):
         assert decode.max_payload == 8 << 20  # as nats.conf has it
-        await decode.publish(request)
+        await decode.publish(large)
         (delivery,) = await prefill.pull(1, 5.0)
-        assert delivery.request.prompt == prompt
+        assert delivery.request == large
         await delivery.ack()
 
 

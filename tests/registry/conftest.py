@@ -24,6 +24,10 @@ class Stage(ABC):
     def registry(self) -> Registry:
         """Of a new process."""
 
+
+class Outage(Stage):
+    """Its server can be taken away."""
+
     @abstractmethod
     async def down(self) -> None: ...
 
@@ -31,7 +35,7 @@ class Stage(ABC):
     async def up(self, *, lose_data: bool = False) -> None: ...
 
 
-class MemoryStage(Stage):
+class MemoryStage(Outage):
     def __init__(self) -> None:
         self.server = MemoryServer()
 
@@ -45,7 +49,7 @@ class MemoryStage(Stage):
         await self.server.up(lose_data)
 
 
-class EtcdStage(Stage):
+class EtcdStage(Outage):
     """With TLS, as in most graphs; the etcd that all tests share is without."""
 
     def __init__(self, state_dir: Path, credentials: Credentials) -> None:
@@ -71,12 +75,6 @@ class SharedEtcd(Stage):
     def registry(self) -> EtcdRegistry:
         return EtcdRegistry(self.url, self.namespace, self._ttl)
 
-    async def down(self) -> None:
-        raise NotImplementedError("other tests use it")
-
-    async def up(self, *, lose_data: bool = False) -> None:
-        raise NotImplementedError("other tests use it")
-
 
 @pytest.fixture(params=["memory", "etcd"])
 def stage(request: pytest.FixtureRequest, namespace: str) -> Stage:
@@ -101,8 +99,8 @@ async def etcd_stage(tmp_path: Path, credentials: Credentials) -> AsyncIterator[
 
 
 @pytest.fixture(params=["memory", "etcd"])
-def outage(request: pytest.FixtureRequest) -> Stage:
-    etcd: Stage | None = request.getfixturevalue("etcd_stage") if request.param == "etcd" else None
+def outage(request: pytest.FixtureRequest) -> Outage:
+    etcd: Outage | None = request.getfixturevalue("etcd_stage") if request.param == "etcd" else None
     return etcd or MemoryStage()
 
 

@@ -15,7 +15,7 @@ from pdserve.registry.etcd import EtcdRegistry
 from pdserve.supervisor.embedded import EmbeddedServer
 from tests.conditions import until
 from tests.registry.conftest import TTL, following
-from tests.servers import hung, kill, pid_of, restart
+from tests.servers import hung, kill, killed, pid_of, restart
 
 
 class EtcdCluster:
@@ -70,10 +70,3 @@ async def test_members_are_lost(etcds: EtcdCluster) -> None:
         await asyncio.gather(*map(restart, etcds.members[:2]))
         await seen.until(expected | {"b": b"1"})
         assert Change("a", None) not in seen.changes
-
-
-@asynccontextmanager
-async def killed(member: EmbeddedServer) -> AsyncIterator[None]:
-    await kill(member)
-    yield
-    await restart(member)

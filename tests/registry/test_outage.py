@@ -15,12 +15,12 @@ from pdserve.registry import connect, etcd, etcd_session
 from pdserve.registry.base import Change
 from pdserve.registry.etcd_session import EtcdSession, SessionLost
 from tests.conditions import until
-from tests.registry.conftest import TTL, EtcdStage, SharedEtcd, Stage, following
+from tests.registry.conftest import TTL, EtcdStage, Outage, SharedEtcd, following
 from tests.servers import hung
 
 
 @pytest.mark.parametrize("lose_data", [False, True])
-async def test_an_outage(outage: Stage, lose_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_outage(outage: Outage, lose_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.0)
     async with outage.registry() as first, outage.registry() as other, following(other) as seen:
         for key in ("kept", "changed", "deleted"):

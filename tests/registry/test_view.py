@@ -8,11 +8,11 @@ from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.registry.conftest import Stage
 
-DECODE = Instance("decode-0-a", Role.DECODE, "org/model")
-PREFILL = Instance("prefill-0-b", Role.PREFILL, "org/model", draining=True)
+DECODE = Instance("decode-0-a", Role.DECODE, "org/model 1.5")
+PREFILL = Instance("prefill-0-b", Role.PREFILL, "org/model 1.5", draining=True)
 FRONTEND = Instance("frontend-0-c", Role.FRONTEND)
 SLOT = SlotState("decode-0", Role.DECODE)
-CARD = ModelCard("org/model", "/models/m", {"max-model-len": 4096})
+CARD = ModelCard("org/model 1.5", "/models/m", {"max-model-len": 4096})
 
 
 async def test_the_picture_is_live(stage: Stage) -> None:
@@ -26,9 +26,9 @@ async def test_the_picture_is_live(stage: Stage) -> None:
             await other.put(keys.setting("router"), b"kv", leased=False)
             await until(lambda: len(view.instances()) == 3 and "router" in view.settings())
             assert view.instances(role=Role.PREFILL) == [PREFILL]
-            assert view.instances(model="org/model") == [DECODE, PREFILL]
+            assert view.instances(model="org/model 1.5") == [DECODE, PREFILL]
             assert view.instances(Role.DECODE, "else") == []
-            assert view.cards() == {"org/model": [(PREFILL.id, CARD)]}
+            assert view.cards() == {"org/model 1.5": [(PREFILL.id, CARD)]}
             assert view.settings() == {"router": "kv"}
             await other.delete(keys.setting("router"))
             await other.__aexit__(None, None, None)
@@ -80,14 +80,10 @@ async def test_a_watch_that_begins_anew_forgets_deleted_keys() -> None:
         async with RegistryView(registry) as view:
 
             def seen() -> list[object]:
-                newcomers = view.newcomers(Role.DECODE, "org/model")
+                newcomers = view.newcomers(Role.DECODE, "org/model 1.5")
                 return [view.instances(), newcomers, view.cards(), view.settings(), view.slots()]
 
             assert all(seen())
             for key in records:
                 await writer.delete(key)
             await until(lambda: registry.watches == 2 and not any(seen()))
-
-
-def test_keys_of_models_with_slashes() -> None:
-    assert keys.split_card(keys.card("org/model 1.5", "decode-0-a")) == ("org/model 1.5", "decode-0-a")
