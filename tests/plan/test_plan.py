@@ -160,12 +160,7 @@ def test_on_the_cpu_each_host_has_one_rank(tmp_path: Path) -> None:
     assert any("on the CPU vLLM spans hosts with one on each only" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("section", ["VllmWorker", "PrefillWorker"])
-def test_pipeline_stages_are_refused_where_kv_moves(tmp_path: Path, section: str) -> None:
-    stages = LOCAL.replace(f"{section}:", f"{section}:\n  pipeline-parallel-size: 2")
-    problems = plan(tmp_path, stages, machine(cores=8)).problems
-    role = "decode" if section == "VllmWorker" else "prefill"
-    assert any(problem.startswith(f"pipeline-parallel-size of {role} splits the ") for problem in problems)
+def test_pipeline_stages_are_taken_where_no_kv_moves(tmp_path: Path) -> None:
     alone = "VllmWorker: {model: demo, block-size: 32, pipeline-parallel-size: 2}"
     assert not [problem for problem in plan(tmp_path, alone, machine()).problems if "pipeline" in problem]
 
@@ -275,7 +270,6 @@ def test_gpus_are_used_where_the_file_does_not_say(tmp_path: Path) -> None:
     ("role", "index", "expected"),
     [
         (Role.DECODE, 0, ("decode-0", (0,), 5600)),
-        (Role.PREFILL, 0, ("prefill-0", (0,), 5601)),
         (Role.PREFILL, 1, ("prefill-1", (1,), 5602)),
         (Role.FRONTEND, 1, ("frontend-1", (), 0)),
     ],
@@ -330,12 +324,15 @@ ADAPTERS = local(
 )
 CPU, H100, CPU_BUILD = machine(), machine(("H100", 80)), machine(("A10", 24), build="cpu")
 SHARED = dataclasses.replace(machine(*[("H100", 80)] * 3), shared=4 << 30)
+STAGES = "PrefillWorker:\n  pipeline-parallel-size: 2"
 NOWHERE = "kv-offload-disk: 2GiB\n  kv-offload-folder: /dev/null/kv"
 DISK = "kv-offload-disk: 900TiB\n  ServiceArgs: {workers: 2}\n  kv-offload-folder: /tmp"
 DOES_NOT_FIT = [
     (local(("block-size: 32", "block-size: 16")), CPU, "block-size 16 does not run on the CPU: "),
     (local(("4096", "100000")), CPU, "max-model-len 100,000 of decode is more than the model's 8,192: "),
     (decode("tensor-parallel-size: 3"), CPU, "tensor-parallel-size 3 of decode does not divide the"),
+    (decode("pipeline-parallel-size: 2"), CPU, "pipeline-parallel-size of decode splits the "),
+    (local(("PrefillWorker:", STAGES)), CPU, "pipeline-parallel-size of prefill splits the "),
     # 64 blocks of 32 tokens of 2 KiB
     (decode("kv-cache-memory-bytes: 4M"), CPU, "decode has room for 2,048 tokens of KV, less than one"),
     (LOCAL, machine(ram=4), "The graph needs about "),
@@ -447,7 +444,7 @@ def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: P
     assert plan(tmp_path, big(tmp_path, MIXTRAL, tensor=2), what_if("4xH100", machine())).fits
 
 
-@pytest.mark.parametrize(("tensor", "fits"), [(16, True), (3, False), (12, False)])
+@pytest.mark.parametrize(("tensor", "fits"), [(16, True), (12, False)])
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path, tensor: int, fits: bool) -> None:
     """12 ranks divide 48 heads, but not 8 KV heads, of which each rank has one or several whole ones."""
     text = big(tmp_path, MIXTRAL | {"num_attention_heads": 48, "head_dim": 128}, tensor)
