@@ -30,11 +30,11 @@ class Disk:
 
 
 @contextmanager
-def small_disk(path: Path, size: int = 16 * MIB) -> Iterator[Disk]:
+def small_disk(path: Path) -> Iterator[Disk]:
     """Mount a small file system at `path`; skip the test where that is not permitted."""
     path.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(path)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "small", str(path)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("a file system can be mounted by root only")

@@ -1,5 +1,7 @@
 """States of a graph that nothing runs for, to look at."""
 
+from msgspec.structs import replace
+
 from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.records import Instance, ModelCard, Role, SlotState
@@ -34,23 +36,15 @@ SLOW = Receipt(
         Hop("decode", 1.6, 0.4, "decode-0-cc"),
     ],
 )
-FELL = Receipt(
-    "b0000000000000000000000000000000",
-    "frontend-1-bb",
-    "/v1/completions",
+FELL = replace(
+    SLOW,
+    request_id="b0000000000000000000000000000000",
+    frontend="frontend-1-bb",
     age=5.0,
-    seconds=5.0,
     running=True,
-    model="demo",
     prefill="local",
     reason="timeout",
-    prompt_tokens=2048,
-    instances=["decode-0-cc"],
-    hops=[
-        Hop("admission", 0.0, 0.001),
-        Hop("fallback", 2.5, 0.0, "decode-0-cc", "no prefill worker took it within 2.5 s"),
-        Hop("prefill", 2.5, 2.5, "decode-0-cc"),
-    ],
+    hops=[Hop("fallback", 2.5, 0.0, "decode-0-cc", "no prefill worker took it within 2.5 s")],
 )
 
 
@@ -64,12 +58,12 @@ def histogram(bucket: int) -> list[int]:
     return [3 * (index == bucket) + (index == bucket + 4) for index in range(len(BUCKETS) + 1)]
 
 
-def loaded(down: bool = False, slow: bool = False, full: bool = False, workers: int = 2) -> GraphState:
+def loaded(down: bool = False, slow: bool = False, full: bool = False) -> GraphState:
     """Two frontends and as many decode and prefill workers; all is well, or decode-1 is down, KV from prefill-1 is
     slow, the prefill queue is full."""
     frontends = [instance("frontend-0-aa", 1), instance("frontend-1-bb", 2)]
-    decode = [instance(f"decode-{index}-{'cd'[index % 2] * 2}", 10 + index) for index in range(workers)]
-    prefill = [instance(f"prefill-{index}-{'ef'[index % 2] * 2}", 500 + index) for index in range(workers)]
+    decode = [instance("decode-0-cc", 10), instance("decode-1-dd", 11)]
+    prefill = [instance("prefill-0-ee", 500), instance("prefill-1-ff", 501)]
     watched = {}
     for frontend in frontends:
         links = [LinkState(worker.id, "requests", requests=2, round_trip=0.0003) for worker in decode]
@@ -81,13 +75,11 @@ def loaded(down: bool = False, slow: bool = False, full: bool = False, workers: 
     for number, worker in enumerate(decode):
         links = [
             LinkState(each.id, "kv", pulls=40, pull_seconds=0.02, bytes_per_second=8e8, requests=1)
-            for each in prefill[:2]
+            for each in prefill
         ]
         if slow:
             links[1] = LinkState(prefill[1].id, "kv", True, 1, None, 12, 1.5, 2e6, 2, "the read stalled")
-        load = Load(
-            2 + number % 7, 1, 0.1 + 0.8 * (number % 3) / 2, queue_depth=10 if full else 1, queue_limit=10
-        )
+        load = Load(2 + number, 1, 0.1 + 0.4 * number, queue_depth=10 if full else 1, queue_limit=10)
         watched[worker.id] = Watched(load, links)
     watched |= {worker.id: Watched(Load(1, 0, 0.3)) for worker in prefill}
     instances = [*frontends, *decode, *prefill]

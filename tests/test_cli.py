@@ -120,9 +120,7 @@ def test_without_its_package_chaos_says_how_to_get_it(pdserve: Run, monkeypatch:
         (["decode", "-f", "x", "--index", "first"], "pdserve: Invalid value for '--index'"),
         (["plan", "-f", "/no/such.yaml"], "/no/such.yaml"),
         (["set", "max-local-prefil-length=5"], "did you mean max-local-prefill-length?"),
-        (["set", "max-local-prefill-length=many"], "whole number"),
         (["set", "max-prefill-queue-size=5\n"], "'5\\n': it takes"),
-        (["set", "router=random"], "round-robin"),
         (["set", "router"], "not KEY=VALUE"),
     ],
 )
@@ -147,8 +145,9 @@ def test_a_plan_is_a_table_or_json(pdserve: Run) -> None:
 def test_plan_cannot_say_what_it_does_not_know(pdserve: Run, tmp_path: Path) -> None:
     (tmp_path / "hub.yaml").write_text("VllmWorker: {model: nobody/nothing-of-the-kind}\n")
     result = pdserve("plan", "-f", tmp_path / "hub.yaml")
-    assert result.returncode == 3
-    assert "Cannot say whether it fits" in result.stdout
+    said = " ".join(result.stdout.split())
+    assert (result.returncode, "It fits" in said) == (3, False)
+    assert "Cannot say whether it fits: nobody/nothing-of-the-kind is not in the Hugging Face cache" in said
     assert json.loads(pdserve("plan", "-f", tmp_path / "hub.yaml", "--json").stdout)["fits"] is None
 
 
@@ -252,6 +251,5 @@ def test_what_a_role_says_of_its_end(
 ) -> None:
     assert life.exit_code("decode-0", error) == code
     assert [record.getMessage() for record in caplog.records] == said
-    assert [bool(record.exc_info) for record in caplog.records] == [isinstance(error, RuntimeError)] * len(
-        said
-    )
+    traced = isinstance(error, RuntimeError)
+    assert all(bool(record.exc_info) == traced for record in caplog.records)

@@ -88,12 +88,6 @@ def test_what_a_client_sent_forges_no_record_and_steers_no_terminal(fmt: str, ra
     assert "all is lost" in written
 
 
-def test_what_other_libraries_print_steers_no_terminal() -> None:
-    assert logs.text(logs.parse("\x1b[31mred\x1b[0m \x1b]0;title\x07", "decode-0")).endswith(
-        ": red \\x1b]0;title\\x07"
-    )
-
-
 def test_a_record_has_a_bound_and_the_longest_is_read_back() -> None:
     record = logging.LogRecord("pdserve.x", logging.INFO, "x.py", 1, "%s", ("x" * (4 << 20),), None)
     written = logs.LineFormatter("decode-0", "text").format(record)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,20 +13,6 @@ from pdserve.errors import EngineDead
 from pdserve.observe.metrics import TASK_FAILURES
 from pdserve.queue.jetstream import connection
 from tests.conditions import holds, until
-
-
-def failing_once(work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """`work`, but its first call raises what is not expected."""
-    calls = 0
-
-    async def wrapped(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise KeyError("not expected")
-        return await work(*args)
-
-    return wrapped
 
 
 def failures(task: str) -> float:
@@ -73,7 +58,12 @@ async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.Lo
 
 
 async def test_what_may_end_is_left_when_it_returned_or_its_engine_is_dead() -> None:
-    work = failing_once(lambda: asyncio.sleep(0))
+    errors = [KeyError("not expected")]
+
+    async def work() -> None:
+        if errors:
+            raise errors.pop()
+
     await asyncio.wait_for(tasks.forever(work, "work", until_done=True), 1)
 
     async def dead() -> None:

@@ -232,24 +232,16 @@ def test_the_environment_wins(tmp_path: Path) -> None:
 
 
 def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
-    env = {
-        "PDSERVE_NATS": "10.0.0.5",
-        "PDSERVE_ETCD": "127.0.0.1:3,b",
-        "PDSERVE_HOST": "http://a",
-        "PDSERVE_PAGES_PORT": "70000",
-        "PDSERVE_FRONTEND_PORT": "80x",
+    wrong = {
+        "PDSERVE_NATS": ("10.0.0.5", "'10.0.0.5'"),
+        "PDSERVE_ETCD": ("127.0.0.1:3,b", "'b'"),
+        "PDSERVE_HOST": ("http://a", "'http://a'"),
+        "PDSERVE_PAGES_PORT": ("70000", "70000"),
+        "PDSERVE_FRONTEND_PORT": ("80x", "'80x'"),
     }
-    found = problems(tmp_path, GOOD, env)
-    named = {
-        problem.removeprefix("Environment variable ").partition(", but must be ")[0] for problem in found
-    }
-    assert named == {
-        "PDSERVE_NATS is '10.0.0.5'",
-        "PDSERVE_ETCD is 'b'",
-        "PDSERVE_HOST is 'http://a'",
-        "PDSERVE_PAGES_PORT is 70000",
-        "PDSERVE_FRONTEND_PORT is '80x'",
-    }
+    found = problems(tmp_path, GOOD, {name: value for name, (value, _) in wrong.items()})
+    named = {problem.partition(", but must be ")[0] for problem in found}
+    assert named == {f"Environment variable {name} is {shown}" for name, (_, shown) in wrong.items()}
     (exposed,) = problems(tmp_path, GOOD, {"PDSERVE_ETCD": "h:2"})
     assert exposed.startswith("Environment variable PDSERVE_ETCD is h, which is reached over the network")
 
@@ -393,10 +385,7 @@ MISTAKES: Mistakes = [
     (
         slo,
         "11: Slo.ttft is ",
-        {
-            each: f"{each or 'empty'}, but must be"
-            for each in ("500", "'0ms'", "'2h'", "['1s']", "", "'3601s'")
-        },
+        {each: f"{each or 'empty'}, but must be" for each in ("500", "'2h'", "['1s']", "")},
     ),
     (
         prefill,
@@ -487,12 +476,9 @@ def test_dates_are_read_alike_whatever_is_imported(tmp_path: Path, monkeypatch: 
 
 
 def test_all_problems_are_found_at_once_and_in_order(tmp_path: Path) -> None:
+    """One in Common is reported once, however many workers use it."""
     text = GOOD.replace("8000", "0").replace("32", "x").replace("true", "maybe") + "Oops: 1\n"
     assert [problem.split(":")[1] for problem in problems(tmp_path, text)] == ["3", "5", "7", "11"]
-
-
-def test_a_mistake_in_common_is_reported_once(tmp_path: Path) -> None:
-    assert len(problems(tmp_path, GOOD.replace("32", "x"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 from pdserve_bench.clusters import HOST, EtcdMember, NatsMember, addresses, cluster
@@ -72,12 +72,10 @@ class _ChartEtcd(EtcdMember):
     clients: dict[int, int]
     """ports of all members, by their numbers"""
 
-    def __init__(
-        self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
-    ) -> None:
-        super().__init__(folder, number, peers, credentials)
-        self.number = number
-        self.clients[number] = self.port
+    def __init__(self, *of_member: Any) -> None:
+        super().__init__(*of_member)
+        self.number = self.peers.index(self.peer_port)
+        self.clients[self.number] = self.port
 
     async def start(self) -> Child:
         await asyncio.to_thread(self._run_init_container)

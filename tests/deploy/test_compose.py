@@ -4,7 +4,6 @@ each other."""
 import asyncio
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -206,11 +205,10 @@ def _command_of(server: str, number: int) -> list[str]:
 
 
 class _OfHost(Member):
-    def __init__(
-        self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
-    ) -> None:
-        super().__init__(folder, number, peers, credentials)
-        self.host, self.number, self.health = HOSTS[number], number, free_port(HOSTS[0])
+    def __init__(self, *of_member: Any) -> None:
+        super().__init__(*of_member)
+        self.number, self.health = self.peers.index(self.peer_port), free_port(HOSTS[0])
+        self.host = HOSTS[self.number]
 
 
 class _ComposedNats(_OfHost, NatsMember):

@@ -95,7 +95,7 @@ def test_where_nothing_moves_all_are_served(tmp_path: Path, family: str) -> None
     "keys",
     [
         ", max-model-len: 4096",
-        ", disable-sliding-window: true, max-model-len: 4096",
+        ", disable-sliding-window: true",
         ", hf-overrides: {sliding_window: null}",
     ],
 )

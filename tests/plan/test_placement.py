@@ -17,7 +17,6 @@ def request(name: str, gpus: float, *pinned: int) -> GpuRequest:
         pytest.param([("d", 2), ("p", 2)], [0, 1, 2, 3], [(0, 1), (2, 3)], id="the split on four cards"),
         pytest.param([("d", 1), ("e", 1), ("p", 2)], range(4), [(0,), (1,), (2, 3)], id="one, one and two"),
         pytest.param([("d", 0), ("p", 0)], [], [(), ()], id="the CPU"),
-        pytest.param([("d", 2), ("p", 2)], [4, 5, 6, 7], [(4, 5), (6, 7)], id="CUDA_VISIBLE_DEVICES"),
         pytest.param([("d", 2), ("p", 1)], [0, 2, 3], [(2, 3), (0,)], id="neighbours first"),
         pytest.param([("d", 2)], [0, 2, 4], [(0, 2)], id="any where there are no neighbours"),
         pytest.param([("d", 2), ("p", 1, 0)], [0, 1, 2], [(1, 2), (0,)], id="around the pinned"),
@@ -39,7 +38,6 @@ def test_placements(
     ("requests", "gpus", "problem"),
     [
         ([("d", 2), ("p", 2)], [0, 1, 2], "The graph needs 4 GPUs (2 for d, 2 for p), found 3: "),
-        ([("d", 0.5), ("p", 0.6)], [0], "The graph needs 2 GPUs (0.5 for d, 0.6 for p), found 1: "),
         ([("d", 1)], [], "The graph needs 1 GPU (1 for d), found 0: "),
         ([("d", 1, 5)], [0, 1], "gpu-ids asks for GPU 5, but there are 0, 1: "),
         ([("d", 1, 0), ("p", 1)], [0], "The graph needs 2 GPUs (1 for d, 1 for p), found 1: "),

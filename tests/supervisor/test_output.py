@@ -49,9 +49,10 @@ def test_the_terminal_shows_what_matters_and_the_file_has_all(
 
 
 def test_foreign_lines_get_the_name_of_their_process_and_ours_stay(tmp_path: Path) -> None:
-    first, second = shown(tmp_path, OURS, "\x1b[31mucx says hello\x1b[0m").splitlines()
+    """And steer no terminal."""
+    first, second = shown(tmp_path, OURS, "\x1b[31mucx says\x1b[0m \x1b]0;title\x07").splitlines()
     assert first == OURS
-    assert second.endswith(" I decode-0 -: ucx says hello")
+    assert second.endswith(" I decode-0 -: ucx says \\x1b]0;title\\x07")
 
 
 def test_json_lines_are_json_whichever_process_wrote_them(tmp_path: Path) -> None:
