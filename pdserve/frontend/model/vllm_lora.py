@@ -9,6 +9,7 @@ from vllm.config import LoRAConfig
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.lora import api_router
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
@@ -31,6 +32,7 @@ class AppAdapters:
         """calls `set` with what the registry has now"""
         self._models, self._model, self._store = models, model, store
         self._home = asyncio.get_running_loop()
+        api_router.router.routes.clear()  # its routes are in the app now; the next model's app would have them twice
         self._loads, self._unloads = models.load_lora_adapter, models.unload_lora_adapter
         models.engine_client.input_processor.lora_config = LoRAConfig()  # it refuses adapters without any
         models.engine_client.add_lora = self._add

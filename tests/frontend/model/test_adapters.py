@@ -78,6 +78,11 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
         yield graph
 
 
+async def test_the_second_app_of_a_process_has_its_routes_once(adapted: Adapted) -> None:
+    """vLLM adds them to one router for all apps; twice would be a warning, which is an error here."""
+    assert LOAD not in (await adapted.second.http.get("/openapi.json")).raise_for_status().json()["paths"]
+
+
 async def test_an_adapter_is_a_name_beside_its_model(adapted: Adapted) -> None:
     listed = {each["id"]: each for each in (await adapted.http.get("/v1/models")).json()["data"]}
     assert listed["red"]["parent"] == "demo"
