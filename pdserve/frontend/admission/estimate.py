@@ -99,8 +99,6 @@ def seconds_too_late(wait: float, left: float, run: float, max_wait: float) -> f
     """By how many seconds a start in `wait` seconds comes too late for a request that has `left` seconds and runs for
     `run`; 0 if it is in time. Only half of the time to spare may be spent waiting: all of these are guesses, and a
     request that starts too late costs as much as one that is answered. The request that is next is never refused."""
-    if not wait:
-        return 0.0
     return max(0.0, wait - max(0.0, min(max_wait, (left - run) / 2)))
 
 
