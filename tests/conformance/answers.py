@@ -18,9 +18,9 @@ _OWN_HEADERS = re.compile(
 )
 _GROWS = {
     "content", "text", "reasoning", "delta", "arguments", "partial_json", "thinking", "token_ids", "tokens",
-    "token_logprobs", "top_logprobs", "text_offset", "logprobs",
+    "token_logprobs", "top_logprobs", "text_offset", "logprobs", "prompt_token_ids",
 }  # fmt: skip
-"""keys of strings and lists that come in parts of any length"""
+"""keys of what comes in parts of any length, or in the first chunk of an output, which may be its last"""
 MIDDLE = "in the middle"
 """key of each output's chunks between the first and the last of a stream"""
 CLOSE = 0.002

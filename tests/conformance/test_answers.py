@@ -11,6 +11,7 @@ NEXT = {"token_ids": [2], "prompt_token_ids": None}
 ODD = {"token_ids": [2], "prompt_token_ids": [9]}
 LAST = {"token_ids": [3]}
 LATE = {"token_ids": [2, 3]}
+ALL = {"token_ids": [1, 2, 3], "prompt_token_ids": [7, 8]}
 
 
 def stream(*chunks: dict[str, object]) -> object:
@@ -26,6 +27,7 @@ def stream(*chunks: dict[str, object]) -> object:
         ((FIRST, NEXT, LAST), (FIRST, NEXT, LAST), True),
         ((FIRST, LATE), (FIRST, NEXT, LAST), True),
         ((FIRST, NEXT, LAST), (FIRST, LATE), True),
+        ((ALL,), (FIRST, NEXT, LAST), True),
         ((FIRST, ODD, LAST), (FIRST, NEXT, LAST), False),
         ((NEXT, FIRST, LAST), (FIRST, NEXT, LAST), False),
         ((FIRST, NEXT, LAST), (FIRST, NEXT, LATE), False),
