@@ -113,22 +113,22 @@ def test_the_connectors_statistics_carry_our_own(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "binding", "backend", "expected"),
+    ("ranks", "binding", "expected"),
     [
-        (1, "nobind", "mp", "uni"),
-        (2, "nobind", "mp", "mp"),
-        (1, "0-3", "mp", "mp"),  # vLLM binds the threads of processes that it starts
-        (1, None, "mp", "mp"),
+        (1, "nobind", "uni"),
+        (2, "nobind", "mp"),
+        (1, "0-3", "mp"),  # vLLM binds the threads of processes that it starts
+        (1, None, "mp"),
     ],
 )
 def test_where_an_engine_on_the_cpu_computes(
-    ranks: int, binding: str | None, backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    ranks: int, binding: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     if binding:
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
     config = api.VllmConfig(
-        parallel_config=ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend=backend)
+        parallel_config=ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp")
     )
     api.compute_in_core(config)
     assert config.parallel_config.distributed_executor_backend == expected

@@ -54,12 +54,7 @@ def test_the_same_files_give_the_same_archive(folder: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [b"no tar", b"", tar_of(**{"../evil": b"x"}), tar_of(a=b"x" * 5000)[:60]],
-    ids=[
-        "no tar",
-        "empty",
-        "path outside",
-        "broken off",
-    ],  # of their own bytes each process would make others
+    ids=["no tar", "empty", "path outside", "broken off"],  # of their bytes each process would make others
 )
 def test_bad_archives_leave_nothing(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(Unavailable):

@@ -20,12 +20,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FATAL = {"type": "integer", "maximum": -(2**63)}
-SCORED: dict[str, object] = {
-    "model": "demo",
-    "query": "a",
-    "items": ["b", "c"],
-    "label_token_ids": [300, 301],
-}
 REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a completion": ("/v1/completions", completion()),
     "several prompts and outputs": ("/v1/completions", completion(prompt=["a", "b"], n=2, temperature=0.5)),
@@ -47,19 +41,14 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a response streamed": ("/v1/responses", {"model": "demo", "input": HELLO, "max_output_tokens": 8, "stream": True}),
     "a message": ("/v1/messages", {"model": "demo", "messages": HELLO, "max_tokens": 8}),
     "a message streamed": ("/v1/messages", {"model": "demo", "messages": HELLO, "max_tokens": 8, "stream": True}),
-    "scores": ("/generative_scoring", SCORED),
+    "scores": ("/generative_scoring",
+               {"model": "demo", "query": "a", "items": ["b", "c"], "label_token_ids": [300, 301]}),
     "tokens": ("/tokenize", {"model": "demo", "prompt": "hello"}),
     "a wrong type": ("/v1/completions", completion(temperature="warm")),
     "a wrong value": ("/v1/completions", completion(temperature=-1)),
     "a wrong grammar": ("/v1/completions", completion(structured_outputs={"json": FATAL})),
     "too long": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "a " * 9000}])),
 }  # fmt: skip
-
-
-@pytest.fixture
-def aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request is large."""
-    monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
 
 
 def assert_alike(ours: httpx.Response, theirs: httpx.Response) -> None:
@@ -80,7 +69,10 @@ async def test_the_answers_are_the_same(graph: Graph, monkeypatch: pytest.Monkey
     assert_alike(aside, here)
 
 
-async def test_a_large_request_of_which_the_client_leaves_is_cancelled(graph: Graph, aside: None) -> None:
+async def test_a_large_request_of_which_the_client_leaves_is_cancelled(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
     for stream in (True, False):
         async with graph.worker(pace=None) as worker:
             asking = asyncio.create_task(complete(graph, stream=stream))

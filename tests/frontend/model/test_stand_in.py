@@ -34,10 +34,6 @@ async def alone(graph: Graph, pace: float | None = None, at_once: int = 0) -> As
         yield prefill
 
 
-async def decoding(graph: Graph, live: int) -> None:
-    await until(lambda: graph.models.live().get("demo") == live)
-
-
 @pytest.mark.parametrize("generated", [0, 1, 5])
 async def test_a_stream_goes_on_at_a_prefill_worker_and_then_at_another(graph: Graph, generated: int) -> None:
     """New requests do without a decode worker, too, and the model stays listed."""
@@ -123,7 +119,7 @@ async def test_streams_on_a_stand_in_are_handed_over_unless_they_would_have_to_b
 
 async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Graph) -> None:
     async with alone(graph, at_once=2) as prefill:
-        await decoding(graph, 1)
+        await until(lambda: graph.models.live().get("demo") == 1)
         requests = [post(graph) for _ in range(3)]
         await prefill.until(lambda: len(prefill.seen) == 2)
         await holds(lambda: len(prefill.seen) == 2)
@@ -140,7 +136,7 @@ async def test_prefill_workers_without_an_address_or_with_other_weights_do_not_s
             await registry.put(keys.instance(instance), encode_record(instance))
         async with graph.worker():
             pass
-        await decoding(graph, 0)
+        await until(lambda: graph.models.live().get("demo") == 0)
         answer = await complete(graph, headers={"x-request-timeout": "0.3"})
         assert answer.status_code == 503
         assert silent.hello == other.hello == ""

@@ -156,12 +156,7 @@ async def test_the_parts_of_the_page(graph: Graph, browser: Browser) -> None:
             name = node.instance.id.rpartition("-")[0]
             await expect(page.locator(f"#graph svg .node.ok[data-key='{name}']")).to_be_visible()
         await expect(page.locator("#graph .pill text")).to_have_text(["In line 0", "Prefill queue 1 of 10"])
-        row = page.locator(f"#requests tr[data-key='{SLOW.request_id}']")
-        await expect(row).to_contain_text("remote")
-        await row.click()
-        await expect(page.locator("#requests .timeline li b")).to_contain_text(
-            ["admission", "queue", "prefill"]
-        )
+        await expect(page.locator("#requests tbody")).to_contain_text("remote")
         await page.click("#filter button[value=failed]")
         await expect(page.locator("#requests")).to_contain_text("None of the recent requests")
         await page.focus("#charts [data-chart='0']")

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
-import httpx
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -27,6 +26,7 @@ from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, Step
 from tests.frontend.model.test_moving import post, steps
 from tests.frontend.test_generate import PROMPT, chat, complete, completion
+from tests.frontend.test_ribs import client
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -233,13 +233,8 @@ async def test_a_key_sees_its_own(graph: Graph) -> None:
     known = [ApiKey.of("one", "alice"), ApiKey.of("two", "bob"), ApiKey.of("three", "root", admin=True)]
     app = graph.app_with(ApiKeys(known))
     there = [Receipt(f"of-{name}", "f", "/v1/completions", 1e6, key=name) for name in ("alice", "bob")]
-    transport = httpx.ASGITransport(app)
     bearer = {key: {"authorization": f"Bearer {key}"} for key in ("one", "two", "three")}
-    async with (
-        graph.worker(),
-        other_frontend(graph, there),
-        httpx.AsyncClient(transport=transport, base_url="http://f") as http,
-    ):
+    async with graph.worker(), other_frontend(graph, there), client(app) as http:
         for key, tokens in (("one", 1), ("two", 2)):
             headers = {**bearer[key], "x-request-id": "same"}
             await http.post("/v1/completions", json=completion(max_tokens=tokens), headers=headers)
