@@ -2,8 +2,8 @@
 that processes write to the registry are in `records.py`.
 
 All are frozen msgspec structs. A new field gets a default and unknown fields are ignored, so that neighbouring versions
-understand each other. No message holds a point in time, since the clocks of hosts differ, monotonic ones included:
-there are only durations in seconds, and ages at the moment of sending. Nothing is ever pickled.
+understand each other. No receiver uses a point in time, since the clocks of hosts differ, monotonic ones included:
+there are durations in seconds, and ages at the moment of sending. Nothing is ever pickled.
 """
 
 import math
@@ -64,7 +64,7 @@ class Submit(Struct, frozen=True, tag=True):
     traceparent: str = ""
     """W3C trace context of the parent span; empty: not traced"""
     client: str = ""
-    """stands for the client, the same at all frontends; clients take turns, and places from each other (`slo.SPARE`)"""
+    """stands for the client in fair turns, the same at all frontends; begins with `slo.SPARE` for flex requests"""
     promise: Promise | UnsetType = UNSET
     """left out where nothing is promised"""
 
@@ -108,7 +108,7 @@ class Placed(Struct, frozen=True, tag=True):
     hops: list[Hop] = []
     """all hops known at this worker so far, ordered by start"""
     begun: bool = False
-    """it has a place in the engine: else others gain none when it pauses"""
+    """the engine has done its first step for it, so that pausing it frees a place for others"""
 
 
 class Outputs(Struct, frozen=True, tag=True):
@@ -207,7 +207,7 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     """instance id of the decode worker to answer"""
     prompt: list[int]
     timeout: float
-    """seconds from the request's storing in the queue to its deadline"""
+    """seconds after its storing in the queue for which the decode worker waits; then it computes the prompt itself"""
     block_size: int
     """the decode worker's tokens per KV block; must equal the prefill worker's"""
     body: list[bytes]
@@ -242,6 +242,9 @@ class PrefillConfirm(Struct, frozen=True, tag=True):
 ToPrefill = PrefillCancel | PrefillConfirm
 
 
+# ── decode workers, from prefill workers and each other ───────────────────────────────────────────────────────────
+
+
 class PrefillLoad(Struct, frozen=True):
     """The outstanding work of a prefill worker, and its speed."""
 
@@ -271,11 +274,8 @@ class HeldRequests(Struct, frozen=True, tag=True):
     count: int
 
 
-# ── decode worker, from a prefill worker ──────────────────────────────────────────────────────────────────────────
-
-
 class KvHandle(Struct, frozen=True):
-    """Where finished KV blocks lie. The prefill worker keeps them for `lease` seconds from their computation."""
+    """Where finished KV blocks lie. The prefill worker keeps them until they are read, rejected, or `lease` is over."""
 
     engine_id: str
     """the prefill worker's instance id, new at each start: blocks of an earlier process are never read"""
@@ -325,7 +325,7 @@ class PrefillDone(Struct, frozen=True, tag=True):
     request_id: str
     handle: KvHandle
     compute_seconds: float = 0.0
-    """from the pull to the finished KV"""
+    """from handing the prompt to the engine to the finished KV"""
     queued: float = 0.0
     """seconds that the request was in the queue"""
     age: float = 0.0

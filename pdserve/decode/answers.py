@@ -37,7 +37,7 @@ class AnswerReader:
     queue: PrefillQueue
     workers: PrefillWorkers
     requests: DecodeRequests
-    turns: PrefillTurns
+    queue_turns: PrefillTurns
 
     async def read(self) -> None:
         """Hand each answer to the request that waits for it, for ever."""
@@ -66,7 +66,7 @@ class AnswerReader:
             request.resolve(UNKNOWN)
         elif self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
-        self.turns.look()
+        self.queue_turns.look()
 
     async def _read_ahead(self, request: DecodeRequest, handle: KvHandle) -> None:
         """Read the part of the KV that is computed. What was read is used only if the prefill's answer confirms it

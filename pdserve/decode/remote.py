@@ -47,7 +47,7 @@ class RemotePrefill:
     queue: PrefillQueue
     workers: PrefillWorkers
     links: KvLinks
-    turns: PrefillTurns
+    queue_turns: PrefillTurns
     timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
     def fits(self, submit: Submit) -> bool:
@@ -57,7 +57,7 @@ class RemotePrefill:
 
     async def prefill(self, request: DecodeRequest, why: str = "") -> PrefillDone | None:
         """Return the prefill worker's answer with a checked KV handle. Return None if the prompt must be computed here
-        (then the failure is counted and logged) or the request was cancelled. `why` is the decision's reason."""
+        (then the failure is logged) or the request was cancelled. `why` is the decision's reason."""
         request.asked = time.monotonic()
         request.hops.asked(request.asked, why)
         done: PrefillDone | None = None
@@ -83,12 +83,12 @@ class RemotePrefill:
         tokens = len(request.submit.prompt)
         request.answer = asyncio.get_running_loop().create_future()
         try:
-            if not request.warms and not await self.turns.wait(request, partial(self._bound, request)):
+            if not request.warms and not await self.queue_turns.wait(request, partial(self._bound, request)):
                 request.resolve(TIMEOUT)
             if request.awaits:
                 await self._wait_answer(request, request.answer)
         finally:
-            self.turns.over(request)
+            self.queue_turns.over(request)
         now, outcome = time.monotonic(), request.answer.result()
         if not isinstance(outcome, PrefillDone):
             request.hops.ended(now)
@@ -136,7 +136,7 @@ class RemotePrefill:
             warm_up=bool(request.warms),
             traceparent=submit.traceparent,
             held=request.hops.held,
-            behind=self.turns.behind(request),
+            behind=self.queue_turns.behind(request),
         )
         request.losses = self.queue.losses
         try:

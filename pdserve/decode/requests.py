@@ -65,7 +65,7 @@ class DecodeRequest:
     ahead: KvHandle | None = None
     """the part of its KV that was read before the prefill was done"""
     decision: Decision | None = None
-    """how the prompt gets its KV; None until it enters the engine"""
+    """how the prompt gets its KV; None until the frontend has it"""
     cached: int = 0
     """prompt tokens in a prefix cache, here or at the prefill worker"""
     proven: bool = False

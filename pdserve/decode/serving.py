@@ -47,7 +47,7 @@ class RequestRunner:
     settings: LiveSettings
     quarantine: Quarantine
     estimator: Estimator
-    turns: PromptTurns
+    engine_turns: PromptTurns
     chunk: ChunkLimit
     start: Callable[[Coroutine[Any, Any, None]], object]
     """start a task that ends with the worker and whose failure ends the worker"""
@@ -136,7 +136,7 @@ class RequestRunner:
 
     def _decide(self, request: DecodeRequest) -> Decision:
         submit, settings = request.submit, self.settings.current
-        prompt, depth = len(submit.prompt), self.remote.turns.ahead(submit.client)
+        prompt, depth = len(submit.prompt), self.remote.queue_turns.ahead(submit.client)
         prefix_hit = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
         hit = request.hit = prefix_hit or 0
         workers = len(self.workers.available())
@@ -171,7 +171,7 @@ class RequestRunner:
         """Generate without remote KV, when it is the prompt's turn to be computed."""
         since = time.monotonic()
         needs = request.computes * self.estimator.token_seconds_here
-        turn = self.turns.turn(request.computes, request.submit.client, request.due, needs)
+        turn = self.engine_turns.turn(request.computes, request.submit.client, request.due, needs)
         async with turn as waited:
             if waited:
                 request.hops.add("turn", since, time.monotonic())

@@ -55,9 +55,9 @@ class DecodeWorker(EngineWorker):
             self.id, config.served_model_name, engine, queue, self.view, self.requests
         )
         self._links = KvLinks(self._workers, self.requests)
-        self._turns = PrefillTurns(queue, self._workers)
-        self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links, self._turns)
-        self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests, self._turns)
+        self._queue_turns = PrefillTurns(queue, self._workers)
+        self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links, self._queue_turns)
+        self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests, self._queue_turns)
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
         quarantine = Quarantine()
         self._frontends = Frontends(engine, self._stream, self._workers, self.requests, quarantine)
@@ -100,7 +100,7 @@ class DecodeWorker(EngineWorker):
             "prefill answers": self._answers.read,
             "registry changes": self._follow_registry,
             "prefill workers": self._workers.watch,
-            "turns at the prefill queue": self._turns.watch,
+            "turns at the prefill queue": self._queue_turns.watch,
             **(warm_ups if self.settings.current.remote_prefill else {}),
         }
 

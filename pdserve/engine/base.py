@@ -151,7 +151,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        """Run the prompt for one token; keep its KV until the lease ends. The finishing output has the handle."""
+        """Run the prompt for one token; keep its KV until it is read or its lease ends. The output has the handle."""
 
     @abstractmethod
     def first_output(

@@ -102,7 +102,7 @@ class PromptRunner:
     # from the queue to the engine
 
     async def _pull(self, announced: asyncio.Event) -> None:
-        """Pull prompts, for ever, once this worker is registered: decode workers ignore answers of any other."""
+        """Pull prompts, for ever, once this worker is registered: decode workers give up prompts that others have."""
         await announced.wait()
         while True:
             try:

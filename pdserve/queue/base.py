@@ -25,7 +25,7 @@ class Delivery:
         self.queued = queued
         """seconds in the queue, by the server's clock; 0 if the server does not report its time"""
         self.deadline = time.monotonic() + request.timeout - queued
-        """the request's deadline in monotonic seconds of this process"""
+        """until when the decode worker waits for the answer, in monotonic seconds of this process"""
 
     async def ack(self) -> None:
         """The request is done, well or not: never deliver it again. Raises nothing during an outage; the ack is sent
@@ -39,9 +39,9 @@ class Delivery:
 
 
 class PrefillQueue(Lifetime):
-    """One process's side of one model's queue. Every method raises QueueUnavailable while the server is away; iterators
-    stay open and go on when it is back. The queue reconnects by itself: entering does not fail while the server is
-    away, and the queue goes on trying in the background."""
+    """One process's side of one model's queue. While the server is away methods raise QueueUnavailable unless they say
+    otherwise; iterators stay open and go on when it is back. The queue reconnects by itself: entering does not fail
+    while the server is away, and the queue goes on trying in the background."""
 
     max_payload: int = 1 << 20
     """bytes that a message may have, as the server last reported; NATS' default before that"""

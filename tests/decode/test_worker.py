@@ -310,7 +310,7 @@ async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
         prefill = await graph.prefill(lease=LEASE_MARGIN + 0.4)
         monkeypatch.setattr(TcpStreamServer, "send", slowly)
         frontend = await graph.frontend()
-        async with graph.decode._runner.turns.turn(16):
+        async with graph.decode._runner.engine_turns.turn(16):
             request_id = await frontend.submit(LONG)
             await until(lambda: [each.computes for each in graph.decode.requests.clients()] == [len(LONG)])
             assert graph.decode.requests.waiting == 1

@@ -1,9 +1,9 @@
 """vLLM's engine core, on other machines: AsyncLLM talks to this as if it were the engine process beside it.
 
-The life of a generation, from top to bottom: AsyncLLM adds a request (n > 1 makes several); admission permits it; a
-decode worker is chosen, and the request submitted to it; its outputs are handed back under AsyncLLM's own id; it is
-finished or aborted. If its worker is lost, or there is none, `migration` decides what becomes of it: nothing above
-this class notices that it goes on at another worker from prompt + tokens so far.
+The life of a generation, from top to bottom: AsyncLLM adds a request (n > 1: several; the first has the permit that
+let the HTTP request in, the others wait for theirs); a decode worker is chosen, and the request submitted to it; its
+outputs are handed back under AsyncLLM's own id; it is finished or aborted. If its worker is lost, or there is none,
+`migration` decides what becomes of it: nothing above this class notices that it goes on elsewhere after its last token.
 """
 
 import asyncio
