@@ -236,7 +236,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
             with self._primary_kv_view.cast("B") as host, host[begin:end] as row:
                 if read:
                     block.moved = self.file.read(block.place, row)
-                else:
+                elif not self.file.given_up:
                     self.file.write(block.place, row)
                     block.moved = True
         except OSError as error:

@@ -1,7 +1,9 @@
 """KV on disk: what is read was written, or is a miss. With real engines: `tests/e2e/test_offload.py`."""
 
+import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -271,3 +273,31 @@ async def test_more_than_waits_to_be_written_is_not_written(
     tiers.store(*KEYS[:4])
     await tiers.settle()
     assert [each in tiers.file for each in KEYS[:4]] == [True, False, False, False]
+
+
+async def test_a_full_disk_is_written_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waited to be written would fill it again."""
+    go, written = threading.Event(), list[object]()
+
+    def write(place: object, row: object) -> None:
+        written.append(place)
+        if len(written) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        go.wait()
+
+    monkeypatch.setattr(disk, "READERS", 0)
+    monkeypatch.setattr(disk, "WRITERS", 1)
+    tiers = Tiers(tmp_path)
+
+    def given_up() -> bool:
+        tiers.step()
+        return tiers.file.given_up
+
+    monkeypatch.setattr(tiers.file, "write", write)
+    tiers.store(*KEYS[:4])
+    await until(lambda: len(written) == 2)
+    await until(given_up)
+    go.set()
+    await tiers.settle()
+    tiers.manager.shutdown()
+    assert len(written) <= 2, "the one that failed, and the one under way meanwhile"
