@@ -147,3 +147,16 @@ async def test_a_stream_of_another_storage_is_used_as_it_is(nats_url: str, names
             await made_anew(storage=StorageType.FILE)(js, config)
             await until(lambda: goes_on(decode, prefill))
             assert (await js.stream_info(stream)).config.storage == StorageType.FILE
+
+
+async def test_the_depth_of_a_stream_that_is_made_anew_is_known(nats_url: str, namespace: str) -> None:
+    """Its sequences begin at 1 again."""
+    async with nats_queues(nats_url, namespace) as queues:
+        decode, prefill = await queues(), await queues()
+        for _ in range(8):
+            assert await goes_on(decode, prefill)
+        async with by_hand(nats_url, namespace) as (js, stream):
+            await js.delete_stream(stream)
+        await until(lambda: goes_on(decode, prefill))
+        await publish(decode, "a", "b", "c")
+        await until(lambda: decode.depth == 3)

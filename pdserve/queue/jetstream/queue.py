@@ -183,7 +183,8 @@ class JetStreamQueue(PrefillQueue):
                     await self._measure_clock(client)
                 if time.monotonic() - self._ensured >= self._limits.check:
                     await cancellable(self._ensure(client))
-                if self.stored and time.monotonic() - self._reported_at >= self._limits.resync:
+                    await cancellable(self._sync(client))
+                elif self.stored and time.monotonic() - self._reported_at >= self._limits.resync:
                     await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
                 log.debug("queue depth: %s", error)
