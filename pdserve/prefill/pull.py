@@ -11,9 +11,11 @@ See docs/decisions/0026-any-worker-can-do-either.md.
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pdserve.engine.base import Engine, Output
+from pdserve.errors import QueueUnavailable
 from pdserve.messages import PrefillLoad
 from pdserve.prefill.running import RunningPrefills, until
 from pdserve.process.learned import PrefillSpeed
@@ -95,7 +97,9 @@ class Pulling:
         puller = Puller(self.instance, self._load)
         deliveries = await self.queue.pull(1, wait, puller)
         if deliveries and deliveries[0].request.behind and self.queue.depth and not self.beside().streams:
-            deliveries += await self.queue.pull(1, 0.0, puller)
+            self._waiting = None  # what was pulled must not be lost
+            with suppress(QueueUnavailable):
+                deliveries += await self.queue.pull(1, 0.0, puller)
         return sorted(deliveries, key=lambda delivery: delivery.request.behind)
 
     @property

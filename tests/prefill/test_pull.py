@@ -1,6 +1,14 @@
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
-from pdserve.prefill.pull import LOOK, TICK, pause
+from pdserve.errors import QueueUnavailable
+from pdserve.messages import PrefillRequest
+from pdserve.prefill.pull import LOOK, TICK, Beside, Pulling, pause
+from pdserve.prefill.running import RunningPrefills
+from pdserve.queue.base import Delivery
 
 
 @pytest.mark.parametrize(
@@ -21,3 +29,25 @@ def test_how_long_a_worker_leaves_the_queue_to_others(
     streams: int, prompt_seconds: float, waiting: int, seconds: float
 ) -> None:
     assert pause(streams, 8, prompt_seconds, waiting) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("end", ["the engine gets a stream", "the queue is away"])
+async def test_a_prompt_is_not_lost_where_the_look_for_a_second_one_ends(end: str) -> None:
+    prompt = Delivery(PrefillRequest("first", "decode", [1], 60.0, 16, [], behind=1))
+
+    async def pull(limit: int, wait: float, worker: object) -> list[Delivery]:
+        if wait:
+            return [prompt]
+        if end == "the queue is away":
+            raise QueueUnavailable(end)
+        pulling.stop_waiting()
+        await asyncio.sleep(0.01)
+        return []
+
+    engine = SimpleNamespace(
+        facts=SimpleNamespace(max_num_seqs=8, max_batched_tokens=512, kv_tokens=4096),
+        usage=SimpleNamespace(kv_usage=0.0),
+    )
+    queue = cast(Any, SimpleNamespace(pull=pull, depth=1))
+    pulling = Pulling("prefill-0", cast(Any, engine), queue, RunningPrefills(cast(Any, None)), Beside)
+    assert await pulling.next() == [prompt]
