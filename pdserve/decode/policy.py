@@ -77,8 +77,7 @@ def queue_limit(settings: DecodeSection) -> int:
 
 
 class PrefillTimeout:
-    """Learns the prefill workers' speed from their answers. The bound grows with the prompt and with the prompts queued
-    before it: a fixed bound is too short for a long prompt and too long for a short one."""
+    """The bound of a prefill, by the prefill workers' speed as learned from answers, for it and those queued before."""
 
     def __init__(self) -> None:
         self._rate = FIRST_GUESS

@@ -18,8 +18,9 @@ from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, Outcome
 from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
-from pdserve.kv.handles import check_handle, expired, source
+from pdserve.kv.handles import check_handle, expired, prefix_hit, source
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, PrefillRequest, Submit, encode
+from pdserve.process.learned import SHORTEST
 from pdserve.queue.base import PrefillQueue
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class RemotePrefill:
                 request.prefiller = handle.engine_id
                 request.hops.answered(handle.engine_id, done.queued, seconds, now, done.engine_queued)
                 if not request.warms:  # a warm-up's prompt is too short to measure the worker's speed
-                    self.timeout.learn(tokens, seconds)
+                    self.timeout.learn(max(SHORTEST, tokens - prefix_hit(handle)), seconds)
                 await self._check(handle, request.submit)
                 return done
             case PrefillFailed(reason=reason, message=text, engine_died=died):

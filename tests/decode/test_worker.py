@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from pdserve.decode.estimator import FIRST_TOKEN_SECONDS
+from pdserve.decode.policy import SLACK
 from pdserve.engine.base import Output
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import QueueUnavailable
@@ -484,3 +485,13 @@ async def test_requests_that_outlast_the_drain_fail_with_retry() -> None:
         graph.decode.stop()
         assert (await frontend.failure(running)).retry
         await graph.life
+
+
+async def test_the_bound_of_a_remote_prefill_follows_what_was_computed_not_what_was_cached() -> None:
+    """Else prompts like none before are given up beside many that begin alike."""
+    async with WorkerGraph() as graph:
+        await graph.prefill(**{"prefill-rate": 10_000.0})  # type: ignore[arg-type]
+        frontend = await graph.frontend()
+        for n in range(4):
+            await frontend.ask([*range(1000, 2600), *range(20 + 160 * n, 180 + 160 * n)])
+        assert graph.decode._remote.timeout.seconds(1_000_000, 0, 1) > SLACK * 1_000_000 / 30_000
