@@ -163,6 +163,7 @@ class Frontends:
             await self.engine.cancel([request.id])
         else:
             request.resolve(CANCELLED)
+            request.begins.set()
 
     async def end(self, request: DecodeRequest, message: str, *, retry: bool) -> None:
         """Fail a request that is not over. If it waits for its turn to be computed, it is dropped only then."""

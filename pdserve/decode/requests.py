@@ -82,6 +82,8 @@ class DecodeRequest:
     """its KV could not be read from the prefill worker"""
     failure: str = ""
     """why it failed, without text of the request"""
+    begins: asyncio.Event = field(default_factory=asyncio.Event)
+    """set when its prompt may be computed here, or it was cancelled before (`decode/turns.py`)"""
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     """set when the prompt is computed, or the request is dropped"""
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -190,7 +192,7 @@ class DecodeRequests:
         span.add_hops(request.hops.here, request.arrived)
         attributes: Attributes = {
             "pdserve.prompt_tokens": len(submit.prompt),
-            "pdserve.cached_tokens": request.cached,
+            "pdserve.cached_tokens": request.cached or request.hit,
             "pdserve.output_tokens": request.tokens,
             "pdserve.prefill": decision.mode if decision is not None else "",
             "pdserve.reason": decision.reason if decision is not None else "",

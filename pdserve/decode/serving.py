@@ -169,10 +169,9 @@ class RequestRunner:
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
         """Generate without remote KV, when it is the prompt's turn to be computed."""
-        since = time.monotonic()
-        needs = request.computes * self.estimator.token_seconds_here
-        turn = self.engine_turns.turn(request.computes, request.submit.client, request.due, needs)
-        async with turn as waited:
+        since, tokens = time.monotonic(), request.computes
+        order = request.submit.client, request.due, tokens * self.estimator.token_seconds_here
+        async with self.engine_turns.turn(tokens, *order, request.begins) as waited:
             if waited:
                 request.hops.add("turn", since, time.monotonic())
             if not request.cancelled:

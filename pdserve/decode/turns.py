@@ -38,11 +38,16 @@ class PromptTurns:
 
     @asynccontextmanager
     async def turn(
-        self, tokens: int, client: str = "", due: float = math.inf, needs: float = 0.0
+        self,
+        tokens: int,
+        client: str = "",
+        due: float = math.inf,
+        needs: float = 0.0,
+        begins: asyncio.Event | None = None,
     ) -> AsyncIterator[bool]:
         """Hold a turn for a prompt with so many tokens to compute, whose first token is promised for `due` and comes
         `needs` seconds after its turn. Yields whether it had to wait."""
-        prompt = _Prompt(tokens, client)
+        prompt = _Prompt(tokens, client, begins or asyncio.Event())
         self._waiting.add(client, prompt, due, needs)
         self._start_next()
         if not prompt.begins.is_set() and self._may_pass(prompt):
