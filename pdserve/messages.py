@@ -104,7 +104,7 @@ class Placed(Struct, frozen=True, tag=True):
     """`local` or `remote`"""
     reason: str
     cached: int = 0
-    """prompt tokens that were a prefix hit: at this worker, or at the prefill worker if remote"""
+    """if remote, prompt tokens that were a prefix hit, at this worker or at the prefill worker"""
     hops: list[Hop] = []
     """all hops known at this worker so far, ordered by start"""
     begun: bool = False

@@ -108,8 +108,8 @@ class Step:
     """request id -> why its KV could not be read from the prefill engine and is computed here; each request is named
     once, before its first output"""
     released: list[str] = field(default_factory=list)
-    """`request_id` of the handles whose KV is kept no longer (read, rejected, or past its lease); each is named once,
-    after its finishing output"""
+    """`request_id` of the handles whose KV is kept no longer (read, rejected, or past its lease), after its finishing
+    output; each is named once by each rank"""
     unreachable: list[str] = field(default_factory=list)
     """`engine_id` of the handles whose prefill engine does not answer on its side channel"""
     complete: list[KvHandle] = field(default_factory=list)

@@ -90,8 +90,7 @@ class PromptRunner:
             log.warning("leaving %d prompts to another worker", len(self._running))
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Prompts that the engine was computing may have killed it: return them to their decode workers, not to
-        another prefill worker."""
+        """Return prompts that may have killed the engine to their decode workers, not to another prefill worker."""
         for running in self._running:
             request = running.request
             if may_have_killed(len(request.prompt), running.started):
