@@ -166,7 +166,7 @@ class Frontends:
             request.begins.set()
 
     async def end(self, request: DecodeRequest, message: str, *, retry: bool) -> None:
-        """Fail a request that is not over. If it waits for its turn to be computed, it is dropped only then."""
+        """Fail a request that is not over."""
         if not request.cancelled:
             request.failure = message
             await self.send(request.frontend, Failed(request.id, message, retry))
