@@ -23,7 +23,7 @@ from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
 from pdserve.supervisor.alone import allow_many_files
-from pdserve.supervisor.checks import busy_ports
+from pdserve.supervisor.checks import held_ports
 from pdserve.supervisor.embedded import embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
 from pdserve.supervisor.output import ProcessOutput
@@ -50,9 +50,8 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     with (
         ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
         state.locked(config.state_dir, config.drain_timeout + AFTER_DRAIN) as folder,
+        held_ports(config, plan.slots),
     ):
-        if busy := busy_ports(config, plan.slots):
-            raise ConfigError(busy)
         allow_many_files()
         adopt_orphans()
         for note in filter(None, (*plan.notes, plan.unknown)):
