@@ -7,8 +7,9 @@ import signal
 
 log = logging.getLogger(__name__)
 
-STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""from a supervisor, from Ctrl-C, from a terminal that is closed"""
+_HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+STOPPERS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
+"""from a supervisor, from Ctrl-C, from a terminal that is closed, unless `nohup` made this process ignore that"""
 SUPERVISOR_DIED = signal.SIGUSR1
 """from the kernel, when the supervisor ends. It ends a role that is still starting, which has no handler yet; a role
 that serves drains when the supervisor's guardian signals it"""

@@ -200,6 +200,14 @@ def test_a_process_that_failed_waits_for_no_thread_and_keeps_its_exit_code() -> 
         assert process.wait(30) == 1, said
 
 
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    code = "import os; from pdserve.process import signals; signals.end_while_starting(); os.kill(os.getpid(), 1)"
+    for before, goes_on in ((), False), (("nohup",), True):
+        command = [*before, sys.executable, "-c", f"{code}; print('goes on')"]
+        result = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=True)
+        assert (b"goes on" in result.stdout) == goes_on
+
+
 async def test_only_another_signal_of_the_same_sender_ends_a_drain(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
