@@ -11,7 +11,7 @@ import psutil
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.plan.slots import Slot
-from pdserve.ports import port_holder
+from pdserve.ports import addresses_of, port_holder
 from pdserve.supervisor import state
 from pdserve.supervisor.exits import family
 
@@ -47,7 +47,7 @@ def held_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
         ports.add((config.frontend.port, config.frontend.host))
     with ExitStack() as held:
         for port, address in sorted(
-            {(port, each) for port, host in ports if port for each in _addresses(host)}
+            {(port, each) for port, host in ports if port for each in _listened(host)}
         ):
             try:
                 held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(
@@ -60,11 +60,11 @@ def held_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
         yield
 
 
-def _addresses(host: str) -> set[str]:
+def _listened(host: str) -> list[str]:
     """The addresses that a server on `host` listens on."""
     if host in ("0.0.0.0", "::"):
-        return {host, *(each.address for of in psutil.net_if_addrs().values() for each in of)}
-    return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return [host, *(each.address for of in psutil.net_if_addrs().values() for each in of)]
+    return addresses_of(host)
 
 
 def busy_ports(config: Config, slots: Iterable[Slot], ours: Collection[int] = ()) -> list[str]:

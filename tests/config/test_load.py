@@ -317,6 +317,8 @@ MISTAKES: Mistakes = [
             "nats: 'wss://x:1'": "nats is 'wss://x:1', but NATS is reached without WebSockets only",
             "etcd: ['127.0.0.1:1', 'http://127.0.0.1:1']": "etcd names '127.0.0.1:1' twice: name each",
             "etcd: '10.0.0.5'": "etcd is '10.0.0.5', but must be etcd's client address",
+            "host: 0.0.0.0": "host is '0.0.0.0', but must be an address at which other machines reach",
+            "host: '::'": "host is '::', but must be an address at which other machines reach this one",
             "host: 'http://x'": "host is 'http://x', but must be a host name or IP address without scheme",
             "namespace: a.b": "namespace is 'a.b', but may have letters, digits, - and _ only",
             "queue-replicas: 3": "queue-replicas is 3, which needs Graph.nats",

@@ -216,7 +216,8 @@ WIRED = dataclasses.replace(
         ("localhost", "lo,mlx5_0:1,mlx5_1:1", "lo"),
         ("fd00::5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
         ("10.0.0.6", None, None),
-        ("another.example", None, None),
+        ("another.invalid", None, None),
+        ("10.5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),  # a name, which is resolved everywhere: to 10.0.0.5
     ],
 )
 def test_workers_listen_on_the_hosts_device_alone(
