@@ -218,6 +218,14 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
 
 
+def test_an_empty_state_directory_in_the_environment_is_not_set(
+    pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PDSERVE_STATE_DIR", "")
+    assert f"no graph runs on {tmp_path / '.pdserve'}" in pdserve("status").stderr
+
+
 def test_credentials_are_made_and_not_lost(pdserve: Run, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "secrets"
     result = pdserve("credentials", folder, "--host", "nats.example.com", "--host", "10.0.0.5")
