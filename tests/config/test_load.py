@@ -440,6 +440,7 @@ CHANGES = [
     ("remote-prefill", "remote-prefil", ":7: VllmWorker.remote-prefil is neither a key of VllmWorker nor"),
     ("32", "true", ":3: Common.block-size is True, but must be a whole number."),
     ("32", "2024-13-45", ":3: Common.block-size has no plain value (month must be in 1..12)"),
+    ("32", "032", ":3: Common.block-size has no plain value (032 begins with 0, as octal numbers do)"),
     ("32", "!!python/object:os.system 1", ":3: Common.block-size has no plain value (could not determine"),
     ("prefill: true", "prefill: 'yes'", ":7: VllmWorker.remote-prefill is 'yes', but must be true or false."),
     ("common-configs: [model, ", "common-configs: [", ":6: VllmWorker has no model: set it in Common"),
