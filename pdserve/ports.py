@@ -35,6 +35,14 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback
 
 
+def addresses_of(host: str) -> list[str]:
+    """The IP addresses that a host's name stands for, or the address itself; none where the name cannot be resolved."""
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
 def names_this_machine(authority: str) -> bool:
     """Whether the `Host` header of a request is localhost or an IP address, and not a name that a web page could have
     made to resolve to this machine (DNS rebinding)."""

@@ -17,6 +17,7 @@ from pdserve.cli.find import find_place
 from pdserve.command import PROGRAM_VARIABLE, program
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, EngineDead, RegistryUnavailable
+from pdserve.ports import free_port
 from pdserve.process import life
 from pdserve.records import Role
 from pdserve.registry import etcd
@@ -191,6 +192,18 @@ def test_all_commands_refuse_the_same_files_before_anything_starts(
     assert not (tmp_path / "state").exists()
 
 
+def test_doctor_asks_of_a_host_what_its_roles_need(pdserve: Run, tmp_path: Path) -> None:
+    file = tmp_path / "graph.yaml"
+    file.write_text(
+        f"Graph: {{kv-port: {free_port('127.0.0.1', 2)}}}\nFrontend: {{port: {free_port('127.0.0.1')}}}\n"
+        "VllmWorker: {model: demo, engine: sim, remote-prefill: true}\n"
+        "Processor: {tool-parser-plugin: /no/parser.py}\nPrefillWorker: {model: demo, engine: sim}\n"
+    )
+    for roles, code in ((), 1), (("decode", "prefill"), 1), (("prefill",), 0), (("both",), 2):
+        done = pdserve("doctor", "-f", file, *(f"--role={role}" for role in roles))
+        assert done.returncode == code, done.stdout + done.stderr
+
+
 def test_commands_for_a_running_graph_fail_without_a_graph(
     pdserve: Run, tmp_path: Path, etcd_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +216,14 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     assert (away.returncode, "no etcd answers at 127.0.0.1:1" in away.stderr) == (1, True)
     empty = pdserve("status", "--etcd", etcd_url, "--namespace", namespace)
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
+
+
+def test_an_empty_state_directory_in_the_environment_is_not_set(
+    pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PDSERVE_STATE_DIR", "")
+    assert f"no graph runs on {tmp_path / '.pdserve'}" in pdserve("status").stderr
 
 
 def test_credentials_are_made_and_not_lost(pdserve: Run, tmp_path: Path) -> None:

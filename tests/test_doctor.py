@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,12 +15,14 @@ from pdserve.cli.hosts import Finding, check_hosts, decoded
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
+from pdserve.errors import ConfigError
 from pdserve.observe.pages import serve_pages
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import free_port
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import etcd
 from pdserve.supervisor import state
+from pdserve.supervisor.checks import held_ports
 from pdserve.supervisor.state import GraphRecord
 from tests.plan.models import machine
 from tests.servers import etcd_server, nats_server
@@ -166,3 +169,23 @@ def test_busy_ports_fail_but_those_of_this_graph_and_of_roles_that_run_here(tmp_
     assert other.startswith(
         f"Another graph runs on {plan.config.state_dir} (of /another.yaml, pid {os.getpid()})"
     )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_a_graph_that_starts_holds_its_fixed_ports_against_others(tmp_path: Path, host: str) -> None:
+    """Though none of its processes listens yet."""
+    plan = plan_of(graph(tmp_path))
+    config, slots = plan.config, [worker.slot for worker in plan.workers]
+    assert config.frontend is not None
+    other = replace(config, frontend=replace(config.frontend, host=host))
+    with held_ports(config, slots):
+        for taken in ((other, []), (replace(config, frontend=None), slots)):
+            with (
+                pytest.raises(ConfigError, match=r"^Port \d+ on 127.0.0.1 belongs to another graph"),
+                held_ports(*taken),
+            ):
+                pass
+        with held_ports(replace(config, frontend=None), []):
+            pass
+    with held_ports(other, slots):
+        pass

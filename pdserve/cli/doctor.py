@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
+from typing import Annotated
 from uuid import uuid4
+
+import typer
 
 from pdserve import queue
 from pdserve.cli.hosts import Finding, check_hosts, decoded
@@ -16,7 +19,7 @@ from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import servers_of
-from pdserve.records import Instance
+from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
 from pdserve.supervisor.checks import busy_ports, running_graph
 from pdserve.supervisor.exits import family
@@ -25,7 +28,15 @@ _WITHIN = 5.0
 """seconds for an answer"""
 
 
-def doctor(file: DemoFile = FILE) -> int:
+def doctor(
+    file: DemoFile = FILE,
+    role: Annotated[
+        list[Role] | None,
+        typer.Option(
+            metavar="ROLE", help="one process of this role alone runs on this host; again for another role"
+        ),
+    ] = None,
+) -> int:
     """Check what the graph of FILE needs on this host: all for which `pdserve serve` would refuse it, the ports, and
     whether NATS, etcd and the processes on other hosts can be reached where the file names servers. What is closed is
     named by host and port; of each host's KV the bandwidth and latency are measured. Each line is ok, warn or fail, and
@@ -33,9 +44,12 @@ def doctor(file: DemoFile = FILE) -> int:
 
     examples:
       pdserve doctor -f configs/disagg.yaml
-      pdserve doctor -f configs/hosts.yaml      on each host, before and after the first one serves
+      pdserve doctor -f configs/hosts.yaml --role prefill      on each host, before and after the first one serves
     """
-    return asyncio.run(_report(make_plan(load(file), Machine.detect())))
+    plan = make_plan(load(file), Machine.detect(), roles=role or None, index=0 if role else None)
+    if not plan.slots:
+        raise ConfigError([f"{file} has no {' and no '.join(role or [])}: name another --role."])
+    return asyncio.run(_report(plan))
 
 
 async def _report(plan: Plan) -> int:

@@ -71,7 +71,7 @@ def find_graph(
         )
     if address := etcd or os.environ.get("PDSERVE_ETCD"):
         return GraphAddress(address, namespace or Config.namespace, credentials=Credentials.load(credentials))
-    return _on(Path(os.environ.get("PDSERVE_STATE_DIR", Config.state_dir)).expanduser())
+    return _on(Path(os.environ.get("PDSERVE_STATE_DIR") or Config.state_dir).expanduser())
 
 
 @asynccontextmanager

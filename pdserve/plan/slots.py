@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
 from itertools import islice
 from pathlib import Path
 
@@ -281,7 +280,7 @@ def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping
     and Gloo and NCCL on one of their choice. RDMA ports do not listen, and stay in use. The user's environment wins.
     Nothing is set for a worker that spans machines: Ray copies the environment to all of them, where the device may
     have another name."""
-    device = _device(host, machine)
+    device = machine.device(host)
     if not device or worker.engine_args.get("distributed-executor-backend") == "ray":
         return {}
     chosen = {
@@ -290,14 +289,6 @@ def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping
         "NCCL_SOCKET_IFNAME": f"={device}",  # without the sign it would be a prefix
     }
     return {name: env.get(name) or value for name, value in chosen.items()}
-
-
-def _device(host: str, machine: Machine) -> str | None:
-    """The network device with that address; None if this machine has none."""
-    try:
-        return machine.devices.get("127.0.0.1" if ip_address(host).is_loopback else host)
-    except ValueError:
-        return machine.devices.get("127.0.0.1") if host == "localhost" else None
 
 
 def _device_env(

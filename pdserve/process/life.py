@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -22,7 +21,7 @@ from pdserve.graph import service_of
 from pdserve.observe.pages import serve_pages
 from pdserve.observe.tracing import Tracer
 from pdserve.plan.slots import Slot
-from pdserve.process.signals import DRAINS, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED
+from pdserve.process.signals import DRAINS, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
 from pdserve.tasks import Owner, Work, forever, process_owner
 from pdserve.watch import Connections, Receipt, Watched
 
@@ -32,9 +31,6 @@ Beat = Callable[[bytes], None]
 
 AT_ONCE = 1.5
 """seconds for a role that ends without a drain to close what can be closed"""
-SAME_SIGNAL = 0.2
-"""seconds within which a repeated signal counts as the same: uvloop 0.21 delivers a signal twice where another comes
-just before it, as SUPERVISOR_DIED does before the guardian's SIGTERM (measured: 5 % of such pairs)"""
 LAST_RESORT = 15.0
 """seconds beyond all drains after which a role whose supervisor died stops by itself: the guardian must be gone too"""
 BEAT = 1.0
@@ -201,15 +197,12 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
     life = asyncio.create_task(service.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())
-    received: dict[signal.Signals, float] = {}
+    stops = Stops()
 
     def stop(number: signal.Signals) -> None:
-        now, again = time.monotonic(), bool(received)
-        if now < received.get(number, -SAME_SIGNAL) + SAME_SIGNAL:
+        if not stops.adds(number):
             return
-        received[number] = now
-        if again and number is signal.SIGHUP:
-            return  # the shell and the kernel both say that a terminal is closed
+        again = stops.count > 1
         if (service.ready.is_set() or service.draining) and not again:
             service.stop()
         else:
@@ -219,7 +212,7 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
 
     def orphaned() -> None:
         log.error("the supervisor was killed; its guardian stops the graph")
-        received.clear()  # the guardian repeats the supervisor's signal
+        stops.count = 0  # the guardian repeats the supervisor's signal
         loop.call_later(3 * drain_timeout + LAST_RESORT, stop, signal.SIGTERM)
 
     loop = asyncio.get_running_loop()

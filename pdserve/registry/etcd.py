@@ -178,7 +178,7 @@ class EtcdRegistry(Registry):
                 if key in self._leased and not await session.holds(self._root + key, self._leased[key]):
                     if key not in self._refused:
                         log.warning(
-                            "%s was deleted or changed in etcd by another client; writing it again", key
+                            "%s was deleted or changed in etcd, or its lease ran out; writing it again", key
                         )
                     await self._write(session, key)
                     return True

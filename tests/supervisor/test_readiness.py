@@ -85,3 +85,16 @@ async def test_each_frontend_of_the_port_has_to_be_ready(monkeypatch: pytest.Mon
     monkeypatch.setattr(readiness, "FRONTEND_CHECK_EVERY", 0.0)
     missing = [what async for what in readiness.until_frontends_ready("", 2)]
     assert missing == ["1 of 2 frontends have answered", "no worker", "refused"]
+
+
+async def test_a_frontend_of_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"frontend": "a"}')
+        writer.close()
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with asyncio.timeout(30):
+            assert [what async for what in readiness.until_frontends_ready(url, 1)] == []

@@ -2,14 +2,17 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from pdserve.process import signals
 from pdserve.records import Role, SlotState
 from pdserve.supervisor import readiness, restarts, roles
 from pdserve.supervisor.guardian import alive
 from pdserve.supervisor.restarts import CannotStart
+from pdserve.supervisor.serve import _on_stop_signals
 from tests.conditions import until
 from tests.supervisor.fakes import QUICK, SERVE, UP, Graph, fake
 
@@ -167,6 +170,22 @@ async def test_a_role_that_does_not_stop_is_killed(tmp_path: Path, stops: int, p
             graph.supervisor.stop()
         await asyncio.wait_for(asyncio.shield(graph.running), 30)
     assert not alive(graph.pids()[0])
+
+
+async def test_the_signals_of_one_stop_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `timeout` and its group, and of a terminal that is closed: requests would be killed, not drained."""
+    stops: list[str] = []
+    _on_stop_signals(partial(stops.append, "stop"))
+    for apart, number, counted in (
+        (60.0, signal.SIGTERM, 1),
+        (60.0, signal.SIGTERM, 1),
+        (0.0, signal.SIGHUP, 1),
+        (0.0, signal.SIGTERM, 2),
+    ):
+        monkeypatch.setattr(signals, "SAME_STOP", apart)
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.02)
+        assert len(stops) == counted
 
 
 async def test_stop_while_waiting_to_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

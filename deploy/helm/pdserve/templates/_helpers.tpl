@@ -47,8 +47,9 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- $graph := include "pdserve.section" (dict "config" $config "name" "Graph") | fromJson -}}
 {{- $front := include "pdserve.section" (dict "config" $config "name" "Frontend") | fromJson -}}
 {{- $roles := dict -}}
-{{- if or $config.Frontend $config.Processor -}}
-{{- $processes := max (dig "ServiceArgs" "workers" 1 $front) (dig "Processor" "ServiceArgs" "workers" 1 $config) -}}
+{{- $processor := include "pdserve.section" (dict "config" $config "name" "Processor") | fromJson -}}
+{{- if hasKey $config "Frontend" -}}
+{{- $processes := max (dig "ServiceArgs" "workers" 1 $front) (dig "ServiceArgs" "workers" 1 $processor) -}}
 {{- $default := ternary 0 $processes (ne .Values.join "") -}}
 {{- $replicas := ternary $default .Values.frontend.replicas (kindIs "invalid" .Values.frontend.replicas) | int -}}
 {{- if $replicas }}{{ $_ := set $roles "frontend" (dict "replicas" $replicas "gpus" 0 "nodes" 1 "values" .Values.frontend) }}{{ end -}}
