@@ -44,7 +44,8 @@ _SEVERAL = {"/generative_scoring": ("items", str | list)}
 """field that holds several prompts, and the kind of each, on routes where that is neither `prompt` nor `messages`"""
 MAX_PARTS = 10_000
 """lists and objects of a body: vLLM's app takes some 10 to 100 microseconds for each"""
-_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""to its end, or to that of the body: one that is not closed must not be searched from each of its quotes"""
 LARGE, MANY = 64 << 10, 100
 """bytes, and JSON objects, of a body that takes vLLM's app some 10 ms"""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
