@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from starlette.datastructures import UploadFile
@@ -20,8 +20,8 @@ from pdserve.frontend.ribs import Rib, RibContext
 
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
 """bytes of an upload, and of what makes a batch"""
-MAX_FILES, MAX_STORED, MAX_OPEN = 1000, 10 << 30, 100
-"""of a key: files, their bytes, and batches that are not over"""
+MAX_FILES, MAX_STORED, MAX_OPEN, MAX_OVER = 1000, 10 << 30, 100, 1000
+"""of a key: files, their bytes, batches that are not over, and those that are: older ones are forgotten"""
 UPLOADS = 16
 """at a time: they lie in the folder for temporary files"""
 WITHIN = 600.0
@@ -31,13 +31,16 @@ WINDOW = 24 * 3600
 
 R = TypeVar("R", StoredFile, Batch)
 Page = Callable[[Request], Awaitable[Response]]
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
+_Metadata = Annotated[dict[_Name, Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=16)]
+"""with OpenAI's bounds"""
 
 
 class _Wanted(msgspec.Struct):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
+    metadata: _Metadata | None = None
 
 
 class Batches(Rib):
@@ -129,8 +132,12 @@ class Batches(Rib):
         store = self._store(request)
         if store.get(StoredFile, wanted.input_file_id) is None:
             raise HttpError(400, "there is no file of this id", "input_file_id")
-        if sum(batch.open for batch in store.all(Batch)) >= MAX_OPEN:
+        batches = store.all(Batch)
+        over = [batch for batch in batches if not batch.open]
+        if len(batches) - len(over) >= MAX_OPEN:
             raise HttpError(429, f"{MAX_OPEN} batches of this key are not over", retry_after=60.0)
+        for old in over[MAX_OVER:]:
+            store.forget(old)
         name = f"batch_{uuid.uuid4().hex}"
         batch = Batch(name, wanted.endpoint, wanted.input_file_id, now(), now() + WINDOW, wanted.metadata)
         store.save(batch)

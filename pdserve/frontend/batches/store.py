@@ -121,10 +121,13 @@ class Store:
             return None
         return record
 
-    def all(self, kind: type[R]) -> list[R]:
-        """The newest first."""
-        paths = (self._folder / _FOLDERS[kind]).glob("*.json")
-        records = (self.get(kind, path.stem) for path in paths)
+    def all(self, kind: type[R], known: set[str] | None = None) -> list[R]:
+        """The newest first, without those whose ids are `known`; an id that is no record's is removed from there."""
+        ids = {path.stem for path in (self._folder / _FOLDERS[kind]).glob("*.json")}
+        if known is not None:
+            known &= ids
+            ids -= known
+        records = (self.get(kind, each) for each in ids)
         return sorted(filter(None, records), key=lambda each: (each.created_at, each.id), reverse=True)
 
     def save(self, record: StoredFile | Batch) -> None:
@@ -141,6 +144,11 @@ class Store:
                 kept.write(part)
         _sync(self.content(file.id))
         self.save(file)
+
+    def forget(self, batch: Batch) -> None:
+        """Delete the record of a batch that is over. Its files stay."""
+        self.cancelling(batch).with_suffix(".json").unlink(missing_ok=True)
+        self.cancelling(batch).unlink(missing_ok=True)
 
     def delete(self, file: StoredFile) -> None:
         self.content(f"{file.id}.json").unlink(missing_ok=True)

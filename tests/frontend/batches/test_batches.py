@@ -196,6 +196,43 @@ async def test_lists_have_pages(graph: Graph, tmp_path: Path) -> None:
                 await client.batches.list(**wrong)
 
 
+async def test_batches_that_are_over_cost_no_looks_and_old_ones_are_forgotten(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, read, stores, looks = store.Store.get, list[str](), store.stores, list[Path]()
+
+    def counting(self: store.Store, kind: type[Any], record_id: str) -> Any:
+        read.append(record_id)
+        return get(self, kind, record_id)
+
+    def looking(folder: Path) -> list[store.Store]:
+        looks.append(folder)
+        return stores(folder)
+
+    monkeypatch.setattr(pages, "MAX_OVER", 2)
+    monkeypatch.setattr(work, "stores", looking)
+    async with graph.worker(), served(graph, tmp_path) as one:
+        made = [(await one.end(await one.begin(b"nothing"))).id for _ in range(4)]
+        kept = [batch.id for batch in (await one.client().batches.list()).data]
+        assert (len(kept), set(kept) <= set(made)) == (3, True)
+        monkeypatch.setattr(store.Store, "get", counting)
+        looks.clear()
+        await until(lambda: len(looks) > 5)
+        assert all(read.count(each) <= 1 for each in kept)
+
+
+@pytest.mark.parametrize("metadata", [{"a" * 65: ""}, {"a": "b" * 513}, {str(n): "" for n in range(17)}])
+async def test_metadata_has_the_bounds_of_openai(
+    graph: Graph, tmp_path: Path, metadata: dict[str, str]
+) -> None:
+    async with served(graph, tmp_path) as one:
+        file = await one.client().files.create(file=("f", b"x"), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="length"):
+            await one.client().batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=metadata
+            )
+
+
 @pytest.mark.parametrize("ends", ["cancelled", "expired", "drains"])
 async def test_what_runs_ends_where_the_batch_or_its_frontend_ends(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
