@@ -19,6 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from pdserve import clock
+from pdserve.errors import BadRequest
+from pdserve.frontend.edge.body import check_parts
 
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-output|-errors)?")
 _NOBODY = "_"
@@ -166,8 +168,9 @@ class Store:
         with suppress(FileNotFoundError), self.content(batch.input_file_id).open("rb") as file:
             for number, text in enumerate(iter(partial(file.readline, MAX_LINE), b""), 1):
                 try:
+                    check_parts(text)
                     line = msgspec.json.decode(text, type=Line)
-                except (ValueError, RecursionError) as error:
+                except (ValueError, RecursionError, BadRequest) as error:
                     wrong("invalid_json_line", str(error), number)
                     continue
                 if not line.custom_id or line.custom_id in ids:
@@ -190,8 +193,8 @@ class Store:
         """The requests of its input, which was checked, without those that are done."""
         with self.content(batch.input_file_id).open("rb") as file:
             for text in file:
-                if (line := msgspec.json.decode(text, type=Line)).custom_id not in done:
-                    yield line
+                if msgspec.json.decode(text, type=_Done).custom_id not in done:
+                    yield msgspec.json.decode(text, type=Line)
 
     def done(self, batch: Batch, kind: str) -> set[str]:
         """The `custom_id`s in its results of this kind. A line that was cut off is removed."""

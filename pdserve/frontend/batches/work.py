@@ -107,7 +107,8 @@ class BatchRun:
             ) as client,
             Owner() as lines,  # it cancels those that run where the batch stops
         ):
-            for line in store.lines(batch, frozenset(self._done)):
+            left = store.lines(batch, frozenset(self._done))
+            while line := await asyncio.to_thread(next, left, None):
                 while self._running >= self._room() and not self._stops():
                     await self._write()
                 if self._stops():
@@ -151,8 +152,9 @@ class BatchRun:
             return  # it drains; or a line failed as none should
         if left and not cancelled:
             error = {"code": "batch_expired", "message": "the completion window ended before this request"}
-            rest = [_result(line, None, error) for line in store.lines(batch, self._done)]
-            await asyncio.to_thread(store.append, batch, "errors", rest)
+            rest = store.lines(batch, self._done)
+            failed = await asyncio.to_thread(lambda: [_result(line, None, error) for line in rest])
+            await asyncio.to_thread(store.append, batch, "errors", failed)
             counts["failed"] += left
         batch.output_file_id = await asyncio.to_thread(store.finish, batch, "output")
         batch.error_file_id = await asyncio.to_thread(store.finish, batch, "errors")

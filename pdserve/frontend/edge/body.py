@@ -162,8 +162,7 @@ async def refuse(request: Request, response: ResponseWriter, error: PdserveError
 def parse_body(path: str, raw: bytes) -> ParsedBody:
     """Find the model and the size of the request. Raises BadRequest for what must not come from outside. The model's
     app refuses what is no JSON object, or names its model by no text."""
-    if (parts := _parts(raw)) > MAX_PARTS:
-        raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")
+    check_parts(raw)
     fields = _fields(raw)
     extra = fields.get("vllm_xargs")
     for name in FORBIDDEN:
@@ -191,11 +190,12 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     return ParsedBody(raw, named, size, is_plain(fields), has_id, large, bool(fields.get("tools")), spare)
 
 
-def _parts(raw: bytes) -> int:
-    """Count the lists and objects of a JSON text, if there may be too many."""
+def check_parts(raw: bytes) -> None:
+    """Raise BadRequest for a body of too many lists and objects, before they are made."""
     if raw.count(b"{") + raw.count(b"[") > MAX_PARTS:
         raw = _TEXT.sub(b"", raw)
-    return raw.count(b"{") + raw.count(b"[")
+    if (parts := raw.count(b"{") + raw.count(b"[")) > MAX_PARTS:
+        raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")
 
 
 def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:

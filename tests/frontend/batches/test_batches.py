@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from pdserve.config.api_keys import ApiKey, KeyLimits
 from pdserve.config.schema import FrontendConfig
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.batches import pages, store, work
+from pdserve.frontend.edge import body as bodies
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.ribs import Ribs
 from pdserve.slo import SPARE
@@ -141,6 +143,7 @@ async def test_a_batch_from_upload_to_results(graph: Graph, tmp_path: Path) -> N
         ([], "invalid_input_file", None),
         ([chat("a"), chat("b"), chat("c"), chat("d")], "invalid_input_file", None),
         ([chat("a", stop="x" * 2000)], "invalid_json_line", 1),
+        ([chat("a"), chat("b", stop=[[]] * 11)], "invalid_json_line", 2),
     ],
 )
 async def test_a_batch_with_bad_lines_fails_and_none_is_sent(
@@ -148,6 +151,7 @@ async def test_a_batch_with_bad_lines_fails_and_none_is_sent(
 ) -> None:
     monkeypatch.setattr(store, "MAX_LINES", 3)
     monkeypatch.setattr(store, "MAX_LINE", 1500)
+    monkeypatch.setattr(bodies, "MAX_PARTS", 10)
     async with graph.worker() as worker, served(graph, tmp_path) as one:
         batch = await one.end(await one.begin(*lines))
     assert batch.status == "failed"
@@ -279,6 +283,23 @@ async def test_a_batch_goes_on_where_it_was_after_a_drain_and_a_cut_line(
         assert batch.status == "completed"
         assert len(await one.results(batch.output_file_id)) == 60
         assert begun + len(worker.seen) < 120, "what was done is not done again"
+
+
+async def test_lines_are_read_beside_the_event_loop(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, threads = store.Store.lines, list[threading.Thread]()
+
+    def watched(self: store.Store, batch: store.Batch, done: Set[str]) -> Iterator[store.Line]:
+        for line in lines(self, batch, done):
+            threads.append(threading.current_thread())
+            yield line
+
+    monkeypatch.setattr(store.Store, "lines", watched)
+    async with graph.worker(), served(graph, tmp_path) as one:
+        await one.end(await one.begin(chat("a"), chat("b")))
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
 
 
 async def test_lines_wait_for_the_limits_of_their_key(graph: Graph, tmp_path: Path) -> None:
