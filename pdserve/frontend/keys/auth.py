@@ -100,7 +100,7 @@ class KeySource:
     def __init__(self, file: Path | None, env: Mapping[str, str] = os.environ) -> None:
         self._file = file
         self._env = env
-        self._notes: list[str] = []
+        self._notes, self._error = list[str](), ""
         """that were logged"""
         loaded = read_keys(file, env)
         self._states = {path: stamp(path) for path in loaded.files}
@@ -108,17 +108,19 @@ class KeySource:
         self._take(loaded)
 
     async def follow(self) -> None:
-        """Read the files again whenever they change. Never returns."""
+        """Read the files again whenever they change, and until they can be used. Never returns."""
         while True:
             await asyncio.sleep(CHECK)
             states = await asyncio.to_thread(lambda: {path: stamp(path) for path in self._states})
             if states == self._states:
                 continue
-            self._states = states
             try:
                 self._take(await asyncio.to_thread(read_keys, self._file, self._env))
+                self._states, self._error = states, ""
             except ConfigError as error:
-                logger.error("the API keys of before stay, since the new ones cannot be used: %s", error)
+                if str(error) != self._error:
+                    logger.error("the API keys of before stay, since the new ones cannot be used: %s", error)
+                self._error = str(error)
 
     def _take(self, loaded: FoundKeys) -> None:
         self.keys.replace(loaded.keys)
