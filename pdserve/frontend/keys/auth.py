@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from msgspec import Struct
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -19,6 +20,7 @@ from pdserve.frontend.edge.renewal import stamp
 from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.keys.limits import KeyLedger
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
+from pdserve.ports import names_this_machine
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +88,10 @@ class ApiKeys:
 
 
 def is_local(scope: Scope) -> bool:
-    """Return whether the client is on this machine."""
+    """Return whether the client is on this machine, and asked for it by address or as localhost: any other name may be
+    that of a web page which leads its browser here (DNS rebinding)."""
     client, server = scope.get("client"), scope.get("server")
-    if not client or not server:
+    if not client or not server or not names_this_machine(Headers(scope=scope).get("host", "localhost")):
         return False
     return client[0] == server[0] or ip_address(client[0]).is_loopback
 

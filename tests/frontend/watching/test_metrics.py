@@ -71,16 +71,22 @@ async def test_pages_of_the_others_are_in_it(monkeypatch: pytest.MonkeyPatch, gr
 
 
 @pytest.mark.parametrize(
-    ("host", "key", "status"),
-    [("", "", 200), ("10.1.2.3", "", 401), ("10.1.2.3", "b", 403), ("10.1.2.3", "a", 200)],
+    ("client", "host", "key", "status"),
+    [
+        ("127.0.0.1", "localhost:8000", "", 200),
+        ("127.0.0.1", "evil.example", "", 401),  # a page whose name leads here (DNS rebinding)
+        ("10.1.2.3", "10.1.2.4", "", 401),
+        ("10.1.2.3", "10.1.2.4", "b", 403),
+        ("10.1.2.3", "10.1.2.4", "a", 200),
+    ],
 )
 async def test_from_elsewhere_a_key_that_may_see_everything_is_needed(
-    graph: Graph, host: str, key: str, status: int
+    graph: Graph, client: str, host: str, key: str, status: int
 ) -> None:
     app = graph.app_with(ApiKeys([ApiKey.of("a", admin=True), ApiKey.of("b")]))
-    transport = httpx.ASGITransport(app, client=(host or "127.0.0.1", 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-        assert (await client.get("/metrics", headers={"x-api-key": key})).status_code == status
+    transport = httpx.ASGITransport(app, client=(client, 1))
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
+        assert (await http.get("/metrics", headers={"x-api-key": key})).status_code == status
 
 
 async def test_many_scrapers_fetch_once_and_of_too_many_processes_none_is_merged(
