@@ -111,8 +111,11 @@ class Batches(Rib):
         return _page(request, [file for file in files if purpose in (None, file.purpose)], 10_000)
 
     def _delete(self, request: Request) -> Response:
-        file = self._find(StoredFile, request)
-        self._store(request).delete(file)
+        file, store = self._find(StoredFile, request), self._store(request)
+        for batch in store.all(Batch):
+            if batch.open and batch.input_file_id == file.id:
+                raise HttpError(400, f"{batch.id}, which is {batch.status}, reads the file: cancel it before")
+        store.delete(file)
         return _json({"id": file.id, "object": "file", "deleted": True})
 
     def _content(self, request: Request) -> Response:

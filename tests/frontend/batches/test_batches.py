@@ -190,6 +190,8 @@ async def test_lists_have_pages(graph: Graph, tmp_path: Path) -> None:
         first = await client.batches.list(limit=2)
         assert (len(first.data), first.has_more) == (2, True)
         assert sorted([batch.id async for batch in client.batches.list(limit=2)]) == sorted(made)
+        for batch_id in made:
+            await one.end(await client.batches.retrieve(batch_id))
         files = await client.files.list(purpose="batch", order="asc")
         assert len(files.data) == 5
         await client.files.delete(files.data[0].id)
@@ -300,6 +302,17 @@ async def test_lines_are_read_beside_the_event_loop(
         await one.end(await one.begin(chat("a"), chat("b")))
     assert len(threads) == 2
     assert threading.current_thread() not in threads
+
+
+async def test_the_input_of_a_batch_is_not_deleted_before_its_end(graph: Graph, tmp_path: Path) -> None:
+    async with graph.worker(pace=None) as worker, served(graph, tmp_path) as one:
+        batch = await one.begin(chat("a"))
+        await worker.until(lambda: worker.jobs)
+        with pytest.raises(openai.BadRequestError, match="cancel it"):
+            await one.client().files.delete(batch.input_file_id)
+        await one.client().batches.cancel(batch.id)
+        await one.end(batch)
+        await one.client().files.delete(batch.input_file_id)
 
 
 async def test_lines_wait_for_the_limits_of_their_key(graph: Graph, tmp_path: Path) -> None:
