@@ -141,11 +141,17 @@ class Store:
         _sync(path.parent)
 
     def keep(self, file: StoredFile, content: IO[bytes]) -> None:
-        with self.content(file.id).open("wb") as kept:
-            while part := content.read(1 << 20):
-                kept.write(part)
-        _sync(self.content(file.id))
-        self.save(file)
+        """Raises OSError, and keeps nothing then."""
+        try:
+            with self.content(file.id).open("wb") as kept:
+                while part := content.read(1 << 20):
+                    kept.write(part)
+            _sync(self.content(file.id))
+            self.save(file)
+        except OSError:
+            for path in self._folder.glob(f"files/{file.id}*"):
+                path.unlink()
+            raise
 
     def forget(self, batch: Batch) -> None:
         """Delete the record of a batch that is over. Its files stay."""
@@ -209,7 +215,7 @@ class Store:
         return found
 
     def append(self, batch: Batch, kind: str, results: list[dict[str, object]]) -> None:
-        with self.content(batch.result(kind)).open("ab", buffering=0) as file:
+        with self.content(batch.result(kind)).open("ab") as file:
             file.write(b"".join(msgspec.json.encode(result) + b"\n" for result in results))
 
     def finish(self, batch: Batch, kind: str) -> str | None:
