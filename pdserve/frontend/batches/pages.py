@@ -1,8 +1,10 @@
 """OpenAI's routes `/v1/files` and `/v1/batches`. What one API key made no other key finds."""
 
 import asyncio
+import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -14,8 +16,8 @@ from starlette.routing import Route
 
 from pdserve.frontend.batches.store import Batch, Store, StoredFile, now
 from pdserve.frontend.batches.work import BatchWork
-from pdserve.frontend.edge.answer import HttpError, error_response
-from pdserve.frontend.edge.body import discard_rest
+from pdserve.frontend.edge.answer import REFUSALS, HttpError, error_response
+from pdserve.frontend.edge.body import BodyReader, discard_rest
 from pdserve.frontend.ribs import Rib, RibContext
 
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
@@ -23,9 +25,9 @@ MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
 MAX_FILES, MAX_STORED, MAX_OPEN, MAX_OVER = 1000, 10 << 30, 100, 1000
 """of a key: files, their bytes, batches that are not over, and those that are: older ones are forgotten"""
 UPLOADS = 16
-"""at a time: they lie in the folder for temporary files"""
+"""at a time: they lie in the folder for temporary files. A client has no more than are still free"""
 WITHIN = 600.0
-"""seconds for an upload"""
+"""seconds for a body"""
 WINDOW = 24 * 3600
 """seconds for a batch"""
 
@@ -52,7 +54,7 @@ class Batches(Rib):
             return
         self._folder = context.config.batches
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._uploads = asyncio.Semaphore(UPLOADS)
+        self._uploads, self._bodies = list[str](), BodyReader()
         self.work = {"batches": BatchWork(context).work}
         self.routes = [
             Route("/v1/files", _reading(self._upload), methods=["POST"]),
@@ -75,15 +77,32 @@ class Batches(Rib):
             raise HttpError(404, f"there is no {kind.__name__} of this id", "id")
         return found
 
+    def _client(self, request: Request) -> str:
+        key = self._keys.find(request.headers)
+        return key.name if key else request.client.host if request.client else ""
+
+    @asynccontextmanager
+    async def _place(self, client: str) -> AsyncIterator[None]:
+        """A place for an upload."""
+        if self._uploads.count(client) >= UPLOADS - len(self._uploads):
+            raise HttpError(429, f"{len(self._uploads)} files are being uploaded", retry_after=5.0)
+        self._uploads.append(client)
+        try:
+            yield
+        finally:
+            self._uploads.remove(client)
+
     async def _upload(self, request: Request) -> Response:
-        _check_length(request, MAX_FILE)
+        length = request.headers.get("content-length", "")
+        if not length.isdecimal():
+            raise HttpError(411, "the request needs a content-length")
+        if int(length) > MAX_FILE:
+            raise HttpError(413, f"the request body is larger than {MAX_FILE} bytes")
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise HttpError(400, "a file is sent as multipart/form-data", "file")
-        if self._uploads.locked():
-            raise HttpError(429, f"{UPLOADS} files are being uploaded", retry_after=5.0)
         try:
             async with (
-                self._uploads,
+                self._place(self._client(request)),
                 asyncio.timeout(WITHIN),
                 request.form(max_files=1, max_fields=10) as form,
             ):
@@ -124,12 +143,13 @@ class Batches(Rib):
         return FileResponse(path, media_type="application/jsonl")
 
     async def _create(self, request: Request) -> Response:
-        _check_length(request, MAX_BODY)
-        try:
-            wanted = msgspec.json.decode(await request.body(), type=_Wanted)
-        except (ValueError, RecursionError) as error:
-            raise HttpError(400, str(error)) from None
-        return await asyncio.to_thread(self._made, request, wanted)
+        deadline = time.monotonic() + WITHIN
+        async with self._bodies.read(request, deadline, self._client(request), MAX_BODY) as raw:
+            try:
+                wanted = msgspec.json.decode(raw, type=_Wanted)
+            except (ValueError, RecursionError) as error:
+                raise HttpError(400, str(error)) from None
+            return await asyncio.to_thread(self._made, request, wanted)
 
     def _made(self, request: Request, wanted: _Wanted) -> Response:
         store = self._store(request)
@@ -163,19 +183,11 @@ def _reading(page: Page) -> Page:
     async def answer(request: Request) -> Response:
         try:
             return await page(request)
-        except HttpError as error:
+        except REFUSALS as error:
             await discard_rest(request)
             return error_response(request.url.path, error)
 
     return answer
-
-
-def _check_length(request: Request, most: int) -> None:
-    length = request.headers.get("content-length", "")
-    if not length.isdecimal():
-        raise HttpError(411, "the request needs a content-length")
-    if int(length) > most:
-        raise HttpError(413, f"the request body is larger than {most} bytes")
 
 
 def _json(content: object) -> Response:

@@ -23,7 +23,7 @@ from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.ribs import Ribs
 from pdserve.slo import SPARE
 from tests.conditions import until
-from tests.frontend.conftest import Graph, serve
+from tests.frontend.conftest import Graph, address_of, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -361,6 +361,28 @@ async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: py
                 headers=client.auth_headers | {"content-type": "multipart/form-data; boundary=x"},
             )
             assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["files", "batches"])
+async def test_bodies_that_do_not_come_leave_room_for_others_and_end(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(pages, "WITHIN", 1.0)
+    monkeypatch.setattr(bodies, "DISCARD_WITHIN", 0.1)
+    head = (
+        f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\nx-api-key: sk-ann-0123456789\r\ncontent-length: 1000\r\n"
+        "content-type: multipart/form-data; boundary=x\r\n\r\n"
+    )
+    async with served(graph, tmp_path) as one:
+        silent = [await asyncio.open_connection(*address_of(one.url)) for _ in range(16)]
+        for _, writer in silent:
+            writer.write(head.encode())
+        await one.client("bob").files.create(file=("f", b"x"), purpose="batch")
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*(reader.readline() for reader, _ in silent))
+        for _, writer in silent:
+            writer.close()
+    assert {answer.split()[1] for answer in answers} == ({b"408", b"429"} if path == "files" else {b"408"})
 
 
 async def test_without_a_folder_there_are_no_batches(graph: Graph) -> None:
