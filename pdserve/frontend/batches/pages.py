@@ -197,7 +197,7 @@ def _json(content: object) -> Response:
 def _page(request: Request, records: list[R], default: int) -> Response:
     """Part of a list, as `limit`, `after` and `order` say."""
     limit, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
-    if not limit.isdecimal() or not 0 < int(limit[:9]) <= 10_000:
+    if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= 10_000:
         raise HttpError(400, "limit must be a whole number from 1 to 10000", "limit")
     if request.query_params.get("order") == "asc":
         records.reverse()

@@ -197,7 +197,7 @@ async def test_lists_have_pages(graph: Graph, tmp_path: Path) -> None:
         await client.files.delete(files.data[0].id)
         with pytest.raises(openai.NotFoundError):
             await client.files.content(files.data[0].id)
-        for wrong in ({"limit": 0}, {"after": "batch_none"}):
+        for wrong in ({"limit": 0}, {"limit": "000000001" + "9" * 5000}, {"after": "batch_none"}):
             with pytest.raises(openai.BadRequestError):
                 await client.batches.list(**wrong)
 
