@@ -192,7 +192,7 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
 
 def check_parts(raw: bytes) -> None:
     """Raise BadRequest for a body of too many lists and objects, before they are made."""
-    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS:
+    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw:  # or it is UTF-16: `json` reads it
         raw = _TEXT.sub(b"", raw)
     if (parts := raw.count(b"{") + raw.count(b"[")) > MAX_PARTS:
         raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")

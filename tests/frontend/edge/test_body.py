@@ -89,6 +89,13 @@ def test_a_text_that_is_not_closed_takes_no_longer_than_others() -> None:
     assert took[0] < 10 * took[1] + 0.1
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_parts_are_counted_in_other_encodings(encoding: str) -> None:
+    """Where a byte of another character, as of U+2200, is that of a quote."""
+    with pytest.raises(BadRequest, match="lists and objects"):
+        parse_body(CHAT, f'{{"\u2200": [{"[]," * MAX_PARTS}[]]}}'.encode(encoding))
+
+
 def test_brackets_in_a_text_are_no_parts() -> None:
     parse_body(CHAT, json.dumps({"messages": [{"content": '{["\\\\' * MAX_PARTS}]}).encode())
 
