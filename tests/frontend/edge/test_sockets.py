@@ -159,6 +159,17 @@ async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCer
 
 
 @in_session
+async def test_an_unread_stream_makes_way_also_with_a_second_request_behind_it(graph: Graph) -> None:
+    connections = ClientConnections(60.0, 60.0, pause_after=0.2)
+    async with graph.worker(), server(graph, None, connections) as address, client(address, None) as sock:
+        await until(lambda: bool(graph.models.live().get("demo")))
+        for _ in range(2):
+            ask(sock, max_tokens=3500, logprobs=5)
+        running = graph.context.running
+        await until(lambda: any(one.trace.admission and one.trace.admission.unread for one in running))
+
+
+@in_session
 async def test_a_deadline_ends_the_request_of_a_slow_reader(graph: Graph) -> None:
     async with graph.worker(pace=0.0003) as decode, server(graph) as address, client(address, None) as sock:
         await until(lambda: bool(graph.models.live().get("demo")))
