@@ -23,7 +23,9 @@ TIMED = ("server-timing", "content-length")
 
 
 def client(app: FrontendApp, address: str = "127.0.0.1") -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://f")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://127.0.0.1"
+    )
 
 
 def comparable(answer: httpx.Response) -> tuple[int, dict[str, str], list[str]]:

@@ -1,9 +1,11 @@
 """OpenAI's routes `/v1/files` and `/v1/batches`. What one API key made no other key finds."""
 
 import asyncio
+import time
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import Literal, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from starlette.datastructures import UploadFile
@@ -14,30 +16,33 @@ from starlette.routing import Route
 
 from pdserve.frontend.batches.store import Batch, Store, StoredFile, now
 from pdserve.frontend.batches.work import BatchWork
-from pdserve.frontend.edge.answer import HttpError, error_response
-from pdserve.frontend.edge.body import discard_rest
+from pdserve.frontend.edge.answer import REFUSALS, HttpError, error_response
+from pdserve.frontend.edge.body import BodyReader, discard_rest
 from pdserve.frontend.ribs import Rib, RibContext
 
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
 """bytes of an upload, and of what makes a batch"""
-MAX_FILES, MAX_STORED, MAX_OPEN = 1000, 10 << 30, 100
-"""of a key: files, their bytes, and batches that are not over"""
+MAX_FILES, MAX_STORED, MAX_OPEN, MAX_OVER = 1000, 10 << 30, 100, 1000
+"""of a key: files, their bytes, batches that are not over, and those that are: older ones are forgotten"""
 UPLOADS = 16
-"""at a time: they lie in the folder for temporary files"""
+"""at a time: they lie in the folder for temporary files. A client has no more than are still free"""
 WITHIN = 600.0
-"""seconds for an upload"""
+"""seconds for a body"""
 WINDOW = 24 * 3600
 """seconds for a batch"""
 
 R = TypeVar("R", StoredFile, Batch)
 Page = Callable[[Request], Awaitable[Response]]
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
+_Metadata = Annotated[dict[_Name, Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=16)]
+"""with OpenAI's bounds"""
 
 
 class _Wanted(msgspec.Struct):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
+    metadata: _Metadata | None = None
 
 
 class Batches(Rib):
@@ -49,7 +54,7 @@ class Batches(Rib):
             return
         self._folder = context.config.batches
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._uploads = asyncio.Semaphore(UPLOADS)
+        self._uploads, self._bodies = list[str](), BodyReader()
         self.work = {"batches": BatchWork(context).work}
         self.routes = [
             Route("/v1/files", _reading(self._upload), methods=["POST"]),
@@ -72,15 +77,32 @@ class Batches(Rib):
             raise HttpError(404, f"there is no {kind.__name__} of this id", "id")
         return found
 
+    def _client(self, request: Request) -> str:
+        key = self._keys.find(request.headers)
+        return key.name if key else request.client.host if request.client else ""
+
+    @asynccontextmanager
+    async def _place(self, client: str) -> AsyncIterator[None]:
+        """A place for an upload."""
+        if self._uploads.count(client) >= UPLOADS - len(self._uploads):
+            raise HttpError(429, f"{len(self._uploads)} files are being uploaded", retry_after=5.0)
+        self._uploads.append(client)
+        try:
+            yield
+        finally:
+            self._uploads.remove(client)
+
     async def _upload(self, request: Request) -> Response:
-        _check_length(request, MAX_FILE)
+        length = request.headers.get("content-length", "")
+        if not length.isdecimal():
+            raise HttpError(411, "the request needs a content-length")
+        if int(length) > MAX_FILE:
+            raise HttpError(413, f"the request body is larger than {MAX_FILE} bytes")
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise HttpError(400, "a file is sent as multipart/form-data", "file")
-        if self._uploads.locked():
-            raise HttpError(429, f"{UPLOADS} files are being uploaded", retry_after=5.0)
         try:
             async with (
-                self._uploads,
+                self._place(self._client(request)),
                 asyncio.timeout(WITHIN),
                 request.form(max_files=1, max_fields=10) as form,
             ):
@@ -108,8 +130,11 @@ class Batches(Rib):
         return _page(request, [file for file in files if purpose in (None, file.purpose)], 10_000)
 
     def _delete(self, request: Request) -> Response:
-        file = self._find(StoredFile, request)
-        self._store(request).delete(file)
+        file, store = self._find(StoredFile, request), self._store(request)
+        for batch in store.all(Batch):
+            if batch.open and batch.input_file_id == file.id:
+                raise HttpError(400, f"{batch.id}, which is {batch.status}, reads the file: cancel it before")
+        store.delete(file)
         return _json({"id": file.id, "object": "file", "deleted": True})
 
     def _content(self, request: Request) -> Response:
@@ -118,19 +143,24 @@ class Batches(Rib):
         return FileResponse(path, media_type="application/jsonl")
 
     async def _create(self, request: Request) -> Response:
-        _check_length(request, MAX_BODY)
-        try:
-            wanted = msgspec.json.decode(await request.body(), type=_Wanted)
-        except (ValueError, RecursionError) as error:
-            raise HttpError(400, str(error)) from None
-        return await asyncio.to_thread(self._made, request, wanted)
+        deadline = time.monotonic() + WITHIN
+        async with self._bodies.read(request, deadline, self._client(request), MAX_BODY) as raw:
+            try:
+                wanted = msgspec.json.decode(raw, type=_Wanted)
+            except (ValueError, RecursionError) as error:
+                raise HttpError(400, str(error)) from None
+            return await asyncio.to_thread(self._made, request, wanted)
 
     def _made(self, request: Request, wanted: _Wanted) -> Response:
         store = self._store(request)
         if store.get(StoredFile, wanted.input_file_id) is None:
             raise HttpError(400, "there is no file of this id", "input_file_id")
-        if sum(batch.open for batch in store.all(Batch)) >= MAX_OPEN:
+        batches = store.all(Batch)
+        over = [batch for batch in batches if not batch.open]
+        if len(batches) - len(over) >= MAX_OPEN:
             raise HttpError(429, f"{MAX_OPEN} batches of this key are not over", retry_after=60.0)
+        for old in over[MAX_OVER:]:
+            store.forget(old)
         name = f"batch_{uuid.uuid4().hex}"
         batch = Batch(name, wanted.endpoint, wanted.input_file_id, now(), now() + WINDOW, wanted.metadata)
         store.save(batch)
@@ -153,19 +183,11 @@ def _reading(page: Page) -> Page:
     async def answer(request: Request) -> Response:
         try:
             return await page(request)
-        except HttpError as error:
+        except REFUSALS as error:
             await discard_rest(request)
             return error_response(request.url.path, error)
 
     return answer
-
-
-def _check_length(request: Request, most: int) -> None:
-    length = request.headers.get("content-length", "")
-    if not length.isdecimal():
-        raise HttpError(411, "the request needs a content-length")
-    if int(length) > most:
-        raise HttpError(413, f"the request body is larger than {most} bytes")
 
 
 def _json(content: object) -> Response:
@@ -175,7 +197,7 @@ def _json(content: object) -> Response:
 def _page(request: Request, records: list[R], default: int) -> Response:
     """Part of a list, as `limit`, `after` and `order` say."""
     limit, after = request.query_params.get("limit", str(default)), request.query_params.get("after")
-    if not limit.isdecimal() or not 0 < int(limit[:9]) <= 10_000:
+    if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= 10_000:
         raise HttpError(400, "limit must be a whole number from 1 to 10000", "limit")
     if request.query_params.get("order") == "asc":
         records.reverse()

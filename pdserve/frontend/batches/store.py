@@ -19,6 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from pdserve import clock
+from pdserve.errors import BadRequest
+from pdserve.frontend.edge.body import check_parts
 
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-output|-errors)?")
 _NOBODY = "_"
@@ -121,10 +123,13 @@ class Store:
             return None
         return record
 
-    def all(self, kind: type[R]) -> list[R]:
-        """The newest first."""
-        paths = (self._folder / _FOLDERS[kind]).glob("*.json")
-        records = (self.get(kind, path.stem) for path in paths)
+    def all(self, kind: type[R], known: set[str] | None = None) -> list[R]:
+        """The newest first, without those whose ids are `known`; an id that is no record's is removed from there."""
+        ids = {path.stem for path in (self._folder / _FOLDERS[kind]).glob("*.json")}
+        if known is not None:
+            known &= ids
+            ids -= known
+        records = (self.get(kind, each) for each in ids)
         return sorted(filter(None, records), key=lambda each: (each.created_at, each.id), reverse=True)
 
     def save(self, record: StoredFile | Batch) -> None:
@@ -136,11 +141,22 @@ class Store:
         _sync(path.parent)
 
     def keep(self, file: StoredFile, content: IO[bytes]) -> None:
-        with self.content(file.id).open("wb") as kept:
-            while part := content.read(1 << 20):
-                kept.write(part)
-        _sync(self.content(file.id))
-        self.save(file)
+        """Raises OSError, and keeps nothing then."""
+        try:
+            with self.content(file.id).open("wb") as kept:
+                while part := content.read(1 << 20):
+                    kept.write(part)
+            _sync(self.content(file.id))
+            self.save(file)
+        except OSError:
+            for path in self._folder.glob(f"files/{file.id}*"):
+                path.unlink()
+            raise
+
+    def forget(self, batch: Batch) -> None:
+        """Delete the record of a batch that is over. Its files stay."""
+        self.cancelling(batch).with_suffix(".json").unlink(missing_ok=True)
+        self.cancelling(batch).unlink(missing_ok=True)
 
     def delete(self, file: StoredFile) -> None:
         self.content(f"{file.id}.json").unlink(missing_ok=True)
@@ -158,8 +174,9 @@ class Store:
         with suppress(FileNotFoundError), self.content(batch.input_file_id).open("rb") as file:
             for number, text in enumerate(iter(partial(file.readline, MAX_LINE), b""), 1):
                 try:
+                    check_parts(text)
                     line = msgspec.json.decode(text, type=Line)
-                except (ValueError, RecursionError) as error:
+                except (ValueError, RecursionError, BadRequest) as error:
                     wrong("invalid_json_line", str(error), number)
                     continue
                 if not line.custom_id or line.custom_id in ids:
@@ -182,8 +199,8 @@ class Store:
         """The requests of its input, which was checked, without those that are done."""
         with self.content(batch.input_file_id).open("rb") as file:
             for text in file:
-                if (line := msgspec.json.decode(text, type=Line)).custom_id not in done:
-                    yield line
+                if msgspec.json.decode(text, type=_Done).custom_id not in done:
+                    yield msgspec.json.decode(text, type=Line)
 
     def done(self, batch: Batch, kind: str) -> set[str]:
         """The `custom_id`s in its results of this kind. A line that was cut off is removed."""
@@ -198,7 +215,7 @@ class Store:
         return found
 
     def append(self, batch: Batch, kind: str, results: list[dict[str, object]]) -> None:
-        with self.content(batch.result(kind)).open("ab", buffering=0) as file:
+        with self.content(batch.result(kind)).open("ab") as file:
             file.write(b"".join(msgspec.json.encode(result) + b"\n" for result in results))
 
     def finish(self, batch: Batch, kind: str) -> str | None:

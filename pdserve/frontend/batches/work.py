@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class BatchWork:
         self._context = context
         self._owners: set[str] = set()
         """of which a batch is being worked on"""
+        self._over: defaultdict[str, set[str]] = defaultdict(set)
+        """ids of each owner's batches that are over: their records, which do not change, are not read again"""
 
     async def work(self) -> None:
         """Work while this process has the lock. Never returns."""
@@ -50,7 +53,11 @@ class BatchWork:
     async def _look(self, folder: Path, tasks: Owner) -> None:
         for store in await asyncio.to_thread(stores, folder):
             with Apart("batches"):
-                batches = [] if store.owner in self._owners else await asyncio.to_thread(store.all, Batch)
+                if store.owner in self._owners:
+                    continue
+                over = self._over[store.owner]
+                batches = await asyncio.to_thread(store.all, Batch, over)
+                over |= {batch.id for batch in batches if not batch.open}
                 if waiting := [batch for batch in batches if batch.open]:
                     self._owners.add(store.owner)
                     tasks.start(self._run(store, waiting[-1]), "batch")
@@ -100,7 +107,8 @@ class BatchRun:
             ) as client,
             Owner() as lines,  # it cancels those that run where the batch stops
         ):
-            for line in store.lines(batch, frozenset(self._done)):
+            left = store.lines(batch, frozenset(self._done))
+            while line := await asyncio.to_thread(next, left, None):
                 while self._running >= self._room() and not self._stops():
                     await self._write()
                 if self._stops():
@@ -144,8 +152,9 @@ class BatchRun:
             return  # it drains; or a line failed as none should
         if left and not cancelled:
             error = {"code": "batch_expired", "message": "the completion window ended before this request"}
-            rest = [_result(line, None, error) for line in store.lines(batch, self._done)]
-            await asyncio.to_thread(store.append, batch, "errors", rest)
+            rest = store.lines(batch, self._done)
+            failed = await asyncio.to_thread(lambda: [_result(line, None, error) for line in rest])
+            await asyncio.to_thread(store.append, batch, "errors", failed)
             counts["failed"] += left
         batch.output_file_id = await asyncio.to_thread(store.finish, batch, "output")
         batch.error_file_id = await asyncio.to_thread(store.finish, batch, "errors")

@@ -44,7 +44,8 @@ _SEVERAL = {"/generative_scoring": ("items", str | list)}
 """field that holds several prompts, and the kind of each, on routes where that is neither `prompt` nor `messages`"""
 MAX_PARTS = 10_000
 """lists and objects of a body: vLLM's app takes some 10 to 100 microseconds for each"""
-_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""to its end, or to that of the body: one that is not closed must not be searched from each of its quotes"""
 LARGE, MANY = 64 << 10, 100
 """bytes, and JSON objects, of a body that takes vLLM's app some 10 ms"""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
@@ -161,8 +162,7 @@ async def refuse(request: Request, response: ResponseWriter, error: PdserveError
 def parse_body(path: str, raw: bytes) -> ParsedBody:
     """Find the model and the size of the request. Raises BadRequest for what must not come from outside. The model's
     app refuses what is no JSON object, or names its model by no text."""
-    if (parts := _parts(raw)) > MAX_PARTS:
-        raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")
+    check_parts(raw)
     fields = _fields(raw)
     extra = fields.get("vllm_xargs")
     for name in FORBIDDEN:
@@ -190,11 +190,12 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     return ParsedBody(raw, named, size, is_plain(fields), has_id, large, bool(fields.get("tools")), spare)
 
 
-def _parts(raw: bytes) -> int:
-    """Count the lists and objects of a JSON text, if there may be too many."""
-    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS:
+def check_parts(raw: bytes) -> None:
+    """Raise BadRequest for a body of too many lists and objects, before they are made."""
+    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS and b"\0" not in raw:  # or it is UTF-16: `json` reads it
         raw = _TEXT.sub(b"", raw)
-    return raw.count(b"{") + raw.count(b"[")
+    if (parts := raw.count(b"{") + raw.count(b"[")) > MAX_PARTS:
+        raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")
 
 
 def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:

@@ -61,6 +61,8 @@ class ClientConnection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self.logger = _uvicorn
         self.url = b""
+        self._cycles: list[RequestResponseCycle] = []
+        """of the request that is being answered, and of those after it"""
         self._owner = owner
         self._head_since: float | None = None
         """monotonic, when the wait for a request's head began; None outside of it"""
@@ -173,6 +175,7 @@ class ClientConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():  # see `_without_upgrade`
             return
         super().on_headers_complete()
+        self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
         self.scope["extensions"] = {CHUNKS: _Chunks(self.cycle)}  # type: ignore[dict-item]
         if self._last:
             self.cycle.keep_alive = False
@@ -244,9 +247,10 @@ class ClientConnection(HttpToolsProtocol):
 
     def report_unread(self, unread: bool) -> None:
         """Report to the request whether its client has stopped to read: it may give its places to others meanwhile."""
-        extensions: dict[str, Any] = {} if self._idle() else dict(self.cycle.scope.get("extensions") or {})
-        if UNREAD in extensions:
-            extensions[UNREAD](unread)
+        for cycle in self._cycles:
+            extensions: dict[str, Any] = dict(cycle.scope.get("extensions") or {})
+            if UNREAD in extensions and not cycle.response_complete:
+                extensions[UNREAD](unread)
 
     def abort(self) -> None:
         """End the request everywhere, as when its client disconnects."""

@@ -30,27 +30,31 @@ class RenewedCertificate:
         self._files = files
         self._every = every
         self._loaded = self._seen = self._stamps()
+        self._error = ""
+        """that was logged last"""
         self.context = files.context()
         """for new connections"""
         logger.info("TLS with %s, valid until %s", files.chain, files.valid_until().date())
 
     async def watch(self) -> None:
         """Look until cancelled. Load changed files when they are the same at two looks: they are written one after the
-        other."""
+        other. Those that cannot be used are tried at each look: they may be valid, or readable, later."""
         while True:
             await asyncio.sleep(self._every)
             stamps = self._stamps()
             if stamps == self._seen != self._loaded:
-                self._loaded = stamps
-                self._load()
+                self._load(stamps)
             self._seen = stamps
 
-    def _load(self) -> None:
+    def _load(self, stamps: list[tuple[int, ...]]) -> None:
         try:
             self.context = self._files.context()
             logger.info("a new certificate, valid until %s", self._files.valid_until().date())
+            self._loaded, self._error = stamps, ""
         except ConfigError as error:
-            logger.error("the new certificate is not taken, the one before stays: %s", error)
+            if str(error) != self._error:
+                logger.error("the new certificate is not taken, the one before stays: %s", error)
+            self._error = str(error)
 
     def _stamps(self) -> list[tuple[int, ...]]:
         return [stamp(file) for file in (self._files.chain, self._files.key)]

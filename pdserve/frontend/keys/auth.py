@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from msgspec import Struct
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -19,6 +20,7 @@ from pdserve.frontend.edge.renewal import stamp
 from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.keys.limits import KeyLedger
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
+from pdserve.ports import names_this_machine
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +88,10 @@ class ApiKeys:
 
 
 def is_local(scope: Scope) -> bool:
-    """Return whether the client is on this machine."""
+    """Return whether the client is on this machine, and asked for it by address or as localhost: any other name may be
+    that of a web page which leads its browser here (DNS rebinding)."""
     client, server = scope.get("client"), scope.get("server")
-    if not client or not server:
+    if not client or not server or not names_this_machine(Headers(scope=scope).get("host", "localhost")):
         return False
     return client[0] == server[0] or ip_address(client[0]).is_loopback
 
@@ -100,7 +103,7 @@ class KeySource:
     def __init__(self, file: Path | None, env: Mapping[str, str] = os.environ) -> None:
         self._file = file
         self._env = env
-        self._notes: list[str] = []
+        self._notes, self._error = list[str](), ""
         """that were logged"""
         loaded = read_keys(file, env)
         self._states = {path: stamp(path) for path in loaded.files}
@@ -108,17 +111,19 @@ class KeySource:
         self._take(loaded)
 
     async def follow(self) -> None:
-        """Read the files again whenever they change. Never returns."""
+        """Read the files again whenever they change, and until they can be used. Never returns."""
         while True:
             await asyncio.sleep(CHECK)
             states = await asyncio.to_thread(lambda: {path: stamp(path) for path in self._states})
             if states == self._states:
                 continue
-            self._states = states
             try:
                 self._take(await asyncio.to_thread(read_keys, self._file, self._env))
+                self._states, self._error = states, ""
             except ConfigError as error:
-                logger.error("the API keys of before stay, since the new ones cannot be used: %s", error)
+                if str(error) != self._error:
+                    logger.error("the API keys of before stay, since the new ones cannot be used: %s", error)
+                self._error = str(error)
 
     def _take(self, loaded: FoundKeys) -> None:
         self.keys.replace(loaded.keys)

@@ -70,11 +70,12 @@ async def run(
     left = trace.deadline + GRACE - time.monotonic()
     try:
         done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if not done and admission.waiting and not model.live:
-            await response.fail(RequestFailure.no_worker(trace.model))
-        elif not done:
-            await response.fail(RequestFailure(504, "the request's deadline passed"))
-        elif app not in done:
+        if not done:
+            late = RequestFailure(504, "the request's deadline passed")
+            failure = RequestFailure.no_worker(trace.model) if admission.waiting and not model.live else late
+            with suppress(TimeoutError):  # its client hardly reads what was sent before
+                await asyncio.wait_for(response.fail(failure), GRACE)
+        if app not in done:
             response.disconnect()
     except asyncio.CancelledError:  # the drain timeout is over; this task ends with the answer
         await response.fail(SHUTTING_DOWN)
@@ -95,15 +96,14 @@ async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:
     """Wait until the model's app, which was told of the disconnect, has ended by itself, or end it."""
     await asyncio.wait({app}, timeout=_END_WITHIN)
     app.cancel()
-    trace = response.trace
     try:
         with suppress(asyncio.CancelledError):
             await app
     except (*REFUSALS, ModelReplaced):
         raise
     except Exception:
-        if trace.failure is None:
+        if response.trace.failure is None:
             logger.exception("the model's app failed")
-            trace.failure = RequestFailure(500, "internal error")
+            response.trace.failure = RequestFailure(500, "internal error")
         if not response.redirected:
-            await response.fail(trace.failure)
+            await response.fail(response.trace.failure)

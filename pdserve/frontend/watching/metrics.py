@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.keys.auth import is_local
 from pdserve.frontend.ribs import Rib, RibContext
 from pdserve.observe.metrics import MergedPage, SlotMetrics
 from pdserve.records import Instance
@@ -23,12 +25,14 @@ and each has its own page (`Instance.metrics`) for a scraper that finds them all
 
 
 class MetricsPage(Rib):
-    """Of this process and of every other one that the registry has."""
+    """Of this process and of every other one that the registry has, with hosts and the use of each key: from elsewhere
+    it needs a key that may see everything."""
 
     local_paths = frozenset({"/metrics"})
 
     def __init__(self, context: RibContext) -> None:
         self._view, self._own, self._client = context.view, context.id, context.http
+        self._keys = context.keys
         self.routes = [Route("/metrics", self._answer)]
         self._making = asyncio.Lock()
         self._page = b""
@@ -42,7 +46,9 @@ class MetricsPage(Rib):
                 self._made = time.monotonic()
             return self._page
 
-    async def _answer(self, _: Request) -> Response:
+    async def _answer(self, request: Request) -> Response:
+        if not is_local(request.scope) and not self._keys.viewer(request.headers).everything:
+            raise HttpError(403, "the metrics show all keys and hosts: they need a key with `admin: true`")
         return Response(await self.get(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _make(self) -> bytes:

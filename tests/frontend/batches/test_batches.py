@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from pdserve.config.api_keys import ApiKey, KeyLimits
 from pdserve.config.schema import FrontendConfig
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.batches import pages, store, work
+from pdserve.frontend.edge import body as bodies
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.ribs import Ribs
 from pdserve.slo import SPARE
 from tests.conditions import until
-from tests.frontend.conftest import Graph, serve
+from tests.frontend.conftest import Graph, address_of, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -141,6 +143,7 @@ async def test_a_batch_from_upload_to_results(graph: Graph, tmp_path: Path) -> N
         ([], "invalid_input_file", None),
         ([chat("a"), chat("b"), chat("c"), chat("d")], "invalid_input_file", None),
         ([chat("a", stop="x" * 2000)], "invalid_json_line", 1),
+        ([chat("a"), chat("b", stop=[[]] * 11)], "invalid_json_line", 2),
     ],
 )
 async def test_a_batch_with_bad_lines_fails_and_none_is_sent(
@@ -148,6 +151,7 @@ async def test_a_batch_with_bad_lines_fails_and_none_is_sent(
 ) -> None:
     monkeypatch.setattr(store, "MAX_LINES", 3)
     monkeypatch.setattr(store, "MAX_LINE", 1500)
+    monkeypatch.setattr(bodies, "MAX_PARTS", 10)
     async with graph.worker() as worker, served(graph, tmp_path) as one:
         batch = await one.end(await one.begin(*lines))
     assert batch.status == "failed"
@@ -186,14 +190,53 @@ async def test_lists_have_pages(graph: Graph, tmp_path: Path) -> None:
         first = await client.batches.list(limit=2)
         assert (len(first.data), first.has_more) == (2, True)
         assert sorted([batch.id async for batch in client.batches.list(limit=2)]) == sorted(made)
+        for batch_id in made:
+            await one.end(await client.batches.retrieve(batch_id))
         files = await client.files.list(purpose="batch", order="asc")
         assert len(files.data) == 5
         await client.files.delete(files.data[0].id)
         with pytest.raises(openai.NotFoundError):
             await client.files.content(files.data[0].id)
-        for wrong in ({"limit": 0}, {"after": "batch_none"}):
+        for wrong in ({"limit": 0}, {"limit": "000000001" + "9" * 5000}, {"after": "batch_none"}):
             with pytest.raises(openai.BadRequestError):
                 await client.batches.list(**wrong)
+
+
+async def test_batches_that_are_over_cost_no_looks_and_old_ones_are_forgotten(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, read, stores, looks = store.Store.get, list[str](), store.stores, list[Path]()
+
+    def counting(self: store.Store, kind: type[Any], record_id: str) -> Any:
+        read.append(record_id)
+        return get(self, kind, record_id)
+
+    def looking(folder: Path) -> list[store.Store]:
+        looks.append(folder)
+        return stores(folder)
+
+    monkeypatch.setattr(pages, "MAX_OVER", 2)
+    monkeypatch.setattr(work, "stores", looking)
+    async with graph.worker(), served(graph, tmp_path) as one:
+        made = [(await one.end(await one.begin(b"nothing"))).id for _ in range(4)]
+        kept = [batch.id for batch in (await one.client().batches.list()).data]
+        assert (len(kept), set(kept) <= set(made)) == (3, True)
+        monkeypatch.setattr(store.Store, "get", counting)
+        looks.clear()
+        await until(lambda: len(looks) > 5)
+        assert all(read.count(each) <= 1 for each in kept)
+
+
+@pytest.mark.parametrize("metadata", [{"a" * 65: ""}, {"a": "b" * 513}, {str(n): "" for n in range(17)}])
+async def test_metadata_has_the_bounds_of_openai(
+    graph: Graph, tmp_path: Path, metadata: dict[str, str]
+) -> None:
+    async with served(graph, tmp_path) as one:
+        file = await one.client().files.create(file=("f", b"x"), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="length"):
+            await one.client().batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=metadata
+            )
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "expired", "drains"])
@@ -244,6 +287,34 @@ async def test_a_batch_goes_on_where_it_was_after_a_drain_and_a_cut_line(
         assert begun + len(worker.seen) < 120, "what was done is not done again"
 
 
+async def test_lines_are_read_beside_the_event_loop(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, threads = store.Store.lines, list[threading.Thread]()
+
+    def watched(self: store.Store, batch: store.Batch, done: Set[str]) -> Iterator[store.Line]:
+        for line in lines(self, batch, done):
+            threads.append(threading.current_thread())
+            yield line
+
+    monkeypatch.setattr(store.Store, "lines", watched)
+    async with graph.worker(), served(graph, tmp_path) as one:
+        await one.end(await one.begin(chat("a"), chat("b")))
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
+
+
+async def test_the_input_of_a_batch_is_not_deleted_before_its_end(graph: Graph, tmp_path: Path) -> None:
+    async with graph.worker(pace=None) as worker, served(graph, tmp_path) as one:
+        batch = await one.begin(chat("a"))
+        await worker.until(lambda: worker.jobs)
+        with pytest.raises(openai.BadRequestError, match="cancel it"):
+            await one.client().files.delete(batch.input_file_id)
+        await one.client().batches.cancel(batch.id)
+        await one.end(batch)
+        await one.client().files.delete(batch.input_file_id)
+
+
 async def test_lines_wait_for_the_limits_of_their_key(graph: Graph, tmp_path: Path) -> None:
     key = ApiKey.of("sk-ann-0123456789", "ann", KeyLimits(concurrent_requests=1))
     async with graph.worker(pace=0.01) as worker, served(graph, tmp_path, [key]) as one:
@@ -290,6 +361,28 @@ async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: py
                 headers=client.auth_headers | {"content-type": "multipart/form-data; boundary=x"},
             )
             assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["files", "batches"])
+async def test_bodies_that_do_not_come_leave_room_for_others_and_end(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(pages, "WITHIN", 1.0)
+    monkeypatch.setattr(bodies, "DISCARD_WITHIN", 0.1)
+    head = (
+        f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\nx-api-key: sk-ann-0123456789\r\ncontent-length: 1000\r\n"
+        "content-type: multipart/form-data; boundary=x\r\n\r\n"
+    )
+    async with served(graph, tmp_path) as one:
+        silent = [await asyncio.open_connection(*address_of(one.url)) for _ in range(16)]
+        for _, writer in silent:
+            writer.write(head.encode())
+        await one.client("bob").files.create(file=("f", b"x"), purpose="batch")
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*(reader.readline() for reader, _ in silent))
+        for _, writer in silent:
+            writer.close()
+    assert {answer.split()[1] for answer in answers} == ({b"408", b"429"} if path == "files" else {b"408"})
 
 
 async def test_without_a_folder_there_are_no_batches(graph: Graph) -> None:

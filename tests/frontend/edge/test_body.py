@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from pydantic import ValidationError
@@ -76,6 +77,23 @@ def test_a_body_of_too_many_parts_is_refused(part: bytes) -> None:
     parse_body(CHAT, few)
     with pytest.raises(BadRequest, match="one request may have 10000"):
         parse_body(CHAT, many)
+
+
+def test_a_text_that_is_not_closed_takes_no_longer_than_others() -> None:
+    took = []
+    for end in (b"", b'"'):
+        begun = time.process_time()
+        with pytest.raises(BadRequest, match="lists and objects"):
+            parse_body(CHAT, b"[" * (MAX_PARTS + 1) + b'"' + b'\\"' * 20_000 + b"\\\n" + end)
+        took.append(time.process_time() - begun)
+    assert took[0] < 10 * took[1] + 0.1
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_parts_are_counted_in_other_encodings(encoding: str) -> None:
+    """Where a byte of another character, as of U+2200, is that of a quote."""
+    with pytest.raises(BadRequest, match="lists and objects"):
+        parse_body(CHAT, f'{{"\u2200": [{"[]," * MAX_PARTS}[]]}}'.encode(encoding))
 
 
 def test_brackets_in_a_text_are_no_parts() -> None:

@@ -26,7 +26,7 @@ from tests.frontend.test_generate import completion
 Address = tuple[str, int]
 
 HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 100\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: %b\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
 
@@ -119,9 +119,9 @@ async def client(
             yield wrapped
 
 
-def ask(sock: socket.socket, *, close: bool = False, **changes: object) -> None:
+def ask(sock: socket.socket, *, close: bool = False, within: bytes = b"100", **changes: object) -> None:
     body = json.dumps(completion(stream=True, **changes)).encode()
-    head = HEAD % len(body)
+    head = HEAD % (within, len(body))
     sock.sendall((head.replace(b"\r\nhost", b"\r\nconnection: close\r\nhost") if close else head) + body)
 
 
@@ -156,6 +156,31 @@ async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCer
         assert b'"completion_tokens":1500' in await asyncio.to_thread(read, unread[0])
         admission = graph.models.find("demo").admission
         await until(lambda: not admission.queue.running)
+
+
+@in_session
+async def test_an_unread_stream_makes_way_also_with_a_second_request_behind_it(graph: Graph) -> None:
+    connections = ClientConnections(60.0, 60.0, pause_after=0.2)
+    async with graph.worker(), server(graph, None, connections) as address, client(address, None) as sock:
+        await until(lambda: bool(graph.models.live().get("demo")))
+        for _ in range(2):
+            ask(sock, max_tokens=3500, logprobs=5)
+        running = graph.context.running
+        await until(lambda: any(one.trace.admission and one.trace.admission.unread for one in running))
+
+
+@in_session
+async def test_a_deadline_ends_the_request_of_a_slow_reader(graph: Graph) -> None:
+    async with graph.worker(pace=0.0003) as decode, server(graph) as address, client(address, None) as sock:
+        await until(lambda: bool(graph.models.live().get("demo")))
+        ask(sock, within=b"1.5", max_tokens=3500, logprobs=5)
+        await decode.until(lambda: decode.jobs)
+        end = time.monotonic() + 5
+        while graph.context.running and time.monotonic() < end:
+            await asyncio.to_thread(sock.recv, 1000)
+            await asyncio.sleep(0.1)
+        assert not graph.context.running
+        await decode.until(lambda: not decode.jobs)
 
 
 @in_session
@@ -245,7 +270,7 @@ async def test_a_slow_body_is_no_slow_head(graph: Graph) -> None:
     body = json.dumps(completion()).encode()
     async with graph.worker(), server(graph, None, ClientConnections(0.3, 30.0)) as address:
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(HEAD % len(body))
+        writer.write(HEAD % (b"100", len(body)))
         for byte in range(0, len(body), 10):
             await asyncio.sleep(0.06)
             writer.write(body[byte : byte + 10])

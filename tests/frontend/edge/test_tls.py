@@ -178,6 +178,20 @@ def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) 
 
 
 @in_session
+async def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate = RenewedCertificate(made(tmp_path / "tls"), every=0.02)
+    watching, first = asyncio.create_task(certificate.watch()), certificate.context
+    monkeypatch.setenv(clock.VARIABLE, str(-(2**31)))
+    made(tmp_path / "tls", timedelta(days=40_000))
+    await until(lambda: "is not valid before" in caplog.text)
+    monkeypatch.delenv(clock.VARIABLE)
+    await until(lambda: certificate.context is not first)
+    watching.cancel()
+
+
+@in_session
 async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

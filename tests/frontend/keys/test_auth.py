@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from pdserve.config.api_keys import ApiKey
+from pdserve.config.api_keys import ApiKey, FoundKeys, read_keys
+from pdserve.errors import ConfigError
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.keys import auth
 from pdserve.frontend.keys.auth import ApiKeys, KeySource
@@ -66,6 +67,28 @@ async def test_a_file_is_read_again_when_it_changes(
         write(file, "alice=alice-0123456789abc\n")
         await until(lambda: name(source.keys, alice) == "alice")
         assert not name(source.keys, bob)
+
+
+async def test_a_file_that_could_not_be_read_is_tried_again_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(auth, "CHECK", 0.01)
+    file, alice = tmp_path / "keys", {"x-api-key": "alice-0123456789abc"}
+    write(file, "alice=alice-0123456789abc\nbob=bob-0123456789abcdef\n")
+    source, tries = KeySource(file, {}), list[Path | None]()
+
+    def unreadable(path: Path | None, env: Mapping[str, str]) -> FoundKeys:
+        tries.append(path)
+        raise ConfigError(["not readable yet"])
+
+    monkeypatch.setattr(auth, "read_keys", unreadable)
+    async with Owner() as tasks:
+        tasks.forever(source.follow, "keys")
+        write(file, "bob=bob-0123456789abcdef\n")
+        await until(lambda: len(tries) > 2)
+        assert (name(source.keys, alice), len(errors(caplog))) == ("alice", 1)
+        monkeypatch.setattr(auth, "read_keys", read_keys)
+        await until(lambda: not name(source.keys, alice))
 
 
 def write(file: Path, text: str) -> None:

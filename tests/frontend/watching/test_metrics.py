@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 from prometheus_client import REGISTRY
 
+from pdserve.config.api_keys import ApiKey
+from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.watching import metrics
 from pdserve.frontend.watching.metrics import MetricsPage
 from pdserve.records import Instance, Role, encode_record
@@ -65,6 +68,25 @@ async def test_pages_of_the_others_are_in_it(monkeypatch: pytest.MonkeyPatch, gr
         assert any(line.startswith(f"pdserve_{name}{{") and own in line for line in page.splitlines()), name
     assert f'vllm:generation_tokens_total{{{own},engine="0",model_name="demo"}}' in page
     assert "vllm:kv_cache_usage_perc" not in page, "a frontend has no KV cache"
+
+
+@pytest.mark.parametrize(
+    ("client", "host", "key", "status"),
+    [
+        ("127.0.0.1", "localhost:8000", "", 200),
+        ("127.0.0.1", "evil.example", "", 401),  # a page whose name leads here (DNS rebinding)
+        ("10.1.2.3", "10.1.2.4", "", 401),
+        ("10.1.2.3", "10.1.2.4", "b", 403),
+        ("10.1.2.3", "10.1.2.4", "a", 200),
+    ],
+)
+async def test_from_elsewhere_a_key_that_may_see_everything_is_needed(
+    graph: Graph, client: str, host: str, key: str, status: int
+) -> None:
+    app = graph.app_with(ApiKeys([ApiKey.of("a", admin=True), ApiKey.of("b")]))
+    transport = httpx.ASGITransport(app, client=(client, 1))
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
+        assert (await http.get("/metrics", headers={"x-api-key": key})).status_code == status
 
 
 async def test_many_scrapers_fetch_once_and_of_too_many_processes_none_is_merged(
