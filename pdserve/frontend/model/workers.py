@@ -108,12 +108,13 @@ class WorkerPool:
             for policy in POLICIES:
                 with suppress(KeyError):
                     ROUTER_DECISIONS.remove(policy, gone)
-        back = now.keys() - self._instances.keys()
         before, self._instances = self._instances, now
-        self._touched |= {id for id in before.keys() | back if before.get(id) != now.get(id)}
+        self._touched |= {id for id in before.keys() | now.keys() if before.get(id) != now.get(id)}
         self._make_links()
-        for link in [self._links[id] for id in back if id in self._links]:
-            self._listener.link_up(link)  # it had lost its lease but not its link: requests may be waiting
+        # those that had lost their leases but not their links, or have other adapters: requests may be waiting
+        able = {id for id in now if id not in before or before[id].adapters != now[id].adapters}
+        for link in [self._links[id] for id in able if id in self._links]:
+            self._listener.link_up(link)
 
     @property
     def live(self) -> int:

@@ -5,9 +5,10 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from pdserve.messages import Failed, Outputs, Refused
-from pdserve.records import encode_record
+from pdserve.records import Adapter, encode_record
 from pdserve.registry import keys
 from tests.conditions import holds, until
 from tests.engine.sims import expected as of_engine
@@ -222,6 +223,35 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
         await until(lambda: graph.models.live().get("demo") == 0)
         await holds(lambda: not request.done())  # longer than PAUSE: then it is not tried again by itself
         await registry.put(keys.instance(away.instance), encode_record(away.instance))
+        assert (await asyncio.wait_for(request, 5)).status_code == 200
+
+
+RED = Adapter("red", "/red", 5)
+
+
+async def put(registry: MemoryRegistry, worker: EchoWorker, *adapters: Adapter) -> None:
+    """Write which adapters the worker has."""
+    instance = replace(worker.instance, adapters=list(adapters))
+    await registry.put(keys.instance(instance), encode_record(instance))
+
+
+async def test_a_request_goes_on_where_its_adapter_is_loaded_later(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That worker could not load it when the other one did."""
+    monkeypatch.setattr("pdserve.frontend.model.migration.PAUSE", 0.01)
+    async with (
+        graph.worker(pace=None) as first,
+        graph.worker() as second,
+        MemoryRegistry(graph.registry) as registry,
+    ):
+        await put(registry, first, RED)
+        await until(lambda: "red" in graph.models.find("demo").adapters)
+        request = post(graph, model="red")
+        await steps(first, 1)
+        await first.die()
+        await holds(lambda: not request.done())  # longer than PAUSE
+        await put(registry, second, RED)
         assert (await asyncio.wait_for(request, 5)).status_code == 200
 
 
