@@ -323,7 +323,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def hand_over(self, link: Link, *, begun: bool) -> None:
         for generation in list(link.generations.values()):
-            if self.workers.capacity.available:
+            if self.workers.has_place(generation):
                 with self.contained(generation):
                     self._migration.hand_over(generation, begun=begun)
 

@@ -172,6 +172,17 @@ class WorkerPool:
             if not (instance.stands_in or instance.draining)
         )
 
+    def _lacking(self, generation: Generation) -> set[str]:
+        """Ids of the listed workers that do not have its adapter."""
+        adapter = _adapter(generation)
+        return {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}
+
+    def has_place(self, generation: Generation) -> bool:
+        """Whether any worker that has its adapter has capacity for one more request."""
+        ready = self._ready()
+        found = ready.next(self._last, self._lacking(generation), only_others=True)
+        return bool(found) and not ready.full(found[0])
+
     def _touch(self, link: Link) -> None:
         self._touched.add(link.instance)
 
@@ -180,12 +191,11 @@ class WorkerPool:
     def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
         """Choose a worker, with capacity if any has; None if there is no worker. The workers that lost this generation
         are the last resort, or never chosen with `only_others`."""
-        lora = generation.request.lora_request
-        adapter = lora.lora_int_id if lora is not None else 0
+        lacking = self._lacking(generation)
         salt, shown = generation.request.cache_salt, pictures(generation.request.mm_features)
-        cached = self._prefixes.cached(generation.prompt, salt, adapter, shown)
+        cached = self._prefixes.cached(generation.prompt, salt, _adapter(generation), shown)
         best, lost = nlargest(WINDOW, cached, cached.__getitem__), generation.lost_by
-        if lacking := {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}:
+        if lacking:
             others = self._ready().next(self._last, lacking | lost, only_others=True, preferred=best)
             ids = others or self._ready().next(self._last, lacking, only_others=True, preferred=best)
             ids = others if only_others else ids
@@ -317,3 +327,9 @@ class WorkerPool:
                 link.take_load(message.load)
                 link.make_way(message.make_way)
             self._listener.received(link, message)
+
+
+def _adapter(generation: Generation) -> int:
+    """The number of its adapter; 0: it has none."""
+    lora = generation.request.lora_request
+    return lora.lora_int_id if lora is not None else 0

@@ -1,6 +1,8 @@
 """A decode worker is lost: the request goes on at another, and the client sees nothing but a pause."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -229,10 +231,13 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
 RED = Adapter("red", "/red", 5)
 
 
-async def put(registry: MemoryRegistry, worker: EchoWorker, *adapters: Adapter) -> None:
-    """Write which adapters the worker has."""
-    instance = replace(worker.instance, adapters=list(adapters))
-    await registry.put(keys.instance(instance), encode_record(instance))
+@asynccontextmanager
+async def having(graph: Graph, worker: EchoWorker, *adapters: Adapter) -> AsyncIterator[None]:
+    """While entered, the worker's record says that it has these adapters."""
+    async with MemoryRegistry(graph.registry) as registry:
+        instance = replace(worker.instance, adapters=list(adapters))
+        await registry.put(keys.instance(instance), encode_record(instance))
+        yield
 
 
 async def test_a_request_goes_on_where_its_adapter_is_loaded_later(
@@ -240,19 +245,14 @@ async def test_a_request_goes_on_where_its_adapter_is_loaded_later(
 ) -> None:
     """That worker could not load it when the other one did."""
     monkeypatch.setattr("pdserve.frontend.model.migration.PAUSE", 0.01)
-    async with (
-        graph.worker(pace=None) as first,
-        graph.worker() as second,
-        MemoryRegistry(graph.registry) as registry,
-    ):
-        await put(registry, first, RED)
+    async with graph.worker(pace=None) as first, graph.worker() as second, having(graph, first, RED):
         await until(lambda: "red" in graph.models.find("demo").adapters)
         request = post(graph, model="red")
         await steps(first, 1)
         await first.die()
         await holds(lambda: not request.done())  # longer than PAUSE
-        await put(registry, second, RED)
-        assert (await asyncio.wait_for(request, 5)).status_code == 200
+        async with having(graph, second, RED):
+            assert (await asyncio.wait_for(request, 5)).status_code == 200
 
 
 async def test_without_a_worker_until_the_deadline(graph: Graph) -> None:
