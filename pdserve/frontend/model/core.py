@@ -116,13 +116,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         generation.replays = looks_back(request.sampling_params) is not None
         generation.request = repeatable(request)
         generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
-        if trace.failure is not None:  # a sibling (n > 1) has just ended all of them
-            self._end(generation)
+        if trace.failure is not None:  # a sibling (n > 1, beams) has just ended all of them
+            self._drop(generation)
             return
         if trace.deltas is not None and trace.path in self.plain_paths:
             self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
         generation.reserve = reserve_for(request, trace)
-        begin, drop = partial(self.place, generation), partial(self._end, generation)
+        begin, drop = partial(self.place, generation), partial(self._drop, generation)
         pause = partial(self._pause, generation)
         generation.permit = trace.admission.permit(begin, drop, pause, fixed=generation.replays)
         generation.permit.request()
@@ -196,9 +196,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> list[EngineCoreOutput]:
         """Note an output; return those that AsyncLLM should see now."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._migration.lost(
-                generation, f"{link.instance} gave it up ({output.finish_reason})", "gave-up"
-            )
+            why = f"{link.instance} gave it up ({output.finish_reason})"
+            self._migration.lost(generation, why, "gave-up")
             return []
         output.request_id = generation.id
         if generation.placed is not generation.noted:
@@ -255,6 +254,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
             if other := self._generations.get(request_id):
                 self._end(other)
+
+    def _drop(self, generation: Generation) -> None:
+        """End a generation whose HTTP request is over: if a beam fails, vLLM leaves the tasks of the others."""
+        self.fail(generation, generation.trace.failure or RequestFailure(500, "its HTTP request is over"))
 
     def _fail_behind(
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure

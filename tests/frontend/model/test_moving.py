@@ -231,6 +231,22 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
 RED = Adapter("red", "/red", 5)
 
 
+async def test_of_a_search_whose_beam_is_lost_nothing_is_left(graph: Graph) -> None:
+    """vLLM has a task for each beam, and ends none when another fails."""
+    async with graph.worker(pace=None, at_once=1) as worker:
+        core = graph.processor().core
+        fields = completion(use_beam_search=True, n=4, max_tokens=6)
+        asked = graph.http.post("/v1/completions", json=fields, headers={"x-request-timeout": "2"})
+        request = asyncio.create_task(asked)
+        await steps(worker, 1)
+        await worker.until(lambda: len(worker.seen) == 2)
+        await worker.send(Failed(worker.seen[1].request_id, "refused", invalid=True))
+        assert (await request).status_code == 400
+        worker.go()  # the beam that got its place has begun
+        await asyncio.wait_for(core.idle(), 5)
+        await until(lambda: not [task for task in asyncio.all_tasks() if "collect_from" in repr(task)])
+
+
 @asynccontextmanager
 async def having(graph: Graph, worker: EchoWorker, *adapters: Adapter) -> AsyncIterator[None]:
     """While entered, the worker's record says that it has these adapters."""
