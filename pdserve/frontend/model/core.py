@@ -214,7 +214,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._count(generation, each.new_token_ids)
         if output.finished:
             generation.detach()
-            if generation.attempt == 1 and generation.tokens and not generation.trace.spare:
+            unusual = generation.attempt > 1 or generation.trace.spare or generation.beam
+            if generation.tokens and not unusual:
                 self.estimate.learn(*generation.timing)
             self._end(generation)
         return passed

@@ -85,10 +85,15 @@ class Generation:
         return request_id
 
     @property
+    def beam(self) -> bool:
+        """Whether it is one step of a beam: a beam search makes new requests for each token."""
+        return not self.request.sampling_params.detokenize
+
+    @property
     def prompt_key(self) -> str:
-        """The outputs of n > 1 share one."""
+        """The outputs of n > 1 share one, and the beams of a search: vLLM calls them `<key>-<step>-beam-<number>`."""
         key: str = self.request.external_req_id or self.request.request_id
-        return key
+        return key.rsplit("-", 3)[0] if self.beam else key
 
     @property
     def prompt(self) -> list[int]:
@@ -131,8 +136,7 @@ class Generation:
         span, self.span = self.span, None
         if span is not None:
             span.add_hops((hop for hop in hops if hop.name == "decode"), self.trace.started)
-            placed = self.placed.prefill if self.placed else ""
-            span.end(time.monotonic(), {"pdserve.prefill": placed}, error)
+            span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
         if link is not None:
             link.remove(self)
         return link

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from copy import copy
 from typing import Any
 
 import httpx
@@ -245,6 +246,19 @@ async def test_of_a_search_whose_beam_is_lost_nothing_is_left(graph: Graph) -> N
         worker.go()  # the beam that got its place has begun
         await asyncio.wait_for(core.idle(), 5)
         await until(lambda: not [task for task in asyncio.all_tasks() if "collect_from" in repr(task)])
+
+
+async def test_a_beam_search_has_its_prompt_once_and_teaches_no_lengths(
+    graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each beam's next token is a request of one token for vLLM, whose prompt grows."""
+    caplog.set_level("INFO")
+    async with graph.worker():
+        await complete(graph, max_tokens=60)
+        learnt = copy(graph.processor().core.estimate)
+        await complete(graph, use_beam_search=True, n=4, max_tokens=5)
+        assert graph.processor().core.estimate == learnt
+        await until(lambda: "tokens=4+17 " in caplog.text)
 
 
 @asynccontextmanager
