@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
+from pdserve.errors import BadRequest
 from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.trace import PAUSED, SHUTTING_DOWN, RequestFailure, RequestTrace, current_trace
@@ -306,7 +307,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._fail_alone(generation, error)
 
     def _fail_alone(self, generation: Generation, error: Exception) -> None:
-        if isinstance(error, Unencodable):
+        if isinstance(error, Unencodable | BadRequest):
             self.fail(generation, RequestFailure(400, str(error)))
             return
         logger.error("request %s failed in the frontend", generation.id, exc_info=error)

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from heapq import nlargest
+from typing import Any
 
 from msgspec import UNSET
 
-from pdserve.errors import PeerGone, leaves
+from pdserve.errors import BadRequest, PeerGone, leaves
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
 from pdserve.frontend.model.candidates import WINDOW, Candidates, Prospect, keeping
@@ -25,7 +26,7 @@ from pdserve.frontend.model.router import choose
 from pdserve.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.prefixes import pictures
-from pdserve.records import Instance
+from pdserve.records import Adapter, Instance
 from pdserve.settings import POLICIES
 from pdserve.tasks import Owner
 from pdserve.watch import LinkState
@@ -59,6 +60,7 @@ class WorkerPool:
         self._frontends = 1
         self._instances: dict[str, Instance] = {}
         """by id, as the registry lists them"""
+        self._kept: Mapping[str, Adapter] = {}
         self._links: dict[str, Link] = {}
         """by instance id: the links that are up"""
         self._linking: set[str] = set()
@@ -96,9 +98,10 @@ class WorkerPool:
 
     # which workers there are
 
-    def update(self, instances: Iterable[Instance], frontends: int) -> None:
+    def update(self, instances: Iterable[Instance], frontends: int, kept: Mapping[str, Adapter] = {}) -> None:
         """Take over the registry's state: this model's decode workers, the prefill workers that may stand in for them,
-        and how many frontends share them."""
+        how many frontends share them, and the adapters loaded and unloaded at run time, by name."""
+        self._kept = kept
         if frontends != self._frontends:
             self._frontends = frontends
             self._touched |= self._links.keys()
@@ -177,6 +180,14 @@ class WorkerPool:
         adapter = _adapter(generation)
         return {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}
 
+    def _check_adapter(self, lora: Any) -> None:
+        """Raises BadRequest if an adapter that no worker has was unloaded, or is of other weights by now."""
+        kept = self._kept.get(lora.lora_name) if lora is not None else None
+        if kept is not None and kept.id != lora.lora_int_id:
+            raise BadRequest(
+                f"The lora adapter '{kept.name}' was unloaded, and no worker has it any more.", "model"
+            )
+
     def has_place(self, generation: Generation) -> bool:
         """Whether any worker that has its adapter has capacity for one more request."""
         ready = self._ready()
@@ -190,7 +201,8 @@ class WorkerPool:
 
     def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
         """Choose a worker, with capacity if any has; None if there is no worker. The workers that lost this generation
-        are the last resort, or never chosen with `only_others`."""
+        are the last resort, or never chosen with `only_others`. Raises BadRequest where no worker will have its adapter
+        any more."""
         lacking = self._lacking(generation)
         salt, shown = generation.request.cache_salt, pictures(generation.request.mm_features)
         cached = self._prefixes.cached(generation.prompt, salt, _adapter(generation), shown)
@@ -202,6 +214,8 @@ class WorkerPool:
         else:
             ids = self._ready().next(self._last, lost, only_others=only_others, preferred=best)
         if not ids:
+            if len(lacking) == len(self._instances):
+                self._check_adapter(generation.request.lora_request)
             return None
         outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}
         candidates = [self._instances[id] for id in ids]

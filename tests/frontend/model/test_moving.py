@@ -285,6 +285,24 @@ async def test_a_request_goes_on_where_its_adapter_is_loaded_later(
             assert (await asyncio.wait_for(request, 5)).status_code == 200
 
 
+async def test_a_request_whose_adapter_is_unloaded_and_gone_fails_at_once(graph: Graph) -> None:
+    """Another one needed its place while the request was at no engine."""
+    async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
+        async with having(graph, worker, RED):
+            await until(lambda: "red" in graph.models.find("demo").adapters)
+            request = post(graph, model="red")
+            await worker.until(lambda: worker.jobs)
+            unloaded = Adapter("red", asked="later", model="demo")
+            await registry.put(keys.adapter(unloaded), encode_record(unloaded))
+            await worker.send(Failed(worker.seen[0].request_id, "adapter 5 is not here", retry=True))
+            await holds(lambda: not request.done())  # it may be there yet
+        answer = await asyncio.wait_for(request, 5)
+    assert (answer.status_code, answer.json()["error"]["message"][:31]) == (
+        400,
+        "The lora adapter 'red' was unlo",
+    )
+
+
 async def test_without_a_worker_until_the_deadline(graph: Graph) -> None:
     async with graph.worker():
         pass
