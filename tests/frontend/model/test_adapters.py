@@ -127,6 +127,25 @@ async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
     assert (await adapted.complete("green")).status_code == 404
 
 
+async def test_a_loaded_adapter_has_never_the_number_that_vllm_counts(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = adapted.processor().adapters
+    assert adapters._store is not None
+    registry, numbers = adapters._store._registry, list[int]()
+    delete = registry.delete
+
+    async def noting(key: str) -> None:
+        if key == keys.claim("pink"):
+            numbers.append(adapters._models.lora_requests["pink"].lora_int_id)
+        await delete(key)
+
+    monkeypatch.setattr(registry, "delete", noting)
+    answer = await adapted.post(LOAD, lora_name="pink", lora_path=str(adapter_in(tmp_path, "pink")))
+    assert (answer.status_code, numbers) == (200, [adapted.number("pink")])
+    await adapted.post(UNLOAD, lora_name="pink")
+
+
 # ── several frontends ──
 
 
