@@ -142,18 +142,9 @@ class RequestRunner:
         workers = len(self.workers.available())
         adaptive = settings.remote_prefill and settings.policy == "adaptive"
         estimates = self.estimator.of(request, prompt - hit, prompt) if adaptive else None
-        decision = decide(
-            prompt,
-            hit,
-            depth,
-            workers,
-            self.queue.connected,
-            settings,
-            supported=prefix_hit is not None,
-            migrated=submit.migrated,
-            fits=self.remote.fits(submit),
-            estimates=estimates,
-        )
+        known = prompt, hit, depth, workers, self.queue.connected, settings
+        supported, migrated, fits = prefix_hit is not None, submit.migrated, self.remote.fits(submit)
+        decision = decide(*known, supported=supported, migrated=migrated, fits=fits, estimates=estimates)
         if self.stands_in:
             decision = Decision("local", STAND_IN)
         elif decision.mode == "remote" and self.has_time():
@@ -186,13 +177,14 @@ class RequestRunner:
         submit = request.submit
         try:
             await self.engine.generate(request.id, submit.prompt, submit.body, handle, after)
-        except ProtocolError as error:
-            if handle is None:
+        except (ProtocolError, Unavailable) as error:
+            if handle is not None:
+                await self.engine.reject(handle)
+            if handle is None or isinstance(error, Unavailable):  # its adapter is gone
                 raise
             # the KV's lease ran out since it was checked: sending to a slow frontend may take a second
             log.warning("request %s: its KV is refused (%s), prefilling locally", request.id, error)
             request.phase = Phase.WAITING
-            await self.engine.reject(handle)
             self.links.failed(request, f"expired: {error}")
             request.recompute("fallback")
             await self.frontends.send(request.frontend, request.placed)

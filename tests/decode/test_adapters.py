@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -90,7 +90,7 @@ class LoraGraph(Seams):
         super().__init__(replace(config(decode), prefill=PrefillConfig(engine_args=LORA)))
 
     async def __aenter__(self) -> Self:
-        await self.start(self.worker(PrefillWorker, "prefill-0"))
+        self.prefill = await self.start(self.worker(PrefillWorker, "prefill-0"))
         self.decode = await self.start_decoding(self.worker(DecodeWorker, "decode-0"))
         registry = await self.registry_of_another()
         self.view = await self.enter_async_context(RegistryView(registry))
@@ -179,6 +179,25 @@ async def test_a_request_whose_adapter_is_not_there_may_go_elsewhere() -> None:
         failed = (await graph.ask(RED)).failed
         assert failed is not None
         assert failed.retry
+
+
+async def test_kv_of_a_request_whose_adapter_goes_meanwhile_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LoraGraph() as graph:
+        await graph.load("red", str(adapter_in(tmp_path, "red")))
+        red, engine = graph.names()["red"].id, graph.decode.engine
+        generate = engine.generate
+
+        async def too_late(*asked: Any) -> None:
+            await engine.unload_adapter(red)
+            await generate(*asked)
+
+        monkeypatch.setattr(engine, "generate", too_late)
+        failed = (await graph.ask(red)).failed
+        assert failed is not None
+        assert failed.retry
+        await until(graph.prefill.engine.all_blocks_free, within=1.0)
 
 
 # ── a worker by itself ──

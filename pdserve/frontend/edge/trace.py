@@ -208,8 +208,8 @@ class RequestTrace:
         return self.hops if first else SequenceHops(self.started)
 
     def add_prompt(self, key: str, tokens: int) -> None:
-        """Count a prompt once: the several outputs of n > 1 share one key."""
-        self._prompts[key] = tokens
+        """Count a prompt once: the several outputs of n > 1 share one key, and so do beams, which begin as long."""
+        self._prompts.setdefault(key, tokens)
 
     def sent_to(self, instance: str) -> None:
         self._instances[instance] = None

@@ -80,7 +80,8 @@ class AdapterStore:
                 id = await self._loaded(asked)
             await self._keep(replace(asked, id=id), keys.claim(name))
         except TimeoutError:
-            left = ", ".join(_silent(self._workers(model), asked))
+            silent = _silent(self._workers(model), asked)
+            left = ", ".join(silent) or f"the workers of {model}, of which none is there,"
             raise Unavailable(f"{left} did not load adapter {name} within {WITHIN:g} s") from None
         finally:
             await self._registry.delete(keys.loading(asked))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
+from pdserve.errors import BadRequest
 from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.trace import PAUSED, SHUTTING_DOWN, RequestFailure, RequestTrace, current_trace
@@ -116,13 +117,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         generation.replays = looks_back(request.sampling_params) is not None
         generation.request = repeatable(request)
         generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
-        if trace.failure is not None:  # a sibling (n > 1) has just ended all of them
-            self._end(generation)
+        if trace.failure is not None:  # a sibling (n > 1, beams) has just ended all of them
+            self._drop(generation)
             return
         if trace.deltas is not None and trace.path in self.plain_paths:
             self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
         generation.reserve = reserve_for(request, trace)
-        begin, drop = partial(self.place, generation), partial(self._end, generation)
+        begin, drop = partial(self.place, generation), partial(self._drop, generation)
         pause = partial(self._pause, generation)
         generation.permit = trace.admission.permit(begin, drop, pause, fixed=generation.replays)
         generation.permit.request()
@@ -196,9 +197,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> list[EngineCoreOutput]:
         """Note an output; return those that AsyncLLM should see now."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._migration.lost(
-                generation, f"{link.instance} gave it up ({output.finish_reason})", "gave-up"
-            )
+            why = f"{link.instance} gave it up ({output.finish_reason})"
+            self._migration.lost(generation, why, "gave-up")
             return []
         output.request_id = generation.id
         if generation.placed is not generation.noted:
@@ -215,7 +215,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._count(generation, each.new_token_ids)
         if output.finished:
             generation.detach()
-            if generation.attempt == 1 and generation.tokens and not generation.trace.spare:
+            unusual = generation.attempt > 1 or generation.trace.spare or generation.beam
+            if generation.tokens and not unusual:
                 self.estimate.learn(*generation.timing)
             self._end(generation)
         return passed
@@ -255,6 +256,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
             if other := self._generations.get(request_id):
                 self._end(other)
+
+    def _drop(self, generation: Generation) -> None:
+        """End a generation whose HTTP request is over: if a beam fails, vLLM leaves the tasks of the others."""
+        self.fail(generation, generation.trace.failure or RequestFailure(500, "its HTTP request is over"))
 
     def _fail_behind(
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
@@ -302,7 +307,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._fail_alone(generation, error)
 
     def _fail_alone(self, generation: Generation, error: Exception) -> None:
-        if isinstance(error, Unencodable):
+        if isinstance(error, Unencodable | BadRequest):
             self.fail(generation, RequestFailure(400, str(error)))
             return
         logger.error("request %s failed in the frontend", generation.id, exc_info=error)
@@ -323,7 +328,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def hand_over(self, link: Link, *, begun: bool) -> None:
         for generation in list(link.generations.values()):
-            if self.workers.capacity.available:
+            if self.workers.has_place(generation):
                 with self.contained(generation):
                     self._migration.hand_over(generation, begun=begun)
 

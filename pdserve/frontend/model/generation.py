@@ -8,7 +8,7 @@ from pdserve.frontend.admission.granted import SequencePermit
 from pdserve.frontend.edge.trace import RequestTrace, SequenceHops
 from pdserve.frontend.model.pacing import Reserve
 from pdserve.frontend.model.vllm_api import EngineCoreOutput, EngineCoreRequest
-from pdserve.messages import Hop, Placed, ToDecode
+from pdserve.messages import Placed, ToDecode
 from pdserve.observe.tracing import TracedSpan
 
 
@@ -85,10 +85,15 @@ class Generation:
         return request_id
 
     @property
+    def beam(self) -> bool:
+        """Whether it is one step of a beam: a beam search makes new requests for each token."""
+        return not self.request.sampling_params.detokenize
+
+    @property
     def prompt_key(self) -> str:
-        """The outputs of n > 1 share one."""
+        """The outputs of n > 1 share one, and the beams of a search: vLLM calls them `<key>-<step>-beam-<number>`."""
         key: str = self.request.external_req_id or self.request.request_id
-        return key
+        return key.rsplit("-", 3)[0] if self.beam else key
 
     @property
     def prompt(self) -> list[int]:
@@ -113,12 +118,6 @@ class Generation:
         if self.trace.span is not None:
             self.span = self.trace.span.begin("attempt", time.monotonic(), {"pdserve.instance": instance})
 
-    def _end_span(self, hops: list[Hop], error: str) -> None:
-        assert self.span is not None
-        span, self.span = self.span, None
-        span.add_hops((hop for hop in hops if hop.name == "decode"), self.trace.started)
-        span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
-
     def attach(self, link: WorkerLink, attempt_id: str) -> None:
         """Begin an attempt at the link's worker."""
         self.attempt += 1
@@ -134,8 +133,10 @@ class Generation:
         """End the attempt, so that its late outputs find no generation. Returns its link."""
         link, self.link = self.link, None
         hops = self.hops.left(self.last_token) if link is not None else []
-        if self.span is not None:
-            self._end_span(hops, error)
+        span, self.span = self.span, None
+        if span is not None:
+            span.add_hops((hop for hop in hops if hop.name == "decode"), self.trace.started)
+            span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
         if link is not None:
             link.remove(self)
         return link

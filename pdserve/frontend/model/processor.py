@@ -5,7 +5,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from starlette.types import ASGIApp
 
 from pdserve.config.arguments import speculation, to_argv
@@ -193,7 +194,9 @@ class ModelMetrics(Collector):
                     continue
                 known = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 known.samples += metric.samples
-        yield from merged.values()
+        for metric in merged.values():
+            metric.samples = _added_up(metric.samples)
+            yield metric
 
     @contextmanager
     def model(self) -> Iterator[CollectorRegistry]:
@@ -204,6 +207,16 @@ class ModelMetrics(Collector):
             yield registry
         finally:
             self._registries.remove(registry)
+
+
+def _added_up(samples: Iterable[Sample]) -> list[Sample]:
+    """Of each series once: while its card changes, a model is there twice."""
+    sums: dict[tuple[object, ...], Sample] = {}
+    for sample in samples:
+        series = sample.name, *sorted(sample.labels.items())
+        before = 0.0 if sample.name.endswith("_created") or series not in sums else sums[series].value
+        sums[series] = sample._replace(value=before + sample.value)
+    return list(sums.values())
 
 
 MODEL_METRICS = ModelMetrics()

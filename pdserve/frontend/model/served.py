@@ -219,11 +219,12 @@ class ServedModels:
         workers = self._workers(model.card)
         places = (each.max_num_seqs for each in workers if not each.stands_in)
         model.places = max(places, default=0) or model.places
-        model.adapters = served(self._view.adapters(model.card.name), workers, model.adapters)
+        kept = self._view.adapters(model.card.name)
+        model.adapters = served(kept, workers, model.adapters)
         if model.processor is not None:
             model.processor.adapters.set(model.adapters.values())
             frontends = len(self._view.instances(Role.FRONTEND))
-            model.processor.workers.update(workers, max(1, frontends))
+            model.processor.workers.update(workers, max(1, frontends), kept)
             model.processor.workers.policy = in_force({"router": self._context.router}, live)["router"]
             model.admission.advance()
         if model.retired.is_set():

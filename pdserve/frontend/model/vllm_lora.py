@@ -68,6 +68,7 @@ class AppAdapters:
         async with self._store.claimed(self._model, request.lora_name):
             self.look()  # vLLM refuses names that it knows
             answer: ErrorResponse | str = await self._loads(request)
+            self.look()  # vLLM has noted a number of its own, which no worker has
         return answer
 
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from heapq import nlargest
+from typing import Any
 
 from msgspec import UNSET
 
-from pdserve.errors import PeerGone, leaves
+from pdserve.errors import BadRequest, PeerGone, leaves
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
 from pdserve.frontend.model.candidates import WINDOW, Candidates, Prospect, keeping
@@ -25,7 +26,7 @@ from pdserve.frontend.model.router import choose
 from pdserve.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.prefixes import pictures
-from pdserve.records import Instance
+from pdserve.records import Adapter, Instance
 from pdserve.settings import POLICIES
 from pdserve.tasks import Owner
 from pdserve.watch import LinkState
@@ -59,6 +60,7 @@ class WorkerPool:
         self._frontends = 1
         self._instances: dict[str, Instance] = {}
         """by id, as the registry lists them"""
+        self._kept: Mapping[str, Adapter] = {}
         self._links: dict[str, Link] = {}
         """by instance id: the links that are up"""
         self._linking: set[str] = set()
@@ -96,9 +98,10 @@ class WorkerPool:
 
     # which workers there are
 
-    def update(self, instances: Iterable[Instance], frontends: int) -> None:
+    def update(self, instances: Iterable[Instance], frontends: int, kept: Mapping[str, Adapter] = {}) -> None:
         """Take over the registry's state: this model's decode workers, the prefill workers that may stand in for them,
-        and how many frontends share them."""
+        how many frontends share them, and the adapters loaded and unloaded at run time, by name."""
+        self._kept = kept
         if frontends != self._frontends:
             self._frontends = frontends
             self._touched |= self._links.keys()
@@ -108,12 +111,13 @@ class WorkerPool:
             for policy in POLICIES:
                 with suppress(KeyError):
                     ROUTER_DECISIONS.remove(policy, gone)
-        back = now.keys() - self._instances.keys()
         before, self._instances = self._instances, now
-        self._touched |= {id for id in before.keys() | back if before.get(id) != now.get(id)}
+        self._touched |= {id for id in before.keys() | now.keys() if before.get(id) != now.get(id)}
         self._make_links()
-        for link in [self._links[id] for id in back if id in self._links]:
-            self._listener.link_up(link)  # it had lost its lease but not its link: requests may be waiting
+        # those that had lost their leases but not their links, or have other adapters: requests may be waiting
+        able = {id for id in now if id not in before or before[id].adapters != now[id].adapters}
+        for link in [self._links[id] for id in able if id in self._links]:
+            self._listener.link_up(link)
 
     @property
     def live(self) -> int:
@@ -171,6 +175,25 @@ class WorkerPool:
             if not (instance.stands_in or instance.draining)
         )
 
+    def _lacking(self, generation: Generation) -> set[str]:
+        """Ids of the listed workers that do not have its adapter."""
+        adapter = _adapter(generation)
+        return {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}
+
+    def _check_adapter(self, lora: Any) -> None:
+        """Raises BadRequest if an adapter that no worker has was unloaded, or is of other weights by now."""
+        kept = self._kept.get(lora.lora_name) if lora is not None else None
+        if kept is not None and kept.id != lora.lora_int_id:
+            raise BadRequest(
+                f"The lora adapter '{kept.name}' was unloaded, and no worker has it any more.", "model"
+            )
+
+    def has_place(self, generation: Generation) -> bool:
+        """Whether any worker that has its adapter has capacity for one more request."""
+        ready = self._ready()
+        found = ready.next(self._last, self._lacking(generation), only_others=True)
+        return bool(found) and not ready.full(found[0])
+
     def _touch(self, link: Link) -> None:
         self._touched.add(link.instance)
 
@@ -178,19 +201,21 @@ class WorkerPool:
 
     def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
         """Choose a worker, with capacity if any has; None if there is no worker. The workers that lost this generation
-        are the last resort, or never chosen with `only_others`."""
-        lora = generation.request.lora_request
-        adapter = lora.lora_int_id if lora is not None else 0
+        are the last resort, or never chosen with `only_others`. Raises BadRequest where no worker will have its adapter
+        any more."""
+        lacking = self._lacking(generation)
         salt, shown = generation.request.cache_salt, pictures(generation.request.mm_features)
-        cached = self._prefixes.cached(generation.prompt, salt, adapter, shown)
+        cached = self._prefixes.cached(generation.prompt, salt, _adapter(generation), shown)
         best, lost = nlargest(WINDOW, cached, cached.__getitem__), generation.lost_by
-        if lacking := {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}:
+        if lacking:
             others = self._ready().next(self._last, lacking | lost, only_others=True, preferred=best)
             ids = others or self._ready().next(self._last, lacking, only_others=True, preferred=best)
             ids = others if only_others else ids
         else:
             ids = self._ready().next(self._last, lost, only_others=only_others, preferred=best)
         if not ids:
+            if len(lacking) == len(self._instances):
+                self._check_adapter(generation.request.lora_request)
             return None
         outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}
         candidates = [self._instances[id] for id in ids]
@@ -316,3 +341,9 @@ class WorkerPool:
                 link.take_load(message.load)
                 link.make_way(message.make_way)
             self._listener.received(link, message)
+
+
+def _adapter(generation: Generation) -> int:
+    """The number of its adapter; 0: it has none."""
+    lora = generation.request.lora_request
+    return lora.lora_int_id if lora is not None else 0

@@ -116,7 +116,10 @@ HEADS = {
     "made-up method": (b"BREW / HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "lower case": (b"get / http/1.1\r\nhost: x\r\n\r\n", 400),
     # any client on this host could pass for many: what needs no key here needs one from elsewhere
-    "forwarded address": (b"GET /version HTTP/1.1\r\nhost: 127.0.0.1\r\nx-forwarded-for: 10.0.0.7\r\n\r\n", 200),
+    "forwarded address": (
+        b"GET /version HTTP/1.1\r\nhost: 127.0.0.1\r\nx-forwarded-for: 10.0.0.7\r\n\r\n",
+        200,
+    ),
     "garbage": (bytes(range(65, 91)) * 20 + b"\r\n\r\n", 400),
     "WebSocket": (GET + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n", 401),
     "h2c": (GET + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n\r\n", 401),

@@ -127,6 +127,25 @@ async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
     assert (await adapted.complete("green")).status_code == 404
 
 
+async def test_a_loaded_adapter_has_never_the_number_that_vllm_counts(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = adapted.processor().adapters
+    assert adapters._store is not None
+    registry, numbers = adapters._store._registry, list[int]()
+    delete = registry.delete
+
+    async def noting(key: str) -> None:
+        if key == keys.claim("pink"):
+            numbers.append(adapters._models.lora_requests["pink"].lora_int_id)
+        await delete(key)
+
+    monkeypatch.setattr(registry, "delete", noting)
+    answer = await adapted.post(LOAD, lora_name="pink", lora_path=str(adapter_in(tmp_path, "pink")))
+    assert (answer.status_code, numbers) == (200, [adapted.number("pink")])
+    await adapted.post(UNLOAD, lora_name="pink")
+
+
 # ── several frontends ──
 
 
@@ -295,7 +314,7 @@ async def test_a_name_of_another_model_or_its_adapter_is_taken(
             await registry.put(keys.adapter(kept), encode_record(kept), leased=False)
         await until(lambda: len(view.adapters("other")) == 2 and bool(view.cards() and view.instances()))
         store = AdapterStore(registry, view)
-        with pytest.raises(error):
+        with pytest.raises(error, match=r"choose another name|demo, of which none is there, did not load"):
             async with store.claimed("demo", name):
                 await store.load("demo", name, "/x")
         await until(lambda: view.loading("demo") == [])

@@ -1,13 +1,17 @@
 """A decode worker is lost: the request goes on at another, and the client sees nothing but a pause."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import copy
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from pdserve.messages import Failed, Outputs, Refused
-from pdserve.records import encode_record
+from pdserve.records import Adapter, encode_record
 from pdserve.registry import keys
 from tests.conditions import holds, until
 from tests.engine.sims import expected as of_engine
@@ -223,6 +227,80 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
         await holds(lambda: not request.done())  # longer than PAUSE: then it is not tried again by itself
         await registry.put(keys.instance(away.instance), encode_record(away.instance))
         assert (await asyncio.wait_for(request, 5)).status_code == 200
+
+
+RED = Adapter("red", "/red", 5)
+
+
+async def test_of_a_search_whose_beam_is_lost_nothing_is_left(graph: Graph) -> None:
+    """vLLM has a task for each beam, and ends none when another fails."""
+    async with graph.worker(pace=None, at_once=1) as worker:
+        core = graph.processor().core
+        fields = completion(use_beam_search=True, n=4, max_tokens=6)
+        asked = graph.http.post("/v1/completions", json=fields, headers={"x-request-timeout": "2"})
+        request = asyncio.create_task(asked)
+        await steps(worker, 1)
+        await worker.until(lambda: len(worker.seen) == 2)
+        await worker.send(Failed(worker.seen[1].request_id, "refused", invalid=True))
+        assert (await request).status_code == 400
+        worker.go()  # the beam that got its place has begun
+        await asyncio.wait_for(core.idle(), 5)
+        await until(lambda: not [task for task in asyncio.all_tasks() if "collect_from" in repr(task)])
+
+
+async def test_a_beam_search_has_its_prompt_once_and_teaches_no_lengths(
+    graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each beam's next token is a request of one token for vLLM, whose prompt grows."""
+    caplog.set_level("INFO")
+    async with graph.worker():
+        await complete(graph, max_tokens=60)
+        learnt = copy(graph.processor().core.estimate)
+        await complete(graph, use_beam_search=True, n=4, max_tokens=5)
+        assert graph.processor().core.estimate == learnt
+        await until(lambda: "tokens=4+17 " in caplog.text)
+
+
+@asynccontextmanager
+async def having(graph: Graph, worker: EchoWorker, *adapters: Adapter) -> AsyncIterator[None]:
+    """While entered, the worker's record says that it has these adapters."""
+    async with MemoryRegistry(graph.registry) as registry:
+        instance = replace(worker.instance, adapters=list(adapters))
+        await registry.put(keys.instance(instance), encode_record(instance))
+        yield
+
+
+async def test_a_request_goes_on_where_its_adapter_is_loaded_later(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That worker could not load it when the other one did."""
+    monkeypatch.setattr("pdserve.frontend.model.migration.PAUSE", 0.01)
+    async with graph.worker(pace=None) as first, graph.worker() as second, having(graph, first, RED):
+        await until(lambda: "red" in graph.models.find("demo").adapters)
+        request = post(graph, model="red")
+        await steps(first, 1)
+        await first.die()
+        await holds(lambda: not request.done())  # longer than PAUSE
+        async with having(graph, second, RED):
+            assert (await asyncio.wait_for(request, 5)).status_code == 200
+
+
+async def test_a_request_whose_adapter_is_unloaded_and_gone_fails_at_once(graph: Graph) -> None:
+    """Another one needed its place while the request was at no engine."""
+    async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
+        async with having(graph, worker, RED):
+            await until(lambda: "red" in graph.models.find("demo").adapters)
+            request = post(graph, model="red")
+            await worker.until(lambda: worker.jobs)
+            unloaded = Adapter("red", asked="later", model="demo")
+            await registry.put(keys.adapter(unloaded), encode_record(unloaded))
+            await worker.send(Failed(worker.seen[0].request_id, "adapter 5 is not here", retry=True))
+            await holds(lambda: not request.done())  # it may be there yet
+        answer = await asyncio.wait_for(request, 5)
+    assert (answer.status_code, answer.json()["error"]["message"][:31]) == (
+        400,
+        "The lora adapter 'red' was unlo",
+    )
 
 
 async def test_without_a_worker_until_the_deadline(graph: Graph) -> None:

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+from prometheus_client import Histogram
 
 from pdserve.errors import Unavailable
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.model.processor import frontend_argv, model_folder
+from pdserve.frontend.model.processor import ModelMetrics, frontend_argv, model_folder
 from pdserve.frontend.model.vllm_api import parse_args
 from pdserve.records import Instance, ModelCard, Role
 from pdserve.stream.archives import archive_name
@@ -96,3 +97,16 @@ def test_bad_arguments_are_an_error_and_no_exit() -> None:
         parse_args([*argv(), "--tokenizer-mode"])
     with pytest.raises(ValueError, match="nowhere"):
         parse_args(argv(chat_template="nowhere.jinja"))
+
+
+def test_while_its_card_changes_a_model_has_each_series_once() -> None:
+    metrics = ModelMetrics()
+    with metrics.model() as old, metrics.model() as new:
+        for registry, seconds in ((old, (1.0, 3.0)), (new, (1.0,))):
+            series = Histogram("vllm:s", "x", ["model_name"], buckets=[2.0], registry=registry)
+            for each in seconds:
+                series.labels("demo").observe(each)
+        (metric,) = metrics.collect()
+    samples = [each for each in metric.samples if not each.name.endswith("_created")]
+    values = [(each.name.removeprefix("vllm:s_"), each.value) for each in samples]
+    assert values == [("bucket", 2.0), ("bucket", 3.0), ("count", 3.0), ("sum", 5.0)]

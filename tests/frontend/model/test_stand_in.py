@@ -12,7 +12,7 @@ from tests.conditions import holds, until
 from tests.decode.graph import counted
 from tests.frontend.conftest import Graph, card
 from tests.frontend.model.echo import EchoWorker, continuation
-from tests.frontend.model.test_moving import post, steps
+from tests.frontend.model.test_moving import RED, having, post, steps
 from tests.frontend.test_generate import PROMPT, complete, text_of
 from tests.memory.registry import MemoryRegistry
 
@@ -115,6 +115,20 @@ async def test_streams_on_a_stand_in_are_handed_over_unless_they_would_have_to_b
         (submit,) = decode.seen
         assert (submit.prompt, submit.migrated) == (PROMPT + continuation(PROMPT, 5), False)
     assert counted("pdserve_migrations_total", reason="handed-over") == before + 1
+
+
+async def test_a_stand_in_keeps_a_request_whose_adapter_no_decode_worker_has(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
+    async with alone(graph) as prefill, having(graph, prefill, RED):
+        await until(lambda: "red" in graph.models.find("demo").adapters)
+        request = post(graph, model="red")
+        await prefill.until(lambda: prefill.jobs)
+        async with graph.worker() as decode:
+            await holds(lambda: prefill.jobs)
+            async with having(graph, decode, RED):
+                assert (await request).headers["x-pdserve-instance"] == f"{prefill.id},{decode.id}"
 
 
 async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Graph) -> None:
