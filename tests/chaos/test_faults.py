@@ -11,13 +11,21 @@ from pathlib import Path
 import psutil
 import pytest
 from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, Victim, find, injected
-from pdserve_bench.chaos.scene import Fault
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.run import _played
+from pdserve_bench.chaos.scene import Fault, Options, Scene
+from pdserve_bench.launch import RunningGraph
+from pdserve_bench.watch import GraphWatch
 
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.records import Instance, Role
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.supervisor.state import GraphRecord
 from tests.conditions import until
+from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import pid_of, restart
 
 
@@ -96,9 +104,9 @@ def test_only_children_of_the_supervisor_are_found(
     ]
     found = find(target, turn, instances, os.getpid())
     assert [[victim.name for victim in victims] for victims in found] == rounds
-    with pytest.raises(LookupError, match="no frontend process of this graph"):
+    with pytest.raises(Cannot, match="no frontend process of this graph"):
         find(Target.FRONTEND, turn, instances, os.getpid())
-    with pytest.raises(LookupError, match="of this graph on this machine"):
+    with pytest.raises(Cannot, match="of this graph on this machine"):
         find(target, turn, instances, os.getppid())
 
 
@@ -115,7 +123,7 @@ def test_a_server_is_found_by_the_name_of_its_process(tmp_path: Path) -> None:
     program = shutil.copy("/bin/sleep", tmp_path / "nats-server")
     command, pipe = [sys.executable, "-c", SERVE, program], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as serve:
-        with pytest.raises(LookupError, match="nats is not a server of this graph's own"):
+        with pytest.raises(Cannot, match="nats is not a server of this graph's own"):
             find(Target.NATS, 0, [], serve.pid)
         print(file=serve.stdin, flush=True)
         assert serve.stdout is not None
@@ -172,3 +180,27 @@ async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], 
             assert [path.name for path in server.data_dir.iterdir()] == []
             await restart(server)
             assert len(list((tmp_path / f"{kind.name}-lost").iterdir())) > time
+
+
+@pytest.mark.parametrize("error", [KeyError("status"), IndexError("pop"), LookupError("has ended by itself")])
+async def test_a_fault_that_breaks_off_is_amiss_and_only_what_cannot_be_done_is_skipped(
+    error: Exception,
+) -> None:
+    raised = [error, Cannot("needs root"), Cannot("needs root")]
+
+    async def play(scene: Scene) -> float:
+        raise raised.pop(0)
+
+    async with MemoryRegistry(MemoryServer()) as registry:
+        watch, load = GraphWatch(), JudgedLoad("", "demo", iter(()), 1, 1)
+        watch.registry = registry
+        running = RunningGraph(GraphRecord(os.getpid(), "", "demo", "", "", ""), Path())
+        config = Config(Path(), "demo", "demo", None, None, None)
+        scene = Scene(running, config, watch, load, Options(()), print, remote=False)
+        fault = Fault("batch-kill", "", play)
+        assert await _played(fault, scene) is not None
+        assert scene.amiss == [f"it broke off: {error!r}"]
+        assert await _played(fault, scene) is not None, "what was seen before counts"
+        scene.amiss.clear()
+        with pytest.raises(Cannot, match="needs root"):
+            await _played(fault, scene)

@@ -15,6 +15,7 @@ from pdserve.plan.slots import Slot
 from pdserve.ports import free_port
 from pdserve.records import Instance, Role
 from pdserve.supervisor.exits import end_group, exit_of
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import CUTTABLE, PDSERVE, ServerRun
 from pdserve_bench.watch import total
@@ -93,12 +94,12 @@ async def _failed(scene: Scene) -> tuple[float, float]:
 
 
 def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
-    """Slots like those of the graph's own processes, beside them. Raises LookupError."""
+    """Slots like those of the graph's own processes, beside them. Raises Cannot."""
     ours = [slot for slot in make_plan(scene.config, Machine.detect()).slots if slot.role.does(role)]
     if not ours:
-        raise LookupError(f"the graph has no {role.value} processes")
+        raise Cannot(f"the graph has no {role.value} processes")
     if ours[0].gpus:
-        raise LookupError("there is no GPU left for two more workers")
+        raise Cannot("there is no GPU left for two more workers")
     host = scene.config.host
     return [
         replace(ours[0], index=len(ours) + number, kv_port=free_port(host) if ours[0].kv_port else 0)
@@ -136,7 +137,7 @@ async def _registered(scene: Scene, extra: ServerRun) -> Instance:
         async with asyncio.timeout(READY_WITHIN):
             instance = await extra.until(found, scene.say)
     except (TimeoutError, ConfigError, Unavailable):
-        raise LookupError(f"{extra.log.stem} did not come to be ready") from None
+        raise Unavailable(f"{extra.log.stem} did not come to be ready") from None
     assert instance is not None
     return instance
 

@@ -35,7 +35,7 @@ Address = tuple[str, int]
 
 
 class Cannot(Exception):
-    """This process may not reach into the sockets of others here; the text says why."""
+    """A fault cannot be done here, and nothing has been harmed; the text says why."""
 
 
 @asynccontextmanager

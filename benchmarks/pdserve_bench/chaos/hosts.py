@@ -6,6 +6,7 @@ from functools import partial
 
 from pdserve.records import Role
 from pdserve_bench.chaos.clocks import DEADLINE, WORK, failures
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.hosts.graph import SERVERS, WRONG_CLOCKS, HostsGraph
 from pdserve_bench.watch import total
@@ -88,9 +89,9 @@ async def _recovery(scene: Scene) -> float | None:
 
 
 def _graph(scene: Scene) -> HostsGraph:
-    """Raises LookupError."""
+    """Raises Cannot."""
     if not isinstance(scene.running, HostsGraph):
-        raise LookupError("its processes have no hosts of their own: --hosts")
+        raise Cannot("its processes have no hosts of their own: --hosts")
     return scene.running
 
 

@@ -13,6 +13,7 @@ import psutil
 
 from pdserve import clock
 from pdserve.records import Role
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import StartedGraph
 
@@ -77,7 +78,7 @@ async def hold_load(scene: Scene) -> StartedGraph:
     """Let no request begin any more, with some in flight, and return the graph, whose `serve` may be killed now."""
     running = scene.running
     if not isinstance(running, StartedGraph):
-        raise LookupError("only where this command has started the graph, and can start it again")
+        raise Cannot("only where this command has started the graph, and can start it again")
     scene.gone |= {instance.id for instance in await scene.watch.instances()}
     scene.load.pause()
     await asyncio.sleep(BEFORE)
