@@ -5,17 +5,22 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
+from pdserve_bench.chaos.clocks import failures
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, Victim, find, injected
+from pdserve_bench.chaos.features import count_running
 from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.restarts import kill_workers
 from pdserve_bench.chaos.run import _played
 from pdserve_bench.chaos.scene import Fault, Options, Scene
+from pdserve_bench.client import Exchange
 from pdserve_bench.launch import RunningGraph
 from pdserve_bench.watch import GraphWatch
 
@@ -182,25 +187,48 @@ async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], 
             assert len(list((tmp_path / f"{kind.name}-lost").iterdir())) > time
 
 
-@pytest.mark.parametrize("error", [KeyError("status"), IndexError("pop"), LookupError("has ended by itself")])
-async def test_a_fault_that_breaks_off_is_amiss_and_only_what_cannot_be_done_is_skipped(
-    error: Exception,
-) -> None:
-    raised = [error, Cannot("needs root"), Cannot("needs root")]
-
-    async def play(scene: Scene) -> float:
-        raise raised.pop(0)
-
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    """Of a graph without processes, which is whole."""
     async with MemoryRegistry(MemoryServer()) as registry:
         watch, load = GraphWatch(), JudgedLoad("", "demo", iter(()), 1, 1)
         watch.registry = registry
         running = RunningGraph(GraphRecord(os.getpid(), "", "demo", "", "", ""), Path())
         config = Config(Path(), "demo", "demo", None, None, None)
-        scene = Scene(running, config, watch, load, Options(()), print, remote=False)
-        fault = Fault("batch-kill", "", play)
-        assert await _played(fault, scene) is not None
-        assert scene.amiss == [f"it broke off: {error!r}"]
-        assert await _played(fault, scene) is not None, "what was seen before counts"
-        scene.amiss.clear()
-        with pytest.raises(Cannot, match="needs root"):
-            await _played(fault, scene)
+        yield Scene(running, config, watch, load, Options((), hold=0.1), print, remote=False)
+
+
+@pytest.mark.parametrize("error", [KeyError("status"), IndexError("pop"), LookupError("has ended by itself")])
+async def test_a_fault_that_breaks_off_is_amiss_and_only_what_cannot_be_done_is_skipped(
+    scene: Scene, error: Exception
+) -> None:
+    raised = [error, Cannot("needs root"), Cannot("needs root")]
+
+    async def play(_: Scene) -> float:
+        raise raised.pop(0)
+
+    fault = Fault("batch-kill", "", play)
+    assert await _played(fault, scene) is not None
+    assert scene.amiss == [f"it broke off: {error!r}"]
+    assert await _played(fault, scene) is not None, "what was seen before counts"
+    scene.amiss.clear()
+    with pytest.raises(Cannot, match="needs root"):
+        await _played(fault, scene)
+
+
+async def test_a_fault_that_meets_nothing_is_not_survived(
+    scene: Scene, victims: list[Victim], tmp_path: Path
+) -> None:
+    with pytest.raises(Cannot, match="no connection of decode-0 was found to cut"):
+        async with injected(Harm.CUT, victims[:1], os.getpid(), tmp_path):
+            pass
+    count_running(scene, [Exchange({}, ended=1.0), Exchange({})])
+    assert not scene.amiss
+    count_running(scene, [Exchange({}, ended=1.0)])
+    assert await kill_workers(scene) is not None
+    await failures(replace(scene, remote=True), 1.0)
+    assert scene.amiss == [
+        "none of its own requests was in flight",
+        "0 workers killed, and 0 that were starting",
+        "0 of 0 remote prefills failed",
+    ]

@@ -8,7 +8,7 @@ import httpx
 from pdserve.config.adapters import static_adapters
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, harm
-from pdserve_bench.chaos.features import answers, begin, compare, of_text
+from pdserve_bench.chaos.features import answers, begin, compare, count_running, of_text
 from pdserve_bench.chaos.scene import Fault, Scene
 
 NAME = "chaos"
@@ -36,8 +36,8 @@ async def unload(scene: Scene) -> float | None:
         )
         while not running.done() and not all(each.arrivals for each in asked):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY)
+        count_running(scene, asked)
         await _post(scene, "unload", {"lora_name": NAME})
-        scene.say(f"{NAME} is unloaded while {sum(not each.ended for each in asked)} requests have it")
         if turn == ROUNDS - 1:
             seconds = await harm(scene, Target.DECODE, Harm.KILL)
         await running

@@ -65,20 +65,20 @@ async def _play(scene: Scene, role: Role) -> float | None:
 async def _use(scene: Scene, instances: Sequence[Instance]) -> None:
     ours = scene.load.urls
     scene.load.urls = [*ours, *(instance.address for instance in instances if instance.role is Role.FRONTEND)]
-    failed, remote = await failures(scene)
+    await failures(scene, TOLERATED)
     scene.load.urls = ours
     await asyncio.sleep(ON_THEIR_WAY)
-    if failed > TOLERATED * remote or not remote:
-        scene.amiss.append(f"{failed:.0f} of {remote:.0f} remote prefills failed")
 
 
-async def failures(scene: Scene) -> tuple[float, float]:
-    """The remote prefills of the next --hold seconds: those that were done again locally, and all."""
+async def failures(scene: Scene, tolerated: float) -> None:
+    """Of the remote prefills of the next --hold seconds at most this share may be done again locally."""
     before = await _failed(scene)
     await asyncio.sleep(scene.options.hold)
     failed, remote = (now - then for now, then in zip(await _failed(scene), before, strict=True))
-    scene.say(f"{failed:.0f} of {remote:.0f} remote prefills failed")
-    return failed, remote
+    told = f"{failed:.0f} of {remote:.0f} remote prefills failed"
+    scene.say(told)
+    if failed > tolerated * remote or (scene.remote and not remote):
+        scene.amiss.append(told)
 
 
 async def _failed(scene: Scene) -> tuple[float, float]:

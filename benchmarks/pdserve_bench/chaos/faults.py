@@ -183,7 +183,9 @@ async def injected(
                     _send(victims, signal.SIGCONT)
         case Harm.CUT:
             (victim,) = victims
-            async with cut_off(victim.group, [*family(supervisor), *beside]):
+            async with cut_off(victim.group, [*family(supervisor), *beside]) as cut:
+                if not cut.connections:
+                    raise Cannot(f"no connection of {victim.name} was found to cut")
                 yield
 
 

@@ -64,7 +64,7 @@ async def play(scene: Scene, feature: Trial) -> float | None:
     asked, running = begin(scene, bodies)
     while not running.done() and not feature.enough([bool(each.arrivals) for each in asked]):  # noqa: ASYNC110
         await asyncio.sleep(LOOK_EVERY)
-    scene.say(f"{sum(not each.ended for each in asked)} requests of its own in flight")
+    count_running(scene, asked)
     seconds = await feature.strike(scene)
     await running
     compare(scene, [each.error or each.tokens for each in asked], right)
@@ -92,6 +92,14 @@ def begin(scene: Scene, bodies: Sequence[Body]) -> "tuple[list[Exchange], asynci
     paths = [CHAT if "messages" in body else COMPLETIONS for body in bodies]
     jobs = (client.ask(each, within, path) for each, path in zip(asked, paths, strict=True))
     return asked, asyncio.gather(*jobs)
+
+
+def count_running(scene: Scene, asked: Sequence[Exchange]) -> None:
+    """Now that the fault happens."""
+    running = sum(not each.ended for each in asked)
+    scene.say(f"{running} requests of its own in flight")
+    if not running:
+        scene.amiss.append("none of its own requests was in flight")
 
 
 def compare(scene: Scene, found: Sequence[object], right: Sequence[list[int]]) -> None:

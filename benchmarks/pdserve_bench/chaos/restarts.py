@@ -49,7 +49,10 @@ async def kill_workers(scene: Scene) -> float | None:
             scene.gone.add(ids[serving[name].pid])
             doomed[name], killed, due = dice.choice(AGAIN), killed + 1, now + dice.uniform(*EVERY)
         await asyncio.sleep(TICK)
-    scene.say(f"{killed} workers killed, and {young} that were starting")
+    told = f"{killed} workers killed, and {young} that were starting"
+    scene.say(told)
+    if not killed or not young:
+        scene.amiss.append(told)
     return await scene.recovery()
 
 
