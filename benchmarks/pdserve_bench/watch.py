@@ -33,6 +33,8 @@ class Leftovers:
     """KV blocks by instance, of those that hold any"""
     queued: int
     seconds: float
+    amiss: tuple[str, ...] = ()
+    """instances that are busy, and roles that are missing, a sentence each"""
 
 
 class GraphWatch(Lifetime):
@@ -92,9 +94,16 @@ class GraphWatch(Lifetime):
             loads = await read_loads(instances)
             seconds = time.monotonic() - started
             queued = max((load.queue_depth for load in loads.values()), default=0)
-            left = Leftovers(held(instances, loads), queued, seconds)
-            clean = not left.blocks and not left.queued and not any(map(busy, loads.values()))
-            if seconds >= within or (clean and _count(instances) == self.whole):
+            there = _count(instances)
+            amiss = [
+                f"{instance} has {load.running} requests, and {load.waiting} that wait"
+                for instance, load in loads.items()
+                if load.running or load.waiting
+            ]
+            if missing := Counter(self.whole) - there:
+                amiss.append(f"missing: {listed(missing)}")
+            left = Leftovers(held(instances, loads), queued, seconds, tuple(amiss))
+            if seconds >= within or not (left.blocks or queued or amiss or there != self.whole):
                 return left
             await asyncio.sleep(LOOK_EVERY)
 
@@ -125,10 +134,6 @@ def total(page: Mapping[str, float], name: str) -> float:
 
 def _count(instances: list[Instance]) -> Counter[str]:
     return Counter(instance.role.value for instance in instances if not instance.draining)
-
-
-def busy(load: Load) -> bool:
-    return bool(load.running or load.waiting)
 
 
 def held(instances: list[Instance], loads: Mapping[str, Load]) -> dict[str, int]:

@@ -5,19 +5,32 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
+from pdserve_bench.chaos.clocks import failures
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, Victim, find, injected
-from pdserve_bench.chaos.scene import Fault
+from pdserve_bench.chaos.features import count_running
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.restarts import kill_workers
+from pdserve_bench.chaos.run import _played
+from pdserve_bench.chaos.scene import Fault, Options, Scene
+from pdserve_bench.client import Exchange
+from pdserve_bench.launch import RunningGraph
+from pdserve_bench.watch import GraphWatch
 
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.records import Instance, Role
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.supervisor.state import GraphRecord
 from tests.conditions import until
+from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import pid_of, restart
 
 
@@ -96,9 +109,9 @@ def test_only_children_of_the_supervisor_are_found(
     ]
     found = find(target, turn, instances, os.getpid())
     assert [[victim.name for victim in victims] for victims in found] == rounds
-    with pytest.raises(LookupError, match="no frontend process of this graph"):
+    with pytest.raises(Cannot, match="no frontend process of this graph"):
         find(Target.FRONTEND, turn, instances, os.getpid())
-    with pytest.raises(LookupError, match="of this graph on this machine"):
+    with pytest.raises(Cannot, match="of this graph on this machine"):
         find(target, turn, instances, os.getppid())
 
 
@@ -115,7 +128,7 @@ def test_a_server_is_found_by_the_name_of_its_process(tmp_path: Path) -> None:
     program = shutil.copy("/bin/sleep", tmp_path / "nats-server")
     command, pipe = [sys.executable, "-c", SERVE, program], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as serve:
-        with pytest.raises(LookupError, match="nats is not a server of this graph's own"):
+        with pytest.raises(Cannot, match="nats is not a server of this graph's own"):
             find(Target.NATS, 0, [], serve.pid)
         print(file=serve.stdin, flush=True)
         assert serve.stdout is not None
@@ -172,3 +185,50 @@ async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], 
             assert [path.name for path in server.data_dir.iterdir()] == []
             await restart(server)
             assert len(list((tmp_path / f"{kind.name}-lost").iterdir())) > time
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    """Of a graph without processes, which is whole."""
+    async with MemoryRegistry(MemoryServer()) as registry:
+        watch, load = GraphWatch(), JudgedLoad("", "demo", iter(()), 1, 1)
+        watch.registry = registry
+        running = RunningGraph(GraphRecord(os.getpid(), "", "demo", "", "", ""), Path())
+        config = Config(Path(), "demo", "demo", None, None, None)
+        yield Scene(running, config, watch, load, Options((), hold=0.1), print, remote=False)
+
+
+@pytest.mark.parametrize("error", [KeyError("status"), IndexError("pop"), LookupError("has ended by itself")])
+async def test_a_fault_that_breaks_off_is_amiss_and_only_what_cannot_be_done_is_skipped(
+    scene: Scene, error: Exception
+) -> None:
+    raised = [error, Cannot("needs root"), Cannot("needs root")]
+
+    async def play(_: Scene) -> float:
+        raise raised.pop(0)
+
+    fault = Fault("batch-kill", "", play)
+    assert await _played(fault, scene) is not None
+    assert scene.amiss == [f"it broke off: {error!r}"]
+    assert await _played(fault, scene) is not None, "what was seen before counts"
+    scene.amiss.clear()
+    with pytest.raises(Cannot, match="needs root"):
+        await _played(fault, scene)
+
+
+async def test_a_fault_that_meets_nothing_is_not_survived(
+    scene: Scene, victims: list[Victim], tmp_path: Path
+) -> None:
+    with pytest.raises(Cannot, match="no connection of decode-0 was found to cut"):
+        async with injected(Harm.CUT, victims[:1], os.getpid(), tmp_path):
+            pass
+    count_running(scene, [Exchange({}, ended=1.0), Exchange({})])
+    assert not scene.amiss
+    count_running(scene, [Exchange({}, ended=1.0)])
+    assert await kill_workers(scene) is not None
+    await failures(replace(scene, remote=True), 1.0)
+    assert scene.amiss == [
+        "none of its own requests was in flight",
+        "0 workers killed, and 0 that were starting",
+        "0 of 0 remote prefills failed",
+    ]

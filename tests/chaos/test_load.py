@@ -66,20 +66,21 @@ async def test_what_clients_see(kind: str, result: Judgement, error: str) -> Non
 
 
 async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
-    """All break: some on the killed frontend's connections, one on a living one's, some long after."""
-    async with _server("hangs") as url, JudgedLoad(url, "demo", _cases(), 4, 0.2) as load:
-        await load.until(lambda attempt: True, 4)
+    """All break: some on the killed frontend's connections, one on a living one's, two long after."""
+    async with _server("hangs") as url, JudgedLoad(url, "demo", _cases(), 5, 0.2) as load:
+        await load.until(lambda attempt: True, 5)
     for attempt in load.done:
         attempt.hung, attempt.reset, attempt.error = False, True, "connection: reset"
-    spared, late, *_ = load.done
+    spared, late, young, *_ = load.done
     load.frontend_dies({spared.port})
     killed_at = load.done[-1].ended
     load._killed_at = killed_at
     for attempt in load.done:
         attempt.started, attempt.ended = killed_at - 1, killed_at + 1
     late.started, late.ended = killed_at + 10, killed_at + 11
+    young.started, young.ended = killed_at + 1.9, killed_at + 45
     count = Counter(attempt.result for attempt in load.seen("frontend-kill", killed_at))
-    assert count == {Judgement.FAILED: 2, Judgement.APART: len(load.done) - 2}
+    assert count == {Judgement.FAILED: 3, Judgement.APART: len(load.done) - 3}
 
 
 @pytest.mark.parametrize(

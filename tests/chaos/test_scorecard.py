@@ -3,11 +3,19 @@
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen, trace
 from pdserve_bench.chaos.questions import Attempt, Case
 from pdserve_bench.chaos.scorecard import COLUMNS, Row, as_json, cells, line, passed, score, verdict
-from pdserve_bench.watch import Leftovers
+from pdserve_bench.watch import GraphWatch, Leftovers
+
+from pdserve.messages import Load
+from pdserve.observe.pages import serve_pages
+from pdserve.records import Instance, Role
+from pdserve.registry import keys
+from pdserve.watch import Watched
+from tests.memory.registry import MemoryRegistry, MemoryServer
 
 
 def _trace(result: Judgement, error: str = "") -> AttemptTrace:
@@ -81,6 +89,24 @@ def test_a_row_is_good_or_not(row: Row, good: bool) -> None:
 def test_nothing_tried_is_nothing_passed() -> None:
     assert not passed([])
     assert not passed([Row("none", requests=10, recovered=0.0), Row("etcd-cut", skipped="needs root")])
+
+
+async def test_requests_that_never_end_and_workers_that_are_gone_are_amiss() -> None:
+    watch = GraphWatch()
+    with serve_pages("127.0.0.1") as page:
+        page.watched = lambda: Watched(Load(running=2, waiting=5))
+        async with MemoryRegistry(MemoryServer()) as watch.registry:
+            workers = [Instance(f"decode-{n}", Role.DECODE, metrics=page.metrics) for n in range(2)]
+            for worker in workers:
+                await watch.registry.put(keys.instance(worker), msgspec.json.encode(worker))
+            await watch.learn()
+            await watch.registry.delete(keys.instance(workers[1]))
+            left = await watch.leftovers(0.0)
+            await watch.registry.delete(keys.instance(workers[0]))
+            nothing = await watch.leftovers(0.0)
+    assert left.amiss == ("decode-0 has 2 requests, and 5 that wait", "missing: 1 decode")
+    assert nothing.amiss == ("missing: 2 decode",)
+    assert not score("etcd-kill", "etcd", [Seen(Judgement.OK)], 1.0, nothing).good
 
 
 # how it looks

@@ -21,10 +21,7 @@ FAST = {"prefill-rate": 1e6, "step-seconds": 0.001, "bandwidth": 1e12, "transfer
 
 def expected(prompt: list[int], count: int) -> list[int]:
     """The tokens of any healthy engine."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(SimModel().next_token(tokens))
-    return tokens[len(prompt) :]
+    return SimModel().answer(prompt, count)
 
 
 def body(max_tokens: int = 4, **sampling: object) -> list[bytes]:
@@ -65,10 +62,7 @@ def tokens(outputs: list[Output]) -> list[int]:
 
 def generated(prompt: list[int], count: int, adapter: int) -> list[int]:
     """What a simulated engine answers with this LoRA adapter; 0: with none."""
-    found = list(prompt)
-    for _ in range(count):
-        found.append(SimModel().next_token(found, adapter))
-    return found[len(prompt) :]
+    return SimModel().answer(prompt, count, adapter)
 
 
 def adapter_in(at: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 from pdserve.records import Role
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.questions import LONGEST, Attempt, simulated
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.client import Exchange, LoadClient, post, send_unread
@@ -26,7 +27,7 @@ async def read_nothing(scene: Scene) -> float | None:
     """The polite client comes from an address of its own, as the load does from a third."""
     address = urlsplit(scene.running.graph.url)
     if address.hostname not in ("127.0.0.1", "localhost"):
-        raise LookupError("the frontend is not on this machine's loopback")
+        raise Cannot("the frontend is not on this machine's loopback")
     assert scene.config.frontend is not None
     quiet = max([await _wait_of_polite(scene) for _ in range(QUIET)])
     calm, began, waits = _longest_pause(scene.load.done), time.monotonic(), list[float]()
@@ -94,7 +95,7 @@ async def poison(scene: Scene) -> float | None:
     """A short one, which meets decode workers alone, and a long one, which meets prefill workers first."""
     model = simulated(scene.config)
     if model is None or not model.fatal_token:
-        raise LookupError("only simulated engines with a fatal-token are killed by a prompt")
+        raise Cannot("only simulated engines with a fatal-token are killed by a prompt")
     for length in (8, 8 * scene.config.decode.max_local_prefill_length if scene.config.decode else 8):
         before = await _workers(scene)
         exchange = await _ask(scene, [model.fatal_token] * min(length, LONGEST))

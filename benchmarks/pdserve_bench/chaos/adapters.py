@@ -6,8 +6,9 @@ import asyncio
 import httpx
 
 from pdserve.config.adapters import static_adapters
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, harm
-from pdserve_bench.chaos.features import answers, begin, compare, of_text
+from pdserve_bench.chaos.features import answers, begin, compare, count_running, of_text
 from pdserve_bench.chaos.scene import Fault, Scene
 
 NAME = "chaos"
@@ -23,7 +24,7 @@ async def unload(scene: Scene) -> float | None:
     assert scene.config.decode is not None
     adapters, seconds = static_adapters(scene.config.decode.engine_args), None
     if not adapters:
-        raise LookupError("the graph's file names no adapter (lora-modules)")
+        raise Cannot("the graph's file names no adapter (lora-modules)")
     (known, path), *_ = adapters.items()
     bodies = of_text(scene)
     right = await answers(scene, [{**body, "model": known} for body in bodies])
@@ -35,8 +36,8 @@ async def unload(scene: Scene) -> float | None:
         )
         while not running.done() and not all(each.arrivals for each in asked):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY)
+        count_running(scene, asked)
         await _post(scene, "unload", {"lora_name": NAME})
-        scene.say(f"{NAME} is unloaded while {sum(not each.ended for each in asked)} requests have it")
         if turn == ROUNDS - 1:
             seconds = await harm(scene, Target.DECODE, Harm.KILL)
         await running
@@ -49,11 +50,11 @@ async def unload(scene: Scene) -> float | None:
 
 
 async def _post(scene: Scene, what: str, body: dict[str, str]) -> None:
-    """Raises LookupError where the graph does not allow it."""
+    """Raises Cannot where the graph does not allow it."""
     async with httpx.AsyncClient(base_url=scene.running.graph.url, timeout=90, trust_env=False) as client:
         answer = await client.post(f"/v1/{what}_lora_adapter", json=body)
     if answer.status_code == 404 and what == "load":
-        raise LookupError("set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: nothing may be loaded at run time")
+        raise Cannot("set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: nothing may be loaded at run time")
     if answer.status_code != 200:
         scene.amiss.append(f"{what} of an adapter was answered {answer.status_code}: {answer.text}")
 

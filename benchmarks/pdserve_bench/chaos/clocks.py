@@ -15,6 +15,7 @@ from pdserve.plan.slots import Slot
 from pdserve.ports import free_port
 from pdserve.records import Instance, Role
 from pdserve.supervisor.exits import end_group, exit_of
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import CUTTABLE, PDSERVE, ServerRun
 from pdserve_bench.watch import total
@@ -64,20 +65,20 @@ async def _play(scene: Scene, role: Role) -> float | None:
 async def _use(scene: Scene, instances: Sequence[Instance]) -> None:
     ours = scene.load.urls
     scene.load.urls = [*ours, *(instance.address for instance in instances if instance.role is Role.FRONTEND)]
-    failed, remote = await failures(scene)
+    await failures(scene, TOLERATED)
     scene.load.urls = ours
     await asyncio.sleep(ON_THEIR_WAY)
-    if failed > TOLERATED * remote or not remote:
-        scene.amiss.append(f"{failed:.0f} of {remote:.0f} remote prefills failed")
 
 
-async def failures(scene: Scene) -> tuple[float, float]:
-    """The remote prefills of the next --hold seconds: those that were done again locally, and all."""
+async def failures(scene: Scene, tolerated: float) -> None:
+    """Of the remote prefills of the next --hold seconds at most this share may be done again locally."""
     before = await _failed(scene)
     await asyncio.sleep(scene.options.hold)
     failed, remote = (now - then for now, then in zip(await _failed(scene), before, strict=True))
-    scene.say(f"{failed:.0f} of {remote:.0f} remote prefills failed")
-    return failed, remote
+    told = f"{failed:.0f} of {remote:.0f} remote prefills failed"
+    scene.say(told)
+    if failed > tolerated * remote or (scene.remote and not remote):
+        scene.amiss.append(told)
 
 
 async def _failed(scene: Scene) -> tuple[float, float]:
@@ -93,12 +94,12 @@ async def _failed(scene: Scene) -> tuple[float, float]:
 
 
 def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
-    """Slots like those of the graph's own processes, beside them. Raises LookupError."""
+    """Slots like those of the graph's own processes, beside them. Raises Cannot."""
     ours = [slot for slot in make_plan(scene.config, Machine.detect()).slots if slot.role.does(role)]
     if not ours:
-        raise LookupError(f"the graph has no {role.value} processes")
+        raise Cannot(f"the graph has no {role.value} processes")
     if ours[0].gpus:
-        raise LookupError("there is no GPU left for two more workers")
+        raise Cannot("there is no GPU left for two more workers")
     host = scene.config.host
     return [
         replace(ours[0], index=len(ours) + number, kv_port=free_port(host) if ours[0].kv_port else 0)
@@ -136,7 +137,7 @@ async def _registered(scene: Scene, extra: ServerRun) -> Instance:
         async with asyncio.timeout(READY_WITHIN):
             instance = await extra.until(found, scene.say)
     except (TimeoutError, ConfigError, Unavailable):
-        raise LookupError(f"{extra.log.stem} did not come to be ready") from None
+        raise Unavailable(f"{extra.log.stem} did not come to be ready") from None
     assert instance is not None
     return instance
 

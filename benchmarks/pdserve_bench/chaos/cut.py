@@ -35,7 +35,7 @@ Address = tuple[str, int]
 
 
 class Cannot(Exception):
-    """This process may not reach into the sockets of others here; the text says why."""
+    """A fault cannot be done here, and nothing has been harmed; the text says why."""
 
 
 @asynccontextmanager
@@ -150,8 +150,10 @@ def _ends(pid: int) -> Iterator[tuple[int, int, Address, Address | None]]:
     """Yield its TCP sockets: pid, descriptor, local address, remote address or None for one that listens."""
     try:
         found = psutil.Process(pid).net_connections("tcp")
-    except psutil.Error:
+    except psutil.NoSuchProcess:
         return
+    except psutil.AccessDenied as error:
+        raise Cannot(f"cannot see the sockets of process {pid}: needs root") from error
     for end in found:
         if end.raddr:
             yield pid, end.fd, (end.laddr.ip, end.laddr.port), (end.raddr.ip, end.raddr.port)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, find, injected
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import StartedGraph
@@ -20,7 +21,7 @@ BACK_WITHIN = 10.0
 
 async def fill(scene: Scene) -> float | None:
     if not isinstance(scene.running, StartedGraph) or not scene.running.disk:
-        raise LookupError("the state directory has no file system of its own: to mount one needs root")
+        raise Cannot("the state directory has no file system of its own: to mount one needs root")
     told = len(scene.running.serve.text)
     async with full(scene.running.state_dir):
         scene.say("no space is left for logs, the queue and etcd")

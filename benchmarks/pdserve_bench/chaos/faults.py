@@ -15,7 +15,7 @@ import psutil
 
 from pdserve.records import Instance, Role
 from pdserve.supervisor.exits import family
-from pdserve_bench.chaos.cut import cut_off
+from pdserve_bench.chaos.cut import Cannot, cut_off
 from pdserve_bench.chaos.scene import Fault, Scene
 
 
@@ -82,8 +82,8 @@ class Victim:
 
 def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: int) -> list[list[Victim]]:
     """The victims in rounds: all of a round at once, and each round when the graph is whole again after the one
-    before. Raises LookupError, with the reason, where nothing of this graph on this machine is such a target.
-    `turn` picks another one of several each time."""
+    before. Raises Cannot where nothing of this graph on this machine is such a target, and LookupError where etcd is
+    silent. `turn` picks another one of several each time."""
     if target in _SERVERS:
         return [[_server(target, supervisor)]]
     roles = _ROLES.get(target, (target.value,))
@@ -94,8 +94,10 @@ def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: i
         if instance.role.does(Role(role)) and _belongs(instance.pid, supervisor)
     ]
     ours = list(dict.fromkeys(victims))  # a worker that does both is named twice
+    if not instances:
+        raise LookupError("no process is registered")
     if not ours:
-        raise LookupError(f"no {' or '.join(roles)} process of this graph on this machine")
+        raise Cannot(f"no {' or '.join(roles)} process of this graph on this machine")
     match target:
         case Target.WORKERS:
             return [[victim] for victim in ours]
@@ -110,7 +112,7 @@ def _server(target: Target, supervisor: int) -> Victim:
         for child in psutil.Process(supervisor).children():
             if child.name().partition("-")[0] == target.value and _belongs(child.pid, supervisor):
                 return Victim(target.value, child.pid)
-    raise LookupError(f"{target.value} is not a server of this graph's own")
+    raise Cannot(f"{target.value} is not a server of this graph's own")
 
 
 def _belongs(pid: int, supervisor: int) -> bool:
@@ -181,7 +183,9 @@ async def injected(
                     _send(victims, signal.SIGCONT)
         case Harm.CUT:
             (victim,) = victims
-            async with cut_off(victim.group, [*family(supervisor), *beside]):
+            async with cut_off(victim.group, [*family(supervisor), *beside]) as cut:
+                if not cut.connections:
+                    raise Cannot(f"no connection of {victim.name} was found to cut")
                 yield
 
 

@@ -18,7 +18,9 @@ import httpx
 import psutil
 
 from pdserve.config.schema import kebab
+from pdserve.errors import Unavailable
 from pdserve.records import Role
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, Victim, harm
 from pdserve_bench.chaos.questions import endless, prompt_lengths
 from pdserve_bench.chaos.restarts import described
@@ -53,7 +55,7 @@ class Trial:
 async def play(scene: Scene, feature: Trial) -> float | None:
     sections = read_sections(Path(scene.running.graph.config))
     if feature.key and feature.key not in {kebab(key) for section in sections.values() for key in section}:
-        raise LookupError(_lacking(feature.key))
+        raise Cannot(_lacking(feature.key))
     bodies = feature.bodies(scene)
     right = await answers(scene, bodies)
     before = await _counted(scene, feature.series)
@@ -62,7 +64,7 @@ async def play(scene: Scene, feature: Trial) -> float | None:
     asked, running = begin(scene, bodies)
     while not running.done() and not feature.enough([bool(each.arrivals) for each in asked]):  # noqa: ASYNC110
         await asyncio.sleep(LOOK_EVERY)
-    scene.say(f"{sum(not each.ended for each in asked)} requests of its own in flight")
+    count_running(scene, asked)
     seconds = await feature.strike(scene)
     await running
     compare(scene, [each.error or each.tokens for each in asked], right)
@@ -75,11 +77,11 @@ async def play(scene: Scene, feature: Trial) -> float | None:
 
 
 async def answers(scene: Scene, bodies: Sequence[Body]) -> list[list[int]]:
-    """Tokens of the undisturbed graph. Raises LookupError where it has none."""
+    """Tokens of the undisturbed graph. Raises Unavailable where it has none."""
     asked, running = begin(scene, [{**body, "cache_salt": "undisturbed"} for body in bodies])
     await running
     if errors := {each.error for each in asked if each.error}:
-        raise LookupError(f"the undisturbed graph failed a request: {errors.pop()}")
+        raise Unavailable(f"the undisturbed graph failed a request: {errors.pop()}")
     return [each.tokens for each in asked]
 
 
@@ -90,6 +92,14 @@ def begin(scene: Scene, bodies: Sequence[Body]) -> "tuple[list[Exchange], asynci
     paths = [CHAT if "messages" in body else COMPLETIONS for body in bodies]
     jobs = (client.ask(each, within, path) for each, path in zip(asked, paths, strict=True))
     return asked, asyncio.gather(*jobs)
+
+
+def count_running(scene: Scene, asked: Sequence[Exchange]) -> None:
+    """Now that the fault happens."""
+    running = sum(not each.ended for each in asked)
+    scene.say(f"{running} requests of its own in flight")
+    if not running:
+        scene.amiss.append("none of its own requests was in flight")
 
 
 def compare(scene: Scene, found: Sequence[object], right: Sequence[list[int]]) -> None:
@@ -140,7 +150,7 @@ async def _begin_conversations(scene: Scene, bodies: Sequence[Body]) -> None:
 
 
 async def _kill_rank(scene: Scene) -> float | None:
-    """Raises LookupError where no decode worker has a second rank."""
+    """Raises Cannot where no decode worker has a second rank."""
     for worker in await scene.watch.instances(Role.DECODE):
         for process in family(worker.pid):
             if "(VLLM::Worker_TP1" in described(process):
@@ -150,7 +160,7 @@ async def _kill_rank(scene: Scene) -> float | None:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)
                 return await scene.recovery()
-    raise LookupError("no decode worker has a second rank (tensor-parallel-size: 2)")
+    raise Cannot("no decode worker has a second rank (tensor-parallel-size: 2)")
 
 
 # pictures
@@ -177,7 +187,7 @@ async def batch(scene: Scene) -> float | None:
     """The frontend that works on a batch is killed: each line is answered exactly once."""
     assert scene.config.frontend is not None
     if (folder := scene.config.frontend.batches) is None:
-        raise LookupError(_lacking("batches"))
+        raise Cannot(_lacking("batches"))
     sizes = range(10, OUTPUT + 10, OUTPUT // 10)
     bodies = [
         {**body, "stream": False, "max_tokens": size}

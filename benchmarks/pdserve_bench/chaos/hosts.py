@@ -5,7 +5,8 @@ import asyncio
 from functools import partial
 
 from pdserve.records import Role
-from pdserve_bench.chaos.clocks import DEADLINE, WORK, failures
+from pdserve_bench.chaos.clocks import DEADLINE, TOLERATED, WORK, failures
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.hosts.graph import SERVERS, WRONG_CLOCKS, HostsGraph
 from pdserve_bench.watch import total
@@ -36,7 +37,7 @@ async def _limit(scene: Scene, rate: str = "", loss: float = 0.0, delay: float =
     try:
         for host in net.hosts.values():
             await net.aside(partial(host.link.limit, rate, loss, delay))
-        await failures(scene)
+        await failures(scene, 1.0)
     finally:
         for host in net.hosts.values():
             await net.aside(host.link.limit)
@@ -58,7 +59,7 @@ async def _use(scene: Scene) -> float | None:
     """They have them from the start: what is seen here is that they are used."""
     scene.victims += WRONG_CLOCKS
     before = await _worked(scene)
-    await failures(scene)
+    await failures(scene, TOLERATED)
     after = await _worked(scene)
     for name, place in _graph(scene).places.items():
         if name in WRONG_CLOCKS and after.get(place.host.address, 0) <= before.get(place.host.address, 0):
@@ -88,9 +89,9 @@ async def _recovery(scene: Scene) -> float | None:
 
 
 def _graph(scene: Scene) -> HostsGraph:
-    """Raises LookupError."""
+    """Raises Cannot."""
     if not isinstance(scene.running, HostsGraph):
-        raise LookupError("its processes have no hosts of their own: --hosts")
+        raise Cannot("its processes have no hosts of their own: --hosts")
     return scene.running
 
 

@@ -11,7 +11,7 @@ from pdserve_bench.client import LoadClient
 from pdserve_bench.load import ClosedLoop
 
 DYING = 2.0
-"""seconds after the kill of a frontend in which its port may still take connections"""
+"""seconds after the kill of a frontend in which its port may still take connections, which break by then"""
 
 
 class JudgedLoad(ClosedLoop[Attempt]):
@@ -63,5 +63,6 @@ class JudgedLoad(ClosedLoop[Attempt]):
         return Seen(result, pause, trace(attempt, result, fault, began), attempt.request_id)
 
     def _was_on_killed(self, attempt: Attempt) -> bool:
-        there = attempt.started <= self._killed_at + DYING and attempt.ended >= self._killed_at
+        before = attempt.started <= self._killed_at <= attempt.ended
+        there = before or self._killed_at < attempt.started <= attempt.ended <= self._killed_at + DYING
         return bool(self._killed_at) and attempt.reset and there and attempt.port not in self._spared

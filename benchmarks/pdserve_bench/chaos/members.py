@@ -15,6 +15,7 @@ from nats.js.api import ClusterInfo
 
 from pdserve.queue.jetstream.client import PASSING, short_connection
 from pdserve.supervisor.embedded import EmbeddedServer
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Victim, injected
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.clusters import Clusters, EtcdMember, NatsMember, addresses, cluster
@@ -44,7 +45,7 @@ async def on_clusters(
 
 def _clusters(scene: Scene) -> Clusters:
     if scene.running.clusters is None:
-        raise LookupError("only with --clusters")
+        raise Cannot("only with --clusters")
     return scene.running.clusters
 
 

@@ -91,10 +91,7 @@ def simulated(config: Config) -> SimModel | None:
 
 
 def computed(case: Case, model: SimModel) -> tuple[int, ...]:
-    context = list(case.prompt)
-    for _ in range(case.max_tokens):
-        context.append(model.next_token(context))
-    return tuple(context[len(case.prompt) :])
+    return tuple(model.answer(case.prompt, case.max_tokens))
 
 
 async def known(

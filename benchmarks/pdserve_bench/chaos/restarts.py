@@ -13,6 +13,7 @@ import psutil
 
 from pdserve import clock
 from pdserve.records import Role
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import StartedGraph
 
@@ -48,7 +49,10 @@ async def kill_workers(scene: Scene) -> float | None:
             scene.gone.add(ids[serving[name].pid])
             doomed[name], killed, due = dice.choice(AGAIN), killed + 1, now + dice.uniform(*EVERY)
         await asyncio.sleep(TICK)
-    scene.say(f"{killed} workers killed, and {young} that were starting")
+    told = f"{killed} workers killed, and {young} that were starting"
+    scene.say(told)
+    if not killed or not young:
+        scene.amiss.append(told)
     return await scene.recovery()
 
 
@@ -77,7 +81,7 @@ async def hold_load(scene: Scene) -> StartedGraph:
     """Let no request begin any more, with some in flight, and return the graph, whose `serve` may be killed now."""
     running = scene.running
     if not isinstance(running, StartedGraph):
-        raise LookupError("only where this command has started the graph, and can start it again")
+        raise Cannot("only where this command has started the graph, and can start it again")
     scene.gone |= {instance.id for instance in await scene.watch.instances()}
     scene.load.pause()
     await asyncio.sleep(BEFORE)

@@ -1,6 +1,7 @@
 """The whole exercise: a graph, load, one fault after the other, the rows of the scorecard."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,8 @@ from pdserve_bench.launch import RunningGraph, started
 from pdserve_bench.sections import Shape, read_sections, reshape, with_model
 from pdserve_bench.simulated import write
 from pdserve_bench.watch import GraphWatch, listed
+
+log = logging.getLogger(__name__)
 
 CALM = "none"
 WARM_WITHIN = 60.0
@@ -72,7 +75,7 @@ class Chaos:
             name = f"[{turn}/{len(self._options.faults)}] {fault.name}"
             try:
                 yield await self._while_it_lives(self._row(name, fault, turn, cases))
-            except (LookupError, Cannot) as reason:
+            except Cannot as reason:
                 self._say(f"{name}: skipped, {reason}")
                 yield Row(fault.name, skipped=str(reason))
 
@@ -114,7 +117,7 @@ class Chaos:
                 self._running, self._config, self._watch, load, options, say, self._remote, turn, self._pool
             )
             if fault:
-                recovered = await fault.play(scene)
+                recovered = await _played(fault, scene)
             await asyncio.sleep(max(0.0, started + options.seconds - time.monotonic()))
         say(f"{len(load.done)} requests; waiting until every KV block is free")
         left = await self._watch.leftovers(SETTLE_AFTER_DEATH if fault and fault.kills_decode else SETTLE)
@@ -146,6 +149,19 @@ class Chaos:
             errors = {attempt.error for attempt in load.done if attempt.error}
             why = ", ".join(errors) or f"no remote prefill in {WARM_WITHIN:g} s"
             raise Unavailable(f"the graph does not serve: {why}") from None
+
+
+async def _played(fault: Fault, scene: Scene) -> float | None:
+    """What goes wrong in the middle of a fault is amiss, and its requests are judged. Raises Cannot."""
+    try:
+        return await fault.play(scene)
+    except Exception as error:
+        if isinstance(error, Cannot) and not scene.amiss:
+            raise
+        log.exception("%s broke off", fault.name)
+        scene.amiss.append(f"it broke off: {error!r}")
+        scene.load.resume()
+        return await scene.recovery()
 
 
 async def learned(

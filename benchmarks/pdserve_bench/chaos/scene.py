@@ -19,8 +19,8 @@ class Fault:
     name: str
     told: str
     play: "Callable[[Scene], Awaitable[float | None]]"
-    """Do it, undo it, and return what `Scene.recovery` said. Raises LookupError, with the reason, where it cannot be
-    done here."""
+    """Do it, undo it, and return what `Scene.recovery` said. Raises Cannot, before any harm, where
+    it cannot be done here."""
     tags: tuple[str, ...] = ()
     """further names by which `--only` finds it"""
     patient: bool = False

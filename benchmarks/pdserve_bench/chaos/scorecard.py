@@ -82,7 +82,7 @@ def score(
         errors=tuple(f"{count} x {text}" for text, count in errors.most_common(5)),
         held=left.blocks,
         traces=traces,
-        amiss=tuple(amiss),
+        amiss=(*amiss, *left.amiss),
     )
 
 

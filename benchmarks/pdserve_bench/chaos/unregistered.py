@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pdserve.records import Role
 from pdserve.registry import keys
-from pdserve_bench.chaos.cut import cut_off
+from pdserve_bench.chaos.cut import Cannot, cut_off
 from pdserve_bench.chaos.faults import Target, find
 from pdserve_bench.chaos.scene import Fault, Scene
 
@@ -66,7 +66,9 @@ async def take_nats(scene: Scene) -> float | None:
     port = urlsplit(running.graph.nats).port or 4222
     async with AsyncExitStack() as stack:
         for victim in victims:
-            await stack.enter_async_context(cut_off(victim.group, others, port))
+            cut_from = await stack.enter_async_context(cut_off(victim.group, others, port))
+            if not cut_from.connections:
+                raise Cannot(f"no connection of {victim.name} with NATS was found to cut")
         cut = time.monotonic()
         said = await _until_said(scene, cut)
         await asyncio.sleep(max(0.0, cut + scene.options.hold - time.monotonic()))

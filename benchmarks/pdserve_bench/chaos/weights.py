@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pdserve.records import Role
+from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.questions import answers
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.client import LoadClient
@@ -26,11 +27,11 @@ async def mix(scene: Scene) -> float | None:
     """There and back, each time with another side first."""
     running = scene.running
     if not isinstance(running, StartedGraph) or running.model is None:
-        raise LookupError(
+        raise Cannot(
             "only with a copy of the model's folder: of a graph started here, with a small local model"
         )
-    if not await scene.watch.instances(Role.PREFILL):
-        raise LookupError("the graph has no prefill workers: no worker reads another's KV")
+    if not scene.remote:
+        raise Cannot("the graph has no prefill workers: no worker reads another's KV")
     with _other_weights(running.model):
         scene.say("other weights in the model's folder")
         await _restart_in_turn(scene, Role.PREFILL, Role.DECODE)

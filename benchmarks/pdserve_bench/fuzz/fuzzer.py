@@ -16,7 +16,6 @@ from httptools import HttpParserError, HttpParserUpgrade
 
 from pdserve.config.load import load
 from pdserve.observe.logs import parse
-from pdserve.observe.pages import read_loads
 from pdserve.records import Role
 from pdserve.supervisor.state import GraphRecord
 from pdserve.tasks import Owner
@@ -28,7 +27,7 @@ from pdserve_bench.fuzz.answers import is_excused, problem
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.load import side_by_side
 from pdserve_bench.soak.usage import Picture, leaks, picture
-from pdserve_bench.watch import GraphWatch, busy
+from pdserve_bench.watch import GraphWatch
 
 CONCURRENCY = 32
 TIMEOUT = 60.0
@@ -225,10 +224,9 @@ class Fuzzer:
             self._found(f"KV blocks are held: {dict(left.blocks)}")
         if left.queued:
             self._found(f"{left.queued} prefill requests are still queued")
+        for sentence in left.amiss:
+            self._found(sentence)
         after = await watch.instances()
-        for instance, now in (await read_loads(after)).items():
-            if busy(now):
-                self._found(f"{instance}: {now}")
         if ids != (there := {instance.id for instance in after}):
             self._found(f"processes ended or began: {sorted(ids ^ there)}")
         async with self._http() as http:

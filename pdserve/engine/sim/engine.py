@@ -15,7 +15,7 @@ from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.sim import wire
 from pdserve.engine.sim.adapters import SimAdapters
 from pdserve.engine.sim.blocks import BlockPool
-from pdserve.engine.sim.model import Faults, sim_model
+from pdserve.engine.sim.model import Faults, seed_of, sim_model
 from pdserve.engine.sim.side import SideServer, Unreachable, ask
 from pdserve.engine.sim.wire import SimRequest
 from pdserve.engine.spec import EngineSpec
@@ -303,7 +303,8 @@ class SimEngine(SimAdapters, Engine):
             if request.prefilling:
                 self._tell_complete(request)
                 return None
-        request.tokens.append(self._model.next_token(request.prompt + request.tokens, request.salt))
+        request.tokens.append(self._model.next_token(request.seed, request.salt))
+        request.seed = seed_of(request.tokens[-1:], request.seed)
         handle = self._finish(request) if request.finished else None
         return request.output(handle, self._model)
 

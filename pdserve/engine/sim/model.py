@@ -1,15 +1,18 @@
 """How fast and how large the simulated engine is, which tokens it generates, and its faults."""
 
 import asyncio
-import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from pdserve.errors import ConfigError
 from pdserve.kv.chunk import ROW
 
-_CONTEXT = 8
+
+def seed_of(tokens: Sequence[int], before: int = 0) -> int:
+    """`before`: the seed of the tokens before these."""
+    return zlib.crc32(array("q", tokens), before)
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,18 @@ class SimModel:
             return least
         return max(least, limit if limit == self.prompt_chunk else limit // max(1, prompts))
 
-    def next_token(self, context: list[int], salt: int = 0) -> int:
-        """A pure function of the number of tokens and the last of them, so that a request continues with the same
+    def next_token(self, seed: int, salt: int = 0) -> int:
+        """A pure function of all tokens before it, of which `seed` is made, so that a request continues with the same
         tokens on another worker. A `salt` other than 0 stands for wrong KV."""
-        tail = context[-_CONTEXT:]
-        seed = struct.pack(f"<{len(tail) + 2}q", len(context), salt, *tail)
-        return self.first_token + zlib.crc32(seed) % self.tokens
+        return self.first_token + seed_of([salt], seed) % self.tokens
+
+    def answer(self, prompt: Sequence[int], count: int, salt: int = 0) -> list[int]:
+        """The tokens of any healthy engine."""
+        seed, tokens = seed_of(prompt), list[int]()
+        for _ in range(count):
+            tokens.append(self.next_token(seed, salt))
+            seed = seed_of(tokens[-1:], seed)
+        return tokens
 
     def likely(self, token: int, count: int) -> list[int]:
         """So many tokens, -1 for all, the likeliest first: `token`, and others in an order without meaning."""

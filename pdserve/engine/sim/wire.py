@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.msgpack import Ext
 
 from pdserve.engine.base import Output
-from pdserve.engine.sim.model import SimModel
+from pdserve.engine.sim.model import SimModel, seed_of
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 from pdserve.prefixes import Picture, pictures, root
@@ -210,11 +210,13 @@ class SimRequest:
     """the KV could not be read"""
     salt: int = 0
     """`CoreRequest.salt`, and whether the KV that was read is another's"""
+    seed: int = 0
+    """of all tokens so far"""
     gone: bool = False
     """cancelled: the current step has no output for it"""
 
     def __post_init__(self) -> None:
-        self.salt = self.asked.salt
+        self.salt, self.seed = self.asked.salt, seed_of(self.prompt)
 
     @property
     def sampling(self) -> Sampling:
