@@ -73,6 +73,8 @@ class Exchange:
     completion_tokens: int = 0
     cached_tokens: int | None = None
     """of the prompt, found in a prefix cache; None where the usage does not say it"""
+    finish: str = ""
+    """why it ended, as the server says: `length`, `stop`, `abort`"""
     error: str = ""
     reset: bool = False
     """the connection was refused, or ended before the answer did"""
@@ -93,6 +95,17 @@ class Exchange:
     def output_tokens(self) -> int:
         """Count by the usage, else by the token ids, else by the events with text."""
         return self.completion_tokens or len(self.tokens) or len(self.arrivals)
+
+    @property
+    def cut(self) -> str:
+        """Why an answer that has ended is not a whole one; empty where it is. The length counts where the server tells
+        it and `ignore_eos` was asked for."""
+        if self.finish not in ("length", "stop"):
+            return f"the answer ended with finish_reason {self.finish or None!r}"
+        count, asked = self.completion_tokens or len(self.tokens), self.body.get("max_tokens")
+        if count and count != asked and self.body.get("ignore_eos"):
+            return f"an answer of {count} tokens, not {asked}, with finish_reason {self.finish!r}"
+        return ""
 
     @property
     def answer(self) -> str:
@@ -235,6 +248,7 @@ def _read(exchange: Exchange, raw: bytes, now: float | None) -> _Answer:
         exchange.text += text
         exchange.reasoning += reasoning
         exchange.tokens += tokens
+        exchange.finish = choice.finish_reason or exchange.finish
         if now is not None:
             exchange.arrivals += [now] * (len(tokens) or bool(text or reasoning))
     if usage := answer.usage:

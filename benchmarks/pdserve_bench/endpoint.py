@@ -33,8 +33,9 @@ class Endpoint:
     """tokens of a prompt and its answer together, 0 where it does not say"""
 
     async def ask(self, exchange: Exchange, timeout: float) -> None:
-        """Never fails: the exchange records what goes wrong."""
+        """Never fails: the exchange records what goes wrong. An answer that is not a whole one has failed."""
         await LoadClient(self.url, self.headers).ask(exchange, timeout, CHAT if self.chat else COMPLETIONS)
+        exchange.error = exchange.error or exchange.cut
 
     def check_length(self, prompt_tokens: int, answer_len: int) -> None:
         """Raises ConfigError where that is more than the model takes."""

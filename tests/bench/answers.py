@@ -110,15 +110,16 @@ class OpenAi:
 
     async def _stream(self, body: Any, writer: asyncio.StreamWriter) -> None:
         chat = "messages" in body
-        said = " ".join(message["content"] for message in body["messages"]) if chat else body["prompt"]
+        asked = " ".join(message["content"] for message in body["messages"]) if chat else body["prompt"]
         count = body.get("max_tokens") or body["max_completion_tokens"]
         writer.write(STREAM + (event(delta(role="assistant", content="")) if chat else b""))
         for number in range(count):
             await asyncio.sleep(self.gap if number else self.ttft)
-            text = f"t{number} "
-            writer.write(event(delta(content=text) if chat else {"choices": [{"text": text}]}))
+            text, end = f"t{number} ", None if number < count - 1 else "length"
+            said = {"delta": {"content": text}} if chat else {"text": text}
+            writer.write(event({"choices": [{"index": 0, **said, "finish_reason": end}]}))
             await writer.drain()  # raises where the client is gone
         if self.usage and body.get("stream_options"):
-            used = {"prompt_tokens": len(said.split()), "completion_tokens": count}
+            used = {"prompt_tokens": len(asked.split()), "completion_tokens": count}
             writer.write(event({"choices": [], "usage": used}))
         writer.write(DONE)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from pdserve_bench.compare.candidates import Candidate, CandidateMaker, Hardware
 from pdserve_bench.compare.command import _single
 from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.measuring import LEAST_REQUESTS, CompareOptions, Entrant, best_of, noise
-from pdserve_bench.compare.recommend import Verdict
+from pdserve_bench.compare.recommend import Criteria, Verdict, recommend
 from pdserve_bench.compare.systems import PlainVllm
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import GoodputOptions, Probe
@@ -111,6 +111,26 @@ def test_noise_is_known_where_both_searches_came_near_the_border() -> None:
     assert 0.05 < known < 0.15
     assert noise(near, wide) is None
     assert noise(near, unknown()) is None
+
+
+def test_a_graph_that_carries_what_the_baseline_carried_the_second_time_gains_nothing() -> None:
+    """And one that carries more than both, by more than the noise, does."""
+    baseline, control, same = (
+        entrant(name, name == "a", r1=20, **rates)
+        for name, rates in (
+            ("a", {"r4": 20, "r5": 2}),
+            ("again", {"r6": 20, "r7": 2}),
+            ("d", {"r6": 20, "r7": 2}),
+        )
+    )
+    known = noise(baseline.found, control.found)
+    assert known == pytest.approx(control.rank()[0] / baseline.rank()[0] - 1)
+    baseline.again = control.found.search.carried, control.found.search.broken
+    more = entrant("d", False, r1=20, r8=20, r9=2)
+    for graph, verdict in ((same, Verdict.SAME), (more, Verdict.DISAGGREGATE)):
+        findings = [replace(each.result(), thin="") for each in (baseline, graph)]
+        assert recommend(findings, Criteria(noise=known)).verdict is verdict
+        assert (findings[0].carried, findings[0].broken) == (4.0, 7.0)
 
 
 @dataclass(frozen=True)

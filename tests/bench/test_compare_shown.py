@@ -51,3 +51,10 @@ def test_too_few_requests_are_no_answer_and_no_file(comparison: Comparison) -> N
     assert report.lead.startswith("The noise of this machine is not known")
     assert "20 requests at 2 requests/s" in report.lead
     assert comparison.candidate(comparison.recommendation()) is None
+
+
+def test_a_load_generator_that_was_late_is_noted(comparison: Comparison) -> None:
+    late = "The load generator itself was late by up to 40 ms (at 2 req/s)"
+    assert late not in " ".join(report_of(comparison, complete=True).notes)
+    comparison.entrants[0].probes[0].stall = 0.04
+    assert late in " ".join(report_of(comparison, complete=True).notes)

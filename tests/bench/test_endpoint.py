@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pdserve_bench.client import Exchange
+from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers, learn_prompts, server_url
 
 from pdserve import registry
@@ -14,7 +14,7 @@ from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.supervisor import state
 from pdserve.supervisor.state import GraphRecord
-from tests.bench.answers import Asked, OpenAi, Respond, fixed, tiny_server, whole
+from tests.bench.answers import DONE, STREAM, Asked, OpenAi, Respond, event, fixed, tiny_server, whole
 
 
 def test_base_url() -> None:
@@ -127,3 +127,21 @@ async def test_without_usage_the_length_of_words_is_assumed() -> None:
     async with tiny_server(OpenAi(usage=False)) as server:
         prompts = await learn_prompts(Endpoint(server.url, "tiny"), 1)
         assert len(prompts.of(100).split()) == 50
+
+
+@pytest.mark.parametrize(
+    ("end", "tokens", "error"),
+    [
+        ("length", 2, ""),
+        ("abort", 2, "the answer ended with finish_reason 'abort'"),
+        (None, 2, "the answer ended with finish_reason None"),
+        ("stop", 1, "an answer of 1 tokens, not 2, with finish_reason 'stop'"),
+    ],
+)
+async def test_an_answer_that_is_cut_has_failed(end: str | None, tokens: int, error: str) -> None:
+    choices = {"choices": [{"text": "a b", "finish_reason": end}], "usage": {"completion_tokens": tokens}}
+    async with tiny_server(fixed(STREAM + event(choices) + DONE)) as server:
+        endpoint = Endpoint(server.url, "tiny")
+        exchange = Exchange(endpoint.body("a", 2))
+        await endpoint.ask(exchange, 10)
+    assert (exchange.error, exchange.outcome is Outcome.FAILED) == (error, bool(error))

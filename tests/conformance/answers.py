@@ -89,7 +89,9 @@ def _mask(value: Any) -> Any:
 
 def events_of(text: str) -> dict[str, Any]:
     """A stream of server-sent events, independent of how its tokens were divided among them: for each output (`n`) the
-    kinds of events in their order, each once, and their joined texts."""
+    kinds of events in their order, each once, and their joined texts. Roles, finishes, usage and `[DONE]` come once:
+    each counts, and so does each chunk after its output's finish."""
+    finished: set[str] = set()
     kinds: dict[str, list[Any]] = {}
     middle: dict[str, list[Any]] = {}
     said: dict[str, Any] = {}
@@ -104,9 +106,13 @@ def events_of(text: str) -> dict[str, Any]:
         choices = content.get("choices") if isinstance(content, dict) else None
         output = str(choices[0].get("index")) if choices else ""
         shape = [name, *extra, _without_growth(content, f"{name} {output}", said, bool(choices))]
-        order = (middle if _is_middle(choices) else kinds).setdefault(output, [])
-        if not order or order[-1] != shape:
+        in_parts = _is_middle(choices) and output not in finished
+        order = (middle if in_parts else kinds).setdefault(output, [])
+        once = choices is not None or content == "[DONE]"
+        if not order or order[-1] != shape or (once and not in_parts):
             order.append(shape)
+        if choices and choices[0]["finish_reason"]:
+            finished.add(output)
     # vLLM's parser drops `</think>` if it is a chunk of its own, and keeps it if tokens came together
     said = {
         where: part.replace("</think>", "") if isinstance(part, str) else part for where, part in said.items()

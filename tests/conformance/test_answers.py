@@ -37,3 +37,34 @@ def test_only_which_tokens_came_together_makes_no_difference(
     ours: tuple[dict[str, object], ...], theirs: tuple[dict[str, object], ...], same: bool
 ) -> None:
     assert (not list(differences(stream(*ours), stream(*theirs)))) is same
+
+
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+TEXT = {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": None}]}
+END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+WHOLE = (ROLE, TEXT, END, USAGE, "[DONE]")
+
+
+@pytest.mark.parametrize(
+    ("events", "same"),
+    [
+        (WHOLE, True),
+        ((ROLE, TEXT, TEXT, END, USAGE, "[DONE]"), False),  # the text is another one
+        ((ROLE, ROLE, TEXT, END, USAGE, "[DONE]"), False),
+        ((ROLE, TEXT, END, END, USAGE, "[DONE]"), False),
+        ((ROLE, TEXT, END, USAGE, USAGE, "[DONE]"), False),
+        ((ROLE, TEXT, END, USAGE, "[DONE]", "[DONE]"), False),
+        ((ROLE, END, TEXT, USAGE, "[DONE]"), False),
+    ],
+)
+def test_what_comes_once_comes_once_and_nothing_after_the_finish(
+    events: tuple[object, ...], same: bool
+) -> None:
+    ours, theirs = (
+        events_of(
+            "\n\n".join(f"data: {each if isinstance(each, str) else json.dumps(each)}" for each in sent)
+        )
+        for sent in (events, WHOLE)
+    )
+    assert (not list(differences(ours, theirs))) is same

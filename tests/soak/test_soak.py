@@ -15,8 +15,10 @@ from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.launch import REAL, StartedGraph, started
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.soak.__main__ import soak
-from pdserve_bench.soak.requests import Ending
+from pdserve_bench.soak.requests import Ending, MixedLoad
 from pdserve_bench.soak.usage import Usage, leaks
+
+from tests.bench.answers import DONE, STREAM, event, fixed, tiny_server, whole
 
 BY_SCHEMATHESIS = 100
 
@@ -68,6 +70,27 @@ async def test_a_graph_is_where_it_was_after_requests_that_ended_in_every_way(gr
     assert sum(report.load.done.values()) == 600
     for ending in Ending:
         assert any(what.startswith(ending) for what in report.load.done), ending
+
+
+@pytest.mark.parametrize(
+    ("ending", "seed", "answer"),
+    [
+        (Ending.WHOLE, 1, STREAM + event({"error": {"message": "engine died", "code": 500}}) + DONE),
+        (Ending.WHOLE, 1, STREAM + event({"choices": [{"text": "a", "finish_reason": "abort"}]}) + DONE),
+        (
+            Ending.WHOLE,
+            0,
+            whole({"object": "error", "error": {"message": "engine died"}}),
+        ),  # no stream is asked
+        (Ending.MIDWAY, 1, whole({"error": {"message": "engine died"}}, 500)),
+    ],
+)
+async def test_a_wrong_answer_is_a_surprise(ending: Ending, seed: int, answer: bytes) -> None:
+    async with tiny_server(fixed(answer)) as server:
+        load = MixedLoad(server.url, "tiny", (8, 20), seed)
+        await load._request(ending)
+    assert not load.done
+    assert len(load.surprises) == 1
 
 
 def test_the_names_of_those_made_by_hand_are_unique() -> None:

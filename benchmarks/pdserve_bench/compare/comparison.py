@@ -172,6 +172,8 @@ class Comparison:
                 await self._search(measuring, entrant, found, now + (until - now) / (len(turns) - number))
             if found is control:
                 self.noise = noise(entrant.found, control)
+                if self.noise is not None:
+                    entrant.again = control.search.carried, control.search.broken
 
 
 def _brief(text: str) -> str:

@@ -63,6 +63,8 @@ class Entrant:
     candidate: Candidate
     found: GoodputResult
     problem: str = ""
+    again: tuple[float | None, float | None] = (None, None)
+    """what it carried, and what not, when it was measured again, where that tells the noise"""
 
     @property
     def name(self) -> str:
@@ -79,15 +81,16 @@ class Entrant:
         return search.estimate or 0.0, self.found.share(search.broken) if search.broken else 1.0
 
     def result(self, rate: float | None = None) -> CandidateResult:
-        """Sum up what is known, with what users saw at `rate`, else at the highest rate that it carries."""
+        """Sum up what is known, with what users saw at `rate`, else at the highest rate that it carries. What was
+        measured twice lies between the lower and the higher end of both intervals."""
         found, search, candidate = self.found, self.found.search, self.candidate
-        low, thin = search.carried, found.thin
+        low, high, thin = search.carried, search.broken, found.thin
         lowest = low if low is not None else min((each.rate for each in self.probes), default=0.0)
         return CandidateResult(
             candidate.name,
             candidate.aggregated,
-            low,
-            search.broken,
+            low and min(low, self.again[0] or low),
+            high and max(high, self.again[1] or high),
             search.estimate,
             sum((each.tally for each in found.of(search.broken)), Tally()),
             sum(each.tally.failed for each in self.probes if each.rate <= lowest),
@@ -192,10 +195,10 @@ class Measuring:
 
 
 def noise(first: GoodputResult, again: GoodputResult) -> float | None:
-    """Return by how much two measurements of the same system differ, as a share; None where one of them did not get
-    far."""
+    """Return by how much two measurements of the same system differ, as a share of the lower, as gains are; None where
+    one of them did not get far."""
     ours, theirs = first.search.estimate, again.search.estimate
     low, high = again.search.carried, again.search.broken
     if not ours or not theirs or not low or not high or high / low > _NARROW:
         return None
-    return abs(ours - theirs) / max(ours, theirs)
+    return max(ours, theirs) / min(ours, theirs) - 1

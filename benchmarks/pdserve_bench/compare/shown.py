@@ -12,6 +12,7 @@ from pdserve_bench.compare.candidates import Candidate
 from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict
 from pdserve_bench.compare.systems import PlainVllm
+from pdserve_bench.goodput.result import stalled
 from pdserve_bench.report import Cell, Column, Report, Rows
 from pdserve_bench.sections import read_sections, reshape, with_model
 
@@ -84,7 +85,7 @@ def _row(result: CandidateResult) -> list[Cell]:
 
 
 def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
-    notes = []
+    notes = stalled([probe for each in comparison.entrants for probe in each.probes], comparison.options.slo)
     if (foreign := comparison.foreign_share) is not None:
         notes.append(f"Other programs took {foreign:.0%} of this machine's CPU during the probes.")
     if comparison.noise is not None:

@@ -19,6 +19,8 @@ from pdserve_bench.slo import SHARE, Slo, Tally
 _IDLE_WITHIN = 60.0
 _WARM_WITHIN = 120.0
 """seconds until first tokens are waited for no longer"""
+_HANGS = 10.0
+"""seconds by which a token is late, of a request that is given up as one without an end"""
 _LOOK = 0.2
 _BEAT = 0.01
 _CANARY_TIMEOUT = 30.0
@@ -99,7 +101,10 @@ class Probe:
         """One of each request with two tokens, or that waits for its second; with what a request still waits for."""
         until = self.run.ended or time.monotonic()
         waits = [
-            [*each.gaps, *([] if each.ended else [until - each.arrivals[-1]])]
+            [
+                *each.gaps,
+                *([(each.ended or until) - each.arrivals[-1]] if each.hung or not each.ended else []),
+            ]
             for each in self.run.exchanges
             if each.arrivals
         ]
@@ -119,7 +124,7 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
             await asyncio.wait([task], timeout=_LOOK)
             watched.look()
             made.hopeless = watched.hopeless and not task.done()
-            if made.hopeless or watched.nothing_to_learn:
+            if made.hopeless or watched.nothing_to_learn():
                 break
     finally:
         task.cancel()
@@ -172,13 +177,23 @@ class _Watched:
         expected = max(round(self._made.rate * self._made.seconds), self._taken)
         return wilson(max(0, expected - self._missed), expected)[1] < self._share
 
-    @property
     def nothing_to_learn(self) -> bool:
-        """All is sent, and what still runs has missed, or does not end."""
-        run = self._made.run
-        late = time.monotonic() - (run.asks_until or run.began + self._made.seconds)
-        running = {each for each in run.exchanges if each.outcome is Outcome.UNFINISHED}
-        return late > 1 and bool(running) and not running & self._open
+        """All is sent, and what still runs has missed. What makes no progress is waited for, until it surely hangs: it
+        has failed then."""
+        run, slo, now = self._made.run, self._slo, time.monotonic()
+        running = [each for each in run.exchanges if each.outcome is Outcome.UNFINISHED]
+        if (
+            not running
+            or now < (run.asks_until or run.began + self._made.seconds) + 1
+            or self._open & {*running}
+        ):
+            return False
+        silent = [each for each in running if not each.arrivals or now - each.arrivals[-1] > slo.gap + 1]
+        if any(now - (each.arrivals or [each.started + slo.ttft])[-1] < _HANGS for each in silent):
+            return False
+        for each in silent:
+            each.hung, each.error, each.ended = True, f"no token for {_HANGS:g} s", now
+        return True
 
 
 class Canary:

@@ -7,6 +7,7 @@ result.search.carried, result.search.broken, result.search.estimate, result.prob
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pdserve_bench.client import Outcome
@@ -17,7 +18,7 @@ from pdserve_bench.progress import begin, say
 from pdserve_bench.report import Cell, Column, Report, Rows
 from pdserve_bench.runs import LoadRun, Scalable
 from pdserve_bench.samples import CONFIDENCE, percentile, wilson
-from pdserve_bench.slo import Tally
+from pdserve_bench.slo import Slo, Tally
 
 _WARM_SECONDS, _WARM_RATE = 4.0, 4.0
 _STALLED = 0.25
@@ -206,14 +207,19 @@ def _table(result: GoodputResult, probes: list[Probe]) -> Rows:
     )
 
 
-def _notes(result: GoodputResult, probes: list[Probe]) -> list[str]:
-    notes = []
+def stalled(probes: Sequence[Probe], slo: Slo) -> list[str]:
+    """A note where the load generator itself was late."""
     worst = max(probes, key=lambda probe: probe.stall, default=None)
-    if worst is not None and worst.stall > _STALLED * result.options.slo.gap:
-        notes.append(
-            f"The load generator itself was late by up to {1000 * worst.stall:.0f} ms (at {worst.rate:.3g} req/s): the "
-            "limit may be this client's or its machine's. Run it where it has a core of its own."
-        )
+    if worst is None or worst.stall <= _STALLED * slo.gap:
+        return []
+    return [
+        f"The load generator itself was late by up to {1000 * worst.stall:.0f} ms (at {worst.rate:.3g} req/s): the "
+        "limit may be this client's or its machine's. Run it where it has a core of its own."
+    ]
+
+
+def _notes(result: GoodputResult, probes: list[Probe]) -> list[str]:
+    notes = stalled(probes, result.options.slo)
     done = [each for probe in probes for each in probe.run.of(Outcome.FINISHED) if each.prompt_tokens]
     if done:
         prompt = statistics.median(each.prompt_tokens for each in done)

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pdserve_bench.client import HttpConnection
+from pdserve_bench.client import Exchange, HttpConnection
+from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.load import side_by_side
 
 CONCURRENCY = 16
@@ -62,11 +63,11 @@ class MixedLoad:
     # what clients do; each returns the answer's status, 0 where the client does not wait for one
 
     async def _whole(self) -> int:
-        stream = self._dice.random() < 0.7
-        status, answer = await self._ask(self._body(stream=stream))
-        if status != 200 or (stream and b"data: [DONE]" not in answer):
-            raise Unexpected(status, answer[-300:])
-        return status
+        exchange = Exchange({**self._body(stream=self._dice.random() < 0.7), "return_token_ids": True})
+        await Endpoint(self._url, self._model).ask(exchange, TIMEOUT)
+        if exchange.error:
+            raise Unexpected(exchange.error)
+        return exchange.status
 
     async def _early(self) -> int:
         """Leave in whatever phase the request is then: tokenizing, queued, being prefilled, on its way."""
@@ -78,7 +79,8 @@ class MixedLoad:
     async def _midway(self) -> int:
         connection = await HttpConnection.open(self._url, self._body(stream=True, max_tokens=200))
         try:
-            status = await connection.status()
+            if (status := await connection.status()) not in (200, 429, 503):
+                raise Unexpected(status, await connection.rest())
             wanted = iter(range(self._dice.randint(0, 11)))
             await connection.lines(lambda _: next(wanted, None) is None)
         finally:
