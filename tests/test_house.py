@@ -366,25 +366,25 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 
 ROOMS = {
     "both": 185,
-    "cli": 1511,
-    "config": 1941,
-    "decode": 2888,
-    "engine": 2983,
-    "files beside the rooms": 2187,
-    "frontend": 8195,
+    "cli": 1525,
+    "config": 1955,
+    "decode": 2887,
+    "engine": 2995,
+    "files beside the rooms": 2195,
+    "frontend": 8316,
     "install": 258,
     "kv": 1639,
     "observe": 1375,
-    "plan": 1948,
-    "prefill": 695,
-    "process": 1474,
-    "queue": 1756,
+    "plan": 1946,
+    "prefill": 698,
+    "process": 1491,
+    "queue": 1757,
     "registry": 921,
     "stream": 808,
-    "supervisor": 2414,
+    "supervisor": 2462,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 10487, "tests": 35755, "tools": 2264}
+BESIDE = {"benchmarks": 10577, "tests": 36543, "tools": 2264}
 """lines of what is beside it"""
 WORDS, RECORD = 20000, 350
 """words of docs/ without the decisions, and of one decision record"""
