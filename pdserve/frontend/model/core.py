@@ -259,7 +259,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def _drop(self, generation: Generation) -> None:
         """End a generation whose HTTP request is over: if a beam fails, vLLM leaves the tasks of the others."""
-        self.fail(generation, generation.trace.failure or RequestFailure(500, "its HTTP request is over"))
+        failure = generation.trace.failure
+        self.fail(generation, failure or RequestFailure(500, "its HTTP request is over"))
+        generation.trace.failure = failure  # where there was none, its client has left
 
     def _fail_behind(
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
