@@ -9,7 +9,6 @@ from pdserve_bench.fuzz.request import FuzzRequest
 OURS_ALONE = frozenset({429, 503, 504})
 """statuses of load and of deadlines: for requests that ask for a short one"""
 EXCUSED = {
-    "list index out of range": "simulated engines have no logprobs",
     "validation errors for ChatCompletionStreamResponse": "vLLM: an error that its Anthropic stream cannot tell",
     "validation error for ChatCompletionStreamResponse": "the same",
     "'ResponseOutputRefusal' object has no attribute 'text'": "vLLM: a refusal among the input of /v1/responses",
