@@ -16,6 +16,7 @@ from pdserve_bench.chaos.questions import (
     Case,
     again,
     computed,
+    disagreement,
     endless,
     learn,
     prompt_lengths,
@@ -108,6 +109,20 @@ async def test_only_what_has_one_answer_is_used(answer: Answer, kept: int) -> No
         pool = await learn(client, "demo", (Case((n,), 2, n % 2 == 0, salt=f"1-{n}") for n in count()), 5)
     assert len(pool) == kept
     assert [case.expected for case in pool] == [(case.prompt[0], 0 if kept < POOL else 1) for case in pool]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "dtype", "amiss"),
+    [
+        (0, "float32", False),
+        (1, "float32", False),
+        (2, "float32", True),
+        (14, "bfloat16", False),
+        (14, None, False),
+    ],
+)
+def test_in_float32_hardly_a_prompt_may_be_left_out(left_out: int, dtype: str | None, amiss: bool) -> None:
+    assert bool(disagreement(left_out, dtype)) is amiss
 
 
 async def test_an_engine_that_disagrees_with_itself_is_no_yardstick() -> None:

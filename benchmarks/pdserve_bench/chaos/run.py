@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from pdserve.config.load import load as load_config
@@ -70,7 +71,11 @@ class Chaos:
         self._say(f"{graph.model} at {graph.url}: {listed(self._watch.whole)}")
         lengths = [instance.max_model_len for instance in instances if instance.max_model_len]
         cases = await self._cases(min(lengths))
-        yield await self._while_it_lives(self._row(CALM, None, 0, cases))
+        left_out = questions.POOL - len(self._pool) if self._pool else 0
+        calm = await self._while_it_lives(self._row(CALM, None, 0, cases))
+        decode = self._config.decode
+        doubt = questions.disagreement(left_out, decode and decode.engine_args.get("dtype"))
+        yield replace(calm, left_out=left_out, amiss=(*calm.amiss, *([doubt] if doubt else [])))
         for turn, fault in enumerate(self._options.faults, 1):
             name = f"[{turn}/{len(self._options.faults)}] {fault.name}"
             try:

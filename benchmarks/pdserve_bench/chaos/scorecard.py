@@ -40,6 +40,8 @@ class Row:
     """prefill requests that were still in the queue then"""
     freed: float = 0.0
     """seconds from the last request's end until no block was held"""
+    left_out: int = 0
+    """of the first row: prompts that are not asked, because they have another answer in a batch than alone"""
     skipped: str = ""
     errors: tuple[str, ...] = ()
     held: Mapping[str, int] = field(default_factory=dict)
