@@ -214,6 +214,7 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     monkeypatch.setattr(etcd, "CONNECT_WITHIN", 0.5)
     away = pdserve("status", "--etcd", "127.0.0.1:1")
     assert (away.returncode, "no etcd answers at 127.0.0.1:1" in away.stderr) == (1, True)
+    assert "or its etcd is away, or wants --credentials." in away.stderr
     empty = pdserve("status", "--etcd", etcd_url, "--namespace", namespace)
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
 
