@@ -147,8 +147,8 @@ class SlotState(Struct, frozen=True):
     role: Role
     host: str = ""
     state: str = "starting"
-    """`starting`, `ready`, `waiting to restart` or `stopped`; `refused`, as a process says itself that may not register
-    (`process/presence.py`)"""
+    """`starting`, `ready`, `draining`, `waiting to restart` or `stopped`; `refused`, as a process says itself that may
+    not register (`process/presence.py`)"""
     restarts: int = 0
     """number of restarts since the supervisor started"""
     failed_starts: int = 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from cryptography import x509
 
-from pdserve.cli import COMMANDS, main
+from pdserve.cli import COMMANDS, install, main
 from pdserve.cli.find import find_place
 from pdserve.command import PROGRAM_VARIABLE, program
 from pdserve.credentials import Credentials
@@ -192,6 +192,14 @@ def test_all_commands_refuse_the_same_files_before_anything_starts(
     assert not (tmp_path / "state").exists()
 
 
+def test_a_role_reads_its_file_before_it_asks_for_an_engine(
+    pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "need_engine", lambda: pytest.fail("asked for an engine"))
+    done = pdserve("decode", "-f", tmp_path / "nope.yaml")
+    assert (done.returncode, "nope.yaml cannot be read" in done.stderr) == (2, True)
+
+
 def test_doctor_asks_of_a_host_what_its_roles_need(pdserve: Run, tmp_path: Path) -> None:
     file = tmp_path / "graph.yaml"
     file.write_text(
@@ -214,6 +222,7 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     monkeypatch.setattr(etcd, "CONNECT_WITHIN", 0.5)
     away = pdserve("status", "--etcd", "127.0.0.1:1")
     assert (away.returncode, "no etcd answers at 127.0.0.1:1" in away.stderr) == (1, True)
+    assert "or its etcd is away, or wants --credentials." in away.stderr
     empty = pdserve("status", "--etcd", etcd_url, "--namespace", namespace)
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
 

@@ -2,8 +2,10 @@
 
 import os
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import httpx
 import msgspec
@@ -169,6 +171,20 @@ def test_busy_ports_fail_but_those_of_this_graph_and_of_roles_that_run_here(tmp_
     assert other.startswith(
         f"Another graph runs on {plan.config.state_dir} (of /another.yaml, pid {os.getpid()})"
     )
+
+
+def test_the_ports_of_a_role_that_starts_here_and_is_not_registered_are_its_own(tmp_path: Path) -> None:
+    plan = plan_of(file := graph(tmp_path))
+    port = plan.workers[0].slot.kv_port
+    listens = f"import socket; s = socket.create_server(('127.0.0.1', {port})); print(flush=True); input()"
+    for role, grade in (("decode", "ok"), ("else", "fail")):
+        command = [sys.executable, "-c", listens, "pdserve", role, "-f", file.name]
+        with Popen(command, stdin=PIPE, stdout=PIPE, cwd=tmp_path) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            grades = [finding.grade for finding in check_ports(plan)]
+            process.kill()
+        assert grades == [grade]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])

@@ -103,6 +103,9 @@ TOLD = {
         slots=[SlotState("decode-2", Role.DECODE, "h", since=NOW - 7)],
         instances=[*ALL[:-1], replace(PREFILL[1], draining=True)],
     ),
+    "info: frontend-0 is draining: it takes nothing new": state(  # it has left the registry
+        slots=[replace(SLOTS[0], state="draining")], instances=ALL[1:]
+    ),
     "bad: the prefill queue is full: 12 of 2; prompts are computed at decode workers": state(
         loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)}
     ),

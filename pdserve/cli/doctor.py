@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
+import psutil
 import typer
 
 from pdserve import queue
@@ -16,6 +18,7 @@ from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.demo import FILE
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
+from pdserve.graph import SLOT_VARIABLE
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import servers_of
@@ -96,6 +99,7 @@ def check_ports(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Find
     for instance in instances:
         if instance.host == plan.config.host:
             ours |= family(instance.pid)
+    ours |= roles_alone(plan.config)
     if problem:
         yield Finding("fail", "state", problem)
     try:
@@ -105,6 +109,19 @@ def check_ports(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Find
     yield from (Finding("fail", "ports", problem) for problem in problems)
     if not problems:
         yield Finding("ok", "ports", "all are free" + ", or of the running graph" * bool(ours))
+
+
+def roles_alone(config: Config) -> set[int]:
+    """The processes of this file's roles that run alone on this host, also where they start and are not registered."""
+    found, file = set[int](), config.path.resolve()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            files = {Path(process.cwd(), word.removeprefix("--file=")).resolve() for word in words}
+            ours = "doctor" not in words and any("pdserve" in word for word in words) and file in files
+            if ours and not set(words).isdisjoint(Role) and SLOT_VARIABLE not in process.environ():
+                found |= family(process.pid)  # with the variable: an orphan of `serve`, or in its family
+    return found
 
 
 async def check_nats(urls: str, credentials: Credentials | None) -> list[Finding]:

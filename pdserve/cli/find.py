@@ -86,7 +86,8 @@ async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
             opened = GraphView(view.snapshot, lambda: registry.connected)
         except RegistryUnavailable as error:
             if _known(graph) is None:
-                raise NoGraph(f"{error}: no graph runs there, or its etcd is away.") from None
+                wants = "" if graph.credentials else ", or wants --credentials"
+                raise NoGraph(f"{error}: no graph runs there, or its etcd is away{wants}.") from None
             opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False)
         yield opened
 

@@ -113,7 +113,7 @@ class _Constructor(yaml.constructor.SafeConstructor):
 
     def number(self, node: yaml.ScalarNode) -> int:
         if re.match(r"[-+]?0[\d_]", node.value):
-            raise ValueError(f"{node.value} begins with 0, as octal numbers do")
+            raise ValueError(f"{node.value} begins with 0: write a number without it")
         return int(self.construct_yaml_int(node))
 
     yaml_constructors: ClassVar = yaml.constructor.SafeConstructor.yaml_constructors | {
@@ -155,8 +155,11 @@ class _Reader:
         try:
             return replace(entry, value=self._construct.construct_object(node, deep=True), children=children)
         except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-            said = getattr(error, "problem", None) or error
-            self._findings.problem(entry, f"has no plain value ({said}): put quotes round it.")
+            if not isinstance(node, yaml.MappingNode) or len(children) == len(
+                node.value
+            ):  # else said of a key in it
+                said = getattr(error, "problem", None) or error
+                self._findings.problem(entry, f"has no plain value ({said}): put quotes round a word.")
             return None
 
     def _find_duplicates(self, path: str, node: yaml.MappingNode) -> None:

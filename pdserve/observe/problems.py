@@ -150,8 +150,8 @@ def _processes(
         if node.state == SILENT:
             yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{moved}", [name])
         elif node.state == DRAINING:
-            running = count(node.load.running if node.load else 0, "running request")
-            yield Problem("info", f"{name} is draining: it takes nothing new, {running}{moved}", [name])
+            running = f", {count(node.load.running, 'running request')}" if node.load else ""
+            yield Problem("info", f"{name} is draining: it takes nothing new{running}{moved}", [name])
         elif node.state == STARTING and not node.why:
             yield Problem("info", f"{name} is starting", [name], node.seconds)
         elif node.state == REFUSED:

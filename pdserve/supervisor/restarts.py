@@ -117,6 +117,7 @@ def _times(count: int) -> str:
 class ProcessState(StrEnum):
     STARTING = "starting"
     READY = "ready"
+    DRAINING = "draining"
     WAITING = "waiting to restart"
     STOPPED = "stopped"
 
@@ -208,8 +209,10 @@ class RestartLoop(Generic[AnyProcess]):
         ready. Return when nothing of it is left."""
         self._stopping.set()
         if self._child:
-            ready = self.state is ProcessState.READY
-            await self._child.stop(patience if ready else min(patience, LOADING_PATIENCE))
+            if self.state is ProcessState.READY:
+                self._become(ProcessState.DRAINING)
+            draining = self.state is ProcessState.DRAINING
+            await self._child.stop(patience if draining else min(patience, LOADING_PATIENCE))
         await self._stopped.wait()
 
     def kill(self) -> None:
@@ -239,7 +242,7 @@ class RestartLoop(Generic[AnyProcess]):
             await asyncio.gather(watching, return_exceptions=True)
         with Apart("ends of processes"):
             await self.process.ended(exit_)
-        ready = self.state is ProcessState.READY
+        ready = self.state in (ProcessState.READY, ProcessState.DRAINING)
         return PastRun(time.monotonic() - started, ready, self._failed_start or exit_)
 
     async def _watch(self, child: Child) -> None:

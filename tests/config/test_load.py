@@ -440,7 +440,7 @@ CHANGES = [
     ("remote-prefill", "remote-prefil", ":7: VllmWorker.remote-prefil is neither a key of VllmWorker nor"),
     ("32", "true", ":3: Common.block-size is True, but must be a whole number."),
     ("32", "2024-13-45", ":3: Common.block-size has no plain value (month must be in 1..12)"),
-    ("32", "032", ":3: Common.block-size has no plain value (032 begins with 0, as octal numbers do)"),
+    ("32", "032", ":3: Common.block-size has no plain value (032 begins with 0: write a number without it)"),
     ("32", "!!python/object:os.system 1", ":3: Common.block-size has no plain value (could not determine"),
     ("prefill: true", "prefill: 'yes'", ":7: VllmWorker.remote-prefill is 'yes', but must be true or false."),
     ("common-configs: [model, ", "common-configs: [", ":6: VllmWorker has no model: set it in Common"),
@@ -469,6 +469,11 @@ CHANGES = [
 def test_mistakes_elsewhere(tmp_path: Path, old: str, new: str, said: str) -> None:
     assert old in GOOD
     named(tmp_path, GOOD.replace(old, new), f"FILE{said}")
+
+
+def test_a_number_that_begins_with_0_is_told_once(tmp_path: Path) -> None:
+    (told,) = problems(tmp_path, f"{GOOD}Graph: {{kv-port: 05600}}\n")
+    assert told.endswith("(05600 begins with 0: write a number without it): put quotes round a word.")
 
 
 def test_dates_are_read_alike_whatever_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

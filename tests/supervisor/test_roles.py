@@ -160,6 +160,13 @@ async def test_what_serves_before_all_is_ready_drains(
     assert graph.text.count(": ended") == 2
 
 
+async def test_a_role_that_is_stopped_is_draining_until_it_has_ended(tmp_path: Path) -> None:
+    async with Graph(tmp_path, fake(DRAINS % 0.2, Role.FRONTEND)) as graph:
+        await graph.up()
+    assert "draining" in {said.state for said in graph.reported}
+    assert _last_report(graph, "frontend-0").failed_starts == 0
+
+
 @pytest.mark.parametrize(
     ("stops", "patience"), [(1, 0.3), (2, 60)], ids=["after the deadline", "at the second stop"]
 )
