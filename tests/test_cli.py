@@ -73,6 +73,15 @@ def test_every_command_is_listed_and_teaches_by_example(pdserve: Run) -> None:
         assert (result.returncode, f"examples:\n  pdserve {command}" in result.stdout) == (0, True), command
 
 
+def test_users_are_sent_to_no_file_that_a_wheel_lacks(pdserve: Run, tmp_path: Path) -> None:
+    for command in ALL:
+        assert "configs/" not in pdserve(*command.split(), "--help").stdout, command
+    for text in ("", "Frontend: {port: 8000}\n"):
+        (file := tmp_path / "graph.yaml").write_text(text)
+        result = pdserve("plan", "-f", file)
+        assert (result.returncode, "init graph.yaml" in result.stderr) == (2, True), result.stderr
+
+
 def test_help_and_plan_load_nothing_heavy() -> None:
     script = (
         "import sys; from pdserve.cli import main\n"
