@@ -14,6 +14,7 @@ from cryptography import x509
 
 from pdserve.cli import COMMANDS, main
 from pdserve.cli.find import find_place
+from pdserve.cli.trace import not_found, requests
 from pdserve.command import PROGRAM_VARIABLE, program
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, EngineDead, RegistryUnavailable
@@ -21,6 +22,7 @@ from pdserve.ports import free_port
 from pdserve.process import life
 from pdserve.records import Role
 from pdserve.registry import etcd
+from pdserve.watch import Receipt
 
 LOCAL = Path(__file__).parent.parent / "configs/local.yaml"
 ALL = [
@@ -283,3 +285,13 @@ def test_what_a_role_says_of_its_end(
     assert [record.getMessage() for record in caplog.records] == said
     traced = isinstance(error, RuntimeError)
     assert all(bool(record.exc_info) == traced for record in caplog.records)
+
+
+def test_the_last_requests_end_with_the_newest() -> None:
+    newest_first = [Receipt(name, "frontend-0", "/v1", 1.0) for name in ("newest", "older")]
+    assert list(requests(newest_first).columns[0].cells) == ["older", "newest"]
+
+
+def test_an_id_too_short_to_find_a_request_is_called_so() -> None:
+    assert not_found("4c86", []).startswith("4c86 is too short: give at least 6 characters")
+    assert not_found("4c86aa", []).startswith("no frontend has a receipt of 4c86aa.")
