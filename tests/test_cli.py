@@ -295,3 +295,8 @@ def test_the_last_requests_end_with_the_newest() -> None:
 def test_an_id_too_short_to_find_a_request_is_called_so() -> None:
     assert not_found("4c86", []).startswith("4c86 is too short: give at least 6 characters")
     assert not_found("4c86aa", []).startswith("no frontend has a receipt of 4c86aa.")
+
+
+def test_a_setting_is_not_set_and_unset_at_once(pdserve: Run) -> None:
+    result = pdserve("set", "router=kv", "--unset", "router")
+    assert (result.returncode, "router is set and unset at once" in result.stderr) == (2, True)
