@@ -300,3 +300,10 @@ def test_an_id_too_short_to_find_a_request_is_called_so() -> None:
 def test_a_setting_is_not_set_and_unset_at_once(pdserve: Run) -> None:
     result = pdserve("set", "router=kv", "--unset", "router")
     assert (result.returncode, "router is set and unset at once" in result.stderr) == (2, True)
+
+
+def test_a_list_of_faults_has_only_those_asked_for(pdserve: Run) -> None:
+    assert [
+        line.split()[0] for line in pdserve("chaos", "--list", "--only", "etcd-kill").stdout.splitlines()
+    ] == ["etcd-kill"]
+    assert pdserve("chaos", "--list", "--only", "foo").returncode == 2

@@ -77,7 +77,7 @@ def chaos(
     """
     faults = HOST_FAULTS if hosts else CLUSTER_FAULTS if clusters else FAULTS
     if show_list:
-        print("\n".join(f"{fault.name:18} {fault.told}" for fault in faults))
+        print("\n".join(f"{fault.name:18} {fault.told}" for fault in choose(only, faults)))
         return 0
     if file is None:
         raise ConfigError(["Give the graph to break: -f FILE."])
