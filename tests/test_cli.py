@@ -14,6 +14,7 @@ from cryptography import x509
 
 from pdserve.cli import COMMANDS, install, main
 from pdserve.cli.find import find_place
+from pdserve.cli.trace import not_found, requests
 from pdserve.command import PROGRAM_VARIABLE, program
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, EngineDead, RegistryUnavailable
@@ -21,6 +22,7 @@ from pdserve.ports import free_port
 from pdserve.process import life
 from pdserve.records import Role
 from pdserve.registry import etcd
+from pdserve.watch import Receipt
 
 LOCAL = Path(__file__).parent.parent / "configs/local.yaml"
 ALL = [
@@ -71,6 +73,15 @@ def test_every_command_is_listed_and_teaches_by_example(pdserve: Run) -> None:
     for command in ALL:
         result = pdserve(*command.split(), "--help")
         assert (result.returncode, f"examples:\n  pdserve {command}" in result.stdout) == (0, True), command
+
+
+def test_users_are_sent_to_no_file_that_a_wheel_lacks(pdserve: Run, tmp_path: Path) -> None:
+    for command in ALL:
+        assert "configs/" not in pdserve(*command.split(), "--help").stdout, command
+    for text in ("", "Frontend: {port: 8000}\n"):
+        (file := tmp_path / "graph.yaml").write_text(text)
+        result = pdserve("plan", "-f", file)
+        assert (result.returncode, "init graph.yaml" in result.stderr) == (2, True), result.stderr
 
 
 def test_help_and_plan_load_nothing_heavy() -> None:
@@ -283,3 +294,25 @@ def test_what_a_role_says_of_its_end(
     assert [record.getMessage() for record in caplog.records] == said
     traced = isinstance(error, RuntimeError)
     assert all(bool(record.exc_info) == traced for record in caplog.records)
+
+
+def test_the_last_requests_end_with_the_newest() -> None:
+    newest_first = [Receipt(name, "frontend-0", "/v1", 1.0) for name in ("newest", "older")]
+    assert list(requests(newest_first).columns[0].cells) == ["older", "newest"]
+
+
+def test_an_id_too_short_to_find_a_request_is_called_so() -> None:
+    assert not_found("4c86", []).startswith("4c86 is too short: give at least 6 characters")
+    assert not_found("4c86aa", []).startswith("no frontend has a receipt of 4c86aa.")
+
+
+def test_a_setting_is_not_set_and_unset_at_once(pdserve: Run) -> None:
+    result = pdserve("set", "router=kv", "--unset", "router")
+    assert (result.returncode, "router is set and unset at once" in result.stderr) == (2, True)
+
+
+def test_a_list_of_faults_has_only_those_asked_for(pdserve: Run) -> None:
+    assert [
+        line.split()[0] for line in pdserve("chaos", "--list", "--only", "etcd-kill").stdout.splitlines()
+    ] == ["etcd-kill"]
+    assert pdserve("chaos", "--list", "--only", "foo").returncode == 2

@@ -46,8 +46,8 @@ def doctor(
     says what to do. Exit code 1 where something failed.
 
     examples:
-      pdserve doctor -f configs/disagg.yaml
-      pdserve doctor -f configs/hosts.yaml --role prefill      on each host, before and after the first one serves
+      pdserve doctor -f graph.yaml
+      pdserve doctor -f graph.yaml --role prefill      on each host, before and after the first one serves
     """
     plan = make_plan(load(file), Machine.detect(), roles=role or None, index=0 if role else None)
     if not plan.slots:

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-File = Annotated[Path, typer.Option("-f", "--file", metavar="FILE", help="the graph, as configs/local.yaml")]
+File = Annotated[
+    Path, typer.Option("-f", "--file", metavar="FILE", help="the graph; `pdserve init` writes one")
+]
 DemoFile = Annotated[
     Path,
     typer.Option("-f", "--file", metavar="FILE", help="the graph", show_default="of the bundled demo model"),

@@ -32,9 +32,9 @@ def plan(
     fits, 2 with the reasons where `pdserve serve` would refuse it, 3 where it cannot be said.
 
     examples:
-      pdserve plan -f configs/disagg.yaml
-      pdserve plan -f configs/disagg.yaml --gpus 4xA10     on a machine that you do not have
-      pdserve plan --explain                               how its layers' KV is kept and moved, and by which ranks
+      pdserve plan -f graph.yaml
+      pdserve plan -f graph.yaml --gpus 4xA10      on a machine that you do not have
+      pdserve plan --explain                       how its layers' KV is kept and moved, and by which ranks
       pdserve plan --json | jq .workers
     """
     from pdserve.config.load import load

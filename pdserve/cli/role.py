@@ -31,9 +31,9 @@ def role(
     it failed, or hung, and may work when it is started again; 2: its configuration is wrong.
 
     examples:
-      pdserve {command} -f configs/disagg.yaml
-      pdserve {command} -f configs/hosts.yaml --node-rank 1     the second host of a worker with nnodes: 2
-      PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f configs/disagg.yaml --index 1
+      pdserve {command} -f graph.yaml
+      pdserve {command} -f graph.yaml --node-rank 1     the second host of a worker with nnodes: 2
+      PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f graph.yaml --index 1
     """
     from pdserve.cli.install import need_engine
     from pdserve.config.load import load

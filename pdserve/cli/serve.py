@@ -24,9 +24,9 @@ def serve(
     of its kind was ever ready, everything is stopped with the cause (exit code 1, or 2 for a wrong configuration).
 
     examples:
-      pdserve serve                                     the bundled demo model, on the CPU or on two GPUs
-      pdserve serve --port 8001                         where something else has port 8000
-      pdserve serve -f configs/disagg.yaml              two workers on two GPUs each
+      pdserve serve                           the bundled demo model, on the CPU or on two GPUs
+      pdserve serve --port 8001               where something else has port 8000
+      pdserve serve -f graph.yaml             one of your own: `pdserve init graph.yaml` writes it
       pdserve serve --log-format json 2> pdserve.jsonl
     """
     from pdserve.cli.install import need_engine

@@ -48,9 +48,10 @@ def _parse(pairs: Sequence[str], unset: Sequence[str]) -> dict[str, str | None]:
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ConfigError([f"{pair} is not KEY=VALUE." for pair in wrong])
     changes: dict[str, str | None] = {_key(name): None for name in unset}
-    return changes | {
-        _key(name): value.strip(" ") for name, _, value in (pair.partition("=") for pair in pairs)
-    }
+    values = {_key(name): value.strip(" ") for name, _, value in (pair.partition("=") for pair in pairs)}
+    if both := changes.keys() & values.keys():
+        raise ConfigError([f"{name} is set and unset at once: leave out one." for name in sorted(both)])
+    return changes | values
 
 
 def _key(name: str) -> str:

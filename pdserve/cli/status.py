@@ -72,7 +72,7 @@ def status(
     examples:
       pdserve status                         the graph that runs on this machine
       pdserve status --watch                 again each second
-      pdserve status -f configs/disagg.yaml --json | jq '.instances[].load'
+      pdserve status -f graph.yaml --json | jq '.instances[].load'
       pdserve status --etcd 10.0.0.5:2379    a graph elsewhere
     """
     return asyncio.run(_status(find_graph(file, etcd, namespace, credentials), as_json, watch))

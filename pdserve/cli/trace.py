@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -31,7 +31,7 @@ _SHORT = 8
 
 def trace(
     request_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="of the request; its first characters are enough")
+        str | None, typer.Argument(metavar="[ID]", help="of the request, or at least its first 6 characters")
     ] = None,
     file: GraphFile = None,
     etcd: Etcd = None,
@@ -43,7 +43,8 @@ def trace(
 ) -> int:
     """Show where a request went: a line for each part of its way with the time that it took, the process in which it
     was, and the reason where something was decided or failed. ID is the `x-request-id` of its answer; the `id` in the
-    answer's body does as well. Without ID: the last requests, of all frontends. Exit code 1 where it is not found.
+    answer's body does as well. Without ID: the last requests, of all frontends, the newest last. Exit code 1 where it
+    is not found.
 
     The hops, in their order (a request has those that it went through):
       admission     held by the frontend, until it is its client's turn and a worker has room
@@ -100,6 +101,10 @@ def matching(receipts: Iterable[Receipt], wanted: str) -> list[Receipt]:
 
 def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     """Say why there may be no such receipt. Pure."""
+    if len(wanted) < _LEAST:
+        return (
+            f"{wanted} is too short: give at least {_LEAST} characters; `{command('trace')}` lists the last."
+        )
     kept = f"of the last {MOST_KEPT:,} requests that generate, for {KEPT_FOR / 60:.0f} minutes and as long as it runs"
     hint = or_nearest(
         wanted, [receipt.request_id for receipt in last], f"`{command('trace')}` lists the last."
@@ -107,14 +112,14 @@ def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     return f"no frontend has a receipt of {wanted}. Each keeps those {kept}: {hint}"
 
 
-def requests(receipts: Iterable[Receipt], characters: int | None = None) -> Table:
-    """A line for each, in their order, with so many characters of its id. Pure."""
+def requests(receipts: Sequence[Receipt], characters: int | None = None) -> Table:
+    """A line for each of these, the newest first, with so many characters of its id; the newest last. Pure."""
     numbers = ("came", "took", "TTFT", "prompt", "cached", "tokens")
     made = table("request", "status", *numbers, "key", "prefill", "at", numbers=numbers)
     made.box, made.padding = None, (0, 2, 0, 0)
     for column in made.columns[:-3]:
         column.no_wrap = True
-    for receipt in receipts:
+    for receipt in reversed(receipts):
         bad = receipt.status >= 500 or receipt.status == 429
         made.add_row(
             receipt.request_id[:characters],

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pdserve.command import command
 from pdserve.config.adapters import READ_BY, most_adapters, static_adapters
 from pdserve.config.addresses import collector_url, traces_url
 from pdserve.config.api_keys import configured
@@ -152,7 +153,9 @@ def _check_split(
     """There must be workers that prefill if, and only if, decode workers send prompts to them."""
     remote = decode.own.get("remote-prefill")
     if not decode.entry and not prefill.entry:
-        findings.whole("there is no VllmWorker section: add one, as in configs/local.yaml.")
+        findings.whole(
+            f"there is no VllmWorker section: add one; `{command('init graph.yaml')}` writes a file with one."
+        )
     both = decode.own.get("role") if decode.values.role == "both" else None
     if remote and decode.values.remote_prefill and not prefill.entry and not both:
         text = "is true, but there is no PrefillWorker section: add one, set role: both, or set it to false."

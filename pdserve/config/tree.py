@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import yaml
 
+from pdserve.command import command
 from pdserve.config.schema import kebab
 from pdserve.errors import ConfigError
 
@@ -81,7 +82,7 @@ def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path} is not UTF-8 text: give the path of a YAML file with -f."]) from error
-    return parse_tree(text, findings, "start from configs/local.yaml")
+    return parse_tree(text, findings, f"`{command('init graph.yaml')}` writes one to start from")
 
 
 def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry]:

@@ -358,8 +358,8 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
             ways = "lower kv-offload or ServiceArgs.workers"
         elif adapters >= need - machine.memory:
             ways = "lower max-loras, max-lora-rank or ServiceArgs.workers"
-        elif (room := machine.memory - (need - weights)) < weights:
-            ways = f"take a smaller model or weights of fewer bits (up to {in_gib(max(0, room))} of weights in all)"
+        elif 0 < (room := machine.memory - (need - weights)) < weights:
+            ways = f"take a smaller model or weights of fewer bits (up to {in_gib(room)} of weights in all)"
         yield (
             f"The graph needs about {in_gib(need)} of RAM, but this machine has {in_gib(machine.memory)}: "
             f"short by {in_gib(need - machine.memory)}; {ways}."

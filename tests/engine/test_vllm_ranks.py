@@ -1,13 +1,16 @@
-"""An engine whose ranks are processes of their own ends when one of them does."""
+"""How an engine with processes of its own fails: with one of its ranks, or without its model."""
 
 import asyncio
 import subprocess
 import sys
 
 import psutil
+import pytest
 
 from pdserve.engine.spec import EngineSpec
+from pdserve.engine.vllm import api
 from pdserve.engine.vllm.process import VllmProcess
+from pdserve.errors import Unavailable
 from pdserve.records import Role
 from tests.conditions import until
 
@@ -37,3 +40,15 @@ async def test_an_engine_without_one_of_its_ranks_is_ended() -> None:
         for each in started:
             each.kill()
             each.communicate()
+
+
+async def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(argv: object, headless: bool) -> None:
+        raise OSError(
+            "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them."
+        )
+
+    monkeypatch.setattr(api, "engine_config", unreachable)
+    engine = VllmProcess(EngineSpec(Role.DECODE, "decode-0-test", "Qwen/Qwen3-0.6B"))
+    with pytest.raises(Unavailable, match=r"^Qwen/Qwen3-0.6B cannot be downloaded"):
+        await engine.start("ipc:///events")

@@ -385,6 +385,11 @@ def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path) -> None:
     )
 
 
+def test_no_smaller_model_is_advised_where_none_would_fit(tmp_path: Path) -> None:
+    (problem,) = plan(tmp_path, LOCAL, machine(ram=2)).problems
+    assert problem.endswith("; lower kv-cache-memory-bytes or ServiceArgs.workers.")
+
+
 def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path) -> None:
     (problem,) = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "1.5"}).problems
     assert problem.startswith(

@@ -69,15 +69,15 @@ def chaos(
     etcd, whose leaders are killed, hung and cut off, whose majority is lost, and which are all restarted.
 
     examples:
-      pdserve chaos -f configs/local.yaml --dtype float32       every fault, on real engines (bf16 batches differ)
-      pdserve chaos -f configs/local.yaml --only decode,etcd-kill --seconds 30
-      pdserve chaos -f configs/local.yaml --hosts --one-engine --dtype float32
-      pdserve chaos -f configs/local.yaml --clusters --only nats-stream,etcd-majority
+      pdserve chaos -f graph.yaml --dtype float32       every fault, on real engines (bf16 batches differ)
+      pdserve chaos -f graph.yaml --only decode,etcd-kill --seconds 30
+      pdserve chaos -f graph.yaml --hosts --one-engine --dtype float32
+      pdserve chaos -f graph.yaml --clusters --only nats-stream,etcd-majority
       pdserve chaos --list [--hosts | --clusters]
     """
     faults = HOST_FAULTS if hosts else CLUSTER_FAULTS if clusters else FAULTS
     if show_list:
-        print("\n".join(f"{fault.name:18} {fault.told}" for fault in faults))
+        print("\n".join(f"{fault.name:18} {fault.told}" for fault in choose(only, faults)))
         return 0
     if file is None:
         raise ConfigError(["Give the graph to break: -f FILE."])

@@ -58,9 +58,9 @@ def compare(
     Nothing else should run on the machine. Ctrl-C shows what is known by then. The exit code is 0 whatever the answer.
 
     examples:
-      pdserve compare -f configs/local.yaml                       nine minutes; the bundled model on this machine
-      pdserve compare -f configs/local.yaml --rate 2 --ttft 300ms --gap 50ms --json answer.json
-      pdserve compare -f configs/disagg.yaml --trace users.jsonl --minutes 40 --write best.yaml
+      pdserve compare -f graph.yaml                       nine minutes, on this machine
+      pdserve compare -f graph.yaml --rate 2 --ttft 300ms --gap 50ms --json answer.json
+      pdserve compare -f graph.yaml --trace users.jsonl --minutes 40 --write best.yaml
     """
     check_outputs(json, write)
     load, asked = _trace(trace, file) if trace else (_single(prompt_tokens, answer_len, seed), None)

@@ -19,7 +19,7 @@ from pdserve.config.arguments import KV_ROLES, for_engine, to_argv
 from pdserve.engine.base import Ranks
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
-from pdserve.errors import ConfigError, EngineDead
+from pdserve.errors import ConfigError, EngineDead, Unavailable
 from pdserve.kv import connectors, nixl_connector
 from pdserve.kv.side_channel import CurveKey
 from pdserve.ports import free_port, port_holder
@@ -64,7 +64,7 @@ class VllmProcess:
         self._meeting = f"{folder}/vllm_dist_{os.getpid()}_{spec.instance}_"
 
     async def start(self, events_endpoint: str) -> None:
-        """Raises ConfigError, and EngineDead if vLLM does not start.
+        """Raises ConfigError, Unavailable if a hub does not answer, and EngineDead if vLLM does not start.
 
         vLLM's start takes a minute in a thread that cannot be stopped. On cancellation, kill every process that vLLM
         has started, so that the start fails."""
@@ -133,6 +133,11 @@ class VllmProcess:
             api.keep_pictures()
         except ValueError as error:
             raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
+        except OSError as error:
+            if "couldn't connect to" not in str(error):
+                raise
+            text = "cannot be downloaded (its hub does not answer): `hf download` it, or give a folder"
+            raise Unavailable(f"{self._spec.model} {text}") from error
         if api.on_cpu():
             _fork_from_here()
             if "distributed-executor-backend" not in self._spec.engine_args:
