@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from cryptography import x509
 
-from pdserve.cli import COMMANDS, install, main
+from pdserve.cli import COMMANDS, main
 from pdserve.cli.find import find_place
 from pdserve.cli.trace import not_found, requests
 from pdserve.command import PROGRAM_VARIABLE, program
@@ -201,14 +201,6 @@ def test_all_commands_refuse_the_same_files_before_anything_starts(
     assert "tool-parser-plugin /no/parser.py is no file on this machine" in told
     assert "Traceback" not in told
     assert not (tmp_path / "state").exists()
-
-
-def test_a_role_reads_its_file_before_it_asks_for_an_engine(
-    pdserve: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(install, "need_engine", lambda: pytest.fail("asked for an engine"))
-    done = pdserve("decode", "-f", tmp_path / "nope.yaml")
-    assert (done.returncode, "nope.yaml cannot be read" in done.stderr) == (2, True)
 
 
 def test_doctor_asks_of_a_host_what_its_roles_need(pdserve: Run, tmp_path: Path) -> None:

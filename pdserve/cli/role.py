@@ -36,11 +36,7 @@ def role(
       PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f graph.yaml --index 1
     """
     from pdserve.cli.install import need_engine
-    from pdserve.config.load import load
-    from pdserve.graph import SLOT_VARIABLE
 
-    if SLOT_VARIABLE not in os.environ:  # else under `serve`, which has read the file
-        load(file)
     need_engine()
     name = context.info_name or ""
     clock.skew_role(name)
@@ -50,6 +46,7 @@ def role(
     logs.setup(f"{name}-{index}{node}", level, log_format, vllm_level)
     end_while_starting()
 
+    from pdserve.graph import SLOT_VARIABLE
     from pdserve.supervisor.alone import run_alone
 
     if SLOT_VARIABLE in os.environ:  # under `serve`
