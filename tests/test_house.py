@@ -366,12 +366,12 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 
 ROOMS = {
     "both": 185,
-    "cli": 1525,
-    "config": 1955,
+    "cli": 1551,
+    "config": 1962,
     "decode": 2887,
-    "engine": 2995,
+    "engine": 3000,
     "files beside the rooms": 2195,
-    "frontend": 8316,
+    "frontend": 8318,
     "install": 258,
     "kv": 1639,
     "observe": 1375,
@@ -381,10 +381,10 @@ ROOMS = {
     "queue": 1757,
     "registry": 921,
     "stream": 808,
-    "supervisor": 2462,
+    "supervisor": 2465,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 10577, "tests": 36543, "tools": 2264}
+BESIDE = {"benchmarks": 10594, "tests": 36644, "tools": 2264}
 """lines of what is beside it"""
 WORDS, RECORD = 20000, 350
 """words of docs/ without the decisions, and of one decision record"""
