@@ -83,7 +83,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
         (f"al/ice={LONG}", ":1: what stands before the = is no name"),
         (f"- {LONG}", ":1: the file is not a mapping"),
         (f"alice: {{key: *{LONG}}}", ":1: this is not YAML"),
-        (f"alice:\n  key: !{LONG} x", ":1: alice has no plain value"),
+        (f"alice:\n  key: !{LONG} x", ":2: alice.key has no plain value"),
     ],
 )
 def test_problems_of_a_file_are_reported_and_show_no_key(file: Path, text: str, problem: str) -> None:
