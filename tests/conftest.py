@@ -21,14 +21,14 @@ settings.register_profile("searching")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same each time"))
 """what one commit passed, the next fails by its own fault only; HYPOTHESIS_PROFILE=searching tries others"""
 
-PAIRS = (
-    "tests/e2e/test_tensor_parallel.py",
+ENGINES = (
+    "tests/chaos/test_real_engines.py",
+    "tests/conformance/",
+    "tests/e2e/",
     "tests/engine/test_speculation.py",
     "tests/engine/test_vllm_engine.py",
     "tests/install/test_wheel.py",
 )
-"""Real engines without a graph: one process runs these, beside `ENGINES`, once the graphs are broken no more."""
-ENGINES = ("tests/chaos/test_real_engines.py", "tests/conformance/", "tests/e2e/")
 """One process runs these, one after the other: the real engines of all at once would take more than 24 GB. It is the
 longest part, and begins first."""
 CHAOS = ("tests/chaos/test_chaos.py", "tests/test_house.py")
@@ -43,9 +43,8 @@ ORDER = (
     "tests/registry/test_outage.py",
     *CHAOS,
 )
-LATE = (*PAIRS, "tests/soak/", "tests/wire/test_rolling.py")
 """What takes longest begins first, so that all processes end together; simulated engines are broken when the real ones
-have been, and further real ones start when those are not broken any more."""
+have been. tests/soak comes late as it is, for it starts real engines, too."""
 NICE = 5
 HANGS = 60
 """seconds after its timeout until a test that has not ended by then ends with its process, and with the run"""
@@ -59,8 +58,6 @@ def pytest_collection_finish() -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    if item.nodeid.startswith(LATE):
-        return len(ORDER) + 1
     found = (number for number, file in enumerate(ORDER) if item.nodeid.startswith(file))
     return next(found, len(ORDER))
 
@@ -72,12 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile` (`make test`): the tests of a file stay together, for they share its fixtures, and so do
-    `PAIRS`, `ENGINES` and `CHAOS`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
+    `ENGINES` and `CHAOS`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            for name, files in (("pairs", PAIRS), ("engines", ENGINES), ("chaos", CHAOS)):
+            for name, files in (("engines", ENGINES), ("chaos", CHAOS)):
                 if nodeid.startswith(files):
                     return name
             return str(super()._split_scope(nodeid))
@@ -102,11 +99,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Engines that start (a dozen processes import vLLM at the same time) give way to the tests beside them."""
     beside_others = "PYTEST_XDIST_WORKER" in os.environ
-    if (
-        beside_others
-        and item.nodeid.startswith((*PAIRS, *ENGINES))
-        and not os.getpriority(os.PRIO_PROCESS, 0)
-    ):
+    if beside_others and item.nodeid.startswith(ENGINES) and not os.getpriority(os.PRIO_PROCESS, 0):
         os.nice(NICE)
 
 
