@@ -112,7 +112,7 @@ class FrontendApp:
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
-            async with self._bodies.read(request, trace.deadline, client_of(request, trace), most) as raw:
+            async with self._bodies.read(request, trace.deadline, client_of(request, trace.key), most) as raw:
                 named = request.query_params.get("model") or self._models.any_for(path)
                 body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(path, raw)
                 if path in GENERATING and use is not None:
@@ -129,7 +129,7 @@ class FrontendApp:
             if not body.spare:
                 trace.promised = model.promised.loosened(request.headers)
             try:
-                with admitted(model, body, client_of(request, trace), trace) as admission:
+                with admitted(model, body, client_of(request, trace.key), trace) as admission:
                     await run(model, admission, body, request, response)
                 if not response.redirected:
                     return

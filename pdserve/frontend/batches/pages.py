@@ -18,6 +18,7 @@ from pdserve.frontend.batches.store import Batch, Store, StoredFile, now
 from pdserve.frontend.batches.work import BatchWork
 from pdserve.frontend.edge.answer import REFUSALS, HttpError, error_response
 from pdserve.frontend.edge.body import BodyReader, discard_rest
+from pdserve.frontend.keys.auth import client_of
 from pdserve.frontend.ribs import Rib, RibContext
 
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
@@ -68,18 +69,17 @@ class Batches(Rib):
             Route("/v1/batches/{id}/cancel", self._cancel, methods=["POST"]),
         ]
 
-    def _store(self, request: Request) -> Store:
+    def _key(self, request: Request) -> str:
         key = self._keys.find(request.headers)
-        return Store(self._folder, key.name if key else "")
+        return key.name if key else ""
+
+    def _store(self, request: Request) -> Store:
+        return Store(self._folder, self._key(request))
 
     def _find(self, kind: type[R], request: Request) -> R:
         if (found := self._store(request).get(kind, request.path_params["id"])) is None:
             raise HttpError(404, f"there is no {kind.__name__} of this id", "id")
         return found
-
-    def _client(self, request: Request) -> str:
-        key = self._keys.find(request.headers)
-        return key.name if key else request.client.host if request.client else ""
 
     @asynccontextmanager
     async def _place(self, client: str) -> AsyncIterator[None]:
@@ -102,7 +102,7 @@ class Batches(Rib):
             raise HttpError(400, "a file is sent as multipart/form-data", "file")
         try:
             async with (
-                self._place(self._client(request)),
+                self._place(client_of(request, self._key(request))),
                 asyncio.timeout(WITHIN),
                 request.form(max_files=1, max_fields=10) as form,
             ):
@@ -143,8 +143,8 @@ class Batches(Rib):
         return FileResponse(path, media_type="application/jsonl")
 
     async def _create(self, request: Request) -> Response:
-        deadline = time.monotonic() + WITHIN
-        async with self._bodies.read(request, deadline, self._client(request), MAX_BODY) as raw:
+        client, deadline = client_of(request, self._key(request)), time.monotonic() + WITHIN
+        async with self._bodies.read(request, deadline, client, MAX_BODY) as raw:
             try:
                 wanted = msgspec.json.decode(raw, type=_Wanted)
             except (ValueError, RecursionError) as error:

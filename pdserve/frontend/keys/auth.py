@@ -17,7 +17,6 @@ from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
 from pdserve.errors import ConfigError
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.renewal import stamp
-from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.keys.limits import KeyLedger
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
 from pdserve.ports import names_this_machine
@@ -140,7 +139,7 @@ def _given(headers: Mapping[str, str]) -> str:
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-def client_of(request: Request, trace: RequestTrace) -> str:
+def client_of(request: Request, key: str) -> str:
     """Return what counts as one client where clients share fairly: the API key or, where no keys are configured and any
     could be made up, the address."""
-    return trace.key or (request.client.host if request.client else "")
+    return key or (request.client.host if request.client else "")
