@@ -365,28 +365,28 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 # ── the ratchet: a room may shrink without a word, and grow with one ──────────────────────────────────────────────
 
 ROOMS = {
-    "both": 185,
-    "cli": 1551,
-    "config": 1962,
-    "decode": 2887,
-    "engine": 3000,
-    "files beside the rooms": 2195,
-    "frontend": 8318,
-    "install": 258,
-    "kv": 1639,
-    "observe": 1375,
-    "plan": 1946,
-    "prefill": 698,
-    "process": 1491,
-    "queue": 1757,
-    "registry": 921,
-    "stream": 808,
-    "supervisor": 2465,
+    "both": 200,
+    "cli": 1630,
+    "config": 2070,
+    "decode": 3040,
+    "engine": 3150,
+    "files beside the rooms": 2310,
+    "frontend": 8740,
+    "install": 280,
+    "kv": 1730,
+    "observe": 1450,
+    "plan": 2050,
+    "prefill": 740,
+    "process": 1570,
+    "queue": 1850,
+    "registry": 970,
+    "stream": 850,
+    "supervisor": 2590,
 }
-"""lines of each room of the package"""
-BESIDE = {"benchmarks": 10594, "tests": 36637, "tools": 2264}
+"""lines of each room of the package: its size of 2026-11-27 and 5 %, reviewed when a room passes its limit"""
+BESIDE = {"benchmarks": 11120, "tests": 38470, "tools": 2380}
 """lines of what is beside it"""
-WORDS, RECORD = 20000, 350
+WORDS, RECORD = 21000, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
