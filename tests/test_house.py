@@ -327,8 +327,8 @@ def test_every_target_of_the_makefile_is_explained() -> None:
 
 
 READING = ROOT / "docs/reading.md"
-READING_LIMIT = 2700
-"""lines: what a reader takes in in an evening"""
+READING_LIMIT = 2840
+"""lines: what a reader takes in in an evening (2,700), and 5 %"""
 
 
 def _reading_list() -> dict[Path, int]:
