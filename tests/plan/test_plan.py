@@ -405,6 +405,19 @@ def big(tmp_path: Path, config: Mapping[str, object], tensor: int = 1, keys: str
     return f"VllmWorker: {{remote-prefill: true, {worker}}}\nPrefillWorker: {{{worker}}}\n"
 
 
+@pytest.mark.parametrize(("kind", "fine"), [("mixtral", True), ("llama4", False)])
+def test_lengths_may_differ_where_the_kv_does_not_depend_on_them(
+    tmp_path: Path, kind: str, fine: bool
+) -> None:
+    text = big(tmp_path, MIXTRAL | {"model_type": kind})
+    decode, prefill = text.split("PrefillWorker")
+    found = plan(
+        tmp_path, f"{decode}PrefillWorker{prefill.replace('4096', '2048')}", what_if("2xH200", machine())
+    )
+    said = [each for each in found.problems if "max-model-len differs between" in each]
+    assert bool(said) is not fine
+
+
 def test_without_an_index_of_the_weights_it_is_unknown(tmp_path: Path) -> None:
     text = big(tmp_path, MIXTRAL)
     (tmp_path / "big/model.safetensors.index.json").unlink()
