@@ -118,7 +118,7 @@ async def test_a_prompt_that_is_longer_than_prefill_workers_take_is_computed_her
     await acted.register(max_model_len=len(LONG))
     await until(lambda: graph.decode._workers.longest_prompt() == len(LONG) - 1)
     assert (await frontend.ask(LONG)).way == ("local", "too-large")
-    pulled = await frontend.submit(LONG[:-1])
+    pulled = await frontend.submit([token + len(LONG) for token in LONG[:-1]])
     assert [delivery.request.request_id for delivery in await acted.pull()] == [pulled]
 
 
