@@ -30,6 +30,7 @@ from pdserve.config.dynamo import from_dynamo
 from pdserve.config.environment import with_environment
 from pdserve.config.exposure import openings
 from pdserve.config.host import resolve_model, with_home
+from pdserve.config.removed import is_flat
 from pdserve.config.schema import (
     Config,
     DecodeConfig,
@@ -47,6 +48,7 @@ from pdserve.config.schema import (
 )
 from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
+from pdserve.errors import ConfigError
 from pdserve.settings import THRESHOLDS
 from pdserve.slo import Promised
 
@@ -58,6 +60,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     """Read the file. Raises ConfigError with all its problems. The plan checks whether this machine can run it."""
     findings = Findings(path)
     tree = read_tree(path, findings)
+    _check_format(tree, path)
     tree = from_dynamo(tree, findings)
     _check_names(tree, findings)
     with_variables, from_environment = with_environment(tree, env)
@@ -118,6 +121,15 @@ def _check_replicas(graph: SectionRead[GraphSection], findings: Findings) -> Non
     if (replicas := graph.own.get("queue-replicas")) and graph.values.nats is None:
         text = "needs Graph.nats: `serve` starts one server, which keeps one copy."
         findings.problem(replicas, f"is {shown(replicas.value)}, which {text}")
+
+
+def _check_format(tree: Mapping[str, Entry], path: Path) -> None:
+    """Raise ConfigError for files of other tools, of which one sentence says more than one for each key."""
+    manifest = "apiVersion" in tree and "kind" in tree
+    if manifest or (is_flat(tree) and tree.keys().isdisjoint(_SECTIONS)):
+        what = "a Kubernetes manifest" if manifest else "a file of `vllm serve --config`"
+        way = command(f"init graph.yaml --from {path}")
+        raise ConfigError([f"{path} is {what}, not a graph: `{way}` makes a graph of it."])
 
 
 def _check_names(tree: Mapping[str, Entry], findings: Findings) -> None:

@@ -3,12 +3,14 @@
 The versions are in the JSON file beside this module, which `python -m tools.vllm_arguments` writes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
+from pdserve.config.arguments import canonical
 
 PATH = Path(__file__).with_name("vllm_removed.json")
 
@@ -20,9 +22,13 @@ class Removed(NamedTuple):
     """what to do to keep its effect, as a clause; empty: nothing is lost with the line"""
 
     @property
+    def reason(self) -> str:
+        """The end of a sentence that begins with the argument."""
+        return f"was removed by vLLM in {self.since}{f': {self.instead}' if self.instead else ''}."
+
+    @property
     def problem(self) -> str:
-        """The end of a sentence that begins with the key."""
-        return f"was removed by vLLM in {self.since}: {self.instead or 'remove it'}."
+        return self.reason if self.instead else f"was removed by vLLM in {self.since}: remove it."
 
 
 _SPECULATION = 'set speculative-config, as in {"method": "ngram", "num_speculative_tokens": 4}'
@@ -55,6 +61,13 @@ _INSTEAD = {
     "speculative-model": _SPECULATION,
     "speculative-model-quantization": _SPECULATION,
 }
+
+
+def is_flat(names: Iterable[str]) -> bool:
+    """Whether these are the keys of a file of `vllm serve --config`: vLLM's arguments, not sections of a graph."""
+    written = [name.replace("_", "-") for name in names]
+    known = [name for name in written if canonical(name) or removed(name) or name == "model-tag"]
+    return len(known) > len(written) / 2
 
 
 @cache

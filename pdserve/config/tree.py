@@ -125,7 +125,17 @@ def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry
     return _Reader(findings).children("", node, ())
 
 
-def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
+def read_documents(text: str, path: Path) -> list[object]:
+    """All documents of a YAML file of another tool, as plain values. Raises ConfigError."""
+    try:
+        return list(yaml.load_all(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError([_not_yaml(path, error)]) from error
+    except RecursionError:
+        raise ConfigError([f"{path} is nested too deeply."]) from None
+
+
+def _not_yaml(path: Path, error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f"{path}:{mark.line + 1}" if mark else f"{path}"
     said = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
