@@ -10,9 +10,9 @@ import typer
 from pdserve.cli.install import Gpu
 from pdserve.command import command
 from pdserve.config.load import load
+from pdserve.convert.servers import graph_in, servers_of
 from pdserve.convert.writer import Graph, as_yaml, keys_file
 from pdserve.convert.writer import graph_for as converted
-from pdserve.convert.servers import graph_in, servers_of
 from pdserve.demo import FILE
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import Machine, in_gib

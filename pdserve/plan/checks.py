@@ -241,17 +241,24 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
             f"{_more_room(worker, model, machine, card)}."
         )
         return
-    lacking = (memory.max_model_len - memory.tokens) * memory.kv_per_token
-    ways = [f"lower max-model-len to {memory.tokens:,}"] if memory.tokens else []
+    lacking = (memory.max_model_len - memory.free_tokens) * memory.kv_per_token
+    ways = [f"lower max-model-len to {memory.free_tokens:,}"] if memory.free_tokens else []
     ways += ["lower max-loras or max-lora-rank"] if memory.adapters >= lacking else []
+    blocks = -(-memory.max_model_len // memory.block_size) + 1
+    if (override := worker.config.engine_args.get("num-gpu-blocks-override")) is not None:
+        yield (
+            f"num-gpu-blocks-override of {role} is {override}, but one request of max-model-len "
+            f"{memory.max_model_len:,} needs {blocks} blocks with the one that vLLM keeps for itself: "
+            f"raise it to {blocks}{', or '.join(['', *ways])}."
+        )
+        return
     if card is None or "kv-cache-memory-bytes" in worker.config.engine_args:
-        blocks = -(-memory.max_model_len // memory.block_size)
         need = blocks * memory.block_size * memory.kv_per_token
         ways.append(f"raise kv-cache-memory-bytes to {-(-need // MIB)}M")
     else:
         ways.append(_more_room(worker, model, machine, card))
     yield (
-        f"{role} has room for {memory.tokens:,} tokens of KV, less than one request of max-model-len "
+        f"{role} has room for {memory.free_tokens:,} tokens of KV, less than one request of max-model-len "
         f"{memory.max_model_len:,}: short by {in_gib(lacking)} a rank; {', or '.join(ways)}."
     )
 

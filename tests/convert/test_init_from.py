@@ -9,8 +9,8 @@ import yaml
 from pdserve.cli import main
 from pdserve.config.load import load
 from pdserve.config.schema import Config
-from pdserve.convert.writer import Graph, as_yaml, graph_for
 from pdserve.convert.servers import servers_of
+from pdserve.convert.writer import Graph, as_yaml, graph_for
 from pdserve.errors import ConfigError
 
 FLAT = """\

@@ -335,7 +335,14 @@ DOES_NOT_FIT = [
     (decode("pipeline-parallel-size: 2"), CPU, "pipeline-parallel-size of decode splits the "),
     (local(("PrefillWorker:", STAGES)), CPU, "pipeline-parallel-size of prefill splits the "),
     # 64 blocks of 32 tokens of 2 KiB
-    (decode("kv-cache-memory-bytes: 4M"), CPU, "decode has room for 2,048 tokens of KV, less than one"),
+    (decode("kv-cache-memory-bytes: 4M"), CPU, "decode has room for 2,016 tokens of KV, less than one"),
+    # 128 blocks of 32 tokens are 4,096, but one of them is vLLM's
+    (decode("kv-cache-memory-bytes: 8M"), CPU, "decode has room for 4,064 tokens of KV, less than one"),
+    (
+        decode("num-gpu-blocks-override: 128"),
+        CPU,
+        "num-gpu-blocks-override of decode is 128, but one request of ",
+    ),
     (LOCAL, machine(ram=4), "The graph needs about "),
     (local(("8000", "5601")), CPU, "FILE: port 5601 is one of Graph.kv-port, of which each process needs"),
     (LOCAL + "Graph: {kv-port: 65535}\n", CPU, "FILE: Graph.kv-port leaves no room"),
