@@ -208,7 +208,9 @@ def _follow_processor(processor: Arguments, worker: Arguments, findings: Finding
     for name, entry in processor.items():
         if shapes_answers(name) and name not in worker:
             worker[name] = entry
-        elif effective(worker, name) != entry.value:
+        elif (
+            "model" in worker and effective(worker, name) != entry.value
+        ):  # else what is said of the model explains it
             other = f"says {shown(worker[name].value)}" if name in worker else "does not say so"
             text = f"the worker {other}: the processor follows its workers; set it there."
             findings.problem(entry, f"is {shown(entry.value)}, but {text}")
