@@ -21,7 +21,8 @@ TEXTS = {
     "demo": DEMO,
     **({path.stem: path.read_text() for path in SAMPLES.glob("dynamo-*.yaml")} if SAMPLES.is_dir() else {}),
 }
-MUTATIONS = 200
+MUTATIONS = 40
+"""of each text, so that there are more than 200"""
 KEY = re.compile(r"^( *)([\w-]+):(.*)$")
 OFFERED = (
     "disable-log-requests",
