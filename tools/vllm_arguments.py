@@ -1,12 +1,23 @@
-"""Read the installed vLLM's own argument parser and write `pdserve/config/vllm_arguments.json`. Run it when vLLM
-is upgraded: `python -m tools.vllm_arguments`."""
+"""Read the installed vLLM's own argument parser and write `pdserve/config/vllm_arguments.json`, and what the list had
+before into `vllm_removed.json`. Run it when vLLM is upgraded: `python -m tools.vllm_arguments`.
+
+With wheels of older versions (`pip download --no-deps vllm==0.8.5`) it makes the table of removed arguments anew:
+`python -m tools.vllm_arguments vllm-*.whl`.
+"""
 
 import argparse
+import ast
 import enum
 import json
+import sys
+import zipfile
+from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from pdserve.config import removed
 from pdserve.config.arguments import PATH
 
 _KINDS = {
@@ -89,5 +100,57 @@ def as_text(content: dict[str, Any]) -> str:
     return f'{{\n "vllm": {json.dumps(content["vllm"])},\n "arguments": [\n{rows}\n ]\n}}\n'
 
 
+def _names(content: dict[str, Any]) -> set[str]:
+    return {name for row in content["arguments"] for name in (row["name"], *row.get("aliases", []))}
+
+
+def arguments_of(wheel: Path) -> set[str]:
+    """Names of the arguments in a wheel's sources, which are not imported: they need another torch."""
+    with zipfile.ZipFile(wheel) as archive:
+        sources = [name for name in archive.namelist() if name.endswith(("/arg_utils.py", "/cli_args.py"))]
+        return {name for source in sources for name in _in_source(archive.read(source).decode())}
+
+
+def _in_source(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "add_argument"
+        ):
+            words = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+            yield from (word[2:].replace("_", "-") for word in words if word.startswith("--"))
+        elif isinstance(node, ast.ClassDef) and node.name in ("FrontendArgs", "BaseFrontendArgs"):
+            names = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+            yield from (name.id.replace("_", "-") for name in names if isinstance(name, ast.Name))
+
+
+def removed_since(versions: list[tuple[str, set[str]]]) -> dict[str, str]:
+    """Argument -> the first version without it, of those that the last of `versions` (oldest first) has not."""
+    since: dict[str, str] = {}
+    for (_, before), (version, after) in pairwise(versions):
+        since |= dict.fromkeys(before - after, ".".join(version.split(".")[:2]))
+    return {name: since[name] for name in sorted(since) if name not in versions[-1][1]}
+
+
+def _by_version(wheel: Path) -> list[int]:
+    return [int(part) for part in wheel.name.split("-")[1].split(".") if part.isdecimal()]
+
+
+def main(wheels: list[Path]) -> None:
+    content = read_parser()
+    before = json.loads(PATH.read_text("utf-8"))
+    installed = (content["vllm"], _names(content))
+    if wheels:
+        read = [(path.name.split("-")[1], arguments_of(path)) for path in sorted(wheels, key=_by_version)]
+        found = removed_since([*read, installed])
+    else:
+        known = json.loads(removed.PATH.read_text("utf-8"))
+        found = known | removed_since([(before["vllm"], _names(before)), installed])
+        found = {name: since for name, since in sorted(found.items()) if name not in installed[1]}
+    PATH.write_text(as_text(content), "utf-8")
+    removed.PATH.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
 if __name__ == "__main__":
-    PATH.write_text(as_text(read_parser()), "utf-8")
+    main([Path(argument) for argument in sys.argv[1:]])

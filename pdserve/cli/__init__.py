@@ -7,9 +7,11 @@ The module is imported when the command is used: `pdserve --help` loads none of 
 """
 
 import inspect
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -76,8 +78,9 @@ _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "co
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code."""
+    words = _with_source(sys.argv[1:] if argv is None else argv)
     try:
-        return build_group().main(argv, prog_name="pdserve", standalone_mode=False) or 0
+        return build_group().main(words, prog_name="pdserve", standalone_mode=False) or 0
     except ConfigError as error:
         _complain(*error.problems)
         return 2
@@ -92,6 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except typer.Abort:  # Ctrl-C at a question
         print(file=sys.stderr)
         return 130
+
+
+def _with_source(argv: Sequence[str]) -> Sequence[str]:
+    """`init --from -- COMMAND` with the command as one word: its options are not ours."""
+    for at, pair in enumerate(pairwise(argv)):
+        if argv[0] == "init" and pair == ("--from", "--"):
+            return [*argv[: at + 1], shlex.join(argv[at + 2 :])]
+    return argv
 
 
 def _complain(*problems: str) -> None:

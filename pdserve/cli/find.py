@@ -130,15 +130,17 @@ def find_place(role: Role, file: Path, index: int, node: int = 0) -> tuple[Confi
 @contextmanager
 def occupied(config: Config, slot: Slot) -> Iterator[None]:
     """Occupy the slot on this host, by an abstract Unix socket, which ends with its process: two processes of one slot
-    have one name in logs, metrics and `status`, and workers one KV port. Raises ConfigError where another process has
-    the slot, or a port of it is taken."""
-    name = f"{config.namespace} {config.etcd} {config.host} {slot.name}"
+    and model have one name in logs, metrics and `status`, and workers one KV port. Raises ConfigError where another
+    process has the slot, or a port of it is taken."""
+    model = "" if slot.role is Role.FRONTEND else config.served_model_name  # a frontend serves all models
+    name = f"{config.namespace} {config.etcd} {config.host} {model} {slot.name}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
         try:
             held.bind(f"\0pdserve-slot-{hashlib.blake2s(name.encode()).hexdigest()}")
         except OSError:
+            what = f"{slot.name} of {model or 'this graph'}"
             raise ConfigError(
-                [f"{slot.name} of this graph runs on this host already: stop it, or choose another --index."]
+                [f"{what} runs on this host already: stop it, or choose another --index."]
             ) from None
         if problems := busy_slot_ports(config, slot):
             raise ConfigError(problems)

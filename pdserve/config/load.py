@@ -13,13 +13,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pdserve.command import command
-from pdserve.config.adapters import READ_BY, most_adapters, static_adapters
+from pdserve.config.adapters import most_adapters, static_adapters
 from pdserve.config.addresses import collector_url, traces_url
+from pdserve.config.alike import (
+    Arguments,
+    compare_workers,
+    effective,
+    follow_decode,
+    shown,
+    values_of,
+    without_stand_in,
+)
 from pdserve.config.api_keys import configured
-from pdserve.config.arguments import ANSWERS, SPECULATION, arguments, draft_model, shapes_answers
+from pdserve.config.arguments import arguments, shapes_answers
+from pdserve.config.dynamo import from_dynamo
 from pdserve.config.environment import with_environment
 from pdserve.config.exposure import openings
 from pdserve.config.host import resolve_model, with_home
+from pdserve.config.removed import is_flat
 from pdserve.config.schema import (
     Config,
     DecodeConfig,
@@ -37,34 +48,20 @@ from pdserve.config.schema import (
 )
 from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
+from pdserve.errors import ConfigError
 from pdserve.settings import THRESHOLDS
 from pdserve.slo import Promised
 
 W = TypeVar("W", bound=WorkerConfig)
-Arguments = dict[str, Entry]
-"""a section's vLLM arguments by canonical name"""
-
 _SECTIONS = ("Common", *KINDS)
-_ALIKE = {
-    "model": "the KV of one model means nothing to another",
-    "revision": "the KV of one model means nothing to another",
-    "hf-overrides": "the KV of one model means nothing to another",
-    "load-format": "the KV of one model means nothing to another",
-    "dtype": "KV blocks are moved byte by byte",
-    "kv-cache-dtype": "KV blocks are moved byte by byte",
-    "quantization": "KV blocks are moved byte by byte",
-    "block-size": "unequal KV blocks give wrong tokens",
-    "max-model-len": "a prompt that one side takes must fit the other",
-    **dict.fromkeys(("enable-lora", *READ_BY), "both compute with the same adapters"),
-}
-"""vLLM arguments that must be equal in decode and prefill workers, because KV blocks move from one engine's cache into
-the other's, and the reason"""
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     """Read the file. Raises ConfigError with all its problems. The plan checks whether this machine can run it."""
     findings = Findings(path)
     tree = read_tree(path, findings)
+    _check_format(tree, path)
+    tree = from_dynamo(tree, findings)
     _check_names(tree, findings)
     with_variables, from_environment = with_environment(tree, env)
     sections = SectionReader(with_variables, findings)
@@ -78,22 +75,26 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     sections.check_common()
 
     model = _model((decode, prefill), findings)
-    _check_split(decode, prefill, findings)
+    elsewhere = bool(graph.values.nats and graph.values.etcd)
+    _check_split(decode, prefill, elsewhere, findings)
     _check_prefill(prefill.args, findings)
     _follow_processor(processor.args, decode.args if decode.entry else dict(prefill.args), findings)
     _check_parsers(decode.args if decode.entry else processor.args, findings)
     if decode.entry and prefill.entry:
         if adapters := decode.args.get("lora-modules"):
             prefill.args.setdefault("lora-modules", adapters)
-        _compare_workers(decode.args, prefill.args, findings)
+        compare_workers(decode.args, prefill.args, findings)
+        prefill = without_stand_in(decode.args, prefill, findings)
         if prefill.values.stand_in:
-            _follow_decode(decode.args, prefill.args, findings)
+            follow_decode(decode.args, prefill.args, findings)
     for worker in (decode.args, prefill.args):
         _check_adapters(worker, frontend.values.served_model_name or Path(model).name, findings)
     places = _with_places(graph.values, env, findings)
     _check_replicas(graph, findings)
     _check_security(security, findings)
-    frontend_config = _frontend(frontend, processor.values, findings)
+    if not elsewhere and (decode.entry or prefill.entry):
+        frontend = _default_frontend(frontend, findings)
+    frontend_config = _frontend(frontend, processor.values)
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
     addresses = {"Graph": graph.own, "Frontend": frontend.own}
@@ -119,7 +120,16 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
 def _check_replicas(graph: SectionRead[GraphSection], findings: Findings) -> None:
     if (replicas := graph.own.get("queue-replicas")) and graph.values.nats is None:
         text = "needs Graph.nats: `serve` starts one server, which keeps one copy."
-        findings.problem(replicas, f"is {_said(replicas.value)}, which {text}")
+        findings.problem(replicas, f"is {shown(replicas.value)}, which {text}")
+
+
+def _check_format(tree: Mapping[str, Entry], path: Path) -> None:
+    """Raise ConfigError for files of other tools, of which one sentence says more than one for each key."""
+    manifest = "apiVersion" in tree and "kind" in tree
+    if manifest or (is_flat(tree) and tree.keys().isdisjoint(_SECTIONS)):
+        what = "a Kubernetes manifest" if manifest else "a file of `vllm serve --config`"
+        way = command(f"init graph.yaml --from {path}")
+        raise ConfigError([f"{path} is {what}, not a graph: `{way}` makes a graph of it."])
 
 
 def _check_names(tree: Mapping[str, Entry], findings: Findings) -> None:
@@ -148,17 +158,24 @@ def _model(workers: Iterable[SectionRead[Any]], findings: Findings) -> str:
 
 
 def _check_split(
-    decode: SectionRead[DecodeSection], prefill: SectionRead[PrefillSection], findings: Findings
+    decode: SectionRead[DecodeSection],
+    prefill: SectionRead[PrefillSection],
+    elsewhere: bool,
+    findings: Findings,
 ) -> None:
-    """There must be workers that prefill if, and only if, decode workers send prompts to them."""
+    """There must be workers that prefill if, and only if, decode workers send prompts to them. `elsewhere`: the file
+    names NATS and etcd, so that they may run on other hosts, by files of their own."""
     remote = decode.own.get("remote-prefill")
     if not decode.entry and not prefill.entry:
         findings.whole(
             f"there is no VllmWorker section: add one; `{command('init graph.yaml')}` writes a file with one."
         )
     both = decode.own.get("role") if decode.values.role == "both" else None
-    if remote and decode.values.remote_prefill and not prefill.entry and not both:
-        text = "is true, but there is no PrefillWorker section: add one, set role: both, or set it to false."
+    if remote and decode.values.remote_prefill and not prefill.entry and not both and not elsewhere:
+        text = (
+            "is true, but there is no PrefillWorker section: add one, set role: both, or set it to false. If prefill "
+            "workers run on other hosts, name the servers of all hosts: Graph.nats and Graph.etcd."
+        )
         findings.problem(remote, text)
     if both and not decode.values.remote_prefill:
         findings.problem(both, "is both, but no prompt is ever queued: set remote-prefill: true beside it.")
@@ -191,10 +208,12 @@ def _follow_processor(processor: Arguments, worker: Arguments, findings: Finding
     for name, entry in processor.items():
         if shapes_answers(name) and name not in worker:
             worker[name] = entry
-        elif _effective(worker, name) != entry.value:
-            other = f"says {_said(worker[name].value)}" if name in worker else "does not say so"
+        elif (
+            "model" in worker and effective(worker, name) != entry.value
+        ):  # else what is said of the model explains it
+            other = f"says {shown(worker[name].value)}" if name in worker else "does not say so"
             text = f"the worker {other}: the processor follows its workers; set it there."
-            findings.problem(entry, f"is {_said(entry.value)}, but {text}")
+            findings.problem(entry, f"is {shown(entry.value)}, but {text}")
 
 
 def _check_parsers(args: Arguments, findings: Findings) -> None:
@@ -216,41 +235,12 @@ def _check_parsers(args: Arguments, findings: Findings) -> None:
         findings.note(parser, " has no effect without enable-auto-tool-choice: true.")
 
 
-def _compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
-    for name, why in _ALIKE.items():
-        ours, theirs = _effective(decode, name), _effective(prefill, name)
-        if ours != theirs:
-            text = (
-                f"makes {name} {_said(ours)} in VllmWorker but {_said(theirs)} in PrefillWorker; {why}: "
-                "set it once in Common and list it in the common-configs of both."
-            )
-            findings.problem(prefill.get(name) or decode[name], text)
-    ours, theirs = (draft_model(_values(args)) for args in (decode, prefill))
-    if ours != theirs:
-        entry = next(args[name] for args in (prefill, decode) for name in SPECULATION if name in args)
-        text = (
-            f"makes the draft model {ours or 'none'} in VllmWorker but {theirs or 'none'} in PrefillWorker; KV blocks "
-            "have its KV, too: set it once in Common and list it in the common-configs of both (n-gram has no KV)."
-        )
-        findings.problem(entry, text)
-
-
-def _follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
-    """Give prefill workers, which may stand in for decode workers, the arguments on which answers depend."""
-    for name in sorted(ANSWERS & (decode.keys() | prefill.keys())):
-        if name not in prefill:
-            prefill[name] = decode[name]
-        elif (theirs := _effective(decode, name)) != prefill[name].value:
-            text = f"but {_said(theirs)} in VllmWorker: set both alike, or stand-in: false."
-            findings.problem(prefill[name], f"is {_said(prefill[name].value)}, {text}")
-
-
 def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
     """Adapters are read once: an engine that has to read one again might find other weights."""
     if (entry := args.get("lora-modules")) is None:
         return
     found = static_adapters({"lora-modules": entry.value})
-    most = most_adapters(_values(args))
+    most = most_adapters(values_of(args))
     if not all(found) or not all(found.values()):
         findings.problem(entry, "must be a list of name=folder, or of mappings with name and path.")
     elif isinstance(entry.value, list) and len(found) < len(entry.value):
@@ -264,27 +254,19 @@ def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
         findings.problem(entry, text)
 
 
-def _values(args: Arguments) -> dict[str, object]:
-    return {name: entry.value for name, entry in args.items()}
+def _default_frontend(
+    section: SectionRead[FrontendSection], findings: Findings
+) -> SectionRead[FrontendSection]:
+    """Where `serve` starts NATS and etcd for this file alone, no other host can have the frontend."""
+    if section.entry is not None:
+        return section
+    findings.notes.append(f"{findings.path}: there is no Frontend section: one frontend serves at port 8000.")
+    return replace(section, entry=Entry("Frontend", 0))
 
 
-def _effective(args: Arguments, name: str) -> object:
-    if name in args:
-        return args[name].value
-    return None if name == "model" else arguments()[name].default
-
-
-def _said(value: object) -> str:
-    return "vLLM's default" if value is None else str(value)
-
-
-def _frontend(
-    section: SectionRead[FrontendSection], processor: ProcessorSection, findings: Findings
-) -> FrontendConfig | None:
+def _frontend(section: SectionRead[FrontendSection], processor: ProcessorSection) -> FrontendConfig | None:
     if section.entry is None:
         return None
-    if endpoint := section.own.get("endpoint"):
-        findings.note(endpoint, " has no meaning here: the frontend finds its workers in etcd.")
     keys = vars(section.values) | vars(processor)
     keys |= {"processes": max(section.values.processes, processor.processes)}
     return FrontendConfig(**{field.name: keys[field.name] for field in fields(FrontendConfig)})
@@ -295,7 +277,7 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
         return None
     # the model is the graph's, not an argument of its engines
     args = {name: entry for name, entry in section.args.items() if name != "model"}
-    values = _values(args)
+    values = values_of(args)
     origins = {name: entry.section for name, entry in args.items()}
     gpu = section.own.get("ServiceArgs.resources.gpu")
     share = share_of_gpu(gpu.value if gpu else None)

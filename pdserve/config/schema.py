@@ -206,8 +206,6 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
 
 @dataclass(frozen=True)
 class FrontendSection(HttpServer):
-    endpoint: object = None
-    """ignored: workers are found in etcd"""
     served_model_name: Text = ""
     """the name that clients put into `model`; not set: the model's own name"""
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from pdserve.config.arguments import arguments, canonical, parse, refusal
+from pdserve.config.removed import removed
 from pdserve.config.schema import (
     DecodeSection,
     FrontendSection,
@@ -187,6 +188,9 @@ class SectionReader:
         self, entry: Entry, name: str, owner: str, own: Iterable[str], beside: Iterable[str] = ()
     ) -> None:
         """Report an unknown key; `own` are the valid ones, `beside` vLLM's arguments if they are allowed here."""
+        if gone := removed(name) if beside else None:
+            self._findings.problem(entry, gone.problem)
+            return
         homes = [section for section in KINDS if name in _names(section)]
         if homes:
             home = " or ".join(filter(None, [", ".join(homes[:-1]), homes[-1]]))

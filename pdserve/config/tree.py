@@ -64,10 +64,34 @@ class Findings:
             )
 
 
+_OPPOSITES = (
+    ("enable", "disable"),
+    ("allow", "disallow"),
+    ("min", "max"),
+    ("local", "remote"),
+    ("cpu", "gpu"),
+)
+
+
 def or_nearest(name: str, valid: Iterable[str], otherwise: str) -> str:
-    """`did you mean …?` with the valid name most like `name`; `otherwise` if none is like it."""
-    nearest = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return f"did you mean {nearest[0]}?" if nearest else otherwise
+    """`did you mean …?` with the valid name that `name` abbreviates or misspells; `otherwise` if there is none. A name
+    that means the opposite, or has words that `name` lacks, is not offered."""
+    names = list(valid)
+    longer = [each for each in names if re.match(re.escape(name) + r"[-_]", each, re.IGNORECASE)]
+    if 1 <= len(longer) <= 3:
+        return f"did you mean {' or '.join(longer)}?"
+    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    likely = next((each for each in nearest if _misspells(name, each)), None)
+    return f"did you mean {likely}?" if likely else otherwise
+
+
+def _misspells(name: str, valid: str) -> bool:
+    """Whether each word of `valid` is in `name`, perhaps misspelt, and none is there as its opposite."""
+    written, meant = ({word.lower() for word in re.findall(r"[A-Za-z0-9]+", each)} for each in (name, valid))
+    if any({written & {*pair} != meant & {*pair}, bool(written & {*pair})} == {True} for pair in _OPPOSITES):
+        return False
+    whole = "".join(sorted(written - meant))
+    return all(difflib.get_close_matches(word, [*written, whole], cutoff=0.7) for word in meant - written)
 
 
 def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
@@ -101,7 +125,17 @@ def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry
     return _Reader(findings).children("", node, ())
 
 
-def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
+def read_documents(text: str, path: Path) -> list[object]:
+    """All documents of a YAML file of another tool, as plain values. Raises ConfigError."""
+    try:
+        return list(yaml.load_all(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError([_not_yaml(path, error)]) from error
+    except RecursionError:
+        raise ConfigError([f"{path} is nested too deeply."]) from None
+
+
+def _not_yaml(path: Path, error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f"{path}:{mark.line + 1}" if mark else f"{path}"
     said = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]

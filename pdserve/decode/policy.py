@@ -43,7 +43,7 @@ def decide(
 
     `supported` is false for a request whose prompt needs more than its KV (prompt logprobs). `migrated` is true
     for a request that was lost with a worker, perhaps because of the KV that the worker had read. `fits` is false for a
-    request that is larger than a message of the queue may be.
+    request that is larger than a message of the queue may be, or longer than the prefill workers' max-model-len.
     """
     if not settings.remote_prefill:
         return Decision("local", "disabled")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -63,6 +64,14 @@ class PrefillWorkers:
             return []
         ready = [worker for worker in self.registered() if not worker.draining and self._reachable(worker)]
         return [worker for worker in ready if not self.avoided(worker.id)] if self._avoided else ready
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that each of them takes: any of them may pull it."""
+        sizes = (
+            min(filter(None, (worker.max_model_len, worker.kv_tokens)), default=0)
+            for worker in self.available()
+        )
+        return min(filter(None, sizes), default=sys.maxsize) - 1
 
     def to_warm_up(self) -> set[str]:
         """Ids of the workers to warm up with, ready or not yet, but not draining. Of many, each decode worker takes the

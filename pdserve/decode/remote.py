@@ -52,7 +52,10 @@ class RemotePrefill:
     timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
     def fits(self, submit: Submit) -> bool:
-        """Whether the request's message is small enough for the queue. A token id takes 5 bytes at most."""
+        """Whether the request's message is small enough for the queue, and its prompt for the prefill workers. A token
+        id takes 5 bytes at most."""
+        if len(submit.prompt) > self.workers.longest_prompt():
+            return False
         left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
         return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 

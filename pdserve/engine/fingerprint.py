@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pdserve.config.alike import length_changes_kv
 from pdserve.config.arguments import arguments, draft_model
 from pdserve.config.host import find_folder
 from pdserve.errors import EngineDead
@@ -27,7 +28,6 @@ _ARGUMENTS = (
     "kv-cache-dtype",
     "kv-cache-dtype-skip-layers",
     "load-format",
-    "max-model-len",
     "model-class-overrides",
     "model-impl",
     "model-loader-extra-config",
@@ -84,6 +84,8 @@ def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> 
     """16 hex digits. A model without files on this host has the fingerprint of its name."""
     known = arguments()
     settings = {name: engine_args.get(name, known[name].default) for name in _ARGUMENTS}
+    if length_changes_kv(find_folder(model, _revision(engine_args)), engine_args):
+        settings["max-model-len"] = engine_args.get("max-model-len")
     settings["speculative-config"] = draft_model(engine_args)  # its KV is in the blocks of the model's
     if settings.get("load-format") == "dummy":
         settings["seed"] = engine_args.get("seed")

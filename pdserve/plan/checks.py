@@ -24,12 +24,12 @@ from pdserve.plan.memory import (
     Memory,
     block_size,
     gpu_share,
-    max_model_len,
     size,
     tensor_size,
 )
 from pdserve.plan.model_folder import ModelFacts, has_weights
 from pdserve.plan.slots import PlannedWorker, Slot, card_of, disk_folder, hosts_of
+from pdserve.plan.transfer import kv_moves, layers_move, one_length, ranks_meet
 from pdserve.records import Role
 
 
@@ -54,8 +54,9 @@ def problems(
     if frontends or any(worker.slot.role.does(Role.DECODE) for worker in workers):
         yield from _files_of_arguments(config)
     if real:
-        yield from _ranks_meet(config, model)
-        yield from _layers_move(config, model, real)
+        yield from ranks_meet(config, model)
+        yield from layers_move(config, model, real)
+        yield from one_length(config, model)
     for worker in _one_per_role(real):
         yield from _stages(config, worker)
         yield from _one_rank_per_host(worker)
@@ -169,53 +170,6 @@ def _stages(config: Config, worker: PlannedWorker) -> Iterator[str]:
         )
 
 
-def _ranks_meet(config: Config, model: ModelFacts | None) -> Iterator[str]:
-    """A decode rank reads its part of the KV heads from the prefill ranks that have them: some of one rank's, or all
-    of several. vLLM's connector refuses the rest (`TransferTopology.tp_ratio`, `_validate_remote_agent_handshake`)."""
-    decode, prefill = config.decode, config.prefill
-    if decode is None or prefill is None:
-        return
-    reads, has = tensor_size(decode.engine_args), tensor_size(prefill.engine_args)
-    if max(reads, has) % min(reads, has):
-        yield (
-            f"tensor-parallel-size {reads} of decode cannot read KV from {has} of prefill: make one a multiple of the "
-            "other."
-        )
-    elif has > reads and model and not model.latent and has > model.kv_heads:
-        yield (
-            f"tensor-parallel-size {reads} of decode cannot read KV from {has} of prefill, which has copies of the "
-            f"model's {model.kv_heads} KV heads: lower it to {model.kv_heads} for prefill, or raise it to {has} for "
-            "decode."
-        )
-
-
-def _layers_move(config: Config, model: ModelFacts | None, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """KV moves in blocks, those of the whole prompt: a state is in none, and of layers that all have a sliding window
-    vLLM keeps only the last ones (`unify_hybrid_kv_cache_specs` has them kept where other layers have none)."""
-    if model is None or not kv_moves(config):
-        return
-    alone = "set remote-prefill: false, and leave out PrefillWorker"
-    if model.stateful_layers:
-        yield (
-            f"The model has layers of {' and '.join(model.stateful_layers)}, whose state is not KV in blocks and "
-            f"cannot move from prefill to decode workers: {alone}."
-        )
-    longest = max(max_model_len(model, worker.config.engine_args) for worker in workers)
-    whole = all(worker.config.engine_args.get("disable-sliding-window") is True for worker in workers)
-    overrides = "".join(str(worker.config.engine_args.get("hf-overrides", "")) for worker in workers)
-    changed = "sliding_window" in overrides or "layer_types" in overrides
-    if model.only_windows and longest > model.window and not whole and not changed:
-        yield (
-            f"All layers of the model have a sliding window of {model.window:,} tokens, and the KV of prompts longer "
-            f"than it cannot move from prefill to decode workers: set disable-sliding-window: true and max-model-len: "
-            f"{model.window} for both, or {alone}."
-        )
-
-
-def kv_moves(config: Config) -> bool:
-    return config.decode is None or config.decode.remote_prefill
-
-
 def _one_rank_per_host(worker: PlannedWorker) -> Iterator[str]:
     if worker.config.nodes > 1 and not worker.gpus and worker.config.ranks_per_node > 1:
         yield (
@@ -287,17 +241,24 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
             f"{_more_room(worker, model, machine, card)}."
         )
         return
-    lacking = (memory.max_model_len - memory.tokens) * memory.kv_per_token
-    ways = [f"lower max-model-len to {memory.tokens:,}"] if memory.tokens else []
+    lacking = (memory.max_model_len - memory.free_tokens) * memory.kv_per_token
+    ways = [f"lower max-model-len to {memory.free_tokens:,}"] if memory.free_tokens else []
     ways += ["lower max-loras or max-lora-rank"] if memory.adapters >= lacking else []
+    blocks = -(-memory.max_model_len // memory.block_size) + 1
+    if (override := worker.config.engine_args.get("num-gpu-blocks-override")) is not None:
+        yield (
+            f"num-gpu-blocks-override of {role} is {override}, but one request of max-model-len "
+            f"{memory.max_model_len:,} needs {blocks} blocks with the one that vLLM keeps for itself: "
+            f"raise it to {blocks}{', or '.join(['', *ways])}."
+        )
+        return
     if card is None or "kv-cache-memory-bytes" in worker.config.engine_args:
-        blocks = -(-memory.max_model_len // memory.block_size)
         need = blocks * memory.block_size * memory.kv_per_token
         ways.append(f"raise kv-cache-memory-bytes to {-(-need // MIB)}M")
     else:
         ways.append(_more_room(worker, model, machine, card))
     yield (
-        f"{role} has room for {memory.tokens:,} tokens of KV, less than one request of max-model-len "
+        f"{role} has room for {memory.free_tokens:,} tokens of KV, less than one request of max-model-len "
         f"{memory.max_model_len:,}: short by {in_gib(lacking)} a rank; {', or '.join(ways)}."
     )
 

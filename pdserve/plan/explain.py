@@ -4,8 +4,8 @@ the plan (`checks.py`)."""
 from collections.abc import Iterator
 
 from pdserve.config.schema import Config
-from pdserve.plan.checks import kv_moves
 from pdserve.plan.model_folder import ModelFacts
+from pdserve.plan.transfer import kv_moves
 
 
 def explain(config: Config, model: ModelFacts) -> Iterator[str]:

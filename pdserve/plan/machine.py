@@ -130,8 +130,13 @@ def _kind(text: str, gpus: str) -> tuple[str, int]:
     if plain in _KNOWN_GPUS:
         return plain, int(_KNOWN_GPUS[plain] * GIB)
     known = ", ".join(_KNOWN_GPUS)
-    hint = or_nearest(plain, _KNOWN_GPUS, f"give its memory, as in 4x24GiB, or use one of: {known}.")
+    alike = [name for name in _KNOWN_GPUS if _digits(name)[:1] == _digits(plain)[:1]]  # A11 is not an A10
+    hint = or_nearest(plain, alike, f"give its memory, as in 4x24GiB, or use one of: {known}.")
     raise ConfigError([f"--gpus {gpus} names a GPU that pdserve does not know: {hint}"])
+
+
+def _digits(name: str) -> list[str]:
+    return re.findall(r"\d+", name)
 
 
 def visible(gpus: Sequence[Gpu], chosen: str | None) -> tuple[Gpu, ...]:

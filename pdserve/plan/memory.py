@@ -69,9 +69,14 @@ class Memory:
         return self.blocks * self.block_size
 
     @property
+    def free_tokens(self) -> int:
+        """For requests: vLLM keeps one block as its null block (`BlockPool`)."""
+        return max(0, self.tokens - self.block_size)
+
+    @property
     def fits(self) -> bool:
         """Whether there is room for one request of max_model_len."""
-        return self.tokens >= self.max_model_len
+        return self.free_tokens >= self.max_model_len
 
     @property
     def max_concurrency(self) -> float:

@@ -261,9 +261,20 @@ def _too_few(requests: Sequence[GpuRequest], needed: int, present: int) -> str:
     workers = ", ".join(
         f"{request.gpus * request.share:g} for {request.worker}" for request in requests if request.gpus
     )
+    largest = max(request.gpus for request in requests)
+    hosts = (
+        ""
+        if present < 2
+        else (
+            f" A worker of {largest} GPUs needs several hosts: set nnodes."
+            if largest > present
+            else " On several hosts, start a part on each: pdserve plan, decode and prefill take --role."
+        )
+    )
     return (
         f"The graph needs {needed} GPU{'s' * (needed != 1)} ({workers}), found {present}: run it where there are "
         f"{needed}, lower tensor-parallel-size or ServiceArgs.workers, or set resources.gpu: 0 to run on the CPU."
+        f"{hosts}"
     )
 
 

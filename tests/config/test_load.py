@@ -100,7 +100,7 @@ def test_a_dynamo_file_runs_unchanged(tmp_path: Path) -> None:
     assert prefill.engine_args == {**common, **both, "max-num-batched-tokens": 32768}
     assert decode.origins["block-size"] == "Common"
     assert decode.origins["max-num-seqs"] == "VllmWorker"
-    connector, endpoint = config.notes
+    endpoint, connector = config.notes
     assert "graph.yaml:12: Common.kv-transfer-config: DynamoNixlConnector means pdserve's own" in connector
     assert "graph.yaml:16: Frontend.endpoint has no meaning here" in endpoint
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
@@ -344,10 +344,8 @@ class ActedPrefill:
     registry: MemoryRegistry
     queue: MemoryQueue
 
-    async def register(self, *, draining: bool = False, queue_lost: bool = False) -> None:
-        instance = Instance(
-            self.name, Role.PREFILL, self.model, fingerprint=LOADED, draining=draining, queue_lost=queue_lost
-        )
+    async def register(self, **state: Any) -> None:
+        instance = Instance(self.name, Role.PREFILL, self.model, fingerprint=LOADED, **state)
         await self.registry.put(f"instances/prefill/{self.name}", encode_record(instance))
 
     async def leave(self) -> None:

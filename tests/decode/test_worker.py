@@ -112,6 +112,16 @@ async def test_an_answer_without_kv_that_can_be_read_is_computed_here(
         assert (await frontend.end_of(pulled)).way == ("local", "fallback")
 
 
+async def test_a_prompt_that_is_longer_than_prefill_workers_take_is_computed_here(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    await acted.register(max_model_len=len(LONG))
+    await until(lambda: graph.decode._workers.longest_prompt() == len(LONG) - 1)
+    assert (await frontend.ask(LONG)).way == ("local", "too-large")
+    pulled = await frontend.submit([token + len(LONG) for token in LONG[:-1]])
+    assert [delivery.request.request_id for delivery in await acted.pull()] == [pulled]
+
+
 async def test_prefill_workers_of_another_model_or_with_other_weights_do_not_count(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:

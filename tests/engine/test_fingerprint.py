@@ -107,7 +107,7 @@ def test_a_file_without_a_safetensors_header_is_no_error(model: Path) -> None:
         {"quantization": "fp8"},
         {"hf_overrides": {"rope_theta": 1}},
         {"load_format": "dummy"},
-        {"max_model_len": 100},
+        {"hf_overrides": {"rope_parameters": {"rope_type": "longrope"}}, "max_model_len": 100},
         {"speculative_config": {"method": "eagle", "model": "a/b"}},
         {"spec_model": "a/draft"},
     ],

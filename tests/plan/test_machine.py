@@ -34,7 +34,10 @@ def test_what_if(text: str, names: list[str], gib: float) -> None:
     [
         ("A10", "is not a number and a kind of GPU"),
         ("0xA10", "is not a number and a kind of GPU"),
-        ("4xA11", "did you mean A10?"),
+        ("4xA11", "give its memory, as in 4x24GiB, or use one of: T4, "),
+        ("8xH20", "give its memory, as in 4x24GiB, or use one of: T4, "),
+        ("8xA100", "did you mean A100-40GB or A100-80GB?"),
+        ("4xRTX-4090", "did you mean RTX4090?"),
         ("4xRiva", "give its memory, as in 4x24GiB, or use one of: T4, "),
     ],
 )

@@ -43,6 +43,13 @@ class Alone:
     def command(self, role: Role) -> list[str]:
         return [sys.executable, "-m", "pdserve", role.value, "-f", str(self.file)]
 
+    def another(self, model: str) -> list[str]:
+        """A decode worker of a second file with the same servers, as docs/hosts.md has two models on a host."""
+        file = self.file.with_name(f"{model}.yaml")
+        text = self.file.read_text().replace("served_model_name: demo", f"served_model_name: {model}")
+        file.write_text(text.replace("Graph: {", f"Graph: {{kv-port: {free_port('127.0.0.1')}, "))
+        return [sys.executable, "-m", "pdserve", Role.DECODE.value, "-f", str(file)]
+
     @asynccontextmanager
     async def view(self) -> AsyncIterator[RegistryView]:
         async with (
@@ -108,9 +115,13 @@ async def test_ctrl_c_lets_a_decode_worker_finish_while_its_index_is_refused_to_
             await until(lambda: bool(view.instances(role)), 90)
             with Terminal(command, alone.env) as second:
                 await asyncio.to_thread(second.until, "the exit code is 2")
-            assert f"{role.value}-0 of this graph runs on this host already" in second.text
+            assert f"{role.value}-0 of demo runs on this host already" in second.text
             assert "Traceback" not in second.text
             (instance,) = view.instances(role)
+            with Terminal([*alone.another("other"), "--index", "0"], alone.env) as third:
+                await until(lambda: {each.model for each in view.instances(role)} == {"demo", "other"}, 90)
+                third.type("\x03")
+                await asyncio.to_thread(third.until, "the exit code is 0")
             async with FrontendStream(instance.address) as frontend:
                 request = await frontend.stream([3, 4, 5], TOKENS)
                 first.type("\x03")

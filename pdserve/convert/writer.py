@@ -1,0 +1,173 @@
+"""Writes the graph that serves what other tools' files start, for the GPUs of this machine."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdserve.config.arguments import arguments, refusal, shapes_answers
+from pdserve.convert.servers import Server
+
+_FRONTEND = {"host": "host", "port": "port", "allowed-origins": "allowed-origins"}
+_TLS = {"ssl-certfile": "tls-certificate", "ssl-keyfile": "tls-key"}
+_PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
+_GPU_ONLY = (*_PARALLEL, "gpu-memory-utilization", "cpu-offload-gb", "nnodes", "distributed-executor-backend")
+_GPU_QUANTIZATION = ("bitsandbytes", "modelopt", "modelopt_fp4")
+_SET_BY_PDSERVE = "is set by pdserve itself."
+
+
+@dataclass
+class Graph:
+    sections: dict[str, dict[str, Any]]
+    dropped: dict[str, str] = field(default_factory=dict)
+    """what was left out -> why, as the end of a sentence that begins with it"""
+    keys: list[str] = field(default_factory=list)
+    """API keys, for a file beside the graph"""
+
+
+def graph_for(servers: Sequence[Server], gpus: int) -> Graph:
+    """One server is split over the GPUs: half of its copies prefill, where there is room for two. A graph of several
+    keeps its roles and numbers. `gpus`: of the machine; 0: the graph is for its CPU."""
+    graph = Graph({name: {} for name in ("Common", "Frontend", "VllmWorker", "PrefillWorker", "Security")})
+    prefill = [server for server in servers if server.role == "prefill"]
+    decode = next((server for server in servers if server.role != "prefill"), servers[0])
+    parts = [decode, *prefill[:1]]
+    for server in parts:
+        _place_arguments(server, graph, gpus)
+    if not prefill and decode.role == "both" and len(servers) == 1 and decode.count == 1:
+        counts = _split(decode, gpus)
+    else:
+        counts = decode.count, sum(server.count for server in prefill)
+    _write_workers(graph, parts, counts)
+    _protect(graph)
+    graph.sections = {name: section for name, section in graph.sections.items() if section}
+    return graph
+
+
+def _split(server: Server, gpus: int) -> tuple[int, int]:
+    """Decode and prefill workers."""
+    parallel = [int(server.args.get(name, 1)) for name in _PARALLEL]
+    if parallel[1] > 1:  # KV of stages cannot move
+        return max(1, gpus // (parallel[0] * parallel[1])), 0
+    workers = gpus // (parallel[0] * parallel[2]) if gpus else 2
+    return max(1, workers - workers // 2), workers // 2
+
+
+def _place_arguments(server: Server, graph: Graph, gpus: int) -> None:
+    """Take out of the server's arguments what belongs to other sections, or nowhere."""
+    graph.dropped |= server.dropped
+    args, frontend, security = server.args, graph.sections["Frontend"], graph.sections["Security"]
+    for name in list(args):
+        if name == "served-model-name":
+            first, *others = args.pop(name)
+            frontend["served-model-name"] = first
+            if others:
+                graph.dropped[name] = f"of {', '.join(others)}: a model has one name here."
+        elif name == "api-key":
+            graph.keys += [str(key) for key in args.pop(name)]
+        elif name in _FRONTEND:
+            if (value := args.pop(name)) not in (None, "", ["*"]) or name == "allowed-origins":
+                frontend[_FRONTEND[name]] = value
+        elif name in _TLS:
+            security[_TLS[name]] = args.pop(name)
+        elif name == "data-parallel-size":
+            server.count = max(server.count, int(args.pop(name)))
+        elif name == "kv-transfer-config":
+            args.pop(name)
+            graph.dropped[name] = _SET_BY_PDSERVE
+        elif reason := refusal(name) or (_no_gpu(name, args[name]) if not gpus else None):
+            value = args.pop(name)
+            graph.dropped |= {} if value == 1 and name in _PARALLEL else {name: reason}
+    args.setdefault("model", "demo")
+    if len(adapters := args.get("lora-modules", [])) > 1:  # they are read once
+        args.setdefault("max-cpu-loras", len(adapters))
+
+
+def _no_gpu(name: str, value: object) -> str | None:
+    if name in _GPU_ONLY or (name == "quantization" and value in _GPU_QUANTIZATION):
+        return "is for GPUs, and this machine has none: `init --gpu` writes a graph for two."
+    return None
+
+
+def _write_workers(graph: Graph, parts: Sequence[Server], counts: tuple[int, int]) -> None:
+    decode, prefill = parts[0], parts[-1]
+    common, sections = graph.sections["Common"], graph.sections
+    engine = {
+        name: value
+        for name, value in decode.args.items()
+        if not shapes_answers(name) or name == "lora-modules"
+    }
+    common |= {name: value for name, value in engine.items() if prefill.args.get(name) == value}
+    for name, server, count in (("VllmWorker", decode, counts[0]), ("PrefillWorker", prefill, counts[1])):
+        if not count:
+            continue
+        own = {key: value for key, value in server.args.items() if key not in common}
+        if name == "PrefillWorker":
+            own = {
+                key: value
+                for key, value in own.items()
+                if arguments()[key].group != "api" and key in prefill.args
+            }
+            own = {key: value for key, value in own.items() if not shapes_answers(key)}
+        elif counts[1]:
+            sections[name]["remote-prefill"] = True
+        sections[name] |= own | {"ServiceArgs": {"workers": count}, "common-configs": list(common)}
+    sections["Frontend"].setdefault("port", 8000)
+
+
+def _protect(graph: Graph) -> None:
+    """Reach as far as the server did: what it had open is accepted by name."""
+    frontend, security = graph.sections["Frontend"], graph.sections["Security"]
+    if str(frontend.get("host", "127.0.0.1")) in ("127.0.0.1", "localhost", "::1"):
+        return
+    allow = [] if graph.keys else ["no-keys"]
+    if "tls-certificate" not in security:
+        allow.append("plain-http")
+    if allow:
+        security["allow"] = allow
+
+
+# text
+
+
+def as_yaml(graph: Graph, header: Iterable[str]) -> str:
+    lines = [f"# {line}".rstrip() for line in header]
+    if graph.dropped:
+        lines += ["#", "# Left out:"]
+        lines += [f"#   {name} {reason}" for name, reason in sorted(graph.dropped.items())]
+    for name, section in graph.sections.items():
+        lines += ["", f"{name}:", *_lines(section, "  ")]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(section: Mapping[str, Any], indent: str) -> Iterable[str]:
+    for key, value in section.items():
+        if isinstance(value, dict) and key == "ServiceArgs":
+            yield f"{indent}{key}:"
+            yield from _lines(value, indent + "  ")
+        elif key == "common-configs":
+            yield f"{indent}{key}: [{', '.join(value)}]"
+        else:
+            yield f"{indent}{key}: {_scalar(value)}"
+
+
+def _scalar(value: object) -> str:
+    """JSON is YAML; a plain word needs no quotes."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z/][\w./-]*", value) and not _is_word(value):
+        return value
+    return json.dumps(value)
+
+
+def _is_word(value: str) -> bool:
+    """Whether YAML would read another value than a text."""
+    return value.lower() in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+
+
+def keys_file(graph: Graph, path: Path) -> str:
+    """The text of the file of API keys, which the graph then names. A key that is too short stays, with a warning when
+    the graph starts."""
+    graph.sections.setdefault("Security", {})["api-keys"] = path.name
+    names = [f"client-{number}" for number, _ in enumerate(graph.keys, 1)]
+    return "".join(f"{name}={key}\n" for name, key in zip(names, graph.keys, strict=True))
