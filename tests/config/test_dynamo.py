@@ -159,6 +159,36 @@ def test_mock_workers_are_simulated(tmp_path: Path) -> None:
     assert (decode.engine, prefill.engine, prefill.count) == ("sim", "sim", 2)
 
 
+def test_the_workers_of_its_second_engine(tmp_path: Path) -> None:
+    """Dynamo 0.3 had other names in `examples/vllm_v1`."""
+    common = "  common-configs: [model, kv-transfer-config, served_model_name]\n"
+    text = (
+        "Common:\n  model: demo\n  served_model_name: chat\n"
+        "  kv-transfer-config: {kv_connector: NixlConnector, kv_role: kv_both}\n"
+        "Frontend:\n  endpoint: dynamo.SimpleLoadBalancer.generate\n  port: 8001\n"
+        "  common-configs: [served_model_name]\n"
+        f"SimpleLoadBalancer:\n  enable_disagg: true\n{common}"
+        f"VllmPrefillWorker:\n  enforce-eager: true\n{common}VllmDecodeWorker:\n  enforce-eager: true\n{common}"
+        "Prometheus:\n  global: {scrape_interval: 5s}\n"
+    )
+    config = read(tmp_path, text)
+    decode, prefill = workers(config)
+    assert config.frontend is not None
+    assert (config.served_model_name, config.frontend.port) == ("chat", 8001)
+    assert decode.remote_prefill
+    assert decode.engine_args == prefill.engine_args == {"enforce-eager": True}
+
+
+@pytest.mark.parametrize("key", ["block-size: 128", "tensor-parallel-size: 8"])
+def test_the_processor_follows_its_workers(tmp_path: Path, key: str) -> None:
+    text = FILE.replace("  router-num-threads: 4\n", f"  {key}\n").replace(
+        "Processor:\n", "Processor:\n  model: demo\n"
+    )
+    assert f"Processor.{key.split(':')[0]} has no meaning here: the processor follows" in " ".join(
+        notes(tmp_path, text)
+    )
+
+
 def test_a_removed_argument_with_an_effect_is_a_problem_that_says_what_to_write(tmp_path: Path) -> None:
     text = FILE.replace(
         "  priority-queue: shortest", "  rope-scaling: '{}'\n  guided-decoding-backend: xgrammar"
