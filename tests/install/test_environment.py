@@ -36,10 +36,9 @@ def make_wheel(wheel: Path) -> None:
 
 
 def imported(folder: Path, name: str) -> str:
-    script = f"import {name}; print({name}.version)"
-    return subprocess.run(
-        [python_of(folder), "-c", script], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    """Without bytecode (-B): it would hide a file of the same size that is installed within the same second."""
+    command = [python_of(folder), "-B", "-c", f"import {name}; print({name}.version)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_an_install_that_failed_goes_on_where_it_stopped(tmp_path: Path) -> None:
