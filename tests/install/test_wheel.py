@@ -63,10 +63,9 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("env")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (wheel,) = built.glob("*.whl")
-    words = ["--quiet", f"--python={folder}", f"--constraints={LOCKS / 'cpu.txt'}", *pip_settings(folder)]
-    subprocess.run(
-        [UV, "pip", "install", "--index-strategy=unsafe-best-match", *words, str(wheel)], check=True
-    )
+    words = ["--quiet", f"--python={folder}", f"--constraints={LOCKS / 'cpu.txt'}", str(wheel)]
+    command = [UV, "pip", "install", "--index-strategy=unsafe-best-match", *words]
+    subprocess.run(command, env=os.environ | pip_settings(folder), check=True)
     return folder
 
 
