@@ -156,7 +156,7 @@ def test_serve_answers_the_very_first_request_and_runs_no_code_of_the_current_fo
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
         assert answer.headers["x-pdserve-prefill"] == "remote"
         assert "4711" in answer.json()["choices"][0]["message"]["content"]
-        assert re.search(r"KV .*GB/s", user.pdserve("doctor").stdout)
+        assert user.pdserve("doctor").returncode == 0
     hostile.check()
 
 
