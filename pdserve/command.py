@@ -22,7 +22,7 @@ def program() -> str:
         return given
     script = Path(sys.executable).parent / "pdserve"
     if not script.exists():
-        return f"{shlex.quote(sys.executable)} -m pdserve"
+        return f"{shlex.quote(sys.executable)} -P -m pdserve"
     if (known := shutil.which("pdserve")) and Path(known).resolve() == script.resolve():
         return "pdserve"
     here = Path.cwd()

@@ -64,6 +64,12 @@ def servers_of(text: str | None) -> list[str]:
     return [server.strip() for server in text.split(",")] if text else []
 
 
+def without_passwords(addresses: str) -> str:
+    """The addresses of servers without the user names and passwords before an `@`: for logs, errors and pages."""
+    parts = (server.rpartition("://") for server in servers_of(addresses))
+    return ",".join(f"{scheme}{colon}{rest.rpartition('@')[2]}" for scheme, colon, rest in parts)
+
+
 def free_port(host: str, count: int = 1) -> int:
     """Return the first of `count` free ports in a row. None of them was given to any process lately, since a server may
     take seconds until it listens on its port. Raises OSError where there are none."""

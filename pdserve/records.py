@@ -39,7 +39,7 @@ class Adapter(Struct, frozen=True):
     name: str
     """by which clients ask for it"""
     path: str = ""
-    """its folder, the same on all hosts; empty: unloaded, also where the workers' files name it"""
+    """its folder, the same on all hosts; empty: unloaded, though the workers' files name it"""
     id: int = 0
     """of its weights: whatever is computed with them is kept apart by it; 0: not known yet"""
     asked: str = OF_FILE

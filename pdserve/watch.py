@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from pdserve.messages import Hop, Load
-from pdserve.ports import servers_of
+from pdserve.ports import servers_of, without_passwords
 
 DETOURS = ("fallback", "migration")
 """hops without a duration, which say that something failed and the request took another way"""
@@ -193,7 +193,7 @@ class Connections:
         """by server: monotonic time of the first look that found it lost"""
 
     def add(self, server: str, url: str, connected: Callable[[], bool]) -> None:
-        hosts = [each.rpartition("://")[2].rpartition("@")[2] for each in servers_of(url)]
+        hosts = [each.rpartition("://")[2] for each in servers_of(without_passwords(url))]
         self._servers.append((server, ",".join(hosts), connected))
 
     def outages(self) -> list[Outage]:

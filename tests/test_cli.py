@@ -181,7 +181,7 @@ def test_output_suggests_a_program_that_the_shell_finds(
     assert suggested(python, f"{folder}:{usual}", tmp_path) == "pdserve"
     assert suggested(python, usual, tmp_path) == f"{folder}/pdserve"
     assert suggested(python, usual, folder.parent) == f"{folder.name}/pdserve"
-    assert suggested(elsewhere, usual, tmp_path) == f"{elsewhere} -m pdserve"
+    assert suggested(elsewhere, usual, tmp_path) == f"{elsewhere} -P -m pdserve"
 
 
 @pytest.mark.parametrize("command", ["serve", "decode", "plan", "doctor"])

@@ -1,3 +1,4 @@
+import os
 import socket
 import subprocess
 import sys
@@ -19,7 +20,8 @@ def test_free_ports_are_below_those_of_connections(host: str) -> None:
 
 def test_no_port_is_given_twice_also_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that start at the same time would else meet on a port on which none of them listens yet."""
-    first, last = 14000, 14011  # where nothing else of ours looks
+    first = 10000 + 12 * (os.getpid() % 400)  # where nothing else of ours looks
+    last = first + 11
     code = (
         "import sys; from pdserve import ports; ports._FIRST, ports._LAST = map(int, sys.argv[1:]);"
         "print(*(ports.free_port('127.0.0.1') for _ in range(5)), flush=True); input()"

@@ -7,6 +7,7 @@ The module is imported when the command is used: `pdserve --help` loads none of 
 """
 
 import inspect
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,11 @@ _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "co
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code."""
+    """Run a command, that of this process by default; return the exit code."""
+    if argv is None:
+        # Python programs that it starts, vLLM's included, import nothing from the current folder, which may be another
+        # user's (`-m` and `-c` would; so does multiprocessing).
+        os.environ["PYTHONSAFEPATH"] = "1"
     words = _with_source(sys.argv[1:] if argv is None else argv)
     try:
         return build_group().main(words, prog_name="pdserve", standalone_mode=False) or 0

@@ -21,7 +21,7 @@ from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.graph import SLOT_VARIABLE
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
-from pdserve.ports import servers_of
+from pdserve.ports import servers_of, without_passwords
 from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
 from pdserve.supervisor.checks import busy_ports, running_graph
@@ -133,6 +133,7 @@ async def check_nats(urls: str, credentials: Credentials | None) -> list[Finding
 
 
 async def _check_nats(url: str, credentials: Credentials | None, of_cluster: bool) -> Finding:
+    shown = without_passwords(url)
     try:
         async with asyncio.timeout(_WITHIN):
             await queue.check(url, credentials, of_cluster)
@@ -140,8 +141,8 @@ async def _check_nats(url: str, credentials: Credentials | None, of_cluster: boo
         return Finding("fail", "NATS", error.problems[0])
     except (QueueUnavailable, TimeoutError) as error:
         advice = "start it, or correct Graph.nats or Security.credentials."
-        return Finding("fail", "NATS", f"{error or f'{url}: no answer'}: {advice}")
-    return Finding("ok", "NATS", f"{url} answers, JetStream is on")
+        return Finding("fail", "NATS", f"{error or f'{shown}: no answer'}: {advice}")
+    return Finding("ok", "NATS", f"{shown} answers, JetStream is on")
 
 
 async def check_etcd(config: Config, credentials: Credentials | None) -> tuple[list[Finding], list[Instance]]:

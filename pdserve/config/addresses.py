@@ -6,7 +6,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic_core import PydanticCustomError
 
-from pdserve.ports import servers_of
+from pdserve.ports import servers_of, without_passwords
 
 
 def nats_url(url: str) -> str:
@@ -14,9 +14,11 @@ def nats_url(url: str) -> str:
     parts = _split(url := _lower_scheme(url))
     if parts is not None and parts.scheme in ("ws", "wss"):
         text = "NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
-        raise ValueError(f"is {url!r}, but {text}")
+        raise ValueError(f"is {without_passwords(url)!r}, but {text}")
     if parts is None or parts.scheme not in ("nats", "tls") or not parts.hostname or parts.path.strip("/"):
-        raise ValueError(f"is {url!r}, but must be a NATS URL, as in nats://10.0.0.5:4222.")
+        raise ValueError(
+            f"is {without_passwords(url)!r}, but must be a NATS URL, as in nats://10.0.0.5:4222."
+        )
     return url
 
 
@@ -31,7 +33,7 @@ def etcd_address(address: str) -> str:
         or not (parts.hostname and parts.port)
     ):
         text = "must be etcd's client address, as in 10.0.0.5:2379."
-        raise ValueError(f"is {address!r}, but {text}")
+        raise ValueError(f"is {without_passwords(address)!r}, but {text}")
     return address.removeprefix("http://").rstrip("/")
 
 
@@ -44,7 +46,7 @@ def each(check: Callable[[str], str]) -> Callable[[object], str]:
             raise PydanticCustomError("addresses", "not addresses")
         servers = [check(text.strip()) for text in texts]
         if twice := {server for server in servers if servers.count(server) > 1}:
-            raise ValueError(f"names {min(twice)!r} twice: name each server once.")
+            raise ValueError(f"names {without_passwords(min(twice))!r} twice: name each server once.")
         return ",".join(servers)
 
     return check_each
@@ -68,7 +70,7 @@ def collector_url(url: str) -> str:
     parts = _split(url := _lower_scheme(url))
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         text = "must be a collector's URL for OTLP over HTTP, as in http://127.0.0.1:4318."
-        raise ValueError(f"is {url!r}, but {text}")
+        raise ValueError(f"is {without_passwords(url)!r}, but {text}")
     return url
 
 

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pdserve.command import command
 from pdserve.config.schema import Allowance, FrontendConfig, GraphSection, SecuritySection
-from pdserve.ports import is_loopback, servers_of
+from pdserve.ports import is_loopback, servers_of, without_passwords
 
 _MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"
 Opening = tuple[str, str, str]
@@ -44,7 +44,7 @@ def _of_graph(graph: GraphSection, allowed: bool) -> Iterator[Opening]:
             yield (
                 "Graph",
                 key,
-                f"is {address}, which asks for TLS, but the graph has no credentials: {_MAKE}.",
+                f"is {without_passwords(address)}, which asks for TLS, but the graph has no credentials: {_MAKE}.",
             )
         elif not allowed and not is_loopback(_host(address)):
             what = f"is {_host(address)}, which is reached over the network, but nothing there would be encrypted"

@@ -5,6 +5,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +14,9 @@ import yaml
 from pdserve.command import command
 from pdserve.config.schema import kebab
 from pdserve.errors import ConfigError
+
+MOST_ALIASED = 100_000
+"""values of a file by aliases (`*name`), beside those that it writes out"""
 
 
 @dataclass(frozen=True)
@@ -114,15 +118,33 @@ def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry
     path = findings.path
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is None:
+            raise ConfigError([f"{path} is empty: {advice}."])
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError([f"{path}:1: the file is not a mapping of sections: {advice}."])
+        _bound_aliases(path, node, {})
+        return _Reader(findings).children("", node, ())
     except yaml.YAMLError as error:
         raise ConfigError([_not_yaml(path, error)]) from error
     except RecursionError:
         raise ConfigError([f"{path} is nested too deeply: {advice}."]) from None
-    if node is None:
-        raise ConfigError([f"{path} is empty: {advice}."])
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError([f"{path}:1: the file is not a mapping of sections: {advice}."])
-    return _Reader(findings).children("", node, ())
+
+
+def _bound_aliases(path: Path, node: yaml.Node, seen: dict[yaml.Node, int]) -> int:
+    """Return how many nodes this one is with its aliases written out; `seen` has those of the nodes before it. Raises
+    ConfigError where aliases multiply: each of 30 levels that names the one before twice makes a billion."""
+    if node in seen:
+        return seen[node]
+    seen[node] = 1  # for an alias to what contains it
+    parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+    if not isinstance(node, yaml.ScalarNode):
+        seen[node] += sum(_bound_aliases(path, part, seen) for part in parts)
+    if seen[node] > len(seen) + MOST_ALIASED:
+        line, most = node.start_mark.line + 1, f"{MOST_ALIASED:,}"
+        raise ConfigError(
+            [f"{path}:{line}: aliases make more than {most} values of this: write fewer of them."]
+        )
+    return seen[node]
 
 
 def read_documents(text: str, path: Path) -> list[object]:

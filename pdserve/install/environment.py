@@ -5,13 +5,15 @@ environment lists the steps that are done. A step that was interrupted is not in
 that uv has in its cache.
 """
 
+import ast
 import fcntl
 import hashlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,6 +33,8 @@ _DONE = ".pdserve-installed"
 _NO_SOLUTION = 1
 """uv's exit code where the sources do not have it; another one where they do not answer, which the install then says"""
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+_AGAIN = "run it again, and it goes on where it stopped"
+_EXTRA_INDEXES = "UV_EXTRA_INDEX_URL"
 
 
 class InstallStep(NamedTuple):
@@ -110,10 +114,9 @@ def _install(folder: Path, steps: Sequence[InstallStep], platform: str) -> None:
         _make_environment(folder)
         done = [step.digest for step in steps if step not in missing]
         _write_done(folder, done)
-        uv = [_uv(folder), "pip", "install", "--python", str(python_of(folder)), "--no-deps"]
-        uv += _sources(folder, uv, platform)
+        sources = _sources(folder, uv := _uv_install(folder), platform)
         for step in missing:
-            _run([*uv, *step.arguments])
+            _run([*uv, *step.arguments], sources=sources)
             _write_done(folder, done := [*done, step.digest])
 
 
@@ -151,6 +154,12 @@ def _make_environment(folder: Path) -> None:
     _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
 
 
+def _uv_install(folder: Path) -> list[str]:
+    """`uv pip install` without the settings (`uv.toml`) of the current folder, which may be another user's."""
+    where = [f"--project={folder}", f"--python={python_of(folder)}"]
+    return [_uv(folder), "pip", "install", *where, "--no-deps", "--index-strategy=unsafe-best-match"]
+
+
 def _uv(folder: Path) -> str:
     """uv in the version of the lock: this Python's own, or else one that pip installs into the folder."""
     wanted = _locked_version("uv")
@@ -168,27 +177,39 @@ def _uv(folder: Path) -> str:
     return str(uv)
 
 
-def _sources(folder: Path, uv: Sequence[str], platform: str) -> list[str]:
-    """Where packages come from: uv's own settings, and pip's, which uv does not read."""
-    sources = ["--index-strategy=unsafe-best-match", *pip_settings(folder)]
+def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
+    """Environment variables that tell uv pip's package sources beside its own."""
+    sources = pip_settings(folder)
     if platform == "gpu":
         # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.
-        return [source for source in sources if not source.startswith("--find-links=")]
-    torch = [*uv, *sources, "--dry-run", f"torch=={_locked_version('torch')}"]
-    if subprocess.run(torch, capture_output=True, check=False).returncode == _NO_SOLUTION:
+        sources.pop("UV_FIND_LINKS", None)
+        return sources
+    torch = [*uv, "--dry-run", f"torch=={_locked_version('torch')}"]
+    if subprocess.run(torch, env=os.environ | sources, capture_output=True).returncode == _NO_SOLUTION:
         say(f"torch's CPU build is in no configured source: adding {_TORCH_INDEX}")
-        sources.append(f"--extra-index-url={_TORCH_INDEX}")
+        sources[_EXTRA_INDEXES] = f"{(os.environ | sources).get(_EXTRA_INDEXES, '')} {_TORCH_INDEX}"
     return sources
 
 
-def pip_settings(folder: Path) -> list[str]:
+def pip_settings(folder: Path) -> dict[str, str]:
+    """pip's package sources, which uv does not read, as uv's environment variables where those are not set: a URL may
+    hold a password, and every user of the host can read a command line."""
+    listed, found = _pip_config(folder), defaultdict[str, list[str]](list)
+    for section in ("global", "install", ":env:"):  # of index-url, the last one counts
+        for name, value in re.findall(rf"^{section}\.([a-z-]+)=(.+)$", listed, re.MULTILINE):
+            found[name] += ast.literal_eval(value).split()
+    sources = {
+        "UV_FIND_LINKS": ",".join(found["find-links"]),
+        "UV_INDEX_URL": "".join(found["index-url"][-1:]),
+        _EXTRA_INDEXES: " ".join(found["extra-index-url"]),
+    }
+    return {name: value for name, value in sources.items() if value and name not in os.environ}
+
+
+def _pip_config(folder: Path) -> str:
     # An environment that uv has made has no pip: then the Python it was made from.
-    for python in (python_of(folder), sys.executable, Path(sys.base_prefix, "bin/python3")):
-        if listed := _output(python, "-m", "pip", "config", "list"):
-            named = re.findall(r"^\S+\.(find-links|index-url|extra-index-url)='(.*)'$", listed, re.MULTILINE)
-            pairs = ((name, value) for name, values in named for value in values.replace("\\n", " ").split())
-            return sorted({f"--{name}={value}" for name, value in pairs})
-    return []
+    pythons = (python_of(folder), sys.executable, Path(sys.base_prefix, "bin/python3"))
+    return next(filter(None, (_output(python, "-m", "pip", "config", "list") for python in pythons)), "")
 
 
 def _locked_version(package: str) -> str:
@@ -204,10 +225,11 @@ def _output(*command: str | Path) -> str:
     return ""
 
 
-def _run(command: Sequence[str], advice: str = "run it again, and it goes on where it stopped") -> None:
+def _run(command: Sequence[str], advice: str = _AGAIN, sources: Mapping[str, str] | None = None) -> None:
     """With uv's progress on a terminal; elsewhere without its line for each package."""
     pipe = None if sys.stderr.isatty() else subprocess.PIPE
-    with subprocess.Popen(tied(command), stdout=subprocess.DEVNULL, stderr=pipe, text=True) as process:
+    env, quiet = {**os.environ, **(sources or {})}, subprocess.DEVNULL
+    with subprocess.Popen(tied(command), env=env, stdout=quiet, stderr=pipe, text=True) as process:
         for line in process.stderr or ():
             if not re.match(r" [+~-] ", line):
                 sys.stderr.write(line)

@@ -15,6 +15,7 @@ from pdserve.plan.machine import GIB, in_gib
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import PlannedWorker, disk_folder
+from pdserve.ports import without_passwords
 from pdserve.records import Role
 
 _SECRET = {"hf-token"}
@@ -47,8 +48,8 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "explained": list(plan.explained),
         "url": _url(plan),
-        "nats": config.nats,
-        "etcd": config.etcd,
+        "nats": config.nats and without_passwords(config.nats),
+        "etcd": config.etcd and without_passwords(config.etcd),
         "state_dir": str(config.state_dir),
         "from_environment": list(config.from_environment),
         "machine": dataclasses.asdict(plan.machine),
@@ -90,6 +91,7 @@ def _derived(memory: Memory) -> dict[str, Any]:
 
 def _heading(plan: Plan) -> Text:
     config, machine = plan.config, plan.machine
+    nats, etcd = (without_passwords(each or "") or "started by serve" for each in (config.nats, config.etcd))
     cards = ", ".join(f"{gpu.index}: {gpu.name} ({gpu.memory / GIB:.1f} GiB)" for gpu in machine.gpus)
     imagined = " (what if)" if machine.imagined else ""
     lines = [
@@ -97,7 +99,7 @@ def _heading(plan: Plan) -> Text:
         f"at       {_url(plan) or 'no frontend here'}",
         f"machine  {machine.cores} cores, {machine.memory / GIB:.0f} GiB of RAM",
         f"GPUs     {cards or 'none'}{imagined}",
-        f"servers  NATS {config.nats or 'started by serve'}, etcd {config.etcd or 'started by serve'}",
+        f"servers  NATS {nats}, etcd {etcd}",
     ]
     fixed = {"streams": config.stream_port, "pages": config.pages_port}
     if ports := [f"{name} from {first}" for name, first in fixed.items() if first]:

@@ -22,6 +22,8 @@ Key = tuple[str, str]
 """name, and by which call it is there"""
 AGAIN = 30.0
 """seconds until a wanted adapter that could not be loaded is tried again"""
+HIDDEN = "it is unloaded, or another one is loaded by its name"
+"""problem of an adapter in the worker's file that clients get no more"""
 LONGEST = 500
 """characters of a problem: it is part of the worker's record"""
 
@@ -44,8 +46,13 @@ class WorkerAdapters:
 
     @property
     def there(self) -> list[Adapter] | None:
-        """As in the worker's record."""
-        return list(self._there.values()) if self._engine.max_adapters else None
+        """As in the worker's record: those in the engine, and every name in the file."""
+        hidden = (
+            Adapter(name, path, problem=HIDDEN)
+            for name, path in static_adapters(self._args).items()
+            if (name, OF_FILE) not in self._there
+        )
+        return [*self._there.values(), *hidden] if self._engine.max_adapters else None
 
     async def start(self) -> None:
         """Load what is wanted now. Raises ConfigError where an adapter of the file cannot be loaded."""

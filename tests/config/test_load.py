@@ -471,6 +471,23 @@ def test_mistakes_elsewhere(tmp_path: Path, old: str, new: str, said: str) -> No
     named(tmp_path, GOOD.replace(old, new), f"FILE{said}")
 
 
+@pytest.mark.parametrize("level", ["[{0}, {0}]", "{{x: {0}, y: {0}}}", "{{<<: [{0}, {0}], x: 1}}"])
+def test_aliases_that_multiply_are_refused_with_their_line(tmp_path: Path, level: str) -> None:
+    """Written out, 30 levels of two aliases each are a billion values."""
+    levels = (f"  a{n}: &a{n} {level.format(f'*a{n - 1}')}" for n in range(1, 31))
+    text = "\n".join(["Common:", "  a0: &a0 {x: 1}", *levels])
+    (told,) = problems(tmp_path, text)
+    line = int(told.split(":")[1])
+    assert 15 < line < 20
+    assert told.endswith(f":{line}: aliases make more than 100,000 values of this: write fewer of them.")
+
+
+@pytest.mark.parametrize("depth", [250, 2000])
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
+    (told,) = problems(tmp_path, f"Common: {'[' * depth}{']' * depth}")
+    assert told.startswith("FILE is nested too deeply: ")
+
+
 def test_a_number_that_begins_with_0_is_told_once(tmp_path: Path) -> None:
     (told,) = problems(tmp_path, f"{GOOD}Graph: {{kv-port: 05600}}\n")
     assert told.endswith("(05600 begins with 0: write a number without it): put quotes round a word.")

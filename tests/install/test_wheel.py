@@ -8,7 +8,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -18,11 +19,13 @@ from pdserve.cli import main
 from pdserve.install.environment import ENGINE_VARIABLE, LOCKS, pip_settings
 from pdserve.ports import free_port
 from tests.e2e.test_graph import chat
+from tests.serving import WORKERS, kv_ports
 from tests.terminal import Terminal
 from tools.release import problems
 
 ROOT = Path(__file__).parents[2]
 UV = str(Path(sys.executable).with_name("uv"))
+SERVE = "Frontend: {served_model_name: demo, port: 8000}\n"
 
 
 class User:
@@ -47,6 +50,57 @@ class User:
             check=False,
         )
 
+    @contextmanager
+    def serving(self, *options: str) -> Iterator[tuple[str, Callable[[str], str]]]:
+        """A graph with its URL, and a function that waits for words in its output, and returns all of that."""
+        port, log = free_port("127.0.0.1"), self.home.parent / "log"
+        env = self.env | {"PDSERVE_KV_PORT": str(kv_ports())}
+
+        def wait_for(words: str) -> str:
+            while words not in (said := log.read_text()):
+                assert serve.poll() is None, said
+                time.sleep(0.1)
+            return said
+
+        command = [str(self.program), "serve", "--port", str(port), *options]
+        with log.open("w") as output:
+            serve = subprocess.Popen(command, cwd=self.folder, env=env, stdout=output, stderr=output)
+        try:
+            yield f"http://127.0.0.1:{port}", wait_for
+        finally:
+            serve.send_signal(signal.SIGINT)
+            code = serve.wait(120)
+        assert code == 0, log.read_text()
+
+
+class HostileFolder:
+    """A folder in which another user has put modules by the names of those that pdserve, vLLM and Python itself import,
+    a plugin of vLLM, and settings of uv that name an index. Whatever of it is used leaves its name in `seen`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, folder.with_name("seen")
+        self.seen.touch()
+        mark = f"open({str(self.seen)!r}, 'a').write(__name__ + ' ')\n"
+        (about := folder / "hostile-1.0.dist-info").mkdir()
+        (about / "METADATA").write_text("Name: hostile\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text("[vllm.general_plugins]\nhostile = secrets:hostile\n")
+        (folder / "uv.toml").write_text('[pip]\nfind-links = ["/hostile"]\n')
+        packages = {file.name.partition(".")[0] for file in Path(sysconfig.get_path("purelib")).iterdir()}
+        for name in (*sys.stdlib_module_names, *filter(str.isidentifier, packages), "pdserve_bench"):
+            (folder / f"{name}.py").write_text(mark)
+        for name in ("pdserve", "pdserve/cli", "pdserve/kv", "vllm"):
+            (folder / name).mkdir(exist_ok=True)
+            (folder / name / "__init__.py").write_text(mark)
+        self._before = self._names()
+
+    def _names(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()}
+
+    def check(self) -> None:
+        """Nothing of it was used, and nothing was left in it."""
+        assert self.seen.read_text() == ""
+        assert self._names() == self._before
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,10 +117,9 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("env")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (wheel,) = built.glob("*.whl")
-    words = ["--quiet", f"--python={folder}", f"--constraints={LOCKS / 'cpu.txt'}", *pip_settings(folder)]
-    subprocess.run(
-        [UV, "pip", "install", "--index-strategy=unsafe-best-match", *words, str(wheel)], check=True
-    )
+    words = ["--quiet", f"--python={folder}", f"--constraints={LOCKS / 'cpu.txt'}", str(wheel)]
+    command = [UV, "pip", "install", "--index-strategy=unsafe-best-match", *words]
+    subprocess.run(command, env=os.environ | pip_settings(folder), check=True)
     return folder
 
 
@@ -84,38 +137,46 @@ def test_wheel_and_sdist_have_all_that_a_user_needs_and_no_tests(built: Path) ->
 
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-def test_serve_answers_the_very_first_request_in_an_empty_folder(user: User, environment: Path) -> None:
+def test_serve_answers_the_very_first_request_and_runs_no_code_of_the_current_folder(
+    user: User, environment: Path
+) -> None:
     """With the engine of this environment, the wheel's own pdserve and demo graph, and the dtype that it has by default
     (other tests with real engines have float32, for exact tokens). Prefilled remotely, as the policy is set: an idle
     decode worker would compute it."""
     user.env[ENGINE_VARIABLE] = sys.prefix
-    port, log = free_port("127.0.0.1"), user.home.parent / "log"
-
-    def wait_for(words: str) -> str:
-        while words not in (said := log.read_text()):
-            assert serve.poll() is None, said
-            time.sleep(0.1)
-        return said
-
-    with log.open("w") as output:
-        command = [str(user.program), "serve", "--port", str(port)]
-        serve = subprocess.Popen(command, cwd=user.folder, env=user.env, stdout=output, stderr=output)
-    try:
+    hostile = HostileFolder(user.folder)
+    with user.serving() as (url, wait_for):
         said = wait_for("Ready after")
         (model,) = re.findall(r"Ready after .*\((.*)\)", said)
         assert Path(model).resolve().is_relative_to(environment)
         assert "\npdserve status\n" in said
         assert user.pdserve("set", "policy=threshold", "max-local-prefill-length=64").returncode == 0
         wait_for("settings now: policy threshold, max-local-prefill-length 64")
-        url = f"http://127.0.0.1:{port}"
         asked = chat("What is the code of the red box?")
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120)
         assert answer.headers["x-pdserve-prefill"] == "remote"
         assert "4711" in answer.json()["choices"][0]["message"]["content"]
-    finally:
-        serve.send_signal(signal.SIGINT)
-        assert serve.wait(120) == 0, log.read_text()
-    assert list(user.folder.iterdir()) == []
+        assert user.pdserve("doctor").returncode == 0
+    hostile.check()
+
+
+def test_no_command_runs_code_of_the_current_folder(user: User) -> None:
+    """With the engine in another environment, and without."""
+    (user.folder / "graph.yaml").write_text(SERVE + WORKERS.format(kv_port=kv_ports(), workers=1))
+    hostile = HostileFolder(user.folder)
+    assert user.pdserve("init", str(user.home / "graph.yaml")).returncode == 0
+    user.env |= {"UV_OFFLINE": "1"}
+    failed = user.pdserve("install", "--gpu")
+    assert (failed.returncode, "/hostile" in failed.stderr) == (1, False), failed.stderr
+    user.env[ENGINE_VARIABLE] = sys.prefix
+    with user.serving("-f", "graph.yaml") as (_, wait_for):
+        wait_for("Ready after")
+        codes = {
+            words: user.pdserve(*words.split()).returncode
+            for words in ("plan -f graph.yaml", "doctor -f graph.yaml", "status", "set policy=adaptive")
+        }
+    assert codes == dict.fromkeys(codes, 0)
+    hostile.check()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,7 @@ def _process(*command: str, run: str = "") -> "subprocess.Popen[bytes]":
 def _with_pid(pid: int) -> "subprocess.Popen[bytes]":
     """A process that has this pid, which is free."""
     for _ in range(1000):
-        try:
-            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-        except OSError:
-            pytest.skip("needs root")
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
         process = _process("sleep", "600")
         if process.pid == pid:
             return process
@@ -90,9 +88,20 @@ async def test_a_wave_is_stopped_after_the_one_before_has_ended(tmp_path: Path) 
     assert [role.wait() for role in roles] == [0, 0]
 
 
-async def test_a_process_that_got_the_pid_of_one_that_ended_is_not_stopped(tmp_path: Path) -> None:
-    """As where a worker ends by itself while the frontends, which are stopped before it, still drain."""
-    folder = tmp_path / "frontend"
+def test_a_process_that_got_the_pid_of_one_that_ended_is_not_stopped(tmp_path: Path) -> None:
+    """As where a worker ends by itself while the frontends, which are stopped before it, still drain. In a namespace of
+    pids, of which no other process of the machine takes one."""
+    code = "import asyncio, pathlib, sys; from tests.supervisor import test_killed as tests; "
+    code += "asyncio.run(tests.stop_beside_a_stranger(pathlib.Path(sys.argv[1])))"
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*command, str(tmp_path / "frontend")], env=env, stderr=subprocess.PIPE, text=True)
+    if done.stderr.startswith("unshare:"):
+        pytest.skip("needs root")
+    assert done.returncode == 0, done.stderr
+
+
+async def stop_beside_a_stranger(folder: Path) -> None:
     first, second = _role(folder), _process("sleep", "600")
     await until((folder / "up").exists)
     stopping = asyncio.create_task(asyncio.to_thread(stop_in_waves, {first.pid: 0, second.pid: 1}, 30))

@@ -4,7 +4,7 @@ workers of a model or on none (docs/decisions/0075-lora-adapters.md)."""
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
@@ -87,8 +87,17 @@ class AdapterStore:
             await self._registry.delete(keys.loading(asked))
 
     async def unload(self, model: str, name: str) -> None:
-        """Let no request name it any more; those that have it finish."""
-        await self._keep(Adapter(name, asked=secrets.token_hex(8), model=model))
+        """Let no request name it any more; those that have it finish. The registry keeps only names that a worker's
+        file may have."""
+        before, workers = self._view.adapters(model).get(name), self._view.instances(model=model)
+        of_files = {
+            each.name for worker in workers for each in worker.adapters or () if each.asked == OF_FILE
+        }
+        if name in of_files or not workers:
+            await self._keep(Adapter(name, asked=secrets.token_hex(8), model=model))
+        elif before is not None:
+            await self._registry.delete(keys.adapter(before))
+            await self._until(lambda: self._view.adapters(model).get(name) != before)
 
     async def _keep(self, adapter: Adapter, claim: str = "") -> None:
         """Return when the view has it, or what another frontend has written since. Raises RegistryUnavailable, also
@@ -96,8 +105,11 @@ class AdapterStore:
         before = self._view.adapters(adapter.model).get(adapter.name)
         key, value = keys.adapter(adapter), encode_record(adapter)
         await self._registry.put(key, value, leased=False, holding=claim)
+        await self._until(lambda: self._view.adapters(adapter.model).get(adapter.name) != before)
+
+    async def _until(self, done: Callable[[], bool]) -> None:
         async for _ in self._view.changes():
-            if self._view.adapters(adapter.model).get(adapter.name) != before:
+            if done():
                 return
 
     async def _loaded(self, asked: Adapter) -> int:

@@ -224,7 +224,7 @@ class ServedModels:
         if model.processor is not None:
             model.processor.adapters.set(model.adapters.values())
             frontends = len(self._view.instances(Role.FRONTEND))
-            model.processor.workers.update(workers, max(1, frontends), kept)
+            model.processor.workers.update(workers, max(1, frontends), model.adapters | kept)
             model.processor.workers.policy = in_force({"router": self._context.router}, live)["router"]
             model.admission.advance()
         if model.retired.is_set():

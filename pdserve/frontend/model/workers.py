@@ -60,7 +60,7 @@ class WorkerPool:
         self._frontends = 1
         self._instances: dict[str, Instance] = {}
         """by id, as the registry lists them"""
-        self._kept: Mapping[str, Adapter] = {}
+        self._adapters: Mapping[str, Adapter] = {}
         self._links: dict[str, Link] = {}
         """by instance id: the links that are up"""
         self._linking: set[str] = set()
@@ -98,10 +98,12 @@ class WorkerPool:
 
     # which workers there are
 
-    def update(self, instances: Iterable[Instance], frontends: int, kept: Mapping[str, Adapter] = {}) -> None:
+    def update(
+        self, instances: Iterable[Instance], frontends: int, adapters: Mapping[str, Adapter] = {}
+    ) -> None:
         """Take over the registry's state: this model's decode workers, the prefill workers that may stand in for them,
-        how many frontends share them, and the adapters loaded and unloaded at run time, by name."""
-        self._kept = kept
+        how many frontends share them, and the adapters that clients may name."""
+        self._adapters = adapters
         if frontends != self._frontends:
             self._frontends = frontends
             self._touched |= self._links.keys()
@@ -182,11 +184,11 @@ class WorkerPool:
 
     def _check_adapter(self, lora: Any) -> None:
         """Raises BadRequest if an adapter that no worker has was unloaded, or is of other weights by now."""
-        kept = self._kept.get(lora.lora_name) if lora is not None else None
-        if kept is not None and kept.id != lora.lora_int_id:
-            raise BadRequest(
-                f"The lora adapter '{kept.name}' was unloaded, and no worker has it any more.", "model"
-            )
+        if lora is not None:
+            known = self._adapters.get(lora.lora_name)
+            if known is None or known.id != lora.lora_int_id:
+                gone = f"The lora adapter '{lora.lora_name}' was unloaded, and no worker has it any more."
+                raise BadRequest(gone, "model")
 
     def has_place(self, generation: Generation) -> bool:
         """Whether any worker that has its adapter has capacity for one more request."""

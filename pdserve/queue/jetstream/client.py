@@ -12,7 +12,7 @@ from nats.aio.client import Client
 
 from pdserve.command import command
 from pdserve.errors import ConfigError, QueueUnavailable
-from pdserve.ports import servers_of
+from pdserve.ports import servers_of, without_passwords
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,9 @@ class GraphClient(Client):
 
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         super().__init__()
-        self.url = url
+        self.url = without_passwords(url)
+        """for messages"""
+        self.server = url
         self.tls = tls
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
@@ -69,7 +71,7 @@ async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[Non
     is not of this graph."""
     try:
         await client.connect(
-            servers_of(client.url),
+            servers_of(client.server),
             allow_reconnect=False,
             max_reconnect_attempts=1,
             reconnect_time_wait=0,
@@ -133,4 +135,5 @@ def available(url: str) -> Iterator[None]:
     try:
         yield
     except PASSING as error:
-        raise QueueUnavailable(f"NATS at {url}: {error or type(error).__name__}") from error
+        at = without_passwords(url)
+        raise QueueUnavailable(f"NATS at {at}: {error or type(error).__name__}") from error

@@ -21,7 +21,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable
-from pdserve.ports import servers_of
+from pdserve.ports import servers_of, without_passwords
 from pdserve.queue.jetstream.client import (
     PASSING,
     GraphClient,
@@ -79,7 +79,8 @@ class NatsConnection(Lifetime):
         meanwhile: str,
         prepare: Callable[[Client], Awaitable[None]] | None = None,
     ) -> None:
-        self.url = url
+        self.url = without_passwords(url)
+        """for messages"""
         servers = servers_of(url)
         self.of_cluster = len(servers) > 1
         self.lost: asyncio.Future[None] | None = None

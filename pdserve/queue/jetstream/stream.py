@@ -163,7 +163,7 @@ async def check_once(url: str, tls: SSLContext | None, of_cluster: bool) -> None
         async with short_connection(url, tls) as client:
             if of_cluster:
                 require_cluster(client)
-            await require_jetstream(client, url)
+            await require_jetstream(client, client.url)
 
 
 async def ensure(

@@ -146,6 +146,31 @@ async def test_a_loaded_adapter_has_never_the_number_that_vllm_counts(
     await adapted.post(UNLOAD, lora_name="pink")
 
 
+async def test_an_unloaded_name_leaves_nothing_in_the_registry(adapted: Adapted, tmp_path: Path) -> None:
+    """Training loads one after each step. But a name in the workers' files stays unloaded, also one that was loaded
+    from elsewhere meanwhile."""
+
+    def kept() -> list[str]:
+        return [key.rpartition("/")[2] for key in adapted.registry.data if f"/{keys.ADAPTERS}" in key]
+
+    async def load_and_unload(name: str) -> None:
+        path = str(adapter_in(tmp_path, f"{name}-elsewhere"))
+        assert (await adapted.post(LOAD, lora_name=name, lora_path=path)).status_code == 200
+        assert kept() == [name]
+        assert (await adapted.post(UNLOAD, lora_name=name)).status_code == 200
+        assert (await adapted.complete(name)).status_code == 404
+
+    for step in range(5):
+        await load_and_unload(f"step-{step}")
+        assert kept() == []
+    assert (await adapted.post(UNLOAD, lora_name="red")).status_code == 200
+    for _ in range(2):
+        await load_and_unload("red")
+        assert kept() == ["red"]
+    await adapted.context.view._registry.delete(f"{keys.ADAPTERS}demo/red")
+    await until(lambda: all(each.models.adapters() for each in (adapted, adapted.second)))
+
+
 # ── several frontends ──
 
 

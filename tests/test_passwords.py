@@ -1,0 +1,58 @@
+"""A password in the URL of a NATS server is its user's secret: it stands in no log, no error and on no page."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli import main
+from pdserve.cli.doctor import check_nats
+from pdserve.errors import QueueUnavailable
+from pdserve.ports import free_port, without_passwords
+from pdserve.queue.jetstream.connection import NatsConnection
+from tests.conditions import until
+from tests.servers import kill, nats_server
+
+AS = "nats://user:sword@fish@"
+
+
+def test_addresses_without_passwords() -> None:
+    assert (
+        without_passwords(f"{AS}10.0.0.5:4222,tls://b:4222,c:2379")
+        == "nats://10.0.0.5:4222,tls://b:4222,c:2379"
+    )
+    assert without_passwords("") == ""
+
+
+async def test_neither_a_server_that_answers_nor_one_that_does_not_shows_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "pdserve")
+    async with nats_server(tmp_path) as server:
+        url = server.url.replace("nats://", AS)
+        (found,) = await check_nats(url, None)
+        assert (found.grade, found.text) == ("ok", f"{server.url} answers, JetStream is on")
+        async with NatsConnection(url, None, "waiting") as connection:
+            await until(lambda: connection.connected)
+            await kill(server)
+            await until(lambda: f"NATS at {server.url} is away; waiting until it is back" in caplog.text)
+            with pytest.raises(QueueUnavailable, match=f"NATS at {server.url} is away"):
+                connection.client()
+            (found,) = await check_nats(url, None)
+            assert (found.grade, server.url in found.text) == ("fail", True)
+        assert "sword" not in caplog.text + found.text
+
+
+@pytest.mark.parametrize(("path", "code"), [("", 0), ("/path", 2)])
+def test_plan_does_not_show_it(
+    path: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "graph.yaml").write_text(
+        f"Graph: {{nats: '{AS}127.0.0.1:{free_port('127.0.0.1')}{path}', etcd: '127.0.0.1:1'}}\n"
+        "VllmWorker: {model: demo, engine: sim}\n"
+    )
+    for options in ((), ("--json",)):
+        assert main(["plan", "-f", str(file), *options]) == code
+        shown = "".join(capsys.readouterr())
+        assert "nats://127.0.0.1" in shown
+        assert "sword" not in shown
