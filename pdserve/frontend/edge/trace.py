@@ -42,6 +42,8 @@ class RequestFailure:
     """seconds; 0 where trying again makes no sense"""
     redirect: bool = False
     """whether nothing was generated and another model of the same name, which is there by now, can answer it"""
+    param: str | None = None
+    """the field of the request that is at fault"""
 
     @classmethod
     def no_worker(cls, model: str, why: str = "") -> Self:
