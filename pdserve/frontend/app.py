@@ -75,6 +75,8 @@ class FrontendApp:
             logger.exception("%s: the request failed in the frontend", request_id)
             await response.fail(RequestFailure(500, "internal error"))
         finally:
+            for end in response.trace.at_end:
+                end()
             self._ribs.end(response)
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
@@ -102,6 +104,7 @@ class FrontendApp:
     async def _answer_by_model(self, request: Request, response: ResponseWriter) -> None:
         """The limits of the key, and the body within its bounds."""
         trace, path = response.trace, response.trace.path
+        trace.client = client_of(request, trace.key)
         by_query = path not in WITH_BODY
         if request.method != "POST" and not by_query:
             trace.headers["allow"] = "POST"
@@ -112,7 +115,7 @@ class FrontendApp:
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
-            async with self._bodies.read(request, trace.deadline, client_of(request, trace.key), most) as raw:
+            async with self._bodies.read(request, trace.deadline, trace.client, most) as raw:
                 named = request.query_params.get("model") or self._models.any_for(path)
                 body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(path, raw)
                 if path in GENERATING and use is not None:
@@ -129,7 +132,7 @@ class FrontendApp:
             if not body.spare:
                 trace.promised = model.promised.loosened(request.headers)
             try:
-                with admitted(model, body, client_of(request, trace.key), trace) as admission:
+                with admitted(model, body, trace.client, trace) as admission:
                     await run(model, admission, body, request, response)
                 if not response.redirected:
                     return

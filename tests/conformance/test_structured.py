@@ -104,8 +104,9 @@ def test_as_vllm(pair: Pair, request_: Request) -> None:
 
 @pytest.mark.parametrize("name", BAD_OUTPUTS)
 def test_a_stream_is_refused_as_vllm_refuses_the_whole_answer(pair: Pair, name: str) -> None:
-    fields = BAD_OUTPUTS[name]
-    whole, stream = (Request(name, CHAT, body(CHAT, **fields, **more)) for more in ({}, {"stream": True}))
+    whole, stream = (
+        Request(name, CHAT, body(CHAT, **BAD_OUTPUTS[name], stream=stream)) for stream in (False, True)
+    )
     theirs = pair.both(whole)[1]
     if theirs.status >= 400:
         same(whole, pair.both(stream)[0], theirs)

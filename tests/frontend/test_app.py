@@ -218,7 +218,7 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
         await finish(worker)
         assert (await third).status_code == 200
     assert refused.status_code == 429
-    assert (reader._held, dict(reader._of_client)) == (0, {})
+    assert (reader.budget.used, dict(reader.budget.of_client)) == (0, {})
 
 
 @pytest.mark.parametrize("stream", [False, True])

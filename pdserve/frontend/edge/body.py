@@ -87,16 +87,36 @@ def max_body(max_model_len: int, *, tokenizing: bool) -> int:
     return min(MAX_BODY, most)
 
 
+class Budget:
+    """Memory that the requests of all clients share, in any unit. A client gets no more than is still free, so that
+    there is always something left for another client."""
+
+    def __init__(self, bound: int, used_for: str) -> None:
+        """`used_for`: what a refusal says, with `{}` for the amount in use."""
+        self._bound, self._used_for = bound, used_for
+        self.used = 0
+        self.of_client: Counter[str] = Counter()
+
+    def take(self, client: str, amount: int) -> None:
+        """Raises Overloaded, and takes nothing then."""
+        if self.of_client[client] + amount > self._bound - self.used - amount:
+            raise Overloaded(self._used_for.format(self.used))
+        self.give_back(client, -amount)
+
+    def give_back(self, client: str, amount: int) -> None:
+        self.used -= amount
+        self.of_client[client] -= amount
+        if not self.of_client[client]:
+            del self.of_client[client]
+
+
 class BodyReader:
     """Reads bodies, and counts each from its first byte until its request is over: the model's app holds it as long,
-    and several times as much beside it. A client gets no more than is still free, so that there is always something
-    left for another client."""
+    and several times as much beside it."""
 
     def __init__(self, bound: int = MAX_HELD, grace: float = GRACE) -> None:
-        self._bound = bound
+        self.budget = Budget(bound, "request bodies of {} bytes are being worked on")
         self._grace = grace
-        self._held = 0
-        self._of_client: Counter[str] = Counter()
 
     @asynccontextmanager
     async def read(self, request: Request, deadline: float, client: str, most: int) -> AsyncIterator[bytes]:
@@ -109,12 +129,12 @@ class BodyReader:
             try:
                 async with asyncio.timeout_at(min(end, begun + self._grace)) as bound:
                     async for part in request.stream():
+                        if size + len(part) > most:
+                            raise HttpError(413, f"the request body is larger than {most} bytes")
+                        self.budget.take(client, len(part))
                         body += part
                         size += len(part)
                         bound.reschedule(min(end, begun + self._grace + size / PACE))
-                        self._held += len(part)
-                        self._of_client[client] += len(part)
-                        self._check(size, client, most)
             except TimeoutError:
                 why = f"came slower than {PACE:g} bytes a second"
                 if bound.when() == end:
@@ -122,16 +142,7 @@ class BodyReader:
                 raise HttpError(408, f"the request body {why}") from None
             yield bytes(body)
         finally:
-            self._held -= size
-            self._of_client[client] -= size
-            if not self._of_client[client]:
-                del self._of_client[client]
-
-    def _check(self, size: int, client: str, most: int) -> None:
-        if size > most:
-            raise HttpError(413, f"the request body is larger than {most} bytes")
-        if self._of_client[client] > self._bound - self._held:
-            raise Overloaded(f"request bodies of {self._held} bytes are being worked on")
+            self.budget.give_back(client, size)
 
 
 async def discard_rest(request: Request) -> None:

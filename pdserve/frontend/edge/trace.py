@@ -185,6 +185,12 @@ class RequestTrace:
     """how often a sequence of it went on at another worker"""
     span: TracedSpan | None = None
     """None: it is not traced"""
+    client: str = ""
+    """as `client_of` names it"""
+    pixels: int = 0
+    """of its pictures that are read"""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """called when the request is over"""
     hops: SequenceHops = field(init=False)
     """of its first sequence"""
     _hops_taken: bool = False
@@ -202,6 +208,7 @@ class RequestTrace:
         before = self.model, self.started, self.key, self.headers, self.usage_headers
         trace = RequestTrace(self.request_id, self.path, self.deadline, *before)
         trace.hops, trace.retries, trace.span = self.hops, self.retries, self.span
+        trace.client, trace.at_end = self.client, self.at_end
         return trace
 
     def sequence_hops(self) -> SequenceHops:
