@@ -55,8 +55,7 @@ class FrontendApp:
         self._models, self._keys, self._ribs = models, keys, ribs
         self._pages = FrontendPages(models, ribs.routes)
         self._open_paths, self._local_paths = ribs.open_paths, ribs.local_paths
-        self._request_timeout = request_timeout
-        self._max_request_timeout = max_request_timeout
+        self._request_timeout, self._max_request_timeout = request_timeout, max_request_timeout
         self._bodies = BodyReader()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,8 +74,7 @@ class FrontendApp:
             logger.exception("%s: the request failed in the frontend", request_id)
             await response.fail(RequestFailure(500, "internal error"))
         finally:
-            for end in response.trace.at_end:
-                end()
+            response.trace.over()
             self._ribs.end(response)
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
@@ -104,8 +102,7 @@ class FrontendApp:
     async def _answer_by_model(self, request: Request, response: ResponseWriter) -> None:
         """The limits of the key, and the body within its bounds."""
         trace, path = response.trace, response.trace.path
-        trace.client = client_of(request, trace.key)
-        by_query = path not in WITH_BODY
+        trace.client, by_query = client_of(request, trace.key), path not in WITH_BODY
         if request.method != "POST" and not by_query:
             trace.headers["allow"] = "POST"
             raise HttpError(405, f"{path} takes POST")

@@ -190,7 +190,7 @@ class RequestTrace:
     pixels: int = 0
     """of its pictures that are read"""
     at_end: list[Callable[[], None]] = field(default_factory=list)
-    """called when the request is over"""
+    """called by `over`"""
     hops: SequenceHops = field(init=False)
     """of its first sequence"""
     _hops_taken: bool = False
@@ -211,6 +211,11 @@ class RequestTrace:
         trace.client, trace.at_end = self.client, self.at_end
         return trace
 
+    def over(self) -> None:
+        """Free what the request holds: it is over."""
+        for end in self.at_end:
+            end()
+
     def sequence_hops(self) -> SequenceHops:
         """Return the hops for one more sequence; only those of the first are kept."""
         first, self._hops_taken = not self._hops_taken, True
@@ -227,9 +232,9 @@ class RequestTrace:
         prefill = placed.prefill if placed.prefill in ("local", "remote") else "unknown"
         self._placed[generation] = prefill, placed.reason[:MAX_WHY]
 
-    def add_cached(self, key: str, tokens: int) -> None:
-        """Count the cached tokens of a prompt's first output: the others of n > 1 find what it left."""
-        self._cached.setdefault(key, tokens)
+    def add_cached(self, key: str, tokens: int) -> int:
+        """Count and return the cached tokens of a prompt's first output: the others of n > 1 find what it left."""
+        return self._cached.setdefault(key, tokens)
 
     def add_tokens(self, count: int, gap: float | None) -> None:
         """Count tokens that go on to the client, this many seconds after those before."""
