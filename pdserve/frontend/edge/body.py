@@ -34,6 +34,8 @@ MAX_DISCARDED = 2 * MAX_BODY
 DISCARD_WITHIN = 10.0
 """bytes and seconds for the rest of a body whose request was refused"""
 _BYTES_PER_TOKEN = 4
+PICTURE_TOKENS = 1024
+"""a guess: models make 64 to some 4,000 of one, by its size"""
 _BOUNDS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
@@ -238,12 +240,33 @@ def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
     bound, n = next(filter(None, bounds), None), _count(fields.get("n")) or 1
     several, kind = _SEVERAL.get(path, ("prompt", str | list))
     prompts = max(_several(fields.get(several), kind), _several(fields.get("messages"), list))
-    size = len(raw)
+    pictures, picture_bytes = _pictures(fields) if b"image" in raw else (0, 0)
+    size = len(raw) - picture_bytes
     if several == "items":
         bound, n, size = 1, 1, size + (prompts - 1) * _length(fields.get("query"))
-    tokens, asked = size // _BYTES_PER_TOKEN, fields.get("logprobs") if fields.get("echo") else None
+    tokens = size // _BYTES_PER_TOKEN + pictures * PICTURE_TOKENS
+    asked = fields.get("logprobs") if fields.get("echo") else None
     logprobs = tokens * n * (_count(fields.get("prompt_logprobs") or asked) or 0)
     return RequestSize(tokens, bound, prompts * n, n, min(logprobs, _LARGEST), several)
+
+
+def _pictures(fields: Mapping[str, object]) -> tuple[int, int]:
+    """Count the pictures of a request, and the characters of their URLs or base64."""
+    count = length = 0
+    left: list[object] = [fields.get("messages"), fields.get("input")]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            picture = part.get("source") if part.get("type") == "image" else part.get("image_url")
+            if isinstance(picture, dict):
+                picture = picture.get("data") or picture.get("url")
+            if isinstance(picture, str):
+                count, length = count + 1, length + len(picture)
+            else:
+                left += part.values()
+    return count, length
 
 
 def _length(text: object) -> int:

@@ -15,7 +15,9 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
+from pdserve.config.api_keys import ApiKey, KeyLimits
 from pdserve.frontend.edge.body import Budget
+from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import vllm_pictures
 from pdserve.registry.keys import SETTINGS
 from tests.conditions import until
@@ -212,3 +214,16 @@ async def test_a_broken_picture_of_any_kind_is_a_bad_request(seeing: Graph, kind
             broken[dice.randrange(len(broken))] = dice.randrange(256)
         answer = await ask(seeing, part(data(bytes(broken))), max_tokens=1)
         assert answer.status_code in (200, 400), answer.text
+
+
+async def test_a_picture_fits_the_tokens_of_a_key(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its base64 has 480,000 characters; the prompt has 68 tokens for it."""
+    keys = ApiKeys([ApiKey.of("a-key", "alice", KeyLimits(tokens_per_minute=10_000))])
+    monkeypatch.setattr(seeing.app, "_keys", keys)
+    large = part(data(png(size=(400, 300))))
+    body, key = asked(large, max_tokens=8), {"authorization": "Bearer a-key"}
+    for _ in range(2):
+        answer = await seeing.http.post("/v1/chat/completions", json=body, headers=key)
+        assert answer.status_code == 200, answer.text
+    left = int(answer.headers["x-ratelimit-remaining-tokens"])
+    assert 8000 < left < 10_000
