@@ -32,9 +32,13 @@ from pdserve.frontend.edge.trace import RequestTrace, current_trace
 
 LIMITS = {"image": 16, "video": 0, "audio": 0}
 """of a prompt, where the file sets no `limit-mm-per-prompt`"""
-_DEFAULTS = {"VLLM_MAX_IMAGE_PIXELS": 1 << 25, "VLLM_MEDIA_URL_ALLOW_REDIRECTS": False}
+_DEFAULTS = {
+    "VLLM_MAX_IMAGE_PIXELS": 1 << 25,
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": False,
+    "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": 32,
+}
 """where the environment does not say: 20 KB may hold the 179 million pixels of vLLM's own bound, which cost 6 s of CPU;
-and an allowed host may lead to one that is not"""
+an allowed host may lead to one that is not; and 16 URLs might fetch 4 GiB"""
 
 for name, value in _DEFAULTS.items():
     if name not in os.environ:

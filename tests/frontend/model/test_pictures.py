@@ -5,7 +5,7 @@ import io
 import random
 import resource
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -51,10 +51,12 @@ RED, BLUE, LARGE = (data(png("red")), data(png("blue")), data(png(size=(300, 200
 
 class Pages(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response({"/red": 200, "/moved": 302}.get(self.path, 404))
+        self.send_response({"/red": 200, "/moved": 302, "/huge": 200}.get(self.path, 404))
         self.send_header("location", "/red")
         self.end_headers()
-        self.wfile.write(png("red") if self.path == "/red" else b"")
+        found = {"/red": png("red"), "/huge": png("red") + bytes(33 << 20)}
+        with suppress(OSError):
+            self.wfile.write(found.get(self.path, b""))
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
 
     def log_message(self, *_: object) -> None: ...
@@ -149,7 +151,7 @@ async def test_pictures_of_hosts_that_are_allowed(
     text, at = "y" * size if size > 1 else TEXT, f"http://127.0.0.1:{pages.server_port}"
     if size == 1:
         assert await said(seeing, part(f"{at}/red"), model="open") == await said(seeing, part(RED))
-    for url, status in {"/moved": 400, "/none": 422}.items():
+    for url, status in {"/moved": 400, "/none": 422, "/huge": 422}.items():
         assert (await ask(seeing, part(at + url), model="open", text=text)).status_code == status
     elsewhere = await ask(seeing, part(at.replace("127.0.0.1", "localhost")), model="open", text=text)
     assert (elsewhere.status_code, "allowed domains" in elsewhere.text) == (400, True)
