@@ -62,7 +62,7 @@ class Receipt(Struct, frozen=True):
     key: str = ""
     """name of the request's API key"""
     status: int = 0
-    """of the HTTP answer; 0: not begun; 499: the client left before it began"""
+    """of the HTTP answer, or of the error that ended its stream; 0: not begun; 499: the client left before it began"""
     error: str = ""
     prefill: str = ""
     """`local`, `remote`, or `local,remote` where parts of it (n > 1, several prompts) differed"""

@@ -55,8 +55,7 @@ class FrontendApp:
         self._models, self._keys, self._ribs = models, keys, ribs
         self._pages = FrontendPages(models, ribs.routes)
         self._open_paths, self._local_paths = ribs.open_paths, ribs.local_paths
-        self._request_timeout = request_timeout
-        self._max_request_timeout = max_request_timeout
+        self._request_timeout, self._max_request_timeout = request_timeout, max_request_timeout
         self._bodies = BodyReader()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +74,7 @@ class FrontendApp:
             logger.exception("%s: the request failed in the frontend", request_id)
             await response.fail(RequestFailure(500, "internal error"))
         finally:
+            response.trace.over()
             self._ribs.end(response)
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
@@ -102,7 +102,7 @@ class FrontendApp:
     async def _answer_by_model(self, request: Request, response: ResponseWriter) -> None:
         """The limits of the key, and the body within its bounds."""
         trace, path = response.trace, response.trace.path
-        by_query = path not in WITH_BODY
+        trace.client, by_query = client_of(request, trace.key), path not in WITH_BODY
         if request.method != "POST" and not by_query:
             trace.headers["allow"] = "POST"
             raise HttpError(405, f"{path} takes POST")
@@ -112,7 +112,7 @@ class FrontendApp:
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
-            async with self._bodies.read(request, trace.deadline, client_of(request, trace.key), most) as raw:
+            async with self._bodies.read(request, trace.deadline, trace.client, most) as raw:
                 named = request.query_params.get("model") or self._models.any_for(path)
                 body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(path, raw)
                 if path in GENERATING and use is not None:
@@ -129,7 +129,7 @@ class FrontendApp:
             if not body.spare:
                 trace.promised = model.promised.loosened(request.headers)
             try:
-                with admitted(model, body, client_of(request, trace.key), trace) as admission:
+                with admitted(model, body, trace.client, trace) as admission:
                     await run(model, admission, body, request, response)
                 if not response.redirected:
                     return

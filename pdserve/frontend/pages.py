@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from pdserve.frontend.edge.answer import HttpError, error_response
@@ -20,14 +20,16 @@ class FrontendPages:
     def __init__(self, models: ServedModels, others: Sequence[Route]) -> None:
         self._models = models
         own = [Route("/v1/models", self._list), Route("/v1/models/{name:path}", self._list)]
-        self.paths = frozenset(route.path for route in (*own, *others))
-        self._router = Router([*own, *others], redirect_slashes=False, default=_not_found)
+        self._routes = [*own, *others]
+        self.paths = frozenset(route.path for route in self._routes)
+        self._router = Router(self._routes, redirect_slashes=False, default=_not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._router({**scope, "app": self}, receive, send)  # with an app, a wrong method raises
         except HTTPException as error:
-            methods = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+            found = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+            methods = ", ".join(sorted({method for route in found for method in route.methods or ()}))
             wrong = HttpError(error.status_code, f"{scope['path']} takes {methods}")
             answer = error_response(scope["path"], wrong)
             answer.headers["allow"] = methods

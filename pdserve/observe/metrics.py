@@ -24,7 +24,7 @@ BACKLOG = Gauge(
 # frontend
 REQUESTS = Counter(
     "pdserve_requests_total",
-    "HTTP requests answered, by status; 499: the client left before the answer. `model` is empty for one not served",
+    "HTTP requests by status, or error in a stream; 499: the client left first. `model` is empty for one not served",
     ["model", "code"],
 )
 SLO = Counter(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, send
-from pdserve_bench.fuzz.nasties import nasties, unfinished
+from pdserve_bench.fuzz.nasties import nasties, streamed, unfinished
 
 from pdserve.supervisor import state
 from tests.e2e.graph import RealGraph
@@ -31,6 +31,7 @@ async def test_real_engines_are_hard_to_upset(
     fuzzer = Fuzzer(record, graph.state_dir / "logs")
     async with fuzzer.watching():
         await fuzzer.run(nasties("demo"), 4)
+        await fuzzer.run(streamed(nasties("demo")), 4)
         await fuzzer.run(unfinished(nasties("demo"), seed=5), 16)
     told = [
         f"{finding.what}\n{finding.request and finding.request.curl(graph.url, tmp_path)}"

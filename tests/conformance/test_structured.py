@@ -6,7 +6,7 @@ import pytest
 
 from tests.conformance.answers import Request
 from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Body, body, refused, table
-from tests.conformance.pair import Pair
+from tests.conformance.pair import Pair, same
 from tests.conformance.prompts import long
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
@@ -93,7 +93,6 @@ REQUESTS = [
     *table(MESSAGES, IN_MESSAGES),
     *refused(CHAT, BAD_OUTPUTS | BAD_FORMATS),
     *refused(COMPLETIONS, BAD_OUTPUTS),
-    *refused(CHAT, {f"{name}, streamed": {**asked, "stream": True} for name, asked in BAD_OUTPUTS.items()}),
     *refused(RESPONSES, BAD_TEXT),
 ]
 
@@ -101,6 +100,16 @@ REQUESTS = [
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
 def test_as_vllm(pair: Pair, request_: Request) -> None:
     pair.same(request_)
+
+
+@pytest.mark.parametrize("name", BAD_OUTPUTS)
+def test_a_stream_is_refused_as_vllm_refuses_the_whole_answer(pair: Pair, name: str) -> None:
+    whole, stream = (
+        Request(name, CHAT, body(CHAT, **BAD_OUTPUTS[name], stream=stream)) for stream in (False, True)
+    )
+    theirs = pair.both(whole)[1]
+    if theirs.status >= 400:
+        same(whole, pair.both(stream)[0], theirs)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ REQUESTS = [
     request("embeddings", {"type": "image_embeds", "image_embeds": "AAAA"}),
     request("a stream of no image", NO_IMAGE, stream=True),
     request("too many", *[part(RED)] * 17, differs="pictures of a prompt"),
-    request("too large", part(data(png("red", (8000, 5000)))), differs="pixels of a picture"),
+    request("too large", part(data(png("red", (8000, 5000)))), differs="pixels of a request's pictures"),
     request("fetched", part("http://127.0.0.1:9/red"), differs=ELSEWHERE),
     request("named", part(RED, uuid="mine")),
     request("another of that name", part(BLUE, uuid="mine"), differs="`uuid` of a picture"),

@@ -6,9 +6,11 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from starlette.routing import Route
 
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.edge.body import BodyReader, max_body
+from pdserve.frontend.pages import FrontendPages
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of
@@ -218,7 +220,7 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
         await finish(worker)
         assert (await third).status_code == 200
     assert refused.status_code == 429
-    assert (reader._held, dict(reader._of_client)) == (0, {})
+    assert (reader.budget.used, dict(reader.budget.of_client)) == (0, {})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -247,3 +249,11 @@ async def test_a_wrong_method_is_answered_with_the_right_ones(graph: Graph, path
     answer = await graph.http.delete(path)
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
     assert answer.json()["error"]["message"] == f"{path} takes {methods}"
+
+
+async def test_the_methods_of_all_routes_of_a_path_are_allowed(graph: Graph) -> None:
+    routes = [Route("/things", graph.app, methods=[method]) for method in ("POST", "GET")]
+    pages = FrontendPages(graph.models, routes)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(pages), base_url="http://x") as http:
+        answer = await http.delete("/things")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")

@@ -10,6 +10,7 @@ import pytest
 from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import continuation
+from tests.frontend.model.sims import sim_engines
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -83,6 +84,22 @@ async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
     assert request.request_id == submit.request_id
     assert request.sampling_params.extra_args == {"colour": "red"}
     assert request.sampling_params.seed == 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_and_header_agree_on_cached_tokens(graph: Graph, stream: bool) -> None:
+    """The second of two outputs finds what the first has left: the request found nothing."""
+    given = {"enable-prompt-tokens-details": True, "max-num-seqs": 1}
+    prompt = [300 + number % 600 + stream for number in range(600)]
+    asked = completion(prompt=prompt, n=2, temperature=1, stream=stream)
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    async with sim_engines(graph, 1, places=1, args=given):
+        for cached in (0, 592):
+            answer = await graph.http.post("/v1/completions", json=asked)
+            usage = (events(answer)[-1] if stream else answer.json())["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+            assert int(answer.headers["x-pdserve-cached-tokens"]) == cached
 
 
 async def test_docs_and_schema(graph: Graph) -> None:

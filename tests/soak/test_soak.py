@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from pdserve_bench.fuzz import attack, schema
-from pdserve_bench.fuzz.answers import EXCUSED, problem
+from pdserve_bench.fuzz.answers import EXCUSED, problem, twin_problem
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzReport
-from pdserve_bench.fuzz.nasties import nasties, unfinished
+from pdserve_bench.fuzz.nasties import nasties, streamed, unfinished
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.launch import REAL, StartedGraph, started
 from pdserve_bench.simulated import simulated, write
@@ -98,6 +98,26 @@ def test_the_names_of_those_made_by_hand_are_unique() -> None:
     assert len(names) == len(set(names)) > 150
 
 
+@pytest.mark.parametrize(
+    ("status", "answer", "without", "wrong"),
+    [
+        (200, b"data: {}", 400, "status 200, without `stream` 400"),
+        (400, b"{}", 200, "status 400, without `stream` 200"),
+        (400, b"{}", 400, ""),
+        (400, b"not available when `stream=True`", 200, ""),
+        (429, b"{}", 200, ""),
+    ],
+)
+def test_a_stream_has_the_status_of_the_same_request_without(
+    status: int, answer: bytes, without: int, wrong: str
+) -> None:
+    assert twin_problem(status, answer, without).partition(":")[0] == wrong
+
+
+def test_most_requests_made_by_hand_are_sent_as_streams_too() -> None:
+    assert len(list(streamed(nasties("demo")))) > 100
+
+
 OPENAI = {"error": {"message": "m", "type": "t", "param": None, "code": 400}}
 ANTHROPIC = {"type": "error", "error": {"type": "t", "message": "m"}}
 EVENTS = b'data: {"choices": []}\n\n'
@@ -158,6 +178,7 @@ async def test_requests_of_every_shape_leave_nothing(graph: StartedGraph, tmp_pa
     fuzzer = Fuzzer(graph.graph, graph.state_dir / "logs")
     async with fuzzer.watching():
         await fuzzer.run(nasties("demo"), 4)
+        await fuzzer.run(streamed(nasties("demo")), 4)
         await fuzzer.run(unfinished(nasties("demo"), seed=3))
         sent, failures = await schema.run(graph.graph.url, tmp_path, BY_SCHEMATHESIS, seed=1)
     report = fuzzer.report

@@ -4,10 +4,11 @@
     python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
 Starts a graph of its own with simulated engines (with --real those of configs/local.yaml). First come the requests that
-were made by hand (`nasties.py`), then the same from clients that disconnect at a random moment, then --requests by
-schemathesis, from the graph's own /openapi.json. Beside them a client with known answers asks all the time. Findings,
-each with a command that sends it again: a 5xx, a malformed answer (an error in no dialect, a stream without its end),
-no answer in time; and whatever is left behind: KV blocks, requests, places, processes that ended, memory, tracebacks.
+were made by hand (`nasties.py`), then the same as streams, which must have the same status, then from clients that
+disconnect at a random moment, then --requests by schemathesis, from the graph's own /openapi.json. Beside them a client
+with known answers asks all the time. Findings, each with a command that sends it again: a 5xx, a malformed answer (an
+error in no dialect, a stream without its end), no answer in time; and whatever is left behind: KV blocks, requests,
+places, processes that ended, memory, tracebacks.
 With --attack clients take all that they can get (`attack.py`) instead. Exit code 1 where there are findings.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.fuzz import attack, schema
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
-from pdserve_bench.fuzz.nasties import nasties, unfinished
+from pdserve_bench.fuzz.nasties import nasties, streamed, unfinished
 from pdserve_bench.launch import REAL, started
 from pdserve_bench.options import program
 from pdserve_bench.simulated import simulated, write
@@ -44,6 +45,7 @@ async def fuzz(fuzzer: Fuzzer, requests: int, seed: int, folder: Path) -> None:
     async with fuzzer.watching():
         by_hand = nasties(graph.model)
         await fuzzer.run(by_hand, NASTY_AT_ONCE)
+        await fuzzer.run(streamed(by_hand), NASTY_AT_ONCE)
         await fuzzer.run(unfinished(by_hand, seed))
         say(f"{report.sent} requests made by hand: {len(report.findings)} findings")
         sent, failures = await schema.run(graph.url, folder, requests, seed)

@@ -9,11 +9,11 @@ from pdserve_bench.fuzz.request import FuzzRequest
 OURS_ALONE = frozenset({429, 503, 504})
 """statuses of load and of deadlines: for requests that ask for a short one"""
 EXCUSED = {
-    "validation errors for ChatCompletionStreamResponse": "vLLM: an error that its Anthropic stream cannot tell",
-    "validation error for ChatCompletionStreamResponse": "the same",
     "'ResponseOutputRefusal' object has no attribute 'text'": "vLLM: a refusal among the input of /v1/responses",
 }
 """what a 5xx may say, each with the reason"""
+UNSTREAMED = (b"stream=True", b"Streaming is not")
+"""what a refusal says that is of `stream` itself"""
 _LAST = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
 UNREADABLE = b"Invalid HTTP request received."
 """of a head that is no HTTP: there is no route yet whose errors it could have"""
@@ -38,6 +38,14 @@ def problem(request: FuzzRequest, status: int, kind: str, answer: bytes) -> str:
             return ""
         return f"no JSON: {_short(answer)}"
     return ""
+
+
+def twin_problem(status: int, answer: bytes, without: int) -> str:
+    """What is wrong where a stream has this status and the same request has that one `without` it."""
+    by_chance = OURS_ALONE & {status, without} or any(text in answer for text in UNSTREAMED)
+    if status == without or by_chance:
+        return ""
+    return f"status {status}, without `stream` {without}: {_short(answer)}"
 
 
 def _is_excused(request: FuzzRequest, status: int, answer: bytes) -> bool:

@@ -23,7 +23,7 @@ from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import known, learn
 from pdserve_bench.client import Exchange, HttpConnection, LoadClient, completion, trusted
-from pdserve_bench.fuzz.answers import is_excused, problem
+from pdserve_bench.fuzz.answers import is_excused, problem, twin_problem
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.load import side_by_side
 from pdserve_bench.soak.usage import Picture, leaks, picture
@@ -123,6 +123,8 @@ class Fuzzer:
         self._headers = dict(headers or {})
         self._source = ELSEWHERE if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
         self._told = time.monotonic()
+        self._statuses: dict[str, int] = {}
+        """by the names of requests that were read to the end"""
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[JudgedLoad]:
@@ -176,6 +178,10 @@ class Fuzzer:
         self._count(str(answer.status or "none"))
         if what := problem(request, answer.status, answer.kind, answer.body):
             self._found(what, request, answer.status)
+        without = self._statuses.get(request.twin, answer.status)
+        if what := twin_problem(answer.status, answer.body, without):
+            self._found(what, request, answer.status)
+        self._statuses[request.name] = answer.status
 
     def _count(self, status: str) -> None:
         self.report.statuses[status] += 1

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,16 @@ def nasties(model: str) -> list[FuzzRequest]:
     """All of them; their names are unique."""
     kinds = (_bodies, _grammars, _fetching, _headers, _spellings, _routes)
     return [request for kind in kinds for request in kind(model)]
+
+
+def streamed(requests: Iterable[FuzzRequest]) -> Iterator[FuzzRequest]:
+    """The same with `stream: true`, of those that are JSON and for a route that streams. Send the others before."""
+    for each in requests:
+        with suppress(ValueError, RecursionError):
+            body = json.loads(each.raw)
+            if each.path in (COMPLETIONS, CHAT, RESPONSES, MESSAGES) and isinstance(body, dict):
+                raw, name = json.dumps({**body, "stream": True}).encode(), f"{each.name}, streamed"
+                yield replace(each, name=name, raw=raw, twin=each.name, expected=None)
 
 
 def unfinished(requests: Iterable[FuzzRequest], seed: int) -> list[FuzzRequest]:
@@ -64,6 +75,10 @@ def _bodies(model: str) -> Iterator[FuzzRequest]:
         "100,000 stop_token_ids": ({"stop_token_ids": list(range(100_000))}, EITHER),
         "5,000 bad_words": ({"bad_words": [f"w{n}" for n in range(5000)]}, EITHER),
         "bad_words of half a surrogate pair": ({"bad_words": ["\ud800"], "stream": True}, EITHER),
+        "a negative stop_token_id": ({"stop_token_ids": [-1]}, BAD),
+        "a logit_bias out of the vocabulary": ({"logit_bias": {"999999": 1}}, BAD),
+        "no allowed_token_ids": ({"allowed_token_ids": []}, BAD),
+        "allowed_token_ids out of the vocabulary": ({"allowed_token_ids": [10**9]}, BAD),
         "1,000 allowed_token_ids": ({"allowed_token_ids": list(range(1000))}, EITHER),
         "129 prompts": ({"prompt": ["a"] * 129}, BAD),
         "100 prompts twice": ({"prompt": ["a"] * 100, "n": 2}, BAD),

@@ -21,6 +21,8 @@ class FuzzRequest:
     """the statuses that it may get, 0 for none; None: any below 500"""
     leaves: float | None = None
     """seconds after which its client goes away; None: it reads to the end"""
+    twin: str = ""
+    """name of the same request without `stream`, sent before: their statuses must be equal"""
 
     def wire(self, host: str) -> bytes:
         lines = {

@@ -17,7 +17,7 @@ class RequestSize:
     """The size of a request, estimated from its body without a tokenizer."""
 
     prompt_tokens: int
-    """a guess: bytes / 4"""
+    """a guess: bytes / 4, and 1,024 for each picture"""
     max_tokens: int | None
     """for each sequence; None if the body sets no bound"""
     sequences: int = 1

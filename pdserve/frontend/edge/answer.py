@@ -26,6 +26,7 @@ _ERROR_TYPES = {
     405: "MethodNotAllowedError",
     408: "TimeoutError",
     413: "PayloadTooLargeError",
+    422: "UnprocessableEntityError",
     429: "RateLimitError",
     431: "BadRequestError",
     500: "InternalServerError",
@@ -34,6 +35,7 @@ _ERROR_TYPES = {
     504: "TimeoutError",
 }
 _EVENT = b"data: "
+_ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 MAX_TIMED, MAX_SAID = 16, 100
 """hops in a `server-timing` header, characters of the description of each"""
 
@@ -139,7 +141,10 @@ class ResponseWriter:
             return
         if message["type"] == "http.response.start":
             self._held = message
-        elif self._held is None:
+            return
+        if self.trace.failure is None and message.get("body", b"").startswith(_ERROR_EVENTS):
+            self.trace.failure = _failure_of(message["body"])
+        if self._held is None:
             await self._send_body(message)
         else:
             self._early.append(message)
@@ -167,13 +172,10 @@ class ResponseWriter:
         if self.ended:
             return
         self.refusal = self.refusal or failure
-        error = HttpError(failure.status, failure.message, retry_after=failure.retry_after)
         if not self.status:
-            await self.reply(error_response(self.trace.path, error))
+            await self.reply(error_response(self.trace.path, _http_error(failure)))
         elif self._stream:
-            event = _EVENT + msgspec.json.encode(error_body(self.trace.path, error)) + b"\n\n"
-            if self.trace.path.startswith(("/v1/messages", "/v1/responses")):  # their events have names
-                event = b"event: error\n" + event
+            event = _error_event(self.trace.path, failure)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         self.ended = True
 
@@ -221,11 +223,36 @@ class ResponseWriter:
 
     async def _send_body(self, message: Message) -> None:
         self.ended = not message.get("more_body", False)
-        if message.get("body", b"").startswith(b'data: {"error"'):
-            message = {**message, "body": with_one_shape(self.trace.path, message["body"])}
+        body = message.get("body", b"")
+        if body.startswith(_ERROR_EVENTS[0]):
+            message = {**message, "body": with_one_shape(self.trace.path, body)}
+        elif body.startswith(_ERROR_EVENTS) and self.trace.failure is not None:
+            # the text of vLLM's Anthropic route says nothing of the error
+            message = {**message, "body": _error_event(self.trace.path, self.trace.failure)}
         await self._send(message)
         if self.trace.deltas is not None:
             self.trace.deltas.sent(message.get("body", b""))
+
+
+def _failure_of(event: bytes) -> RequestFailure:
+    """Read an error event of vLLM's app that was not reported before (`model/vllm_errors.py`)."""
+    try:
+        error = msgspec.json.decode(event.partition(_EVENT)[2])["error"]
+        code = error.get("code")
+        status = code if isinstance(code, int) else 500
+        return RequestFailure(status, str(error["message"]), param=error.get("param"))
+    except (ValueError, AttributeError, TypeError, KeyError):
+        return RequestFailure(500, "internal error")
+
+
+def _http_error(failure: RequestFailure) -> HttpError:
+    return HttpError(failure.status, failure.message, failure.param, failure.retry_after)
+
+
+def _error_event(path: str, failure: RequestFailure) -> bytes:
+    event = _EVENT + msgspec.json.encode(error_body(path, _http_error(failure))) + b"\n\n"
+    named = path.startswith(("/v1/messages", "/v1/responses"))
+    return b"event: error\n" + event if named else event
 
 
 def server_timing(hops: Sequence[Hop], *, whole: bool) -> str:

@@ -34,6 +34,8 @@ MAX_DISCARDED = 2 * MAX_BODY
 DISCARD_WITHIN = 10.0
 """bytes and seconds for the rest of a body whose request was refused"""
 _BYTES_PER_TOKEN = 4
+PICTURE_TOKENS = 1024
+"""a guess: models make 64 to some 4,000 of one, by its size"""
 _BOUNDS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
@@ -87,16 +89,36 @@ def max_body(max_model_len: int, *, tokenizing: bool) -> int:
     return min(MAX_BODY, most)
 
 
+class Budget:
+    """Memory that the requests of all clients share, in any unit. A client gets no more than is still free, so that
+    there is always something left for another client."""
+
+    def __init__(self, bound: int, used_for: str) -> None:
+        """`used_for`: what a refusal says, with `{}` for the amount in use."""
+        self._bound, self._used_for = bound, used_for
+        self.used = 0
+        self.of_client: Counter[str] = Counter()
+
+    def take(self, client: str, amount: int) -> None:
+        """Raises Overloaded, and takes nothing then."""
+        if self.of_client[client] + amount > self._bound - self.used - amount:
+            raise Overloaded(self._used_for.format(self.used))
+        self.give_back(client, -amount)
+
+    def give_back(self, client: str, amount: int) -> None:
+        self.used -= amount
+        self.of_client[client] -= amount
+        if not self.of_client[client]:
+            del self.of_client[client]
+
+
 class BodyReader:
     """Reads bodies, and counts each from its first byte until its request is over: the model's app holds it as long,
-    and several times as much beside it. A client gets no more than is still free, so that there is always something
-    left for another client."""
+    and several times as much beside it."""
 
     def __init__(self, bound: int = MAX_HELD, grace: float = GRACE) -> None:
-        self._bound = bound
+        self.budget = Budget(bound, "request bodies of {} bytes are being worked on")
         self._grace = grace
-        self._held = 0
-        self._of_client: Counter[str] = Counter()
 
     @asynccontextmanager
     async def read(self, request: Request, deadline: float, client: str, most: int) -> AsyncIterator[bytes]:
@@ -109,12 +131,12 @@ class BodyReader:
             try:
                 async with asyncio.timeout_at(min(end, begun + self._grace)) as bound:
                     async for part in request.stream():
+                        if size + len(part) > most:
+                            raise HttpError(413, f"the request body is larger than {most} bytes")
+                        self.budget.take(client, len(part))
                         body += part
                         size += len(part)
                         bound.reschedule(min(end, begun + self._grace + size / PACE))
-                        self._held += len(part)
-                        self._of_client[client] += len(part)
-                        self._check(size, client, most)
             except TimeoutError:
                 why = f"came slower than {PACE:g} bytes a second"
                 if bound.when() == end:
@@ -122,16 +144,7 @@ class BodyReader:
                 raise HttpError(408, f"the request body {why}") from None
             yield bytes(body)
         finally:
-            self._held -= size
-            self._of_client[client] -= size
-            if not self._of_client[client]:
-                del self._of_client[client]
-
-    def _check(self, size: int, client: str, most: int) -> None:
-        if size > most:
-            raise HttpError(413, f"the request body is larger than {most} bytes")
-        if self._of_client[client] > self._bound - self._held:
-            raise Overloaded(f"request bodies of {self._held} bytes are being worked on")
+            self.budget.give_back(client, size)
 
 
 async def discard_rest(request: Request) -> None:
@@ -227,12 +240,33 @@ def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
     bound, n = next(filter(None, bounds), None), _count(fields.get("n")) or 1
     several, kind = _SEVERAL.get(path, ("prompt", str | list))
     prompts = max(_several(fields.get(several), kind), _several(fields.get("messages"), list))
-    size = len(raw)
+    pictures, picture_bytes = _pictures(fields) if b"image" in raw else (0, 0)
+    size = len(raw) - picture_bytes
     if several == "items":
         bound, n, size = 1, 1, size + (prompts - 1) * _length(fields.get("query"))
-    tokens, asked = size // _BYTES_PER_TOKEN, fields.get("logprobs") if fields.get("echo") else None
+    tokens = size // _BYTES_PER_TOKEN + pictures * PICTURE_TOKENS
+    asked = fields.get("logprobs") if fields.get("echo") else None
     logprobs = tokens * n * (_count(fields.get("prompt_logprobs") or asked) or 0)
     return RequestSize(tokens, bound, prompts * n, n, min(logprobs, _LARGEST), several)
+
+
+def _pictures(fields: Mapping[str, object]) -> tuple[int, int]:
+    """Count the pictures of a request, and the characters of their URLs or base64."""
+    count = length = 0
+    left: list[object] = [fields.get("messages"), fields.get("input")]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            picture = part.get("source") if part.get("type") == "image" else part.get("image_url")
+            if isinstance(picture, dict):
+                picture = picture.get("data") or picture.get("url")
+            if isinstance(picture, str):
+                count, length = count + 1, length + len(picture)
+            else:
+                left += part.values()
+    return count, length
 
 
 def _length(text: object) -> int:

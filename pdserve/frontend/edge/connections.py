@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import time
+from functools import partial
 from typing import Any
 
 import httptools
@@ -19,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pdserve.frontend.edge.answer import HttpError, error_body
-from pdserve.frontend.edge.deltas import ChunkWriter
+from pdserve.frontend.edge.deltas import CycleChunks
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.tasks import Apart
 
@@ -48,6 +49,9 @@ MAX_PIPELINED = 16
 """requests that wait for the answers to those before them on their connection"""
 SHUTDOWN_WITHIN = 3600.0
 """seconds for a TLS connection to be closed in an orderly way: those that do not move are ended by `watch`"""
+RESET_WITHIN = 0.02
+"""seconds until the reset of a client on a near host is there; `watch` finds others"""
+_TCP_CLOSE = 7
 _TOO_LARGE = (431, f"the request's head is larger than {MAX_HEAD} bytes")
 _BYTES_ACKED = slice(120, 128)
 _BYTES_NOT_SENT = slice(144, 148)
@@ -83,6 +87,8 @@ class ClientConnection(HttpToolsProtocol):
         """monotonic, by the look that saw it first; 0 before"""
         self._last = False
         """whether the next request is the last one"""
+        self._half_closed = False
+        """whether the client has closed its sending side"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -108,6 +114,31 @@ class ClientConnection(HttpToolsProtocol):
     def _close_if_idle(self) -> None:
         if self._idle():
             self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to answer before closing: the client may have closed its sending side alone. One that has
+        closed the whole connection looks the same, until something is sent to it: an interim response, which every
+        client of HTTP/1.1 skips, and which a closed socket resets. uvloop does not offer this over TLS."""
+        begun = next((cycle for cycle in self._cycles if not cycle.response_complete), None)
+        if begun is None or begun.response_started or self.cycle.more_body:
+            return False
+        if self.scheme == "https" or begun.scope["http_version"] == "1.0":
+            return False
+        self._half_closed = True
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        asyncio.get_running_loop().call_later(RESET_WITHIN, self.end_if_reset)
+        return True
+
+    def end_if_reset(self) -> None:
+        """Abort a half-closed connection that the client has reset: nothing reads from it any more."""
+        sock = self.transport.get_extra_info("socket") if self._half_closed else None
+        if sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+            self.abort()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._half_closed:
+            self._close_if_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._owner.leave(self)
@@ -176,7 +207,9 @@ class ClientConnection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
-        self.scope["extensions"] = {CHUNKS: _Chunks(self.cycle)}  # type: ignore[dict-item]
+        self.scope["extensions"] = {CHUNKS: CycleChunks(self.cycle)}  # type: ignore[dict-item]
+        if version == "1.0":
+            self.cycle.send = partial(_send_unchunked, self.cycle, self.cycle.send)  # type: ignore[method-assign]
         if self._last:
             self.cycle.keep_alive = False
 
@@ -277,21 +310,14 @@ class ClientConnection(HttpToolsProtocol):
         return (int.from_bytes(info[_BYTES_ACKED], "little"), True) if waiting else (-1, False)
 
 
-class _Chunks(ChunkWriter):
-    """Do what uvicorn's `send` does for a part of a chunked body, without a message and a coroutine."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._flow = cycle.flow
-        self._write = cycle.transport.write
-
-    def ready(self) -> bool:
-        cycle = self._cycle
-        over = self._flow.write_paused or cycle.disconnected or cycle.response_complete
-        return bool(cycle.chunked_encoding) and not over
-
-    def write(self, part: bytes) -> None:
-        self._write(b"%x\r\n%b\r\n" % (len(part), part))
+async def _send_unchunked(cycle: RequestResponseCycle, send: Any, message: Any) -> None:
+    """Send part of a response in HTTP/1.0, where a body of unknown length ends with the connection: uvicorn would send
+    chunks, which such clients take for the body."""
+    if message["type"] == "http.response.body":
+        cycle.expected_content_length = max(cycle.expected_content_length, len(message.get("body", b"")))
+    elif not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+        cycle.chunked_encoding = False
+    await send(message)
 
 
 class ClientConnections:
@@ -353,6 +379,7 @@ class ClientConnections:
 
     def _look(self, connection: ClientConnection, now: float) -> None:
         client = connection.client[0] if connection.client else "a client"
+        connection.end_if_reset()
         unread = connection.unread_seconds(now)
         connection.report_unread(unread > self._pause_after)
         if unread > self._write_timeout:

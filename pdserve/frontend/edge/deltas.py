@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 _PLAIN = {
     "model", "messages", "prompt", "stream", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos",
@@ -51,6 +52,23 @@ class ChunkWriter(Protocol):
 
     def write(self, part: bytes) -> None:
         """Write a part of that body; call only when ready."""
+
+
+class CycleChunks(ChunkWriter):
+    """Do what uvicorn's `send` does for a part of a chunked body, without a message and a coroutine."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def ready(self) -> bool:
+        cycle = self._cycle
+        over = self._flow.write_paused or cycle.disconnected or cycle.response_complete
+        return bool(cycle.chunked_encoding) and not over
+
+    def write(self, part: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class DeltaStream:

@@ -36,7 +36,7 @@ class RequestRecord:
 
     @property
     def code(self) -> int:
-        """Its HTTP status, or that of the error in its stream."""
+        """The receipt's status, or 499 where the client left within the answer."""
         return self.failure.status if self.failure is not None else self.receipt.status
 
 
@@ -47,6 +47,8 @@ def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: 
     # an error about a wrong request may quote it, and its client has it
     shown = failure is not None and failure.status not in _WRONG_REQUEST
     status, hops = response.status or (0 if running else CLIENT_LEFT), trace.hops.until(now)
+    if failure is not None and status and failure.status != CLIENT_LEFT:
+        status = failure.status  # also of an error within a stream
     promise = promise_of(trace, failure.status if failure is not None else status, now, running=running)
     return Receipt(
         request_id=trace.request_id,

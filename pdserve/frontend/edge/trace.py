@@ -42,6 +42,8 @@ class RequestFailure:
     """seconds; 0 where trying again makes no sense"""
     redirect: bool = False
     """whether nothing was generated and another model of the same name, which is there by now, can answer it"""
+    param: str | None = None
+    """the field of the request that is at fault"""
 
     @classmethod
     def no_worker(cls, model: str, why: str = "") -> Self:
@@ -183,6 +185,12 @@ class RequestTrace:
     """how often a sequence of it went on at another worker"""
     span: TracedSpan | None = None
     """None: it is not traced"""
+    client: str = ""
+    """as `client_of` names it"""
+    pixels: int = 0
+    """of its pictures that are read"""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """called by `over`"""
     hops: SequenceHops = field(init=False)
     """of its first sequence"""
     _hops_taken: bool = False
@@ -200,7 +208,13 @@ class RequestTrace:
         before = self.model, self.started, self.key, self.headers, self.usage_headers
         trace = RequestTrace(self.request_id, self.path, self.deadline, *before)
         trace.hops, trace.retries, trace.span = self.hops, self.retries, self.span
+        trace.client, trace.at_end = self.client, self.at_end
         return trace
+
+    def over(self) -> None:
+        """Free what the request holds: it is over."""
+        for end in self.at_end:
+            end()
 
     def sequence_hops(self) -> SequenceHops:
         """Return the hops for one more sequence; only those of the first are kept."""
@@ -218,9 +232,9 @@ class RequestTrace:
         prefill = placed.prefill if placed.prefill in ("local", "remote") else "unknown"
         self._placed[generation] = prefill, placed.reason[:MAX_WHY]
 
-    def add_cached(self, key: str, tokens: int) -> None:
-        """Count the cached tokens of a prompt's first output: the others of n > 1 find what it left."""
-        self._cached.setdefault(key, tokens)
+    def add_cached(self, key: str, tokens: int) -> int:
+        """Count and return the cached tokens of a prompt's first output: the others of n > 1 find what it left."""
+        return self._cached.setdefault(key, tokens)
 
     def add_tokens(self, count: int, gap: float | None) -> None:
         """Count tokens that go on to the client, this many seconds after those before."""

@@ -36,7 +36,8 @@ class KeyUse:
     def reserve(self, size: RequestSize, max_model_len: int) -> None:
         if quota := self._quota:
             most = RequestEstimate.output_tokens if size.max_tokens is None else size.max_tokens
-            tokens = size.prompt_tokens + size.sequences * min(most, max_model_len)
+            longest = size.sequences // size.n * max_model_len  # of all prompts together
+            tokens = min(size.prompt_tokens, longest) + size.sequences * min(most, max_model_len)
             try:
                 quota.take("tokens", tokens, time.monotonic())
             except LimitReached as error:

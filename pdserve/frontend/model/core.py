@@ -230,7 +230,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def _note_cached(self, generation: Generation, link: Link, stats: PrefillStats) -> None:
         count_prefix_hit(stats, generation.placed.cached if generation.placed else 0, link.block_size)
-        generation.trace.add_cached(generation.prompt_key, stats.num_cached_tokens)
+        stats.num_cached_tokens = generation.trace.add_cached(generation.prompt_key, stats.num_cached_tokens)
 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
         trace = generation.trace

@@ -20,7 +20,7 @@ import msgspec
 import vllm.envs
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -28,8 +28,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.parser import DelegatingParser
 from vllm.reasoning import ReasoningParserManager
@@ -46,11 +45,11 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from pdserve.errors import BadRequest
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
 from pdserve.frontend.model.vllm_aside import keep_prompt_logprobs, tokenize_short_prompts_here
+from pdserve.frontend.model.vllm_errors import report_errors
 from pdserve.frontend.model.vllm_pictures import name_by_content
 
 __all__ = [
@@ -351,8 +350,8 @@ async def make_app(
     the names that it knows.
 
     The app has no middleware: the frontend does the work of each layer, which costs time on every streamed chunk. It
-    raises BadRequest if vLLM refuses a request after its answer has begun (a stream of /v1/responses). Raises
-    ValueError for parsers that cannot be used with the model."""
+    reports errors of streams as `report_errors` says. Raises ValueError for parsers that cannot be used with the
+    model."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
     document = app.openapi
@@ -362,25 +361,7 @@ async def make_app(
         await init_app_state(engine, app.state, args, tuple(tasks))
     except TypeError as error:  # vLLM's ParserManager
         raise ValueError(str(error)) from error
-    logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_no_clients_fault)
-    return _raising_refusals(app), _plain_paths(app, args), app.state.openai_serving_models
-
-
-def _raising_refusals(app: FastAPI) -> ASGIApp:
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        except RuntimeError as error:  # starlette's, since the answer has begun
-            if isinstance(error.__cause__, VLLMClientError):
-                raise BadRequest(str(error.__cause__)) from error
-            raise
-
-    return answer
-
-
-def _is_no_clients_fault(record: logging.LogRecord) -> bool:
-    """vLLM logs what it refuses on Anthropic's routes with a traceback, which quotes the request."""
-    return not record.exc_info or create_error_response(cast(Exception, record.exc_info[1])).error.code >= 500
+    return report_errors(app), _plain_paths(app, args), app.state.openai_serving_models
 
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from pdserve.errors import BadRequest
-from pdserve.frontend.edge.body import LARGE, MANY, MAX_PARTS, max_body, parse_body
+from pdserve.frontend.edge.body import LARGE, MANY, MAX_PARTS, PICTURE_TOKENS, max_body, parse_body
 from pdserve.frontend.edge.paths import GENERATING
 
 CHAT = "/v1/chat/completions"
@@ -41,6 +41,34 @@ def test_the_size_of_a_request(path: str, body: bytes, expected: tuple[int | Non
     size = parse_body(f"/v1/{path}", body).size
     assert (size.max_tokens, size.sequences) == expected
     assert size.prompt_tokens == len(body) // 4
+
+
+DATA = "A" * 400_000
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("chat/completions", {"type": "image_url", "image_url": {"url": DATA}}),
+        ("chat/completions", {"image_url": DATA}),
+        ("responses", {"type": "input_image", "image_url": DATA}),
+        ("messages", {"type": "image", "source": {"type": "base64", "data": DATA}}),
+        ("messages", {"type": "tool_result", "content": [{"type": "image", "source": {"data": DATA}}]}),
+    ],
+)
+def test_a_picture_counts_as_what_it_becomes(path: str, part: dict[str, object]) -> None:
+    """And not as its base64, which had more tokens than some keys have a minute."""
+    fields = {"input" if path == "responses" else "messages": [{"role": "user", "content": [part, part]}]}
+    size = parse_body(f"/v1/{path}", json.dumps(fields).encode()).size
+    assert 2 * PICTURE_TOKENS < size.prompt_tokens < 2 * PICTURE_TOKENS + 100
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "text", "text": DATA}, {"source": DATA}, {"type": "image", "source": 1}]
+)
+def test_what_is_no_picture_counts_as_text(part: dict[str, object]) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": [part, "image"]}]}).encode()
+    assert parse_body(CHAT, body).size.prompt_tokens == len(body) // 4
 
 
 @pytest.mark.parametrize("items", [["a"] * 5000, [[300]] * 5000])

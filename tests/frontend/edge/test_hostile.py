@@ -79,7 +79,7 @@ async def guarded(
         tls = trusting(files) if files else None
         yield Edge(address_of(url), tls, app, connections)
         await until(lambda: not connections.open and not connections._entered)
-        await until(lambda: (app._bodies._held, dict(app._bodies._of_client)) == (0, {}))
+        await until(lambda: (app._bodies.budget.used, dict(app._bodies.budget.of_client)) == (0, {}))
     await until(
         lambda: not [task for task in asyncio.all_tasks() if _OF_REQUESTS.search(str(task.get_coro()))]
     )

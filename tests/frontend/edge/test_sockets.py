@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from pdserve.certificate import ServerCertificate
 from pdserve.errors import ConfigError
-from pdserve.frontend.edge.connections import ClientConnections
+from pdserve.frontend.edge.connections import RESET_WITHIN, ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.server import QuietServer, http_config
@@ -318,3 +318,55 @@ async def test_what_is_on_its_way_when_it_stops_is_answered(either: ServerCertif
             assert answer.startswith(b"HTTP/1.1 200")
             assert answer.endswith(b"ok")
         await asyncio.wait_for(serving, 5)
+
+
+@asynccontextmanager
+async def asked(
+    graph: Graph, times: int = 1, version: bytes = b"1.1", **fields: object
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(*address_of(graph.url))
+    body = json.dumps(completion(**fields)).encode()
+    writer.write(((HEAD % (b"20", len(body))).replace(b"HTTP/1.1", b"HTTP/" + version) + body) * times)
+    with closing(writer):
+        yield reader, writer
+
+
+@in_session
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_client_that_closes_its_sending_side_gets_its_answers(
+    graph: Graph, stream: bool, times: int
+) -> None:
+    async with graph.worker(pace=None) as worker, asked(graph, times, stream=stream) as (reader, writer):
+        writer.write_eof()
+        await worker.until(lambda: worker.jobs)
+        await asyncio.sleep(2 * RESET_WITHIN)  # it was not taken for closed
+        assert worker.jobs
+        worker.go()
+        text = (await reader.read()).decode()
+    assert text.startswith("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+    assert text.count("HTTP/1.1 200 OK\r\n") == times
+    assert text.count("data: [DONE]") == (times if stream else 0)
+
+
+@in_session
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_closes_both_sides_ends_its_request(graph: Graph, begun: bool) -> None:
+    """Also one whose answer has begun, and gets no more of it for a while."""
+    async with graph.worker(pace=None) as worker, asked(graph, stream=begun) as (reader, writer):
+        await worker.until(lambda: worker.jobs)
+        if begun:
+            await worker.step()
+            await reader.readuntil(b"data: ")
+        writer.close()
+        await worker.until(lambda: worker.cancelled)
+
+
+@in_session
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_in_http_1_0_has_no_chunks(graph: Graph, stream: bool) -> None:
+    async with graph.worker(), asked(graph, version=b"1.0", stream=stream) as (reader, _):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body.startswith(b"data: {") if stream else json.loads(body)

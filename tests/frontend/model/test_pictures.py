@@ -3,8 +3,9 @@
 import base64
 import io
 import random
+import resource
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -14,7 +15,12 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
+from pdserve.config.api_keys import ApiKey, KeyLimits
+from pdserve.frontend.edge.body import Budget
+from pdserve.frontend.keys.auth import ApiKeys
+from pdserve.frontend.model import vllm_pictures
 from pdserve.registry.keys import SETTINGS
+from tests.conditions import until
 from tests.frontend.conftest import Graph, running_graph
 from tests.frontend.model.sims import sim_engines
 from tests.memory.registry import MemoryRegistry
@@ -45,10 +51,12 @@ RED, BLUE, LARGE = (data(png("red")), data(png("blue")), data(png(size=(300, 200
 
 class Pages(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response({"/red": 200, "/moved": 302}.get(self.path, 404))
+        self.send_response({"/red": 200, "/moved": 302, "/huge": 200}.get(self.path, 404))
         self.send_header("location", "/red")
         self.end_headers()
-        self.wfile.write(png("red") if self.path == "/red" else b"")
+        found = {"/red": png("red"), "/huge": png("red") + bytes(33 << 20)}
+        with suppress(OSError):
+            self.wfile.write(found.get(self.path, b""))
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
 
     def log_message(self, *_: object) -> None: ...
@@ -76,9 +84,12 @@ async def seeing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Grap
 
 
 async def ask(graph: Graph, *parts: dict[str, Any], text: str = TEXT, **more: Any) -> httpx.Response:
+    return await graph.http.post("/v1/chat/completions", json=asked(*parts, text=text, **more))
+
+
+def asked(*parts: dict[str, Any], text: str = TEXT, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}]
-    body = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0} | more
-    return await graph.http.post("/v1/chat/completions", json=body)
+    return {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0} | more
 
 
 async def said(graph: Graph, *parts: dict[str, Any], **more: Any) -> str:
@@ -140,7 +151,81 @@ async def test_pictures_of_hosts_that_are_allowed(
     text, at = "y" * size if size > 1 else TEXT, f"http://127.0.0.1:{pages.server_port}"
     if size == 1:
         assert await said(seeing, part(f"{at}/red"), model="open") == await said(seeing, part(RED))
-    for url, status in {"/moved": 400, "/none": 422}.items():
+    for url, status in {"/moved": 400, "/none": 422, "/huge": 422}.items():
         assert (await ask(seeing, part(at + url), model="open", text=text)).status_code == status
     elsewhere = await ask(seeing, part(at.replace("127.0.0.1", "localhost")), model="open", text=text)
     assert (elsewhere.status_code, "allowed domains" in elsewhere.text) == (400, True)
+
+
+def blank(side: int, kind: str = "PNG", mode: str = "1") -> str:
+    """A picture of one color, which packs well."""
+    Image.new(mode, (side, side)).save(file := io.BytesIO(), kind)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def peak_memory() -> int:
+    """Bytes that this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def used() -> int:
+    """Pixels that are held."""
+    return vllm_pictures.held.used - sum(pixels for _, pixels in vllm_pictures._freed)
+
+
+async def test_pixels_of_a_request_are_bounded(seeing: Graph) -> None:
+    before = peak_memory()
+    answer = await ask(seeing, *[part(blank(5792)) for _ in range(16)])
+    assert (answer.status_code, "33554432 pixels together" in answer.text) == (400, True), answer.text
+    assert peak_memory() - before < 1 << 30
+    await until(lambda: not used())
+
+
+async def test_many_small_pictures_are_bounded(seeing: Graph) -> None:
+    """Sixteen in each prompt, and each as large as the model makes it."""
+    conversation = [{"role": "user", "content": [part(RED) for _ in range(16)]}]
+    body = {"model": "demo", "messages": [conversation] * 3, "max_tokens": 1}
+    answer = await seeing.http.post("/v1/chat/completions/batch", json=body)
+    assert (answer.status_code, "together" in answer.text) == (400, True), answer.text
+
+
+async def test_pixels_of_all_requests_are_bounded(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count until the prompt is made, and not while it is answered."""
+    monkeypatch.setattr(vllm_pictures, "held", Budget(2 * vllm_pictures.LEAST, "{} pixels"))
+    answer = await ask(seeing, *[part(RED)] * 2)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1"), answer.text
+    assert answer.json()["error"]["type"] == "RateLimitError"
+    await until(lambda: not used())
+    async with seeing.http.stream(
+        "POST", "/v1/chat/completions", json=asked(part(RED), stream=True)
+    ) as stream:
+        assert stream.status_code == 200
+        assert not used()
+
+
+KINDS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "ICO", "ICNS", "TGA", "JPEG2000", "DDS", "AVIF")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_broken_picture_of_any_kind_is_a_bad_request(seeing: Graph, kind: str) -> None:
+    Image.new("RGB", (64, 64), "red").save(file := io.BytesIO(), kind)
+    dice = random.Random(kind)
+    for _ in range(40):
+        broken = bytearray(file.getvalue()[: dice.randint(12, len(file.getvalue()))])
+        for _ in range(dice.randint(0, 6)):
+            broken[dice.randrange(len(broken))] = dice.randrange(256)
+        answer = await ask(seeing, part(data(bytes(broken))), max_tokens=1)
+        assert answer.status_code in (200, 400), answer.text
+
+
+async def test_a_picture_fits_the_tokens_of_a_key(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its base64 has 480,000 characters; the prompt has 68 tokens for it."""
+    keys = ApiKeys([ApiKey.of("a-key", "alice", KeyLimits(tokens_per_minute=10_000))])
+    monkeypatch.setattr(seeing.app, "_keys", keys)
+    large = part(data(png(size=(400, 300))))
+    body, key = asked(large, max_tokens=8), {"authorization": "Bearer a-key"}
+    for _ in range(2):
+        answer = await seeing.http.post("/v1/chat/completions", json=body, headers=key)
+        assert answer.status_code == 200, answer.text
+    left = int(answer.headers["x-ratelimit-remaining-tokens"])
+    assert 8000 < left < 10_000
