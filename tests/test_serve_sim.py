@@ -236,6 +236,8 @@ def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_
 
 
 def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: KeyedServe) -> None:
+    """With their live settings, though etcd starts empty."""
+    assert graph.pdserve("set", "policy=adaptive").returncode == 0
     processes = graph.processes()
     pids = {name: next(each.pid for each in processes if name in each.name()) for name in ("nats", "etcd")}
     for pid in pids.values():
@@ -251,6 +253,8 @@ def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: KeyedSe
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
     until(lambda: len(_instances(graph)) == 5, graph)
+    assert "policy = adaptive (file: threshold)" in graph.pdserve("set").stdout
+    assert graph.pdserve("set", "--unset", "policy").returncode == 0
     assert graph.chat()[1]
 
 

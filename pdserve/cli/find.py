@@ -22,6 +22,7 @@ from pdserve.registry import connect
 from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_slot_ports
+from pdserve.supervisor.state import GraphRecord
 
 _NOTHING = Snapshot([], [], {}, {})
 
@@ -92,12 +93,15 @@ async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
         yield opened
 
 
+def running_here(graph: GraphAddress) -> GraphRecord | None:
+    """The record of its supervisor, if that runs on this machine."""
+    found = state.read(graph.state_dir) if graph.state_dir else None
+    same = found is not None and (found.etcd, found.namespace) == (graph.etcd, graph.namespace)
+    return found if same else None
+
+
 def _known(graph: GraphAddress) -> Snapshot | None:
-    running = state.read(graph.state_dir) if graph.state_dir else None
-    if graph.state_dir is None or running is None:
-        return None
-    same = (running.etcd, running.namespace) == (graph.etcd, graph.namespace)
-    return state.read_known(graph.state_dir) if same else None
+    return state.read_known(graph.state_dir) if graph.state_dir and running_here(graph) else None
 
 
 async def frontend_url(graph: GraphAddress) -> str:

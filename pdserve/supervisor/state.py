@@ -51,6 +51,8 @@ class GraphRecord(msgspec.Struct, frozen=True):
     """of its frontends; empty without any"""
     credentials: str = ""
     """folder; empty without any"""
+    down: dict[str, str] = {}
+    """by its own server (`nats`, `etcd`) that has ended: how; empty: it is ready again"""
 
     def load_credentials(self) -> Credentials | None:
         """Raises ConfigError."""
@@ -96,6 +98,7 @@ class StateFolder:
         self.run = secrets.token_hex(8)
         """marks the processes of this graph, until the next one (see `guardian.groups_of`)"""
         self._files: dict[Path, bytes] = {}
+        self._graph: GraphRecord | None = None
         self._folders: list[Path] = []
         self._problem = ""
 
@@ -111,7 +114,20 @@ class StateFolder:
 
     def record(self, graph: GraphRecord) -> None:
         """Write the record. Raises ConfigError."""
+        self._graph = graph
         self._files[self.path / _RECORD] = write(self.path, graph)
+
+    def server_changed(self, name: str, how: str) -> None:
+        """Add to the record's `down`."""
+        if self._graph:
+            self._graph = msgspec.structs.replace(self._graph, down=self._graph.down | {name: how})
+            self.keep(_RECORD, msgspec.json.encode(self._graph))
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Write a file that stays; where that fails, `mend` tries again."""
+        self._files[self.path / name] = data
+        with contextlib.suppress(OSError):
+            _write(self.path / name, data)
 
     @contextlib.contextmanager
     def sockets(self) -> Iterator[Path]:
@@ -165,7 +181,7 @@ class StateFolder:
         """Write down what is registered, for commands while etcd does not answer; never returns."""
         async for _ in view.changes():
             with contextlib.suppress(OSError):  # the next change writes it again
-                _write(self.path / _KNOWN, msgspec.json.encode(view.snapshot()))
+                await asyncio.to_thread(_write, self.path / _KNOWN, msgspec.json.encode(view.snapshot()))
             await asyncio.sleep(KNOWN_EVERY)
 
     def leave(self) -> None:
@@ -285,11 +301,13 @@ def _holds(path: Path, data: bytes) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read, whole or not at all. Raises OSError."""
+    """Write a file that only this user can read, whole or not at all, also after a power cut. Raises OSError."""
     fresh = path.with_name(f"{path.name}.new")
     try:
         with open(fresh, "wb", opener=private) as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         fresh.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
