@@ -132,7 +132,7 @@ def test_nothing_listens_but_what_is_known(graph: KeyedServe) -> None:
         ("etcd", "TCP"): 1,  # other etcds
     }
     state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
-    for name in ("", "credentials", "logs", "nats", "etcd", "sockets", "graph.json"):
+    for name in ("", "credentials", "logs", "servers/nats", "servers/etcd", "sockets", "graph.json"):
         assert (state_dir / name).stat().st_mode & 0o077 == 0, name
 
 
@@ -261,7 +261,7 @@ def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: KeyedSe
 def test_a_second_graph_on_the_same_port_is_refused(graph: KeyedServe, tmp_path: Path) -> None:
     result = graph.pdserve("serve", "-f", str(graph.file), PDSERVE_STATE_DIR=str(tmp_path))
     assert result.returncode == 2
-    assert f"Port {graph.port} on 127.0.0.1 is held by" in result.stderr
+    assert f"Port {graph.port} on 127.0.0.1 (Frontend.port) is held by" in result.stderr
 
 
 def test_a_real_prometheus_finds_something_for_each_panel(graph: KeyedServe, tmp_path: Path) -> None:

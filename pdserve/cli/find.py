@@ -21,7 +21,7 @@ from pdserve.records import Instance, Role
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.supervisor import state
-from pdserve.supervisor.checks import busy_slot_ports
+from pdserve.supervisor.checks import busy_ports, slot_ports
 from pdserve.supervisor.state import GraphRecord
 
 _NOTHING = Snapshot([], [], {}, {})
@@ -146,7 +146,7 @@ def occupied(config: Config, slot: Slot) -> Iterator[None]:
             raise ConfigError(
                 [f"{what} runs on this host already: stop it, or choose another --index."]
             ) from None
-        if problems := busy_slot_ports(config, slot):
+        if problems := list(busy_ports(slot_ports(config, slot))):
             raise ConfigError(problems)
         yield
 
