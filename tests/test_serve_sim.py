@@ -132,7 +132,7 @@ def test_nothing_listens_but_what_is_known(graph: KeyedServe) -> None:
         ("etcd", "TCP"): 1,  # other etcds
     }
     state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
-    for name in ("", "credentials", "logs", "servers/nats", "servers/etcd", "sockets", "graph.json"):
+    for name in ("", "credentials", "logs", "servers/nats", "servers/etcd", "graph.json"):
         assert (state_dir / name).stat().st_mode & 0o077 == 0, name
 
 

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 from pdserve.command import command
 from pdserve.config.api_keys import VARIABLE
@@ -22,7 +21,7 @@ from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
-from pdserve.supervisor.alone import allow_many_files
+from pdserve.supervisor.alone import SOCKETS, allow_many_files
 from pdserve.supervisor.checks import held_ports
 from pdserve.supervisor.embedded import embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
@@ -93,10 +92,7 @@ async def _serve(
         tasks.forever(partial(folder.keep_known, registered.view), "known processes")
         if config.etcd is None:
             tasks.forever(partial(kept.follow, registered.registry), "kept keys")
-        sockets = stack.enter_context(folder.sockets())
-        specs = [
-            process_spec(slot, config.path, _environment(slot, config, graph, sockets)) for slot in slots
-        ]
+        specs = [process_spec(slot, config.path, _environment(slot, config, graph)) for slot in slots]
         roles = RoleSupervisor(specs, registered, output, guardian, policy, patience)
         _on_stop_signals(roles.stop)
 
@@ -147,14 +143,14 @@ def _record(
     )
 
 
-def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> dict[str, str]:
+def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[str, str]:
     return {
         **to_environment(graph.serving(config), slot),
         # One record per line, tracebacks included; the supervisor shows them as the user wants them.
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
-        "VLLM_RPC_BASE_PATH": str(sockets),
+        SOCKETS: str(config.state_dir),  # each process gets a folder of its own there
         "PYTHONUNBUFFERED": "1",
         **({} if slot.role is Role.FRONTEND else {VARIABLE: ""}),  # not for workers
     }

@@ -5,12 +5,11 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import secrets
+import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,8 +32,6 @@ KNOWN_EVERY = 1.0
 LOOK_EVERY = 0.5
 """seconds between two looks at what the graph needs of the folder: less than a restart waits"""
 _LOCK, _RECORD, _KNOWN, _CREDENTIALS = "lock", "graph.json", "known.json", "credentials"
-_LONGEST_FOLDER = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
-"""bytes, before the names that vLLM gives its sockets"""
 
 
 class GraphRecord(msgspec.Struct, frozen=True):
@@ -78,6 +75,8 @@ def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
         raise _unusable(state_dir, error) from error
     try:
         _stop_leftovers(*_holder(state_dir), patience)
+        for sockets in state_dir.glob("sockets-*"):
+            shutil.rmtree(sockets, ignore_errors=True)
         folder.mend()
         yield folder
     finally:
@@ -99,7 +98,6 @@ class StateFolder:
         """marks the processes of this graph, until the next one (see `guardian.groups_of`)"""
         self._files: dict[Path, bytes] = {}
         self._graph: GraphRecord | None = None
-        self._folders: list[Path] = []
         self._problem = ""
 
     def fresh_credentials(self) -> Credentials:
@@ -129,26 +127,6 @@ class StateFolder:
         with contextlib.suppress(OSError):
             _write(self.path / name, data)
 
-    @contextlib.contextmanager
-    def sockets(self) -> Iterator[Path]:
-        """Yield a folder for the sockets of this graph's engines, without what killed engines left there, and
-        removed afterwards. It is in the state directory, or in the temporary folder or /tmp where the path of a socket
-        would exceed 107 bytes. Raises ConfigError where it cannot be used."""
-        digest = hashlib.blake2s(os.fsencode(self.path), digest_size=6).hexdigest()
-        name = f"pdserve-{os.getuid()}-{digest}"
-        folders = [self.path / "sockets", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
-        folder = next((path for path in folders if len(os.fsencode(path)) <= _LONGEST_FOLDER), folders[-1])
-        _empty(folder)
-        self._folders.append(folder)
-        try:
-            yield folder
-        finally:
-            self._folders.remove(folder)
-            if self._ours():
-                with contextlib.suppress(ConfigError, OSError):
-                    _empty(folder)
-                    folder.rmdir()
-
     async def look_after(self) -> None:
         """Mend the folder again and again; never returns."""
         while True:
@@ -168,9 +146,6 @@ class StateFolder:
         if not self._ours():
             self._lock_again()
         _note_run(self.path / _LOCK, f"{os.getpid()} {self.run}")
-        for folder in self._folders:
-            if _make_own(folder):
-                log.warning("%s had vanished: made anew", folder)
         for path, data in self._files.items():
             if not _holds(path, data):
                 make_private(path.parent)
@@ -313,27 +288,6 @@ def _write(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
-
-
-def _empty(folder: Path) -> None:
-    """Make or empty the folder. Raises ConfigError."""
-    try:
-        _make_own(folder)
-        for entry in folder.iterdir():
-            entry.unlink()
-    except OSError as error:
-        raise _unusable(folder, error) from error
-
-
-def _make_own(folder: Path) -> bool:
-    """Make the folder where it does not exist; return whether it was made. Raises OSError, and ConfigError where
-    another user made it, which is possible in /tmp."""
-    fresh = not folder.exists()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    made = folder.lstat()
-    if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.getuid():
-        raise ConfigError([f"{folder} belongs to another user: remove it, or set another state directory."])
-    return fresh
 
 
 def _unusable(state_dir: Path, error: OSError) -> ConfigError:
