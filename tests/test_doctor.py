@@ -209,7 +209,7 @@ def test_a_graph_that_starts_holds_its_fixed_ports_against_others(tmp_path: Path
                 pass
             (text,) = caught.value.problems
             assert re.search(rf" \({key}\) is held by another graph \(pid {os.getpid()}\): ", text)
-            assert [each.text for each in refusals_now(theirs, of)] == [text]
+            assert [said for _, said in refusals_now(theirs, of)] == [text]
         with held_ports(replace(config, frontend=None), []):
             pass
     with held_ports(other, slots):

@@ -93,8 +93,8 @@ def check_moment(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Fin
     """State directory, disk and ports."""
     here = (instance.pid for instance in instances if instance.host == plan.config.host)
     found = list(refusals(plan.config, plan.slots, {pid for each in here for pid in family(each)}))
-    yield from (Finding("fail", refusal.subject, refusal.text) for refusal in found)
-    if not any(refusal.subject == "ports" for refusal in found):
+    yield from (Finding("fail", subject, text) for subject, text in found)
+    if not any(subject == "ports" for subject, _ in found):
         yield Finding("ok", "ports", "all are free, or this graph's own")
 
 

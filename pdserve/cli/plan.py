@@ -55,7 +55,7 @@ def plan(
     elif not (found := make_plan(load(file), machine, roles={role}, index=0)).slots:
         raise ConfigError([f"{file} has no {role.value}: name another --role."])
     if not machine.imagined:
-        now = (refusal.text for refusal in refusals(found.config, found.slots))
+        now = (text for _, text in refusals(found.config, found.slots))
         found = replace(found, problems=(*found.problems, *now))
     if as_json:
         print(json.dumps(plan_as_dict(found), indent=2))

@@ -24,19 +24,13 @@ ETCD_SPACE = 160 * MIB
 """that an etcd takes when it starts: two WAL files of 64 MB, allocated before they are needed"""
 
 
-class Refusal(NamedTuple):
-    subject: str
-    """`state`, `disk` or `ports`"""
-    text: str
-    """a full sentence that says what to do"""
-
-
-def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) -> Iterator[Refusal]:
-    """Why `serve` would refuse the graph now. The ports of a running graph of this file are its own, as those of its
-    roles that run alone on this host, and of the processes `ours` (pids)."""
+def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) -> Iterator[tuple[str, str]]:
+    """Why `serve` would refuse the graph now: a subject (`state`, `disk`, `ports`) and a sentence. The ports of a
+    running graph of this file are its own, as those of its roles that run alone on this host, and of the processes
+    `ours` (pids)."""
     running, problem = running_graph(config)
     if problem:
-        yield Refusal("state", problem)
+        yield "state", problem
     ours = {*running, *roles_alone(config), *ours}
     yield from _refused_now(config, slots, ours, etcd_runs=bool(running))
 
@@ -64,7 +58,7 @@ def held_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
     its processes listen on them seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is
     busy or held, or the disk full. Of graphs that start at the same moment one gets all it needs, since each takes the
     lowest first."""
-    if refused := [refusal.text for refusal in _refused_now(config, slots)]:
+    if refused := [text for _, text in _refused_now(config, slots)]:
         raise ConfigError(refused)
     with ExitStack() as held:
         for port in sorted(_fixed_ports(config, slots)):
@@ -78,14 +72,14 @@ def held_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
 
 def _refused_now(
     config: Config, slots: Sequence[Slot], ours: Collection[int] = (), etcd_runs: bool = False
-) -> Iterator[Refusal]:
+) -> Iterator[tuple[str, str]]:
     if config.etcd is None and not etcd_runs and (text := _disk(config)):
-        yield Refusal("disk", text)
+        yield "disk", text
     try:
         claims = {str(each.laddr).removeprefix("@"): each.pid or 0 for each in psutil.net_connections("unix")}
-        yield from (Refusal("ports", text) for text in busy_ports(_fixed_ports(config, slots), ours, claims))
+        yield from (("ports", text) for text in busy_ports(_fixed_ports(config, slots), ours, claims))
     except ConfigError as error:
-        yield from (Refusal("ports", text) for text in error.problems)
+        yield from (("ports", text) for text in error.problems)
 
 
 def _disk(config: Config) -> str:
@@ -104,9 +98,8 @@ class FixedPort(NamedTuple):
     """its key in the file, and the slot"""
 
     def is_held_by(self, holder: str) -> str:
-        return (
-            f"Port {self.number} on {self.host} ({self.use}) is held by {holder}: stop that, or set another."
-        )
+        where = f"Port {self.number} on {self.host} ({self.use})"
+        return f"{where} is held by {holder}: stop that, or set another."
 
     def claims(self) -> list[str]:
         """The names of the abstract sockets that hold it, for each address that a server on `host` listens on."""
@@ -125,11 +118,8 @@ def _fixed_ports(config: Config, slots: Iterable[Slot]) -> list[FixedPort]:
 def slot_ports(config: Config, slot: Slot) -> list[FixedPort]:
     """Without that of its side channel an engine would hang at start for ever."""
     ports = {"kv": slot.kv_port, "stream": slot.stream_port, "pages": slot.pages_port}
-    return [
-        FixedPort(port, config.host, f"Graph.{kind}-port, {slot.name}")
-        for kind, port in ports.items()
-        if port
-    ]
+    use = "Graph.{}-port, {}".format
+    return [FixedPort(port, config.host, use(kind, slot.name)) for kind, port in ports.items() if port]
 
 
 def busy_ports(

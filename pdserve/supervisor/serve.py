@@ -25,6 +25,7 @@ from pdserve.supervisor.alone import SOCKETS, allow_many_files
 from pdserve.supervisor.checks import held_ports
 from pdserve.supervisor.embedded import embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
+from pdserve.supervisor.guardian import began
 from pdserve.supervisor.kept_keys import KeptKeys
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_ready
@@ -140,6 +141,7 @@ def _record(
         nats=config.nats or embedded["nats"],
         url=config.url,
         credentials=str(credentials.folder) if credentials else "",
+        began=began(os.getpid()),
     )
 
 

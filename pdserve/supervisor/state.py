@@ -16,14 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError
 from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.supervisor.exits import family
-from pdserve.supervisor.guardian import alive, groups_of, stop_in_waves
+from pdserve.supervisor.guardian import alive, began, groups_of, stop_in_waves
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +49,8 @@ class GraphRecord(msgspec.Struct, frozen=True):
     """folder; empty without any"""
     down: dict[str, str] = {}
     """by its own server (`nats`, `etcd`) that has ended: how; empty: it is ready again"""
+    began: int = 0
+    """start time of the supervisor: after a power cut its pid may be another process's; 0: unknown"""
 
     def load_credentials(self) -> Credentials | None:
         """Raises ConfigError."""
@@ -312,7 +313,7 @@ def read(state_dir: Path) -> GraphRecord | None:
         graph = msgspec.json.decode((state_dir / _RECORD).read_bytes(), type=GraphRecord)
     except (OSError, msgspec.MsgspecError):
         return None
-    return graph if psutil.pid_exists(graph.pid) else None
+    return graph if alive(graph.pid) and graph.began in (0, began(graph.pid)) else None
 
 
 def read_known(state_dir: Path) -> Snapshot | None:

@@ -15,6 +15,7 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.supervisor import state
 from pdserve.supervisor.alone import make_sockets_folder
+from pdserve.supervisor.guardian import began
 from tests.conditions import until
 
 GRAPH = state.GraphRecord(
@@ -66,7 +67,11 @@ def test_the_record_counts_as_long_as_the_graph_lives_and_it_is_whole(tmp_path: 
     dead.wait()
     state.write(tmp_path, replace(GRAPH, pid=dead.pid))
     assert state.read(tmp_path) is None
-    for content in ("", "{}", "not json", '{"pid": "x"}'):
+    state.write(tmp_path, replace(GRAPH, began=began(os.getpid())))
+    assert state.read(tmp_path) is not None
+    state.write(tmp_path, replace(GRAPH, began=1))
+    assert state.read(tmp_path) is None, "the pid is another process's by now"
+    for content in ("", "\0" * 100, "{}", "not json", '{"pid": "x"}'):
         (tmp_path / "graph.json").write_text(content)
         assert state.read(tmp_path) is None
 
