@@ -14,23 +14,29 @@ import pytest
 
 from pdserve.cli import hosts
 from pdserve.cli.doctor import check_etcd, check_graph, check_moment, check_nats
+from pdserve.cli.find import GraphAddress, NoGraph, view_of
 from pdserve.cli.hosts import Finding, check_hosts, decoded
+from pdserve.cli.status import _states
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError
 from pdserve.observe.pages import serve_pages
+from pdserve.observe.problems import problems
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import free_port
 from pdserve.records import Instance, Role, encode_record
-from pdserve.registry import etcd
+from pdserve.registry import connect, etcd
+from pdserve.registry.view import Snapshot
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import held_ports
 from pdserve.supervisor.checks import refusals as refusals_now
 from pdserve.supervisor.state import GraphRecord
+from pdserve.tasks import Owner
+from tests.conditions import until
 from tests.full_disk import small_disk
 from tests.plan.models import machine
-from tests.servers import etcd_server, nats_server
+from tests.servers import SmallEtcd, etcd_server, nats_server
 
 
 async def of_etcd(address: str, credentials: Credentials | None = None) -> list[Finding]:
@@ -54,6 +60,35 @@ async def test_servers_that_are_no_cluster_fail(nats_url: str) -> None:
     alone, lost = await check_nats(f"{nats_url},nats://127.0.0.1:{free_port('127.0.0.1')}", None)
     assert (alone.grade, lost.grade) == ("fail", "fail")
     assert "belongs to no cluster" in alone.text
+
+
+async def test_an_etcd_that_was_over_its_quota_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`doctor`, a worker that waits for it, and `status` where `serve` on this machine knows the processes."""
+    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.0)
+    full = "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION`"
+    async with SmallEtcd(tmp_path) as server, Owner() as tasks:
+        await server.fill_up()
+        (found,) = await of_etcd(server.url)
+        assert found.text.startswith(f"etcd at {server.url} serves no new process: {full}")
+        assert (found.grade, "start it" in found.text) == ("fail", False)
+        tasks.start(_joins(server.url), "a worker that starts")
+        await until(lambda: f"etcd at {server.url} serves no new process: {full}" in caplog.text)
+        record = GraphRecord(os.getpid(), "f", "m", "pdserve", server.url, "")
+        state.write(tmp_path, record)
+        address = GraphAddress(server.url, "pdserve", state_dir=tmp_path)
+        with pytest.raises(NoGraph, match=r"full \(alarm NOSPACE\).*disarm`\.$"):
+            await view_of(address).__aenter__()
+        (tmp_path / "known.json").write_bytes(msgspec.json.encode(Snapshot([], [], {}, {})))
+        async with view_of(address) as view:
+            (problem,) = problems(await anext(_states(view, address)), [])
+            assert problem.text.startswith(f"etcd at {server.url} does not serve this command ({full}")
+
+
+async def _joins(etcd: str) -> None:
+    async with connect(etcd, "pdserve", patient=True):
+        pass
 
 
 async def test_servers_with_credentials(

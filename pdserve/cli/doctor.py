@@ -122,12 +122,13 @@ async def _check_nats(url: str, credentials: Credentials | None, of_cluster: boo
 async def check_etcd(config: Config, credentials: Credentials | None) -> tuple[list[Finding], list[Instance]]:
     """Take a lease and write; return also the processes that are registered."""
     assert config.etcd is not None
+    registry = connect(config.etcd, config.namespace, credentials)
     try:
-        async with connect(config.etcd, config.namespace, credentials) as registry:
+        async with registry:
             await registry.put(key := f"doctor/{uuid4().hex}", b"")
             await registry.delete(key)
             instances = decoded((await registry.read(keys.INSTANCES)).values())
     except RegistryUnavailable as error:
-        advice = "start it, or correct Graph.etcd or Security.credentials."
-        return [Finding("fail", "etcd", f"{error}: {advice}")], []
+        advice = "" if registry.refusal else ": start it, or correct Graph.etcd or Security.credentials"
+        return [Finding("fail", "etcd", f"{error}{advice}.")], []
     return [Finding("ok", "etcd", f"{config.etcd} answers")], instances

@@ -50,6 +50,8 @@ class GraphView:
 
     snapshot: Callable[[], Snapshot]
     connected: Callable[[], bool]
+    refusal: Callable[[], str]
+    """as the registry's"""
 
     def instances(self, role: Role) -> list[Instance]:
         return [instance for instance in self.snapshot().instances if instance.role.does(role)]
@@ -79,17 +81,17 @@ def find_graph(
 async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
     """Raises NoGraph where its etcd does not answer, and no supervisor of it runs on this machine."""
     async with AsyncExitStack() as stack:
+        registry = connect(graph.etcd, graph.namespace, graph.credentials)
         try:
-            registry = await stack.enter_async_context(
-                connect(graph.etcd, graph.namespace, graph.credentials)
-            )
+            await stack.enter_async_context(registry)
             view = await stack.enter_async_context(RegistryView(registry))
-            opened = GraphView(view.snapshot, lambda: registry.connected)
+            opened = GraphView(view.snapshot, lambda: registry.connected, lambda: registry.refusal)
         except RegistryUnavailable as error:
             if _known(graph) is None:
                 wants = "" if graph.credentials else ", or wants --credentials"
-                raise NoGraph(f"{error}: no graph runs there, or its etcd is away{wants}.") from None
-            opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False)
+                advice = "" if registry.refusal else f": no graph runs there, or its etcd is away{wants}"
+                raise NoGraph(f"{error}{advice}.") from None
+            opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False, lambda: registry.refusal)
         yield opened
 
 

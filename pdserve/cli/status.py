@@ -115,7 +115,8 @@ async def _states(view: GraphView, graph: GraphAddress) -> AsyncIterator[GraphSt
         began = time.monotonic()
         registered = view.snapshot()
         watched = await read_watched(registered.instances)
-        watched["this command"] = Watched(outages=own.outages())
+        outages = [msgspec.structs.replace(each, why=view.refusal()) for each in own.outages()]
+        watched["this command"] = Watched(outages=outages)
         if serve := running_here(graph):
             watched["serve"] = Watched(outages=_servers_down(serve))
         yield graph_state(*registered, watched)

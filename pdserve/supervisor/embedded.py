@@ -212,8 +212,8 @@ class EmbeddedServer(SupervisedProcess):
                 await child.wait()  # for its last lines
                 raise ConfigError([f"{self.name} ended while starting: {self._cause(child)}"])
             if time.monotonic() > deadline:
-                why = self._cause(child) or self._answer
-                raise ConfigError([f"{self.name} does not answer after {READY_WITHIN:g} s: {why}"])
+                text = f"{self.name} does not answer after {READY_WITHIN:g} s: {self._cause(child)}"
+                raise ConfigError([text])
             await asyncio.sleep(0.02)
         if self.kept and self.name == "etcd":
             await self.kept.fill(self.url)

@@ -19,11 +19,11 @@ from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServ
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.guardian import alive
 from pdserve.supervisor.kept_keys import KeptKeys
-from pdserve.supervisor.restarts import RestartLoop
+from pdserve.supervisor.restarts import ProcessState, RestartLoop
 from tests.conditions import until
 from tests.full_disk import small_disk
 from tests.queue.requests import publish
-from tests.servers import kill, pid_of, restart
+from tests.servers import SmallEtcd, kill, pid_of, restart
 from tests.supervisor.fakes import QUICK
 
 
@@ -121,6 +121,26 @@ async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
             third = _process(urls[name]).pid
             assert alive(third)
         assert not alive(third)
+
+
+async def test_an_etcd_that_was_over_its_quota_is_restarted_without_the_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    etcd = SmallEtcd(tmp_path)
+    loop = RestartLoop(etcd, QUICK, lambda _: None, await etcd.start())
+    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_EVERY": 0.1}.items():
+        monkeypatch.setattr(embedded, constant, seconds)
+    running = asyncio.create_task(loop.run())
+    await until(lambda: loop.state is ProcessState.READY)
+    await etcd.fill_up()
+    await until(lambda: "etcd ended" in caplog.text and loop.state is ProcessState.READY)
+    assert (
+        'etcd hangs: no healthy answer for 0.3 s ({"health":"false","reason":"ALARM NOSPACE"}' in caplog.text
+    )
+    async with registry.connect(etcd.url, "pdserve") as joined:
+        await joined.put("settings/a", b"1", leased=False)
+    await loop.stop(5)
+    await running
 
 
 class _Mute(EmbeddedNats):
