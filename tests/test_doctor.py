@@ -75,15 +75,22 @@ async def test_an_etcd_that_was_over_its_quota_says_what_to_do(
         assert (found.grade, "start it" in found.text) == ("fail", False)
         tasks.start(_joins(server.url), "a worker that starts")
         await until(lambda: f"etcd at {server.url} serves no new process: {full}" in caplog.text)
-        record = GraphRecord(os.getpid(), "f", "m", "pdserve", server.url, "")
-        state.write(tmp_path, record)
+        record = GraphRecord(os.getpid(), "f", "m", "pdserve", server.url, "nats://127.0.0.1:4222")
+        with state.locked(tmp_path) as folder:
+            folder.record(record)
+            folder.server_changed("nats", "exit code 1: no memory")
+            written = (tmp_path / "graph.json").read_bytes()
+        (tmp_path / "graph.json").write_bytes(written)
         address = GraphAddress(server.url, "pdserve", state_dir=tmp_path)
         with pytest.raises(NoGraph, match=r"full \(alarm NOSPACE\).*disarm`\.$"):
             await view_of(address).__aenter__()
         (tmp_path / "known.json").write_bytes(msgspec.json.encode(Snapshot([], [], {}, {})))
         async with view_of(address) as view:
-            (problem,) = problems(await anext(_states(view, address)), [])
-            assert problem.text.startswith(f"etcd at {server.url} does not serve this command ({full}")
+            about_etcd, about_nats = problems(await anext(_states(view, address)), [])
+            assert about_etcd.text.startswith(f"etcd at {server.url} does not serve this command ({full}")
+            assert about_nats.text.startswith(
+                "NATS at 127.0.0.1:4222 does not serve the supervisor (exit code 1: no memory)"
+            )
 
 
 async def _joins(etcd: str) -> None:

@@ -118,7 +118,7 @@ async def _states(view: GraphView, graph: GraphAddress) -> AsyncIterator[GraphSt
         outages = [msgspec.structs.replace(each, why=view.refusal()) for each in own.outages()]
         watched["this command"] = Watched(outages=outages)
         if serve := running_here(graph):
-            watched["serve"] = Watched(outages=_servers_down(serve))
+            watched["the supervisor"] = Watched(outages=_servers_down(serve))
         yield graph_state(*registered, watched)
         await asyncio.sleep(began + AGAIN - time.monotonic())
 
