@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 READY_WITHIN = 20.0
 """seconds from its start to its first answer"""
 HANGS_AFTER = 60.0
-"""seconds without a healthy answer after which it is restarted; long, since the graph goes on without it meanwhile"""
+"""seconds without an answer, or with an alarm, after which it is restarted; long: the graph goes on without it"""
 CHECK_EVERY, ANSWER_WITHIN = 5.0, 5.0
 """seconds between two health checks, and for each"""
 
@@ -114,11 +114,9 @@ class EmbeddedServer(SupervisedProcess):
         self.credentials = credentials
         self.child: Child | None = None
         """the last one started"""
-        self.kept: KeptKeys | None = None
-        """what an etcd gets before it is ready"""
+        self.kept: KeptKeys | None = None  # for an etcd, which is ready once it has them
         self._guardian = guardian
-        self._answer = ""
-        """the last answer that was not healthy, or why there was none"""
+        self._problem = ""
 
     @property
     @abstractmethod
@@ -130,7 +128,7 @@ class EmbeddedServer(SupervisedProcess):
 
     @abstractmethod
     async def answers(self) -> bool:
-        """Whether the server is healthy; raises OSError while nothing listens, or with the unhealthy answer."""
+        """Whether the server is healthy; raises OSError while nothing listens, or with the text of an alarm."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -199,8 +197,9 @@ class EmbeddedServer(SupervisedProcess):
         except ConfigError as error:
             return str(error)
         ready()
-        seconds = await until_unhealthy(partial(self._healthy, ANSWER_WITHIN), CHECK_EVERY, HANGS_AFTER)
-        return f"no healthy answer for {seconds:g} s ({self._answer})"
+        answers = partial(self._healthy, ANSWER_WITHIN, slow=True)
+        seconds = await until_unhealthy(answers, CHECK_EVERY, HANGS_AFTER)
+        return f"no healthy answer for {seconds:g} s ({self._problem})"
 
     async def ended(self, exit_: Exit) -> None:
         self.clear()
@@ -218,12 +217,13 @@ class EmbeddedServer(SupervisedProcess):
         if self.kept and self.name == "etcd":
             await self.kept.fill(self.url)
 
-    async def _healthy(self, within: float) -> bool:
+    async def _healthy(self, within: float, slow: bool = False) -> bool:
+        """With `slow`, also while it reports itself unhealthy without an alarm: a restart would make it no faster."""
         try:
             async with asyncio.timeout(within):
-                return await self.answers()
+                return await self.answers() or slow
         except (OSError, EOFError) as error:
-            self._answer = str(error) or f"nothing within {within:g} s"
+            self._problem = str(error) or f"nothing within {within:g} s"
             return False
 
     def _cause(self, child: Child) -> str:
@@ -296,9 +296,9 @@ class EmbeddedEtcd(EmbeddedServer):
 
     async def answers(self) -> bool:
         answer = await _ask(self.host, self.port, b"GET /health HTTP/1.0\r\n\r\n", self._tls)
-        if b'"health":"true"' not in answer:  # as with alarm NOSPACE, which an empty etcd does not have
+        if b'"reason":"ALARM' in answer:
             raise ConnectionError(answer.partition(b"\r\n\r\n")[2].decode(errors="replace"))
-        return True
+        return b'"health":"true"' in answer
 
     @cached_property
     def _tls(self) -> SSLContext | None:
