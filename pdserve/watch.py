@@ -159,6 +159,8 @@ class Outage(Struct, frozen=True):
     """without a user's name and password"""
     seconds: float
     """since the connection was lost"""
+    why: str = ""
+    """how the server ended, or what it answers instead; empty: not known"""
 
 
 class Gone(Struct, frozen=True):

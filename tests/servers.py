@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from pdserve.credentials import Credentials
+from pdserve.errors import RegistryUnavailable
+from pdserve.registry import connect
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 
 
@@ -19,6 +21,26 @@ def nats_server(state_dir: Path, port: int = 0, credentials: Credentials | None 
 
 def etcd_server(state_dir: Path, port: int = 0, credentials: Credentials | None = None) -> EmbeddedEtcd:
     return EmbeddedEtcd(state_dir, port, credentials=credentials)
+
+
+class SmallEtcd(EmbeddedEtcd):
+    """With a quota of 1 MiB."""
+
+    def command(self) -> list[str]:
+        flag = "--quota-backend-bytes="
+        return [f"{flag}{1 << 20}" if word.startswith(flag) else word for word in super().command()]
+
+    async def fill_up(self) -> None:
+        """Write until it raises the alarm NOSPACE, then delete what was written; the alarm stays."""
+        async with connect(self.url, "filler", self.credentials) as registry:
+            keys: list[str] = []
+            try:
+                while True:
+                    await registry.put(key := f"{len(keys)}", bytes(100_000), leased=False)
+                    keys.append(key)
+            except RegistryUnavailable:
+                for key in keys:
+                    await registry.delete(key)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,8 @@ def pdserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     for name in [name for name in os.environ if name.startswith("PDSERVE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PDSERVE_STATE_DIR", str(tmp_path / "state"))
+    for name in ("FRONTEND_PORT", "KV_PORT"):  # free ones: `plan` says what `serve` would refuse now
+        monkeypatch.setenv(f"PDSERVE_{name}", str(free_port("127.0.0.1", 4)))
 
     def run(*args: object) -> Done:
         capsys.readouterr()
@@ -152,6 +155,10 @@ def test_a_plan_is_a_table_or_json(pdserve: Run) -> None:
     plan = json.loads(pdserve("plan", "-f", LOCAL, "--json").stdout)
     assert plan["fits"] is True
     assert [worker["name"] for worker in plan["workers"]] == ["decode-0", "prefill-0"]
+    with socket.create_server(("127.0.0.1", int(os.environ["PDSERVE_FRONTEND_PORT"]))):
+        busy = pdserve("plan", "-f", LOCAL)
+        assert (busy.returncode, "(Frontend.port) is held by" in " ".join(busy.stdout.split())) == (2, True)
+        assert pdserve("plan", "-f", LOCAL, "--gpus", "2xA10").returncode == 0
 
 
 def test_plan_cannot_say_what_it_does_not_know(pdserve: Run, tmp_path: Path) -> None:

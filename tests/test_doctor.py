@@ -1,6 +1,7 @@
 """The checks of `pdserve doctor`, against real servers."""
 
 import os
+import re
 import socket
 import sys
 from dataclasses import replace
@@ -12,22 +13,30 @@ import msgspec
 import pytest
 
 from pdserve.cli import hosts
-from pdserve.cli.doctor import check_etcd, check_graph, check_nats, check_ports
+from pdserve.cli.doctor import check_etcd, check_graph, check_moment, check_nats
+from pdserve.cli.find import GraphAddress, NoGraph, view_of
 from pdserve.cli.hosts import Finding, check_hosts, decoded
+from pdserve.cli.status import _states
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError
 from pdserve.observe.pages import serve_pages
+from pdserve.observe.problems import problems
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import free_port
 from pdserve.records import Instance, Role, encode_record
-from pdserve.registry import etcd
+from pdserve.registry import connect, etcd
+from pdserve.registry.view import Snapshot
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import held_ports
+from pdserve.supervisor.checks import refusals as refusals_now
 from pdserve.supervisor.state import GraphRecord
+from pdserve.tasks import Owner
+from tests.conditions import until
+from tests.full_disk import small_disk
 from tests.plan.models import machine
-from tests.servers import etcd_server, nats_server
+from tests.servers import SmallEtcd, etcd_server, nats_server
 
 
 async def of_etcd(address: str, credentials: Credentials | None = None) -> list[Finding]:
@@ -51,6 +60,42 @@ async def test_servers_that_are_no_cluster_fail(nats_url: str) -> None:
     alone, lost = await check_nats(f"{nats_url},nats://127.0.0.1:{free_port('127.0.0.1')}", None)
     assert (alone.grade, lost.grade) == ("fail", "fail")
     assert "belongs to no cluster" in alone.text
+
+
+async def test_an_etcd_that_was_over_its_quota_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`doctor`, a worker that waits for it, and `status` where `serve` on this machine knows the processes."""
+    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.0)
+    full = "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION`"
+    async with SmallEtcd(tmp_path) as server, Owner() as tasks:
+        await server.fill_up()
+        (found,) = await of_etcd(server.url)
+        assert found.text.startswith(f"etcd at {server.url} serves no new process: {full}")
+        assert (found.grade, "start it" in found.text) == ("fail", False)
+        tasks.start(_joins(server.url), "a worker that starts")
+        await until(lambda: f"etcd at {server.url} serves no new process: {full}" in caplog.text)
+        record = GraphRecord(os.getpid(), "f", "m", "pdserve", server.url, "nats://127.0.0.1:4222")
+        with state.locked(tmp_path) as folder:
+            folder.record(record)
+            folder.server_changed("nats", "exit code 1: no memory")
+            written = (tmp_path / "graph.json").read_bytes()
+        (tmp_path / "graph.json").write_bytes(written)
+        address = GraphAddress(server.url, "pdserve", state_dir=tmp_path)
+        with pytest.raises(NoGraph, match=r"full \(alarm NOSPACE\).*disarm`\.$"):
+            await view_of(address).__aenter__()
+        (tmp_path / "known.json").write_bytes(msgspec.json.encode(Snapshot([], [], {}, {})))
+        async with view_of(address) as view:
+            about_etcd, about_nats = problems(await anext(_states(view, address)), [])
+            assert about_etcd.text.startswith(f"etcd at {server.url} does not serve this command ({full}")
+            assert about_nats.text.startswith(
+                "NATS at 127.0.0.1:4222 does not serve the supervisor (exit code 1: no memory)"
+            )
+
+
+async def _joins(etcd: str) -> None:
+    async with connect(etcd, "pdserve", patient=True):
+        pass
 
 
 async def test_servers_with_credentials(
@@ -132,12 +177,15 @@ def plan_of(file: Path) -> Plan:
 
 
 def refusals(plan: Plan) -> list[str]:
-    return [finding.text for finding in (*check_graph(plan), *check_ports(plan)) if finding.grade == "fail"]
+    return [finding.text for finding in (*check_graph(plan), *check_moment(plan)) if finding.grade == "fail"]
 
 
 def test_a_graph_that_can_be_served_is_ok(tmp_path: Path) -> None:
     file = graph(tmp_path)
-    assert [each.grade for each in (*check_graph(plan_of(file)), *check_ports(plan_of(file)))] == ["ok", "ok"]
+    assert [each.grade for each in (*check_graph(plan_of(file)), *check_moment(plan_of(file)))] == [
+        "ok",
+        "ok",
+    ]
     file.write_text(file.read_text().replace("demo", "nobody/nothing-of-the-kind"))
     unknown, _note = check_graph(plan_of(file))
     assert unknown.grade == "warn"
@@ -156,13 +204,13 @@ def test_busy_ports_fail_but_those_of_this_graph_and_of_roles_that_run_here(tmp_
     plan = plan_of(file)
     role = Instance("decode-0-ab", Role.DECODE, host="127.0.0.1", pid=os.getpid())
     with socket.create_server(("127.0.0.1", plan.workers[0].slot.kv_port)):
-        assert [finding.grade for finding in check_ports(plan)] == ["fail"]
-        assert [finding.grade for finding in check_ports(plan, [role])] == ["ok"]
+        assert [finding.grade for finding in check_moment(plan)] == ["fail"]
+        assert [finding.grade for finding in check_moment(plan, [role])] == ["ok"]
     record = GraphRecord(os.getpid(), str(file.resolve()), "demo", "pdserve", "", "")
     assert plan.config.frontend is not None
     with socket.create_server(("127.0.0.1", plan.config.frontend.port)):
         (busy,) = refusals(plan)
-        assert f"Port {plan.config.frontend.port} on 127.0.0.1 is held by" in busy
+        assert f"Port {plan.config.frontend.port} on 127.0.0.1 (Frontend.port) is held by" in busy
         plan.config.state_dir.mkdir()
         state.write(plan.config.state_dir, record)
         assert refusals(plan) == []
@@ -182,26 +230,44 @@ def test_the_ports_of_a_role_that_starts_here_and_is_not_registered_are_its_own(
         with Popen(command, stdin=PIPE, stdout=PIPE, cwd=tmp_path) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            grades = [finding.grade for finding in check_ports(plan)]
+            grades = [finding.grade for finding in check_moment(plan)]
             process.kill()
         assert grades == [grade]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_a_graph_that_starts_holds_its_fixed_ports_against_others(tmp_path: Path, host: str) -> None:
-    """Though none of its processes listens yet."""
+    """Though none of its processes listens yet; `doctor` and `plan` say what `serve` says."""
     plan = plan_of(graph(tmp_path))
     config, slots = plan.config, [worker.slot for worker in plan.workers]
     assert config.frontend is not None
     other = replace(config, frontend=replace(config.frontend, host=host))
     with held_ports(config, slots):
-        for taken in ((other, []), (replace(config, frontend=None), slots)):
-            with (
-                pytest.raises(ConfigError, match=r"^Port \d+ on 127.0.0.1 belongs to another graph"),
-                held_ports(*taken),
-            ):
+        for key, theirs, of in (
+            (r"Frontend\.port", other, []),
+            (r"Graph\.kv-port, decode-0", replace(config, frontend=None), slots),
+        ):
+            with pytest.raises(ConfigError) as caught, held_ports(theirs, of):
                 pass
+            (text,) = caught.value.problems
+            assert re.search(rf" \({key}\) is held by another graph \(pid {os.getpid()}\): ", text)
+            assert [said for _, said in refusals_now(theirs, of)] == [text]
         with held_ports(replace(config, frontend=None), []):
             pass
     with held_ports(other, slots):
         pass
+
+
+def test_a_disk_without_space_for_etcd_is_refused_unless_it_runs(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        plan = plan_of(graph(disk.path))
+        (full,) = refusals(plan)
+        assert re.match(
+            rf"etcd needs 160 MiB on the disk of {disk.path}/state, where 1\d MiB are free: ", full
+        )
+        with pytest.raises(ConfigError, match="etcd needs"), held_ports(plan.config, plan.slots):
+            pass
+        assert refusals(replace(plan, config=replace(plan.config, etcd="10.0.0.5:2379"))) == []
+        plan.config.state_dir.mkdir()
+        state.write(plan.config.state_dir, GraphRecord(os.getpid(), str(plan.config.path), "m", "p", "", ""))
+        assert refusals(plan) == []

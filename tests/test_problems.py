@@ -166,6 +166,13 @@ TOLD = {
             "prefill-1-p1": [Outage("NATS", "10.0.0.5:4222", 12.3)],
         }
     ),
+    "bad: NATS at 10.0.0.5:4222 does not serve decode-0, the supervisor (exit code 1: no space): prompts are computed "
+    "at decode workers until it does (12 s)": state(
+        outages={
+            "decode-0-d0": [Outage("NATS", "10.0.0.5:4222", 11.6)],
+            "the supervisor": [Outage("NATS", "10.0.0.5:4222", 0.0, "exit code 1: no space")],
+        }
+    ),
     "bad: etcd does not answer 4 processes: the processes are those of before, and new ones are not seen until it is "
     "back (3 s)": state(
         outages={each.id: [Outage("etcd", "", 3.0)] for each in ALL[:3]}

@@ -132,7 +132,7 @@ def test_nothing_listens_but_what_is_known(graph: KeyedServe) -> None:
         ("etcd", "TCP"): 1,  # other etcds
     }
     state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
-    for name in ("", "credentials", "logs", "nats", "etcd", "sockets", "graph.json"):
+    for name in ("", "credentials", "logs", "servers/nats", "servers/etcd", "graph.json"):
         assert (state_dir / name).stat().st_mode & 0o077 == 0, name
 
 
@@ -236,6 +236,8 @@ def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_
 
 
 def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: KeyedServe) -> None:
+    """With their live settings, though etcd starts empty."""
+    assert graph.pdserve("set", "policy=adaptive").returncode == 0
     processes = graph.processes()
     pids = {name: next(each.pid for each in processes if name in each.name()) for name in ("nats", "etcd")}
     for pid in pids.values():
@@ -251,13 +253,15 @@ def test_servers_that_hang_are_reported_and_killed_ones_come_back(graph: KeyedSe
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
     until(lambda: len(_instances(graph)) == 5, graph)
+    assert "policy = adaptive (file: threshold)" in graph.pdserve("set").stdout
+    assert graph.pdserve("set", "--unset", "policy").returncode == 0
     assert graph.chat()[1]
 
 
 def test_a_second_graph_on_the_same_port_is_refused(graph: KeyedServe, tmp_path: Path) -> None:
     result = graph.pdserve("serve", "-f", str(graph.file), PDSERVE_STATE_DIR=str(tmp_path))
     assert result.returncode == 2
-    assert f"Port {graph.port} on 127.0.0.1 is held by" in result.stderr
+    assert f"Port {graph.port} on 127.0.0.1 (Frontend.port) is held by" in result.stderr
 
 
 def test_a_real_prometheus_finds_something_for_each_panel(graph: KeyedServe, tmp_path: Path) -> None:

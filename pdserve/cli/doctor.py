@@ -3,11 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
-import psutil
 import typer
 
 from pdserve import queue
@@ -18,13 +16,12 @@ from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.demo import FILE
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
-from pdserve.graph import SLOT_VARIABLE
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import servers_of, without_passwords
 from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
-from pdserve.supervisor.checks import busy_ports, running_graph
+from pdserve.supervisor.checks import refusals
 from pdserve.supervisor.exits import family
 
 _WITHIN = 5.0
@@ -77,7 +74,7 @@ async def checks(plan: Plan) -> AsyncIterator[Finding]:
             findings, instances = await check_etcd(plan.config, credentials)
             for finding in findings:
                 yield finding
-    for finding in check_ports(plan, instances):
+    for finding in check_moment(plan, instances):
         yield finding
     async for finding in check_hosts(plan, instances):
         yield finding
@@ -92,36 +89,13 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
     yield from (Finding("warn", "graph", note) for note in plan.notes)
 
 
-def check_ports(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Finding]:
-    """And the state directory. The ports of a running graph of this file are its own, and so are those of the roles
-    that run alone on this host."""
-    ours, problem = running_graph(plan.config)
-    for instance in instances:
-        if instance.host == plan.config.host:
-            ours |= family(instance.pid)
-    ours |= roles_alone(plan.config)
-    if problem:
-        yield Finding("fail", "state", problem)
-    try:
-        problems = busy_ports(plan.config, plan.slots, ours)
-    except ConfigError as error:
-        problems = error.problems
-    yield from (Finding("fail", "ports", problem) for problem in problems)
-    if not problems:
-        yield Finding("ok", "ports", "all are free" + ", or of the running graph" * bool(ours))
-
-
-def roles_alone(config: Config) -> set[int]:
-    """The processes of this file's roles that run alone on this host, also where they start and are not registered."""
-    found, file = set[int](), config.path.resolve()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            words = process.cmdline()
-            files = {Path(process.cwd(), word.removeprefix("--file=")).resolve() for word in words}
-            ours = "doctor" not in words and any("pdserve" in word for word in words) and file in files
-            if ours and not set(words).isdisjoint(Role) and SLOT_VARIABLE not in process.environ():
-                found |= family(process.pid)  # with the variable: an orphan of `serve`, or in its family
-    return found
+def check_moment(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Finding]:
+    """State directory, disk and ports."""
+    here = (instance.pid for instance in instances if instance.host == plan.config.host)
+    found = list(refusals(plan.config, plan.slots, {pid for each in here for pid in family(each)}))
+    yield from (Finding("fail", subject, text) for subject, text in found)
+    if not any(subject == "ports" for subject, _ in found):
+        yield Finding("ok", "ports", "all are free, or this graph's own")
 
 
 async def check_nats(urls: str, credentials: Credentials | None) -> list[Finding]:
@@ -148,12 +122,13 @@ async def _check_nats(url: str, credentials: Credentials | None, of_cluster: boo
 async def check_etcd(config: Config, credentials: Credentials | None) -> tuple[list[Finding], list[Instance]]:
     """Take a lease and write; return also the processes that are registered."""
     assert config.etcd is not None
+    registry = connect(config.etcd, config.namespace, credentials)
     try:
-        async with connect(config.etcd, config.namespace, credentials) as registry:
+        async with registry:
             await registry.put(key := f"doctor/{uuid4().hex}", b"")
             await registry.delete(key)
             instances = decoded((await registry.read(keys.INSTANCES)).values())
     except RegistryUnavailable as error:
-        advice = "start it, or correct Graph.etcd or Security.credentials."
-        return [Finding("fail", "etcd", f"{error}: {advice}")], []
+        advice = "" if registry.refusal else ": start it, or correct Graph.etcd or Security.credentials"
+        return [Finding("fail", "etcd", f"{error}{advice}.")], []
     return [Finding("ok", "etcd", f"{config.etcd} answers")], instances

@@ -21,7 +21,8 @@ from pdserve.records import Instance, Role
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.supervisor import state
-from pdserve.supervisor.checks import busy_slot_ports
+from pdserve.supervisor.checks import busy_ports, slot_ports
+from pdserve.supervisor.state import GraphRecord
 
 _NOTHING = Snapshot([], [], {}, {})
 
@@ -49,6 +50,8 @@ class GraphView:
 
     snapshot: Callable[[], Snapshot]
     connected: Callable[[], bool]
+    refusal: Callable[[], str]
+    """as the registry's"""
 
     def instances(self, role: Role) -> list[Instance]:
         return [instance for instance in self.snapshot().instances if instance.role.does(role)]
@@ -78,26 +81,29 @@ def find_graph(
 async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
     """Raises NoGraph where its etcd does not answer, and no supervisor of it runs on this machine."""
     async with AsyncExitStack() as stack:
+        registry = connect(graph.etcd, graph.namespace, graph.credentials)
         try:
-            registry = await stack.enter_async_context(
-                connect(graph.etcd, graph.namespace, graph.credentials)
-            )
+            await stack.enter_async_context(registry)
             view = await stack.enter_async_context(RegistryView(registry))
-            opened = GraphView(view.snapshot, lambda: registry.connected)
+            opened = GraphView(view.snapshot, lambda: registry.connected, lambda: registry.refusal)
         except RegistryUnavailable as error:
             if _known(graph) is None:
                 wants = "" if graph.credentials else ", or wants --credentials"
-                raise NoGraph(f"{error}: no graph runs there, or its etcd is away{wants}.") from None
-            opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False)
+                advice = "" if registry.refusal else f": no graph runs there, or its etcd is away{wants}"
+                raise NoGraph(f"{error}{advice}.") from None
+            opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False, lambda: registry.refusal)
         yield opened
 
 
+def running_here(graph: GraphAddress) -> GraphRecord | None:
+    """The record of its supervisor, if that runs on this machine."""
+    found = state.read(graph.state_dir) if graph.state_dir else None
+    same = found is not None and (found.etcd, found.namespace) == (graph.etcd, graph.namespace)
+    return found if same else None
+
+
 def _known(graph: GraphAddress) -> Snapshot | None:
-    running = state.read(graph.state_dir) if graph.state_dir else None
-    if graph.state_dir is None or running is None:
-        return None
-    same = (running.etcd, running.namespace) == (graph.etcd, graph.namespace)
-    return state.read_known(graph.state_dir) if same else None
+    return state.read_known(graph.state_dir) if graph.state_dir and running_here(graph) else None
 
 
 async def frontend_url(graph: GraphAddress) -> str:
@@ -142,7 +148,7 @@ def occupied(config: Config, slot: Slot) -> Iterator[None]:
             raise ConfigError(
                 [f"{what} runs on this host already: stop it, or choose another --index."]
             ) from None
-        if problems := busy_slot_ports(config, slot):
+        if problems := list(busy_ports(slot_ports(config, slot))):
             raise ConfigError(problems)
         yield
 

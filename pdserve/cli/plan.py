@@ -27,9 +27,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="the plan as one JSON object")] = False,
 ) -> int:
     """Show what would run where on this machine: GPUs, memory, KV capacity, the most requests at once, ports, every
-    vLLM argument and where it came from. Reads the model's config.json and safetensors index; loads no weights,
-    starts nothing. Of weights that are not here the size is estimated from config.json. Exit code 0 where the graph
-    fits, 2 with the reasons where `pdserve serve` would refuse it, 3 where it cannot be said.
+    vLLM argument and where it came from. Without --gpus also what is in the way now: busy ports, a full disk. Reads the
+    model's config.json and safetensors index; loads no weights, starts nothing. Of weights that are not here the size
+    is estimated from config.json. Exit code 0 where the graph fits, 2 with the reasons where `pdserve serve` would
+    refuse it, 3 where it cannot be said.
 
     examples:
       pdserve plan -f graph.yaml
@@ -37,12 +38,15 @@ def plan(
       pdserve plan --explain                       how its layers' KV is kept and moved, and by which ranks
       pdserve plan --json | jq .workers
     """
+    from dataclasses import replace
+
     from pdserve.config.load import load
     from pdserve.errors import ConfigError
     from pdserve.observe.tables import show
     from pdserve.plan.machine import Machine, what_if
     from pdserve.plan.plan import make_plan
     from pdserve.plan.render import plan_as_dict, render
+    from pdserve.supervisor.checks import refusals
 
     machine = Machine.detect()
     machine = what_if(gpus, machine) if gpus else machine
@@ -50,6 +54,9 @@ def plan(
         found = make_plan(load(file), machine)
     elif not (found := make_plan(load(file), machine, roles={role}, index=0)).slots:
         raise ConfigError([f"{file} has no {role.value}: name another --role."])
+    if not machine.imagined:
+        now = (text for _, text in refusals(found.config, found.slots))
+        found = replace(found, problems=(*found.problems, *now))
     if as_json:
         print(json.dumps(plan_as_dict(found), indent=2))
     else:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve import clock
-from pdserve.cli.find import GraphAddress, GraphView, find_graph, view_of
+from pdserve.cli.find import GraphAddress, GraphView, find_graph, running_here, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.observe.graph_state import (
     WAITS,
@@ -44,7 +44,8 @@ from pdserve.observe.problems import (
 )
 from pdserve.observe.tables import show, table
 from pdserve.records import Instance
-from pdserve.watch import Connections, Watched
+from pdserve.supervisor.state import GraphRecord
+from pdserve.watch import Connections, Outage, Watched
 
 AGAIN = 1.0
 """seconds between two looks at all processes, at least"""
@@ -83,7 +84,7 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     async with view_of(graph) as view:
         if watch:
             await _watch(view, graph, as_json or not sys.stdout.isatty())
-        state = await anext(_states(view, graph.etcd))
+        state = await anext(_states(view, graph))
         if as_json:
             print(json.dumps(as_dict(state, graph), indent=2))
         else:
@@ -99,24 +100,33 @@ async def _watch(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     logging.getLogger().addHandler(logging.NullHandler())  # what warnings say is among the problems
     with nullcontext() if as_json else Live(screen=True, auto_refresh=False) as screen:
-        async for state in _states(view, graph.etcd):
+        async for state in _states(view, graph):
             if screen is None:
                 print(json.dumps(as_dict(state, graph)), flush=True)
             else:
                 screen.update(render(state, graph), refresh=True)
 
 
-async def _states(view: GraphView, etcd: str) -> AsyncIterator[GraphState]:
+async def _states(view: GraphView, graph: GraphAddress) -> AsyncIterator[GraphState]:
     """A state each `AGAIN` seconds, for ever."""
     own = Connections()
-    own.add("etcd", etcd, view.connected)
+    own.add("etcd", graph.etcd, view.connected)
     while True:
         began = time.monotonic()
         registered = view.snapshot()
         watched = await read_watched(registered.instances)
-        watched["this command"] = Watched(outages=own.outages())
+        outages = [msgspec.structs.replace(each, why=view.refusal()) for each in own.outages()]
+        watched["this command"] = Watched(outages=outages)
+        if serve := running_here(graph):
+            watched["the supervisor"] = Watched(outages=_servers_down(serve))
         yield graph_state(*registered, watched)
         await asyncio.sleep(began + AGAIN - time.monotonic())
+
+
+def _servers_down(serve: GraphRecord) -> list[Outage]:
+    """The graph's own servers that its supervisor starts again."""
+    servers = {"nats": ("NATS", serve.nats.rpartition("://")[2]), "etcd": ("etcd", serve.etcd)}
+    return [Outage(*servers[name], 0.0, how) for name, how in serve.down.items() if how]
 
 
 def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:

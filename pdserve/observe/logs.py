@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,6 +193,14 @@ def parse(raw: str, name: str) -> LogLine:
             return LogLine(time_, _LETTERS[level], own_name, logger, message)
         except (ValueError, LookupError, TypeError):  # JSON that is no record of ours
             pass
+    if raw.startswith('{"level":'):  # etcd's
+        with suppress(ValueError, LookupError, TypeError):
+            record = json.loads(raw)
+            message = ": ".join(filter(None, (record["msg"], record.get("error"))))
+            level = _LETTERS.get(
+                record["level"].replace("warn", "warning"), "E"
+            )  # beside these: panic, fatal
+            return LogLine(stamp(), level, name, "", message)
     return LogLine(stamp(), _guess_level(raw), name, "", raw)
 
 

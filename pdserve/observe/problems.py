@@ -128,15 +128,19 @@ def _silent(node: Node) -> Node:
 def _outages(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
     by_id = {node.instance.id: node for node in processes if node.instance}
     lost: defaultdict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
+    whys: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for watcher, outages in state.outages.items():
         node = by_id.get(watcher)
         for outage in outages:
             without = _WITHOUT_QUEUE if outage.server == "NATS" else _WITHOUT_REGISTRY
             lost[outage.server, outage.address, without][node.name if node else watcher] = outage.seconds
+            whys[outage.server, outage.address, without] |= {outage.why} - {""}
     for (server, address, without), seconds in lost.items():
         at = f" at {address}" if address else ""
         whom = ", ".join(seconds) if len(seconds) <= 3 else f"{len(seconds)} processes"
-        text = f"{server}{at} does not answer {whom}: {without} until it is back"
+        why = "; ".join(sorted(whys[server, address, without]))
+        text = f"{server}{at} does not {'serve' if why else 'answer'} {whom}{f' ({why})' * bool(why)}: {without} until "
+        text += "it does" if why else "it is back"
         yield Problem("bad", text, ["queue"] * (without is _WITHOUT_QUEUE), max(seconds.values()))
 
 

@@ -39,6 +39,11 @@ class Registry(Lifetime):
     @abstractmethod
     def connected(self) -> bool: ...
 
+    @property
+    def refusal(self) -> str:
+        """What the server answers, where it answers and serves no new process all the same; else empty."""
+        return ""
+
     @abstractmethod
     async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
         """Write a key. For an unleased key (a setting) raises RegistryUnavailable during an outage, if the server

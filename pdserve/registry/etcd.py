@@ -22,7 +22,7 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.ports import servers_of
 from pdserve.registry.base import Change, Registry, apply, difference
-from pdserve.registry.etcd_session import UNMET, EtcdSession, SessionLost, channel_credentials
+from pdserve.registry.etcd_session import FULL, UNMET, EtcdSession, SessionLost, channel_credentials
 from pdserve.tasks import Owner, asked_to_stop
 
 log = logging.getLogger(__name__)
@@ -97,9 +97,18 @@ class EtcdRegistry(Registry):
                 await self._live_session()
         except TimeoutError:
             if not self.patient:
-                raise RegistryUnavailable(f"no etcd answers at {self._address}{self._cause}") from None
-            log.warning("no etcd answers at %s; waiting for it%s", self._address, self._cause)
+                raise RegistryUnavailable(self._silence(self._cause)) from None
+            log.warning("%s", self._silence(f"; waiting for it{self._cause}"))
             await self._live_session()
+
+    def _silence(self, why: str) -> str:
+        if self.refusal:
+            return f"etcd at {self._address} serves no new process: {self.refusal}"
+        return f"no etcd answers at {self._address}{why}"
+
+    @property
+    def refusal(self) -> str:
+        return FULL if FULL in self._cause else ""
 
     @property
     def connected(self) -> bool:
@@ -242,7 +251,7 @@ class EtcdRegistry(Registry):
                 if not await session.holds(self._root + key, value):
                     await self._write(session, key)
             self._deleted.clear()
-            self._session, self._lease = session, session.lease
+            self._session, self._lease, self._cause = session, session.lease, ""
         log.info("etcd at %s answers, %d keys registered", session.target, len(self._leased))
         async with self._session_made:
             self._session_made.notify_all()

@@ -34,6 +34,11 @@ _REFUSALS = (rpc.StatusCode.INVALID_ARGUMENT, rpc.StatusCode.RESOURCE_EXHAUSTED)
 """of a value: by etcd for its size, by gRPC for the message's, and by an etcd that is full or has too much to do"""
 
 
+FULL = (
+    "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION` and `etcdctl defrag`, then "
+    "`etcdctl alarm disarm`"
+)
+"""what a full etcd answers to writes and new leases, also once it has space, until the alarm is disarmed"""
 UNMET = "what it depends on has changed"
 """why a write that has a condition was not carried out"""
 
@@ -232,6 +237,8 @@ async def _refusal(put: Awaitable[Any]) -> str:
 
 def _say(error: BaseException) -> str:
     details = error.details() if isinstance(error, rpc.AioRpcError) else str(error)
+    if details and "database space exceeded" in details:
+        return FULL
     return (details or type(error).__name__).partition("\n")[0]
 
 

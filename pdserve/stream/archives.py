@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import logging
+import os
 import shutil
 import tarfile
 import tempfile
@@ -106,6 +107,7 @@ def unpack(archive: bytes, folder: Path) -> Path:
             if sum(member.size for member in tar) > MAX_ARCHIVE:
                 raise Unavailable(TOO_LARGE)
             tar.extractall(fresh, filter="data")
+        os.sync()  # the files are on the disk before their folder has the name by which it is found again
         _move(fresh, target)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise Unavailable(f"the model archive cannot be unpacked: {error}") from error

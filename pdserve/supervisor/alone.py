@@ -34,8 +34,10 @@ _SHOWS_ITS_THREADS = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _FROM_TERMINAL = 0x80
 """`si_code` of a signal that the kernel sent to the whole foreground group"""
-_LONGEST_FOLDER = 60
-"""bytes; vLLM adds a name, and the path of a socket has 107 at most"""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""environment variable: the folder in which vLLM makes its sockets"""
+_LONGEST = 107 - len("/pdserve-12345678/123e4567-e89b-12d3-a456-426614174000")
+"""bytes of the folder above it: the path of a socket has 107 at most"""
 
 
 def run_alone(role: Callable[[Callable[[bytes], None]], int]) -> int:
@@ -44,7 +46,8 @@ def run_alone(role: Callable[[Callable[[bytes], None]], int]) -> int:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPPERS, signal.SIGCHLD})
     allow_many_files()
     adopt_orphans()
-    folder, parent = _sockets(), os.getpid()
+    folder, parent = "" if os.environ.get(SOCKETS) else make_sockets_folder(), os.getpid()
+    os.environ.setdefault(SOCKETS, folder)
     heard, shown = os.pipe()
     if (child := os.fork()) == 0:
         os.close(heard)
@@ -75,14 +78,14 @@ def allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _sockets() -> str | None:
-    """Make a folder for the sockets of the role's engine, which only this user can enter; None where there is one."""
-    if os.environ.get("VLLM_RPC_BASE_PATH"):
-        return None
-    above = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="pdserve-", dir=above if len(above) < _LONGEST_FOLDER else "/tmp")
-    os.environ["VLLM_RPC_BASE_PATH"] = folder
-    return folder
+def make_sockets_folder(state_dir: str = "") -> str:
+    """Make a folder for the sockets of one role's engine, which only this user can enter: in the state directory, or in
+    the temporary folder or /tmp where the paths would be too long, or the disk is full. Raises OSError."""
+    for above, prefix in ((state_dir, "sockets-"), (tempfile.gettempdir(), "pdserve-")):
+        with suppress(OSError):
+            if above and len(os.fsencode(above)) <= _LONGEST:
+                return tempfile.mkdtemp(prefix=prefix, dir=above)
+    return tempfile.mkdtemp(prefix="pdserve-", dir="/tmp")
 
 
 def _show(shown: int, sign: bytes) -> None:

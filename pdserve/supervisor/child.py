@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
@@ -64,7 +65,8 @@ class Exit:
         """Its last lines without noise; none for a child that was killed, which had no time to log why."""
         if self.code == -signal.SIGKILL:
             return []
-        lines = [logs.parse(raw, "") for raw in self.last_lines]
+        said = takewhile(lambda raw: not raw.startswith("goroutine "), self.last_lines)  # a stack of Go
+        lines = [logs.parse(raw, "") for raw in said]
         return [line for line in lines if not line.noise and line.message.strip()]
 
     def __str__(self) -> str:

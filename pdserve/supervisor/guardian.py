@@ -119,6 +119,11 @@ def groups_of(run: str) -> dict[int, int]:
     return groups
 
 
+def began(pid: int) -> int:
+    """When the process started, in ticks since boot: with the pid, it is of no other process. 0: there is none."""
+    return _stat(pid)[2]
+
+
 def _stat(pid: int) -> tuple[str, int, int]:
     """State, process group and start time (ticks since boot); `X` and zeros for a process that does not exist."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:

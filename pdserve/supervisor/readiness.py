@@ -42,7 +42,7 @@ class RegisteredInstances:
     def __init__(self, registry: Registry, view: RegistryView, host: str, leaving: float = 0.0) -> None:
         """`host` is this machine, for the reports. `leaving` are the seconds that a process may go on after it removed
         its instance (a frontend that drains)."""
-        self._registry = registry
+        self.registry = registry
         self.view = view
         self._host = host
         self._patience = MISSING + leaving
@@ -61,7 +61,7 @@ class RegisteredInstances:
 
         async def registered() -> bool:
             listed = any(each.id == instance.id for each in self.view.instances())
-            return listed or not self._registry.connected
+            return listed or not self.registry.connected
 
         return await until_unhealthy(registered, CHECK_EVERY, self._patience)
 
@@ -69,16 +69,16 @@ class RegisteredInstances:
         """Remove the instance and the card of a dead process, so that other processes need not wait for its lease to
         expire."""
         try:
-            await self._registry.delete(keys.instance(instance))
+            await self.registry.delete(keys.instance(instance))
             if instance.model:
-                await self._registry.delete(keys.card(instance.model, instance.id))
+                await self.registry.delete(keys.card(instance.model, instance.id))
         except RegistryUnavailable:
             log.debug("%s stays listed until its lease runs out: etcd is away", instance.id)
 
     async def report(self, state: SlotState) -> None:
         """Publish the state of a process."""
         state = msgspec.structs.replace(state, host=self._host)
-        await self._registry.put(keys.slot(state), encode_record(state))
+        await self.registry.put(keys.slot(state), encode_record(state))
 
 
 async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:

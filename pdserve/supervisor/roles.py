@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pdserve.graph import BOOT_VARIABLE, GRAPH, ProcessSpec
 from pdserve.process.presence import instance_id, new_boot
 from pdserve.process.signals import SUPERVISOR_DIED
 from pdserve.records import Instance, Role, SlotState
+from pdserve.supervisor.alone import SOCKETS, make_sockets_folder
 from pdserve.supervisor.child import Child, Exit
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.output import ProcessOutput
@@ -45,6 +47,8 @@ class SupervisedRole(SupervisedProcess):
     drains_within: float
     instance: Instance | None = None
     _instance_id: str = ""
+    _sockets: str = ""
+    """folder of the sockets of its engine"""
 
     @property
     def name(self) -> str:
@@ -65,12 +69,14 @@ class SupervisedRole(SupervisedProcess):
 
     def spawn(self) -> Child:
         boot = new_boot()
+        self._remove_sockets()
+        self._sockets = make_sockets_folder(self.spec.env.get(SOCKETS, ""))
         self.instance, self._instance_id = None, instance_id(self.name, boot)
         return Child(
             self.name,
             self.spec.command,
             self.on_line,
-            env={**self.spec.env, BOOT_VARIABLE: boot},
+            env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS: self._sockets},
             guardian=self.guardian,
             wave=self.wave,
             # The guardian then stops it in its turn; if the guardian is gone too, the role ends by itself.
@@ -84,7 +90,11 @@ class SupervisedRole(SupervisedProcess):
         seconds = await self.instances.until_missing(self.instance)
         return f"its process {child.pid} lives, but has been missing in etcd for {seconds:g} s"
 
+    def _remove_sockets(self) -> None:
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
     async def ended(self, exit_: Exit) -> None:
+        self._remove_sockets()
         if self.instance and exit_.code:
             await self.instances.remove(self.instance)
 

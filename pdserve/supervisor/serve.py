@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 from pdserve.command import command
 from pdserve.config.api_keys import VARIABLE
@@ -20,13 +19,14 @@ from pdserve.plan.slots import Slot, start_commands
 from pdserve.process.signals import STOPPERS, Stops
 from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
-from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
-from pdserve.supervisor.alone import allow_many_files
+from pdserve.supervisor.alone import SOCKETS, allow_many_files
 from pdserve.supervisor.checks import held_ports
 from pdserve.supervisor.embedded import embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
+from pdserve.supervisor.guardian import began
+from pdserve.supervisor.kept_keys import KeptKeys
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_ready
 from pdserve.supervisor.restarts import CannotStart, RestartPolicy
@@ -84,15 +84,16 @@ async def _serve(
         tasks.forever(guardian.keep, "guardian")
         tasks.forever(folder.look_after, "state directory")
         credentials = _credentials(config, folder)
-        urls = await stack.enter_async_context(embedded_servers(config, guardian, policy, credentials))
+        kept = KeptKeys(folder, config, credentials)
+        servers = embedded_servers(config, folder, guardian, policy, credentials, kept)
+        urls = await stack.enter_async_context(servers)
         graph = _record(config, urls, credentials)
         registered = await _registered_instances(stack, graph, config, credentials)
         folder.record(graph)
         tasks.forever(partial(folder.keep_known, registered.view), "known processes")
-        sockets = stack.enter_context(folder.sockets())
-        specs = [
-            process_spec(slot, config.path, _environment(slot, config, graph, sockets)) for slot in slots
-        ]
+        if config.etcd is None:
+            tasks.forever(partial(kept.follow, registered.registry), "kept keys")
+        specs = [process_spec(slot, config.path, _environment(slot, config, graph)) for slot in slots]
         roles = RoleSupervisor(specs, registered, output, guardian, policy, patience)
         _on_stop_signals(roles.stop)
 
@@ -121,24 +122,11 @@ async def _registered_instances(
 ) -> RegisteredInstances:
     try:
         registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace, credentials))
-        if config.etcd is None:
-            await _drop_settings_of_another_file(registry, str(config.path.resolve()))
         followed = (keys.INSTANCES, keys.SLOTS, keys.CARDS, keys.SETTINGS)
         view = await stack.enter_async_context(RegistryView(registry, *followed))
     except RegistryUnavailable as error:
         raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
     return RegisteredInstances(registry, view, config.host, config.drain_timeout)
-
-
-async def _drop_settings_of_another_file(registry: Registry, file: str) -> None:
-    """The data of the graph's own etcd outlive the graph, and what `pdserve set` wrote with them. That stays where the
-    same file is served again, and means nothing to another one."""
-    before = (await registry.read(keys.FILE)).get(keys.FILE, b"").decode(errors="replace")
-    for key, value in (await registry.read(keys.SETTINGS) if before != file else {}).items():
-        setting = f"{key.removeprefix(keys.SETTINGS)}={value.decode(errors='replace')}"
-        log.warning("live setting %s dropped: it was set on %s", setting, before or "another file")
-        await registry.delete(key)
-    await registry.put(keys.FILE, file.encode(), leased=False)
 
 
 def _record(
@@ -153,17 +141,18 @@ def _record(
         nats=config.nats or embedded["nats"],
         url=config.url,
         credentials=str(credentials.folder) if credentials else "",
+        began=began(os.getpid()),
     )
 
 
-def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> dict[str, str]:
+def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[str, str]:
     return {
         **to_environment(graph.serving(config), slot),
         # One record per line, tracebacks included; the supervisor shows them as the user wants them.
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
-        "VLLM_RPC_BASE_PATH": str(sockets),
+        SOCKETS: str(config.state_dir),  # each process gets a folder of its own there
         "PYTHONUNBUFFERED": "1",
         **({} if slot.role is Role.FRONTEND else {VARIABLE: ""}),  # not for workers
     }

@@ -5,26 +5,24 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import secrets
+import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError
 from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.supervisor.exits import family
-from pdserve.supervisor.guardian import alive, groups_of, stop_in_waves
+from pdserve.supervisor.guardian import alive, began, groups_of, stop_in_waves
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +31,6 @@ KNOWN_EVERY = 1.0
 LOOK_EVERY = 0.5
 """seconds between two looks at what the graph needs of the folder: less than a restart waits"""
 _LOCK, _RECORD, _KNOWN, _CREDENTIALS = "lock", "graph.json", "known.json", "credentials"
-_LONGEST_FOLDER = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
-"""bytes, before the names that vLLM gives its sockets"""
 
 
 class GraphRecord(msgspec.Struct, frozen=True):
@@ -51,6 +47,10 @@ class GraphRecord(msgspec.Struct, frozen=True):
     """of its frontends; empty without any"""
     credentials: str = ""
     """folder; empty without any"""
+    down: dict[str, str] = {}
+    """by its own server (`nats`, `etcd`) that has ended: how; empty: it is ready again"""
+    began: int = 0
+    """start time of the supervisor: after a power cut its pid may be another process's; 0: unknown"""
 
     def load_credentials(self) -> Credentials | None:
         """Raises ConfigError."""
@@ -76,6 +76,8 @@ def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
         raise _unusable(state_dir, error) from error
     try:
         _stop_leftovers(*_holder(state_dir), patience)
+        for sockets in state_dir.glob("sockets-*"):
+            shutil.rmtree(sockets, ignore_errors=True)
         folder.mend()
         yield folder
     finally:
@@ -96,7 +98,7 @@ class StateFolder:
         self.run = secrets.token_hex(8)
         """marks the processes of this graph, until the next one (see `guardian.groups_of`)"""
         self._files: dict[Path, bytes] = {}
-        self._folders: list[Path] = []
+        self._graph: GraphRecord | None = None
         self._problem = ""
 
     def fresh_credentials(self) -> Credentials:
@@ -111,27 +113,20 @@ class StateFolder:
 
     def record(self, graph: GraphRecord) -> None:
         """Write the record. Raises ConfigError."""
+        self._graph = graph
         self._files[self.path / _RECORD] = write(self.path, graph)
 
-    @contextlib.contextmanager
-    def sockets(self) -> Iterator[Path]:
-        """Yield a folder for the sockets of this graph's engines, without what killed engines left there, and
-        removed afterwards. It is in the state directory, or in the temporary folder or /tmp where the path of a socket
-        would exceed 107 bytes. Raises ConfigError where it cannot be used."""
-        digest = hashlib.blake2s(os.fsencode(self.path), digest_size=6).hexdigest()
-        name = f"pdserve-{os.getuid()}-{digest}"
-        folders = [self.path / "sockets", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
-        folder = next((path for path in folders if len(os.fsencode(path)) <= _LONGEST_FOLDER), folders[-1])
-        _empty(folder)
-        self._folders.append(folder)
-        try:
-            yield folder
-        finally:
-            self._folders.remove(folder)
-            if self._ours():
-                with contextlib.suppress(ConfigError, OSError):
-                    _empty(folder)
-                    folder.rmdir()
+    def server_changed(self, name: str, how: str) -> None:
+        """Add to the record's `down`."""
+        if self._graph:
+            self._graph = msgspec.structs.replace(self._graph, down=self._graph.down | {name: how})
+            self.keep(_RECORD, msgspec.json.encode(self._graph))
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Write a file that stays; where that fails, `mend` tries again."""
+        self._files[self.path / name] = data
+        with contextlib.suppress(OSError):
+            _write(self.path / name, data)
 
     async def look_after(self) -> None:
         """Mend the folder again and again; never returns."""
@@ -152,9 +147,6 @@ class StateFolder:
         if not self._ours():
             self._lock_again()
         _note_run(self.path / _LOCK, f"{os.getpid()} {self.run}")
-        for folder in self._folders:
-            if _make_own(folder):
-                log.warning("%s had vanished: made anew", folder)
         for path, data in self._files.items():
             if not _holds(path, data):
                 make_private(path.parent)
@@ -165,7 +157,7 @@ class StateFolder:
         """Write down what is registered, for commands while etcd does not answer; never returns."""
         async for _ in view.changes():
             with contextlib.suppress(OSError):  # the next change writes it again
-                _write(self.path / _KNOWN, msgspec.json.encode(view.snapshot()))
+                await asyncio.to_thread(_write, self.path / _KNOWN, msgspec.json.encode(view.snapshot()))
             await asyncio.sleep(KNOWN_EVERY)
 
     def leave(self) -> None:
@@ -285,37 +277,18 @@ def _holds(path: Path, data: bytes) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read, whole or not at all. Raises OSError."""
+    """Write a file that only this user can read, whole or not at all, also after a power cut. Raises OSError."""
     fresh = path.with_name(f"{path.name}.new")
     try:
         with open(fresh, "wb", opener=private) as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         fresh.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
-
-
-def _empty(folder: Path) -> None:
-    """Make or empty the folder. Raises ConfigError."""
-    try:
-        _make_own(folder)
-        for entry in folder.iterdir():
-            entry.unlink()
-    except OSError as error:
-        raise _unusable(folder, error) from error
-
-
-def _make_own(folder: Path) -> bool:
-    """Make the folder where it does not exist; return whether it was made. Raises OSError, and ConfigError where
-    another user made it, which is possible in /tmp."""
-    fresh = not folder.exists()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    made = folder.lstat()
-    if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.getuid():
-        raise ConfigError([f"{folder} belongs to another user: remove it, or set another state directory."])
-    return fresh
 
 
 def _unusable(state_dir: Path, error: OSError) -> ConfigError:
@@ -340,7 +313,7 @@ def read(state_dir: Path) -> GraphRecord | None:
         graph = msgspec.json.decode((state_dir / _RECORD).read_bytes(), type=GraphRecord)
     except (OSError, msgspec.MsgspecError):
         return None
-    return graph if psutil.pid_exists(graph.pid) else None
+    return graph if alive(graph.pid) and graph.began in (0, began(graph.pid)) else None
 
 
 def read_known(state_dir: Path) -> Snapshot | None:

@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 SHARES = (
     (4, "kill,garbage,nats-cut,etcd-cut,mixed,state,keys"),
-    (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,disk,unread,batch"),
+    (
+        4,
+        "prefill-hang,decode-hang,nats-hang,etcd-hang,damage,drain,all-prefill-hang,poison,disk,unread,batch",
+    ),
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
 )
 """of a graph each: `write-timeout`, to be longer than a frontend is away, and the faults. 200 unread streams take all

@@ -54,7 +54,7 @@ LEADERS = [f"etcd-leader-{how}" for how in ("kill", "hang", "cut")]
     ("faults", "only", "names"),
     [
         (FAULTS, "etcd-hang, decode-kill", ["etcd-hang", "decode-kill"]),
-        (FAULTS, "nats-hang,nats", ["nats-hang", "nats-kill", "nats-cut", "nats-lose"]),
+        (FAULTS, "nats-hang,nats", ["nats-hang", "nats-kill", "nats-cut", "nats-damage"]),
         (FAULTS, "drain", ["rolling", "frontend-drain"]),
         (FAULTS, "clock", ["clock-prefill", "clock-decode", "clock-frontend"]),
         (FAULTS, "cut", ["prefill-cut", "decode-cut", "nats-cut", "etcd-cut", "frontend-cut"]),
@@ -175,16 +175,17 @@ async def test_a_victim_that_has_ended_cannot_be_harmed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
-async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], tmp_path: Path) -> None:
+async def test_a_server_does_not_start_on_its_damaged_files(
+    kind: type[EmbeddedServer], tmp_path: Path
+) -> None:
     async with kind(tmp_path) as server:
-        (server.data_dir / "something").mkdir()
-        for time in (1, 2):
-            async with injected(Harm.LOSE, [Victim(kind.name, pid_of(server))], os.getpid(), tmp_path):
-                assert server.child
-                assert (await server.child.wait()).code == -9
-            assert [path.name for path in server.data_dir.iterdir()] == []
+        async with injected(Harm.DAMAGE, [Victim(kind.name, pid_of(server))], os.getpid(), tmp_path):
+            assert server.child
+            assert (await server.child.wait()).code == -9
+        with pytest.raises(ConfigError):
             await restart(server)
-            assert len(list((tmp_path / f"{kind.name}-lost").iterdir())) > time
+        server.clear()
+        await restart(server)
 
 
 @pytest.fixture

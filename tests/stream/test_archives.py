@@ -43,6 +43,17 @@ def test_everything_but_the_weights_arrives(folder: Path, tmp_path: Path) -> Non
     assert (there / "config.json").read_text() == "config.json"
 
 
+def test_a_power_cut_leaves_no_folder_whose_files_are_not_on_the_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be taken for the model for ever."""
+    synced: list[list[Path]] = []
+    monkeypatch.setattr(os, "sync", lambda: synced.append(list((tmp_path / "there").glob("*/config.json"))))
+    there = unpack(pack_model(folder), tmp_path / "there")
+    ((before,),) = synced
+    assert before.parent != there
+
+
 def test_the_same_files_give_the_same_archive(folder: Path) -> None:
     before = pack_model(folder)
     os.utime(folder / "config.json", (1, 1))

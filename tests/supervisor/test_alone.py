@@ -2,18 +2,22 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 
 from pdserve.process.signals import DRAINS, SERVES, STARTS
+from pdserve.supervisor import alone
 from tests.conditions import until
 from tests.terminal import Terminal
 
@@ -80,6 +84,25 @@ def running(role: str, **env: str) -> Iterator["subprocess.Popen[str]"]:
 def line(process: "subprocess.Popen[str]") -> list[str]:
     assert process.stdout is not None
     return process.stdout.readline().split()
+
+
+def test_paths_of_sockets_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the state directory and the temporary folder are; on a full disk, too."""
+    with TemporaryDirectory(dir="/tmp") as short:
+        long = Path(short, "a-long-name" * 5)
+        long.mkdir()
+        for state_dir, temp, above in (
+            (short, str(long), short),
+            (str(long), short, short),
+            (f"{short}/missing", short, short),
+            (str(long), str(long), "/tmp"),
+        ):
+            monkeypatch.setattr(tempfile, "tempdir", temp)
+            folder = Path(alone.make_sockets_folder(state_dir))
+            assert (str(folder.parent), folder.stat().st_mode & 0o777) == (above, 0o700)
+            with socket.socket(socket.AF_UNIX) as longest:
+                longest.bind(str(folder / "123e4567-e89b-12d3-a456-426614174000"))
+            shutil.rmtree(folder)
 
 
 async def test_ctrl_c_comes_once() -> None:

@@ -2,21 +2,28 @@ import asyncio
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
+from pdserve_bench.chaos.faults import damage
 
+from pdserve import queue, registry
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.ports import port_holder
-from pdserve.supervisor import embedded
+from pdserve.supervisor import embedded, state
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, embedded_servers
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.guardian import alive
-from pdserve.supervisor.restarts import RestartLoop
+from pdserve.supervisor.kept_keys import KeptKeys
+from pdserve.supervisor.restarts import ProcessState, RestartLoop
 from tests.conditions import until
-from tests.servers import kill, pid_of, restart
+from tests.full_disk import small_disk
+from tests.queue.requests import publish
+from tests.servers import SmallEtcd, kill, pid_of, restart
 from tests.supervisor.fakes import QUICK
 
 
@@ -29,12 +36,63 @@ async def test_names_the_process_that_holds_the_port(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
 async def test_a_server_that_cannot_start_says_why(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     server = kind(tmp_path)
-    server.data_dir.mkdir()
+    server.data_dir.mkdir(parents=True)
     for name in ("jetstream", "data"):
         (server.data_dir / name).write_text("a file where the server wants a folder")
-    with pytest.raises(ConfigError, match=r"ended while starting: .*more in "):
+    with pytest.raises(ConfigError, match=r"ended while starting: .*(not a directory).*more in "):
         await server.start()
     assert server.child is None
+
+
+async def test_an_etcd_without_space_says_so_and_not_where_it_was_in_its_code(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk, pytest.raises(ConfigError) as caught:
+        await EmbeddedEtcd(disk.path).start()
+    assert "failed to create WAL: no space left on device (more in " in str(caught.value)
+
+
+async def test_damaged_data_keep_no_server_from_starting(
+    tmp_path: Path, credentials: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start of `serve` and at a restart; all that has no lease is in etcd again."""
+    config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path)
+    for kind in (EmbeddedNats, EmbeddedEtcd):
+        async with kind(tmp_path, credentials=credentials) as server:
+            await kill(server)
+            damage(server.data_dir)
+
+    async def works(urls: dict[str, str]) -> dict[str, bytes]:
+        async with (
+            registry.connect(urls["etcd"], "pdserve", credentials) as etcd,
+            queue.connect(urls["nats"], "pdserve", "m", credentials) as prompts,
+        ):
+            await publish(prompts, "a")
+            await etcd.put("settings/b", b"2", leased=False)
+            return await etcd.read("")
+
+    with Guardian(patience=1) as guardian, state.locked(tmp_path) as folder:
+        folder.keep("settings.json", f'{{"file": "{config.path}", "settings/a": "1"}}'.encode())
+        folder.record(state.GraphRecord(os.getpid(), "", "m", "pdserve", "", ""))
+        kept = KeptKeys(folder, config, credentials)
+        servers = embedded_servers(config, folder, guardian, QUICK, credentials, kept)
+        async with servers as urls:
+            assert (await works(urls))["settings/a"] == b"1"
+            for name in urls:
+                process = _process(urls[name])
+                process.suspend()  # so that it starts again after the damage
+                damage(tmp_path / "servers" / name)
+                process.kill()
+                await until(partial(_logged, caplog, f"{name} is back at"))
+            assert (await works(urls))["settings/a"] == b"1"
+    assert not (tmp_path / "servers/etcd").exists(), "nothing of it is left"
+
+
+def _logged(caplog: pytest.LogCaptureFixture, text: str) -> bool:
+    return text in caplog.text
+
+
+def _process(url: str) -> psutil.Process:
+    holder = port_holder("127.0.0.1", int(url.rpartition(":")[2])) or ""
+    return psutil.Process(int(holder.partition("(pid ")[2].removesuffix(")")))
 
 
 @pytest.mark.parametrize("name", ["nats", "etcd"])
@@ -50,23 +108,39 @@ async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
     others = {other: "not ours" for other in ("nats", "etcd") if other != name}
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path, **others)  # type: ignore[arg-type]
 
-    def pid() -> int:
-        holder = port_holder("127.0.0.1", int(urls[name].rpartition(":")[2])) or ""
-        return int(holder.partition("(pid ")[2].removesuffix(")"))
-
-    with Guardian(patience=1) as guardian:
-        async with embedded_servers(config, guardian, QUICK, credentials) as urls:
+    with Guardian(patience=1) as guardian, state.locked(tmp_path) as folder:
+        async with embedded_servers(config, folder, guardian, QUICK, credentials) as urls:
             assert list(urls) == [name]
-            os.kill(pid(), signal.SIGKILL)
+            os.kill(_process(urls[name]).pid, signal.SIGKILL)
             await until(lambda: "is back at" in caplog.text)
-            second = pid()
+            second = _process(urls[name]).pid
             os.kill(second, signal.SIGSTOP)
             await until(lambda: not alive(second))
             await until(lambda: caplog.text.count(f"{name} is back at {urls[name]}") >= 2)
-            assert f"{name} hangs: it has answered nothing for" in caplog.text
-            third = pid()
+            assert f"{name} hangs: no healthy answer for" in caplog.text
+            third = _process(urls[name]).pid
             assert alive(third)
         assert not alive(third)
+
+
+async def test_an_etcd_that_was_over_its_quota_is_restarted_without_the_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    etcd = SmallEtcd(tmp_path)
+    loop = RestartLoop(etcd, QUICK, lambda _: None, await etcd.start())
+    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_EVERY": 0.1}.items():
+        monkeypatch.setattr(embedded, constant, seconds)
+    running = asyncio.create_task(loop.run())
+    await until(lambda: loop.state is ProcessState.READY)
+    await etcd.fill_up()
+    await until(lambda: "etcd ended" in caplog.text and loop.state is ProcessState.READY)
+    assert (
+        'etcd hangs: no healthy answer for 0.3 s ({"health":"false","reason":"ALARM NOSPACE"}' in caplog.text
+    )
+    async with registry.connect(etcd.url, "pdserve") as joined:
+        await joined.put("settings/a", b"1", leased=False)
+    await loop.stop(5)
+    await running
 
 
 class _Mute(EmbeddedNats):

@@ -3,7 +3,9 @@ import os
 import signal
 from dataclasses import replace
 from functools import partial
+from glob import glob
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -63,6 +65,27 @@ async def test_a_role_that_does_not_start_again_is_tried_for_ever_and_reported(t
         assert said.cause == "no memory here"
         assert "no memory" not in str(said), "a log line may name what is no other process's business"
         assert _last_report(graph, "decode-0").ready
+
+
+SOCKET = f"""
+    import os, time
+    open(os.environ["VLLM_RPC_BASE_PATH"] + "/" + os.environ["PDSERVE_BOOT"], "w").close()
+    {UP}
+"""
+
+
+async def test_the_sockets_of_a_killed_engine_are_gone_before_it_is_back(tmp_path: Path) -> None:
+    """Those of the others stay, until their end."""
+    with TemporaryDirectory(dir="/tmp") as short:
+        specs = [fake(SOCKET, index=index, VLLM_RPC_BASE_PATH=short) for index in range(2)]
+        async with Graph(tmp_path, *specs) as graph:
+            await graph.up(2)
+            left = glob(f"{short}/sockets-*/*")
+            os.kill(graph.pids()[0], signal.SIGKILL)
+            await graph.up(3)
+            now = glob(f"{short}/sockets-*/*")
+            assert (len(left), len(now), len({*left} & {*now})) == (2, 2, 1)
+        assert os.listdir(short) == []
 
 
 async def test_ready_without_a_role_that_does_not_start(

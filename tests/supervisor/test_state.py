@@ -3,11 +3,9 @@ import errno
 import fcntl
 import os
 import shutil
-import socket
 import stat
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,8 @@ from msgspec.structs import replace
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.supervisor import state
+from pdserve.supervisor.alone import make_sockets_folder
+from pdserve.supervisor.guardian import began
 from tests.conditions import until
 
 GRAPH = state.GraphRecord(
@@ -67,52 +67,19 @@ def test_the_record_counts_as_long_as_the_graph_lives_and_it_is_whole(tmp_path: 
     dead.wait()
     state.write(tmp_path, replace(GRAPH, pid=dead.pid))
     assert state.read(tmp_path) is None
-    for content in ("", "{}", "not json", '{"pid": "x"}'):
+    state.write(tmp_path, replace(GRAPH, began=began(os.getpid())))
+    assert state.read(tmp_path) is not None
+    state.write(tmp_path, replace(GRAPH, began=1))
+    assert state.read(tmp_path) is None, "the pid is another process's by now"
+    for content in ("", "\0" * 100, "{}", "not json", '{"pid": "x"}'):
         (tmp_path / "graph.json").write_text(content)
         assert state.read(tmp_path) is None
 
 
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """Short enough for sockets, which pytest's own folders may not be."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
-@pytest.mark.parametrize("long_temp", [False, True])
-@pytest.mark.parametrize("depth", [1, 8], ids=["short", "too long for a socket"])
-def test_the_folder_for_sockets_is_empty_at_first_and_removed_in_the_end(
-    short_path: Path, depth: int, long_temp: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state_dir = short_path.joinpath(*["a-long-name"] * depth)
-    state_dir.mkdir(parents=True)
-    if long_temp:
-        monkeypatch.setattr(tempfile, "tempdir", str(state_dir))
-    with state.locked(state_dir) as held:
-        with held.sockets() as folder, socket.socket(socket.AF_UNIX) as left:
-            assert folder.stat().st_mode & 0o777 == 0o700
-            left.bind(str(folder / "123e4567-e89b-12d3-a456-426614174000"))
-            os.link(folder / "123e4567-e89b-12d3-a456-426614174000", short_path / "s")
-        assert not folder.exists()
-        folder.mkdir()
-        os.link(short_path / "s", folder / "left by a graph that was killed")
-        with held.sockets() as again:
-            assert again == folder
-            assert list(folder.iterdir()) == []
-        assert not folder.exists()
-
-
-def test_a_folder_of_another_user_is_not_emptied(short_path: Path) -> None:
-    (short_path / "theirs").mkdir()
-    (short_path / "theirs/file").touch()
-    (short_path / "sockets").symlink_to(short_path / "theirs")
-    with (
-        state.locked(short_path) as folder,
-        pytest.raises(ConfigError, match="belongs to another user"),
-        folder.sockets(),
-    ):
-        pass
-    assert (short_path / "theirs/file").exists()
+def test_sockets_that_a_killed_graph_left_are_removed(tmp_path: Path) -> None:
+    Path(make_sockets_folder(str(tmp_path)), "socket").touch()
+    with state.locked(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize(("mode", "locked"), [(0o755, 0o700), (0o1777, 0o1777)])
@@ -127,25 +94,24 @@ def test_no_other_user_can_hold_the_lock_of_a_folder_that_not_all_share(
         assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_vanishes_of_the_folder_is_made_anew(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_vanishes_of_the_folder_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each by itself, and all of it."""
-    state_dir = short_path / "state"
+    state_dir = tmp_path / "state"
     with state.locked(state_dir) as folder:
         credentials = folder.fresh_credentials()
         folder.record(GRAPH)
-        with folder.sockets() as sockets:
-            before = _content(state_dir)
-            for path in (sockets, credentials.folder, credentials.key, state_dir / "graph.json", state_dir):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-                folder.mend()
-                assert _content(state_dir) == before
-                assert f"{path} had vanished" in caplog.text or path == credentials.folder
-            assert Credentials.load(credentials.folder) == credentials
-            assert {path.stat().st_mode & 0o077 for path in state_dir.rglob("*")} == {0}
-            _assert_refused(state_dir, "Another graph runs on")
-            (state_dir / "graph.json").write_text("not ours")
+        before = _content(state_dir)
+        for path in (credentials.folder, credentials.key, state_dir / "graph.json", state_dir):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
             folder.mend()
-            assert state.read(state_dir) == GRAPH
+            assert _content(state_dir) == before
+            assert f"{path} had vanished" in caplog.text or path == credentials.folder
+        assert Credentials.load(credentials.folder) == credentials
+        assert {path.stat().st_mode & 0o077 for path in state_dir.rglob("*")} == {0}
+        _assert_refused(state_dir, "Another graph runs on")
+        (state_dir / "graph.json").write_text("not ours")
+        folder.mend()
+        assert state.read(state_dir) == GRAPH
 
 
 async def test_a_folder_that_cannot_be_mended_is_reported_once_and_mended_later(

@@ -14,7 +14,7 @@ from pdserve_bench.launch import StartedGraph
 
 LOGS_WITHIN = 30.0
 _CHUNK = bytes(1 << 20)
-NEED = ("lock", "graph.json", "credentials", "logs", "sockets", "nats", "etcd")
+NEED = ("lock", "graph.json", "credentials", "logs", "settings.json", "servers")
 """what restarts and other commands need of the state directory, as far as it was there"""
 BACK_WITHIN = 10.0
 

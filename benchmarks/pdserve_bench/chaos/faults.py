@@ -3,6 +3,7 @@ Which process of this machine each one hits, what is done to it, and how that is
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -37,8 +38,8 @@ class Harm(StrEnum):
     HANG = "hang"
     CUT = "cut"
     """no packet reaches it and none of it arrives, for some seconds"""
-    LOSE = "lose"
-    """SIGKILL, and it starts again without its data"""
+    DAMAGE = "damage"
+    """SIGKILL, and its files are as a power cut leaves them"""
     DRAIN = "drain"
     """SIGTERM, as for an upgrade: it finishes what it has and ends"""
 
@@ -62,7 +63,7 @@ _WHAT = {
     Harm.KILL: "SIGKILL",
     Harm.HANG: "SIGSTOP, and SIGCONT after --hold seconds",
     Harm.CUT: "no packet in or out for --hold seconds",
-    Harm.LOSE: "SIGKILL, and back without its data",
+    Harm.DAMAGE: "SIGKILL, and before it is back half of each of its files is lost, the rest zeros",
     Harm.DRAIN: "SIGTERM, and back",
 }
 _ROLES = {
@@ -165,10 +166,10 @@ async def injected(
         case Harm.KILL:
             _send(victims, signal.SIGKILL)
             yield
-        case Harm.LOSE:
-            _send(victims, signal.SIGSTOP)  # so that it writes nothing anew before it ends
+        case Harm.DAMAGE:
+            _send(victims, signal.SIGSTOP)  # so that it is not started again before
             for victim in victims:
-                _take_away(state_dir / victim.name)
+                damage(state_dir / "servers" / victim.name)
             _send(victims, signal.SIGKILL)
             yield
         case Harm.DRAIN:
@@ -199,12 +200,17 @@ def _send(
             raise LookupError(f"{victim.name} has ended by itself") from None
 
 
-def _take_away(data: Path) -> None:
-    """All that the server has written."""
-    lost = data.with_name(f"{data.name}-lost")
-    lost.mkdir(exist_ok=True)
-    for path in data.iterdir():
-        path.rename(lost / f"{len(list(lost.iterdir()))}-{path.name}")
+def damage(data: Path) -> None:
+    """Of each file as much as was not synced. In the place of the folder of a server without files, a file: NATS keeps
+    its streams in memory, and does not start on that."""
+    files = [path for path in data.rglob("*") if path.is_file()]
+    for path in files:
+        half = path.stat().st_size // 2
+        os.truncate(path, 0)
+        os.truncate(path, half)
+    for folder in [] if files else list(data.iterdir()):
+        shutil.rmtree(folder)
+        folder.touch()
 
 
 def _fault(target: Target, how: Harm) -> Fault:
@@ -221,8 +227,8 @@ def _fault(target: Target, how: Harm) -> Fault:
 _EACH = (Target.PREFILL, Target.DECODE, Target.NATS, Target.ETCD, Target.FRONTEND)
 FAULTS: tuple[Fault, ...] = (
     *(_fault(target, how) for how in (Harm.KILL, Harm.HANG, Harm.CUT) for target in _EACH),
-    _fault(Target.NATS, Harm.LOSE),
-    _fault(Target.ETCD, Harm.LOSE),
+    _fault(Target.NATS, Harm.DAMAGE),
+    _fault(Target.ETCD, Harm.DAMAGE),
     _fault(Target.ALL_PREFILL, Harm.KILL),
     _fault(Target.ALL_PREFILL, Harm.HANG),
     _fault(Target.ALL_DECODE, Harm.KILL),
