@@ -375,7 +375,7 @@ ROOMS = {
     "files beside the rooms": 2310,
     "frontend": 8740,
     "install": 280,
-    "kv": 1730,
+    "kv": 1810,
     "observe": 1450,
     "plan": 2050,
     "prefill": 740,
