@@ -6,7 +6,6 @@ understand each other. No receiver uses a point in time, since the clocks of hos
 there are durations in seconds, and ages at the moment of sending. Nothing is ever pickled.
 """
 
-import math
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
@@ -226,20 +225,7 @@ class PrefillCancel(Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
-class PrefillConfirm(Struct, frozen=True, tag=True):
-    """Send again the `PrefillDone` whose KV `worker` keeps under `held`, with this `token`: earlier ones may have been
-    in flight for too long to be trusted. If the KV is gone, the answer is `PrefillFailed`."""
-
-    request_id: str
-    decode: str
-    worker: str
-    """instance id of the prefill worker"""
-    held: str
-    """the `request_id` of the handle"""
-    token: str
-
-
-ToPrefill = PrefillCancel | PrefillConfirm
+ToPrefill = PrefillCancel
 
 
 # ── decode workers, from prefill workers and each other ───────────────────────────────────────────────────────────
@@ -292,10 +278,7 @@ class KvHandle(Struct, frozen=True):
     fingerprint: str = ""
     """fingerprint of what the prefill worker has loaded"""
     lease: float = 30.0
-    """seconds that the blocks are kept, counted from `computed_at`"""
-    computed_at: float = -math.inf
-    """earliest time at which the blocks were computed, on the monotonic clock of the host that holds this object. A
-    receiver sets it anew from the known age (`decode/answers.py`)"""
+    """seconds that the blocks are kept. Only the prefill engine knows when they end (`kv/leases.py`)"""
     extra: dict[str, object] = {}
     """further fields of the connector's own handle, passed on unchanged"""
 
@@ -328,10 +311,6 @@ class PrefillDone(Struct, frozen=True, tag=True):
     """from handing the prompt to the engine to the finished KV"""
     queued: float = 0.0
     """seconds that the request was in the queue"""
-    age: float = 0.0
-    """seconds since the KV was computed, when this was sent"""
-    token: str = ""
-    """the token of the `PrefillConfirm` that asked for this; empty: none did"""
     first: list[bytes] = []
     """the first token, in vLLM's encoding of EngineCoreOutputs. Empty: the decode engine has to sample it"""
     engine_queued: float = 0.0

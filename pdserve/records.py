@@ -20,12 +20,14 @@ class Role(StrEnum):
         return self is work or (self is Role.BOTH and work in (Role.DECODE, Role.PREFILL))
 
 
-WIRE = 1
+WIRE = 2
 """Generation of all that processes say to each other. Those of neighbouring generations understand each other
 (docs/decisions/0072-neighbours.md); `tests/wire/` says when it rises."""
 REFUSED = "refused"
 OF_FILE = "file"
 """in the place of a call: the worker's own file names the adapter"""
+CONFIRMS = 2
+"""generation from which on prefill workers confirm that they held KV until it was read; of others none is read"""
 
 
 def understood(wire: int) -> bool:

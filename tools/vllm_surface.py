@@ -147,10 +147,16 @@ SOURCES = {
         "local_physical_block_ids",
         "self._recv_failures",
         "finished_sending",
+        "if not in_progress:\n                done_req_ids.add(req_id)\n",
+        "_reap_expired_send_leases(done_sending)",
     ),
-    f"{_NIXL}.pull_worker": ("blocks_expiry_time",),
+    f"{_NIXL}.pull_worker": ('msg.startswith("HB:")',),
     # read anew in each step
-    "vllm.v1.core.sched.scheduler": ("            self.scheduler_config.long_prefill_token_threshold\n",),
+    "vllm.v1.core.sched.scheduler": (
+        "            self.scheduler_config.long_prefill_token_threshold\n",
+        # before it frees the blocks of finished_sending
+        "self.connector.update_connector_output(kv_connector_output)\n\n        # KV Connector:: update recv",
+    ),
     "vllm.renderers.base": ("self._tokenize_prompt_async = make_async(",),
     # an identifier and an offset for each picture of a block
     "vllm.v1.core.kv_cache_utils": ('key[1:] if key[0] == "mm" else key[1]', "offset - start_token_idx"),

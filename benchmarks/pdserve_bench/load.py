@@ -29,6 +29,7 @@ class ClosedLoop(Lifetime, Generic[E]):
         self._requests = requests
         self._send = send
         self._count = clients
+        self._clients: list[asyncio.Task[None]] = []
         self._go = asyncio.Event()
         self._go.set()
         self._stopping = False
@@ -36,17 +37,21 @@ class ClosedLoop(Lifetime, Generic[E]):
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
-        clients = [asyncio.create_task(self._client()) for _ in range(self._count)]
+        self.join(self._count)
         try:
             yield
         except BaseException:
-            for client in clients:
+            for client in self._clients:
                 client.cancel()
             raise
         finally:
             self._stopping = True
             self._go.set()
-            await asyncio.gather(*clients, return_exceptions=True)
+            await asyncio.gather(*self._clients, return_exceptions=True)
+
+    def join(self, clients: int) -> None:
+        """So many more begin to ask."""
+        self._clients += [asyncio.create_task(self._client()) for _ in range(clients)]
 
     async def _client(self) -> None:
         while not self._stopping:

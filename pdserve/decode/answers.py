@@ -1,24 +1,18 @@
-"""Reads the prefill workers' answers: in time, late, twice, from a worker that is gone, or with KV that may be too old
-(docs/decisions/0007-lost-answers.md, 0013-time-between-hosts.md)."""
+"""Reads the prefill workers' answers: in time, late, twice, or from a worker that is gone
+(docs/decisions/0007-lost-answers.md)."""
 
 import logging
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
-
-from pdserve.decode.kv_age import KvAge
 from pdserve.decode.prefill_turns import PrefillTurns
 from pdserve.decode.prefill_workers import UNKNOWN, UNREACHABLE, PrefillWorkers
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
-from pdserve.errors import ProtocolError, QueueUnavailable
+from pdserve.errors import ProtocolError
 from pdserve.kv.handles import check_handle, source
 from pdserve.messages import (
     KvHandle,
     PrefillAnswer,
-    PrefillConfirm,
     PrefillDone,
     PrefillFailed,
     PrefillProgress,
@@ -75,9 +69,8 @@ class AnswerReader:
         if not request.awaits or not self.workers.known(worker) or self.workers.avoided(worker):
             return
         try:
-            young = msgspec.structs.replace(handle, computed_at=time.monotonic())
             fingerprint = self.engine.kv_fingerprint(request.submit.body)
-            check_handle(young, handle.num_tokens, facts.block_size, fingerprint)
+            check_handle(handle, handle.num_tokens, facts.block_size, fingerprint)
             if handle.num_tokens > len(request.submit.prompt):
                 raise ProtocolError(f"KV of {handle.num_tokens} tokens, more than its prompt has")
         except ProtocolError as error:
@@ -101,23 +94,8 @@ class AnswerReader:
             return
         if request is not None and self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
-        if request is not None and request.awaits and request.kv_age is not None:
-            if await self._doubts(request, request.kv_age, answer):
-                log.info("request %s: asked %s how old the KV of its answer is", request.id, worker)
-            else:
-                request.resolve(request.kv_age.dated(answer, time.monotonic()))
+        if request is not None and request.awaits and request.published:
+            request.resolve(answer)
         elif request is None or not request.took(answer.handle):
             log.info("request %s: late answer of %s rejected", answer.request_id, worker)
             await self.engine.reject(answer.handle)
-
-    async def _doubts(self, request: DecodeRequest, age: KvAge, answer: PrefillDone) -> bool:
-        """Whether the answer may have been delayed so long that it has to be confirmed first; asks for that. If the
-        confirmation is lost, the prefill worker repeats its answer, and this asks again."""
-        now, handle = time.monotonic(), answer.handle
-        if not age.doubtful(answer, now):
-            return False
-        if token := age.confirm(now):
-            confirm = PrefillConfirm(request.id, self.instance, handle.engine_id, handle.request_id, token)
-            with suppress(QueueUnavailable):
-                await self.queue.confirm(confirm)
-        return True

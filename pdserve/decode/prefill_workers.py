@@ -18,7 +18,7 @@ from pdserve.engine.base import Engine
 from pdserve.errors import QueueUnavailable
 from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
-from pdserve.records import Instance, Role
+from pdserve.records import CONFIRMS, Instance, Role
 from pdserve.registry.view import RegistryView
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ UNREACHABLE, LOST = "unreachable", "queue-lost"
 
 @dataclass(eq=False)
 class PrefillWorkers:
-    """Only workers of the same model and fingerprint, without this worker itself (it may be of role `both`)."""
+    """Only workers of the same model and fingerprint that confirm reads of their KV, without this worker itself (it may
+    be of role `both`)."""
 
     instance: str
     model: str
@@ -103,7 +104,8 @@ class PrefillWorkers:
 
     def _alike(self, workers: list[Instance]) -> list[Instance]:
         same = self.engine.facts.fingerprint
-        return [worker for worker in workers if worker.id != self.instance and worker.fingerprint == same]
+        others = [worker for worker in workers if worker.id != self.instance and worker.wire >= CONFIRMS]
+        return [worker for worker in others if worker.fingerprint == same]
 
     # those whose KV cannot be read
 

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdserve.decode.kv_age import KvAge
 from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import PrefillTimeout
 from pdserve.decode.prefill_turns import PrefillTurns
@@ -18,7 +17,7 @@ from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, Outcome
 from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
-from pdserve.kv.handles import check_handle, expired, prefix_hit, source
+from pdserve.kv.handles import check_handle, prefix_hit, source
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, PrefillRequest, Submit, encode
 from pdserve.process.learned import SHORTEST
 from pdserve.queue.base import PrefillQueue
@@ -116,10 +115,9 @@ class RemotePrefill:
                 raise NoHandle(reason, f"{waited} within {now - request.asked:.1f} s")
 
     async def _wait_answer(self, request: DecodeRequest, answer: asyncio.Future[Outcome]) -> None:
-        request.kv_age = KvAge(asked=time.monotonic())
         bound = self._bound(request, self.queue.stored)
+        request.published, ends = True, time.monotonic() + bound
         await self._publish(request, bound)
-        ends = request.kv_age.asked + bound
         await asyncio.wait({answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
 
@@ -157,7 +155,7 @@ class RemotePrefill:
             check_handle(handle, len(submit.prompt), facts.block_size, fingerprint)
         except ProtocolError as error:
             await self.engine.reject(handle)
-            raise NoHandle("expired" if expired(handle) else "invalid", str(error)) from error
+            raise NoHandle("invalid", str(error)) from error
 
     async def _withdraw(self, request_id: str) -> None:
         try:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.decode.hops import RequestHops
-from pdserve.decode.kv_age import KvAge
 from pdserve.decode.policy import Decision
 from pdserve.kv.handles import source
 from pdserve.messages import KvHandle, Placed, PrefillDone, PrefillFailed, Promise, Submit
@@ -48,8 +47,8 @@ class DecodeRequest:
     """when a remote prefill was asked for; monotonic seconds"""
     turn: asyncio.Future[None] | None = None
     """done when its prompt may be published (`decode/prefill_turns.py`)"""
-    kv_age: KvAge | None = None
-    """of the KV to come; None until the prompt is published"""
+    published: bool = False
+    """its prompt is in the prefill queue, or was"""
     awaits_tokens: int = 0
     """prompt tokens that a prefill worker computes or will compute; 0 after its answer"""
     computes: int = 0
@@ -117,11 +116,6 @@ class DecodeRequest:
     def awaits(self) -> bool:
         """Whether it waits for a prefill worker's answer."""
         return self.answer is not None and not self.answer.done()
-
-    @property
-    def published(self) -> bool:
-        """Whether its prompt is in the prefill queue, or was."""
-        return self.kv_age is not None
 
     def resolve(self, answer: Outcome) -> None:
         """End the wait for the prefill worker; no effect if there is none."""

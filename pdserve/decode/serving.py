@@ -23,7 +23,7 @@ from pdserve.decode.settings import LiveSettings, thresholds
 from pdserve.decode.turns import PromptTurns
 from pdserve.engine.base import Engine, Output, Step
 from pdserve.errors import ProtocolError, Unavailable
-from pdserve.kv.handles import expired, prefix_hit
+from pdserve.kv.handles import prefix_hit
 from pdserve.messages import Failed, KvHandle, Submit
 from pdserve.observe.metrics import PREFILL
 from pdserve.queue.base import PrefillQueue
@@ -94,10 +94,6 @@ class RequestRunner:
         request.awaits_tokens = 0
         if not request.cancelled:
             await self.quarantine.enter(request)
-        if handle is not None and not request.cancelled and expired(handle):
-            await self.engine.reject(handle)
-            self.links.failed(request, "expired: before it was its turn")
-            decision, handle = Decision("local", "fallback"), None
         first = None
         if not request.cancelled:
             first = await self._report(request, decision, handle, done.first if done is not None else [])
@@ -170,25 +166,17 @@ class RequestRunner:
                 await request.computed.wait()
 
     async def _generate(self, request: DecodeRequest, handle: KvHandle | None, after: Sequence[int]) -> None:
-        """Hand the request to the engine, or, if its KV has expired, compute its prompt when it is its turn. The
-        request is RUNNING before the call, so that a cancellation during the call reaches the engine after it."""
+        """Hand the request to the engine. It is RUNNING before the call, so that a cancellation during the call reaches
+        the engine after it."""
         request.phase, request.since = Phase.RUNNING, time.monotonic()
         self.busy()
         submit = request.submit
         try:
             await self.engine.generate(request.id, submit.prompt, submit.body, handle, after)
-        except (ProtocolError, Unavailable) as error:
+        except (ProtocolError, Unavailable):
             if handle is not None:
                 await self.engine.reject(handle)
-            if handle is None or isinstance(error, Unavailable):  # its adapter is gone
-                raise
-            # the KV's lease ran out since it was checked: sending to a slow frontend may take a second
-            log.warning("request %s: its KV is refused (%s), prefilling locally", request.id, error)
-            request.phase = Phase.WAITING
-            self.links.failed(request, f"expired: {error}")
-            request.recompute("fallback")
-            await self.frontends.send(request.frontend, request.placed)
-            await self._compute(request, after)
+            raise
         if request.cancelled:
             await self.engine.cancel([request.id])
 

@@ -1,4 +1,4 @@
-"""Reading KV ahead (`ahead.py`): the scheduler's side, in prefill and decode engines."""
+"""Reading KV ahead (`ahead.py`) and holding it (`leases.py`): the scheduler's side, in prefill and decode engines."""
 
 import time
 from collections import Counter
@@ -10,19 +10,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 
 from pdserve.kv import AHEAD, PREEMPTED
 from pdserve.kv.ahead import KEEP, PIECE, ReadAhead, Source
+from pdserve.kv.leases import Leases
 
 ADOPTED = "pdserve_adopted"
 """key in a request's transfer parameters: number of tokens in the prefix cache that were read ahead"""
+PIECE_OF = "HB:"
+"""before the id of a prefill of which a piece is read: vLLM takes the notification for a heartbeat of no request"""
 
 
 class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers report to the scheduler of pieces read ahead."""
+    """What the workers report to the scheduler of pieces read ahead, and of leases that ran out."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
         """piece -> number of ranks that have ended their reads of it"""
         self.bad: set[str] = set()
         """pieces that failed or are overdue on any rank; ids of requests among them are ignored"""
+        self.expired: set[str] = set()
+        """prefills whose KV some rank will free unread"""
 
     def move(self, results: Any) -> None:
         """In a worker: take the pieces out of the results, since vLLM's scheduler does not know them."""
@@ -34,15 +39,17 @@ class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def take(self) -> "AheadReport | None":
         """In a worker: unreported results, or None."""
-        if not self.ended and not self.bad:
+        if not self.ended and not self.bad and not self.expired:
             return None
         report = AheadReport()
-        report.ended, report.bad, self.ended, self.bad = self.ended, self.bad, Counter(), set()
+        report.ended, report.bad, report.expired = self.ended, self.bad, self.expired
+        self.ended, self.bad, self.expired = Counter(), set(), set()
         return report
 
     def aggregate(self, other: Any) -> "AheadReport":
         self.ended += other.ended
         self.bad |= other.bad
+        self.expired |= other.expired
         return self
 
 
@@ -57,6 +64,7 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         super().__init__(vllm_config, engine_id, kv_cache_config)
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         self._ahead = ReadAhead(parallel.world_size)
+        self._leases = Leases()
         self._plain = len(kv_cache_config.kv_cache_groups) == 1 and not self._is_hma_required
         self._plain &= cache.enable_prefix_caching and parallel.decode_context_parallel_size == 1
         sizes = (tensor.size for tensor in kv_cache_config.kv_cache_tensors)
@@ -69,6 +77,14 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self.blocks, self.pool = kv_cache_manager, kv_cache_manager.block_pool
 
     # in a prefill engine
+
+    def holds(self, engine: str, prefill: str) -> bool:
+        return engine == self.engine_id and self._leases.held(prefill)
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._leases.begin(request.request_id)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -85,9 +101,8 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._ahead.make_room(KEEP / 2 * self.pool.num_gpu_blocks, self.pool)
         meta = super().build_connector_meta(scheduler_output)
         for piece, params in self._pieces:
-            # its notification reads as a heartbeat for no request; its lease is looked at when it is adopted
-            params = params | {"remote_block_ids": [piece.remote], "remote_request_id": "HB:"}
-            params["remote_blocks_expiry_time"] = None
+            name = PIECE_OF + params["remote_request_id"]
+            params = params | {"remote_block_ids": [piece.remote], "remote_request_id": name}
             meta.add_new_req_to_recv(piece.name, (piece.local,), params, awaiting_kvs=True)
         self._pieces = []
         meta.complete = list(self._complete(scheduler_output.num_scheduled_tokens))
@@ -120,6 +135,8 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if params.get("do_remote_prefill"):
             self._ahead.drop(_source(params), self.pool)
         kept, handle = super().request_finished(request, block_ids)
+        if not kept:
+            self._leases.end(request.request_id, read=False)
         if handle is not None:
             handle[PREEMPTED] = request.num_preemptions
         return kept, handle
@@ -134,12 +151,17 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self._pieces.append((piece, params))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        """vLLM frees the blocks of `finished_sending` after this call."""
         super().update_connector_output(connector_output)
         if report := connector_output.kv_connector_worker_meta:
+            for name in report.expired:
+                self._leases.end(name, read=False)
             for name in report.bad:
                 self._ahead.spoil(name)
             for name, ranks in report.ended.items():
                 self._ahead.ended(name, ranks, self.pool)
+        for name in connector_output.finished_sending or ():
+            self._leases.end(name, read=True)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: ask again in the next step."""
@@ -162,8 +184,7 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if ahead is None:
             return
         first, blocks = ahead
-        in_time = time.perf_counter() < params["remote_blocks_expiry_time"]
-        if in_time and params.get(PREEMPTED) == 0:
+        if params.get(PREEMPTED) == 0:
             row = [self.pool.null_block] * first + blocks
             self.pool.cache_full_blocks(request, row, first, len(row), self.block_size, 0)
             params[ADOPTED] = len(blocks) * self.block_size

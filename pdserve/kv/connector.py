@@ -14,9 +14,9 @@ for no more until that has ended.
 notification fails, also when the peer is back; vLLM connects anew only if NIXL dropped the peer's metadata, which it
 does not do in this case. Here every failure of the transport makes a new connection.
 
-**Leases.** The handle was checked when the request came. Then the request may have waited for blocks, and this process
-may have hung. So a read does not begin when the lease is nearly over; and if this process hung during a read which ends
-after that, the result is not used. In both cases the prompt is recomputed.
+**Leases.** A read does not check whether the blocks still hold the prompt's KV. So when it has ended, and before vLLM
+hears of that, the prefill engine is asked whether it held them until now (`leases.py`). If it did not, or does not
+answer, the prompt is recomputed.
 
 **Reading ahead.** A prefill engine names the blocks that are complete after each step, and a decode engine reads them
 while the rest is computed (`ahead_scheduler.py`).
@@ -30,7 +30,6 @@ from threading import Event
 from typing import Any
 
 from pdserve.kv import AFTER, CHUNK, COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
-from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.kv.nixl import affinity_kept, provide_nixl, quiet_agents
 
 provide_nixl()
@@ -49,9 +48,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from vllm.logger import init_logger  # noqa: E402
 from vllm.utils.network_utils import make_zmq_path  # noqa: E402
 
-from pdserve.kv.ahead_scheduler import AheadReport, AheadScheduler  # noqa: E402
+from pdserve.kv.ahead_scheduler import PIECE_OF, AheadReport, AheadScheduler  # noqa: E402
 from pdserve.kv.chunk import StepChunk  # noqa: E402
-from pdserve.kv.watch import HangWatch, ReadTimes, RemoteClock, StallWatch  # noqa: E402
+from pdserve.kv.side_channel import Confirmations, Source  # noqa: E402
+from pdserve.kv.watch import ReadTimes, StallWatch  # noqa: E402
 
 logger = init_logger(__name__)
 
@@ -127,7 +127,7 @@ class ConnectorScheduler(AheadScheduler):
         self, encoded_data: Any, ready_event: Event, stop_event: Event, host: str, port: int
     ) -> None:
         path, key = make_zmq_path("tcp", host, port), side_channel.CurveKey.configured(self.vllm_config)
-        side_channel.listen(encoded_data, ready_event, stop_event, path, logger, key)
+        side_channel.listen(encoded_data, ready_event, stop_event, path, logger, key, self.holds)
 
 
 class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
@@ -142,32 +142,27 @@ class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
 
 
 class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
-    """Reads that stall, fail, or outlive their lease are reported and recomputed."""
+    """Reads that stall, fail, or are not confirmed are reported and recomputed."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        key = side_channel.CurveKey.configured(vllm_config)
+        self._confirmations = Confirmations(key)
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        base_worker.zmq_ctx = side_channel.dialer(side_channel.CurveKey.configured(vllm_config))
+        base_worker.zmq_ctx = side_channel.dialer(key)
         self.xfer_stats = TransferStats()
         self._stalls = StallWatch(FLOOR, RATE)
-        self._hangs = HangWatch(LEASE_MARGIN)
         self._no_handshake_before: dict[str, float] = {}
         """by engine id; monotonic time"""
         self._reads = ReadTimes()
-        self._scheduler_clock = RemoteClock()
         self.ahead = AheadReport()
 
     def start_load_kv(self, metadata: Any) -> None:
-        if metadata.scheduler_clock:
-            self._scheduler_clock.message(metadata.scheduler_clock, time.perf_counter())
         if self.tp_rank == 0:
             self.xfer_stats.data[COMPLETE] += metadata.complete
         super().start_load_kv(metadata)
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        if any(meta.local_block_ids) and self._lease_over(meta):
-            logger.warning("request %s waited too long to read its KV: recomputing it", req_id)
-            self._handle_failed_transfer(req_id, None, self._recv_failures)
-        elif time.monotonic() < self._no_handshake_before.get(meta.remote.engine_id, 0.0):
+        if time.monotonic() < self._no_handshake_before.get(meta.remote.engine_id, 0.0):
             self._handle_failed_transfer(req_id, None, self._recv_failures)
         else:
             if req_id in self._recving_metadata:
@@ -198,24 +193,43 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         return results
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
-        now = time.monotonic()
-        unwatched = self._hangs.update(transfers, now)
         done, failed = super()._pop_done_transfers(transfers)
-        for request in done & unwatched:
-            if self._lease_over(self._recving_metadata.get(request)):
-                logger.warning("this process hung while request %s read its KV: recomputing it", request)
-                self._handle_failed_transfer(request, None, failed)
-        sizes = {request: self._bytes_of(request) for request in transfers}
-        for request in self._stalls.update(sizes, now):
+        self._confirm(done, failed, transfers)
+        sizes = {name: self._bytes_of(name) for name in transfers if name not in self._confirmations}
+        for request in self._stalls.update(sizes, time.monotonic()):
             self._report_stall(request)
         return done, failed
 
-    def _lease_over(self, meta: Any) -> bool:
-        """Whether the lease is over, or nearly. vLLM itself uses `blocks_expiry_time` only for KV that goes in both
-        directions, by another clock. Here it is monotonic time of the scheduler's host (`monotonic` and `perf_counter`
-        are one clock on Linux), which need not be this process's host."""
-        safe_until = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
-        return safe_until is not None and time.perf_counter() > self._scheduler_clock.to_local(safe_until)
+    def _confirm(self, done: set[str], failed: set[str], transfers: dict[str, list[Any]]) -> None:
+        """Keep reads that have ended in `transfers`, without handles, until the engine that was read from has said
+        whether it held the KV. What failed on this rank is recomputed anyway."""
+        good = done - failed - self._recv_failures
+        sources = {name: source for name in good if (source := self._source(name)) is not None}
+        held, lost = self._confirmations.update(sources)
+        for request in lost:
+            source = sources[request]
+            logger.warning("request %s: %s no longer held its KV: recomputing it", request, source.engine)
+            self._handle_failed_transfer(request, None, failed)
+        for request in sources.keys() - held - lost:
+            done.discard(request)
+            transfers[request] = []
+
+    def _source(self, request: str) -> Source | None:
+        """Where KV was read for this request or piece; None: nothing was."""
+        meta = self._recving_metadata.get(request)
+        if meta is None or meta.remote is None or not any(meta.local_block_ids):
+            return None
+        path = make_zmq_path("tcp", meta.remote.host, meta.remote.port)
+        return Source(path, meta.remote.engine_id, meta.remote.request_id.removeprefix(PIECE_OF))
+
+    def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
+        before = set(done_sending)
+        super()._reap_expired_send_leases(done_sending)
+        self.ahead.expired |= done_sending - before
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._confirmations.close()
 
     def _bytes_of(self, request: str) -> int:
         meta = self._recving_metadata.get(request)

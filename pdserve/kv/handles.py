@@ -1,13 +1,8 @@
 """What must hold before an engine may read the KV that a handle names. vLLM does not check it: it dies, or answers
 nonsense."""
 
-import time
-
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
-
-LEASE_MARGIN = 5.0
-"""seconds before the end of the lease at which a handle counts as expired: time to begin the read, and to end it"""
 
 
 def prefix_hit(handle: KvHandle) -> int:
@@ -35,19 +30,8 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerpr
         raise ProtocolError("a negative KV block id")
     if any(len(set(group)) != len(group) for group in handle.block_ids):
         raise ProtocolError("a KV block id twice")
-    if expired(handle):
-        raise ProtocolError(f"the KV handle's lease of {handle.lease:g} s is over or nearly so")
 
 
 def source(handle: KvHandle) -> tuple[str, str]:
     """Identifies the prefill, now and after its end."""
     return handle.engine_id, handle.request_id
-
-
-def expired(handle: KvHandle) -> bool:
-    return time.monotonic() > safe_until(handle)
-
-
-def safe_until(handle: KvHandle) -> float:
-    """Monotonic time until which a read of the blocks may begin."""
-    return handle.computed_at + handle.lease - LEASE_MARGIN

@@ -1,9 +1,7 @@
-"""Watches of KV reads: how long they take, which are overdue, and which were under way while this process hung; and the
-clock by which their leases end."""
+"""Watches of KV reads: how long they take, and which are overdue."""
 
-import math
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 
@@ -34,25 +32,6 @@ class StallWatch:
         return overdue
 
 
-class HangWatch:
-    """Assume that this process hung between two updates that are more than `longest` seconds apart."""
-
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
-        self._updated = 0.0
-        self._unwatched: set[str] = set()
-
-    def update(self, reads: Iterable[str], now: float) -> set[str]:
-        """Take the reads that are under way, or have ended since the last update. Return those that were under way
-        during a hang."""
-        reads = set(reads)
-        self._unwatched &= reads
-        if now > self._updated + self._longest:
-            self._unwatched |= reads
-        self._updated = now
-        return set(self._unwatched)
-
-
 class ReadTimes:
     """The duration and size of each read."""
 
@@ -71,19 +50,3 @@ class ReadTimes:
             for request, (source, began, size) in done.items()
             if size and request not in failed
         ]
-
-
-class RemoteClock:
-    """The monotonic clock of the process that sends messages to this process. On another host it has another offset,
-    which is learned from the quickest message so far: late messages do not change it."""
-
-    def __init__(self) -> None:
-        self._ahead = math.inf
-
-    def message(self, sent: float, now: float) -> None:
-        """A message came at `now` that was sent when the other clock showed `sent`."""
-        self._ahead = min(self._ahead, now - sent)
-
-    def to_local(self, there: float) -> float:
-        """This host's time when the other clock shows `there`; before any message: minus infinity."""
-        return -math.inf if math.isinf(self._ahead) else there + self._ahead

@@ -6,16 +6,13 @@ until the end of its lease. A decode worker that gets the answer again reads the
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import msgspec
-
 from pdserve.errors import QueueUnavailable
-from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillDone, PrefillFailed
+from pdserve.messages import PrefillAnswer, PrefillDone
 from pdserve.prefill.running import until
 from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
@@ -54,19 +51,10 @@ class AnswerSender:
     async def send(self, decode: str, answer: PrefillAnswer, *, warm_up: bool = False) -> None:
         if isinstance(answer, PrefillDone):
             self._kept[answer.handle.request_id] = _Kept(decode, answer, warm_up)
-            answer = aged(answer)
         elif warm_up:
             self._warm.add(decode)
             self._changed.set()
         await unless_away(self._queue.answer(decode, answer))
-
-    async def confirm(self, confirm: PrefillConfirm) -> None:
-        """Repeat an answer with its age and the token of the question; or answer that the KV is no longer kept."""
-        kept = self._kept.get(confirm.held)
-        answer: PrefillAnswer = PrefillFailed(confirm.request_id, "expired", "its KV is kept no longer")
-        if kept is not None:
-            answer = aged(kept.answer, confirm.token)
-        await unless_away(self._queue.answer(confirm.decode, answer))
 
     async def repeat(self) -> None:
         """Repeat answers whose KV was not read, for ever."""
@@ -79,7 +67,7 @@ class AnswerSender:
                     decode,
                 )
                 with Apart("repeated answers"):
-                    await unless_away(self._queue.answer(decode, aged(answer)))
+                    await unless_away(self._queue.answer(decode, answer))
 
     def untaken(self) -> Iterator[tuple[str, PrefillDone]]:
         """Decode worker and answer of those to repeat now; each counts as repeated."""
@@ -120,13 +108,6 @@ def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
     announced = [worker for worker in view.instances(Role.DECODE, model) if not worker.draining]
     workers = announced + view.newcomers(Role.DECODE, model)
     return {worker.id for worker in workers if worker.fingerprint == fingerprint}
-
-
-def aged(answer: PrefillDone, token: str = "") -> PrefillDone:
-    """The answer as it is sent now: with the KV's age, since its time of computation has no meaning on other hosts."""
-    age = time.monotonic() - answer.handle.computed_at
-    unknown = msgspec.structs.replace(answer.handle, computed_at=-math.inf)
-    return msgspec.structs.replace(answer, handle=unknown, age=age, token=token)
 
 
 async def unless_away(message: Awaitable[None]) -> None:

@@ -15,8 +15,6 @@ from pdserve.engine.base import Engine, Output, Step
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable, Unavailable
 from pdserve.messages import (
     PrefillAnswer,
-    PrefillCancel,
-    PrefillConfirm,
     PrefillDone,
     PrefillFailed,
     PrefillProgress,
@@ -224,11 +222,7 @@ class PromptRunner:
     async def _read_notices(self) -> None:
         async for notice in self._queue.notices():
             with Apart("notices"):
-                match notice:
-                    case PrefillCancel(request_ids):
-                        await self._cancel(request_ids)
-                    case PrefillConfirm(worker=worker) if worker == self.id:
-                        await self._answers.confirm(notice)
+                await self._cancel(notice.request_ids)
 
     async def _cancel(self, request_ids: list[str]) -> None:
         cancelled = [running for name in request_ids if (running := self._running.of_request(name))]

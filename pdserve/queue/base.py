@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 
-from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillLoad, PrefillRequest, ToPrefill
+from pdserve.messages import PrefillAnswer, PrefillLoad, PrefillRequest, ToPrefill
 from pdserve.queue.depth import Puller
 from pdserve.tasks import Lifetime
 
@@ -97,9 +97,6 @@ class PrefillQueue(Lifetime):
     async def cancel(self, request_ids: list[str]) -> None: ...
 
     @abstractmethod
-    async def confirm(self, confirm: PrefillConfirm) -> None: ...
-
-    @abstractmethod
     async def warm_up(self, worker: str, request: PrefillRequest) -> None:
         """Send a request to this prefill worker alone, beside the queue. It arrives at most once, and not at all if the
         worker does not listen yet."""
@@ -131,4 +128,4 @@ class PrefillQueue(Lifetime):
 
     @abstractmethod
     def notices(self) -> AsyncIterator[ToPrefill]:
-        """Yield the cancellations and requests to confirm, which go to all prefill workers of the model."""
+        """Yield the cancellations, which go to all prefill workers of the model."""

@@ -1,9 +1,13 @@
 """One TCP connection, plain or with TLS, that carries frames both ways.
 
-A frame is a length (four bytes, big-endian) and that many bytes. An empty frame is a heartbeat; the server answers each
-with another one, from which the client learns the round trip. When a process ends, its connections close, and the other
-side sees that at once. When a process hangs, or the network is cut, the other side gives the connection up after some
-seconds of silence. A connection that has ended is never used again.
+A frame is a length (four bytes, big-endian) and that many bytes. Without TLS, sums follow the length and the body where
+both sides have agreed on it: the CRC-32 of all that was sent that way so far. A frame that was damaged, lost, repeated
+or moved on its way ends the connection (docs/decisions/0096-checked-frames.md).
+
+An empty frame is a heartbeat; the server answers each with another one, from which the client learns the round trip.
+When a process ends, its connections close, and the other side sees that at once. When a process hangs, or the network
+is cut, the other side gives the connection up after some seconds of silence. A connection that has ended is never used
+again.
 """
 
 import asyncio
@@ -12,6 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Protocol
+from zlib import crc32
 
 from pdserve.errors import ProtocolError
 from pdserve.stream.tls import Tls
@@ -25,6 +30,7 @@ SEND_WITHIN = 1.0
 _LOOKS = 20
 LINGER = 0.3
 """seconds that closing waits for unsent data to leave and for the other side to close"""
+DAMAGED = "carried bytes that were changed on their way"
 MAX_UNSENT = 32 << 20
 """bytes that may wait for a slow reader, plus one frame: some seconds of tokens at full load"""
 
@@ -75,6 +81,13 @@ class FramedConnection(asyncio.Protocol):
         self._round_trip: float | None = None
         self._reading_paused = False
         self._closed = asyncio.Event()
+        self._sent_sum: int | None = None
+        self._received_sum: int | None = None
+        """CRC-32 of all that was sent, or received; None: frames have no sums"""
+
+    def check(self) -> None:
+        """Send and expect sums from the next frame on, each way."""
+        self._sent_sum = self._received_sum = 0
 
     async def send(self, body: bytes) -> bool:
         """Send, waiting up to a second for room. Return False if the connection has ended; end it if there is no room
@@ -95,10 +108,18 @@ class FramedConnection(asyncio.Protocol):
         """Send without waiting, however much is unsent. Return False if the connection has ended."""
         if self.ended or self._transport is None or self._transport.is_closing():
             return False
-        data = len(body).to_bytes(4, "big") + body
+        data = len(body).to_bytes(4, "big") + body if self._sent_sum is None else self._summed(body)
         self._transport.write(data if self._tls is None else self._tls.encrypt(data))
         self._sent_at = time.monotonic()
         return True
+
+    def _summed(self, body: bytes) -> bytes:
+        head = len(body).to_bytes(4, "big")
+        after_head = crc32(head, self._sent_sum or 0)
+        self._sent_sum = crc32(body, after_head)
+        if not body:
+            return head + after_head.to_bytes(4, "big")
+        return b"".join((head, after_head.to_bytes(4, "big"), body, self._sent_sum.to_bytes(4, "big")))
 
     @property
     def round_trip(self) -> float | None:
@@ -186,20 +207,39 @@ class FramedConnection(asyncio.Protocol):
         if self._partial:
             self._partial += data
             received = self._partial
-        view, start, end = memoryview(received), 0, len(received)
-        while end - start >= 4:
-            length = int.from_bytes(view[start : start + 4], "big")
-            if length > self.max_frame:
-                self.cut(f"began a frame of {length} bytes")
-            if self.ended or end - start - 4 < length:
-                break
-            start += 4 + length
-            if length:
-                self._owner.frame_received(self, view[start - length : start])
+        view, start = memoryview(received), 0
+        while not self.ended and (found := self._frame(view[start:])):
+            body, size = found
+            start += size
+            if body:
+                self._owner.frame_received(self, body)
             else:
                 self._beat_received()
         if start or received is data:
             self._partial = bytearray(view[start:])
+
+    def _frame(self, view: memoryview) -> tuple[memoryview, int] | None:
+        """The body of the first frame, and the size of the frame; None if it is not whole, or ends the connection."""
+        before, head = self._received_sum, 4 if self._received_sum is None else 8
+        if len(view) < head:
+            return None
+        length = int.from_bytes(view[:4], "big")
+        after_head = crc32(view[:4], before or 0)
+        if before is not None and after_head.to_bytes(4, "big") != view[4:8]:
+            self.cut(DAMAGED)
+        elif length > self.max_frame:
+            self.cut(f"began a frame of {length} bytes")
+        end = head + length
+        size = end if before is None or not length else end + 4
+        if self.ended or len(view) < size:
+            return None
+        body = view[head:end]
+        if before is not None:
+            self._received_sum = crc32(body, after_head)
+            if length and self._received_sum.to_bytes(4, "big") != view[end:size]:
+                self.cut(DAMAGED)
+                return None
+        return body, size
 
     def _decrypted(self, tls: Tls, data: bytes) -> bytes:
         assert self._transport is not None

@@ -2,7 +2,8 @@
 (docs/decisions/0021-streams-over-tcp.md), with mutual TLS if the graph has credentials.
 
 Frames (`framing`) hold msgpack. The first frame each way is a greeting: `pdserve-stream/1 <frontend id>`, answered by
-`pdserve-stream/1`. A connection that greets otherwise is closed.
+`pdserve-stream/1`. A connection that greets otherwise is closed. Without TLS, ` crc32` follows the frontend's greeting,
+and the worker's if it knows it: all later frames then have sums.
 """
 
 import asyncio
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 GREETING = b"pdserve-stream/1"
 """protocol and version"""
+CHECKED = b" crc32"
+"""at the end of a greeting: frames have sums"""
 WORKER_SILENCE = 4.0
 """seconds without a byte after which a worker is gone"""
 FRONTEND_SILENCE = 8.0
@@ -222,7 +225,7 @@ class TcpStreamServer(Lifetime):
             self._unread.put((connection.name, None))
 
     def _welcome(self, connection: FramedConnection, greeting: bytes) -> None:
-        word, _, encoded = greeting.partition(b" ")
+        word, _, encoded = greeting.removesuffix(CHECKED).partition(b" ")
         name = encoded.decode(errors="replace")
         if word != GREETING or not name or not (name.isascii() and name.isprintable()):
             connection.cut(f"greeted with {greeting[:40]!r}, not with {GREETING.decode()} and a name")
@@ -232,7 +235,11 @@ class TcpStreamServer(Lifetime):
         del self._ungreeted[connection]
         connection.name, connection.max_frame, connection.answers = name, MAX_MESSAGE, True
         self._frontends[name] = connection
-        connection.write(GREETING)
+        if greeting.endswith(CHECKED):
+            connection.write(GREETING + CHECKED)
+            connection.check()
+        else:
+            connection.write(GREETING)
         log.info("frontend %s connected", name)
 
     def _complain(self, connection: FramedConnection) -> None:
@@ -319,7 +326,8 @@ class TcpStreamClient(Lifetime):
     # ConnectionOwner
 
     def connection_opened(self, connection: FramedConnection) -> None:
-        connection.write(b"%s %s" % (GREETING, self._name.encode()))
+        checked = CHECKED if self._credentials is None else b""
+        connection.write(b"%s %s%s" % (GREETING, self._name.encode(), checked))
 
     def frame_received(self, connection: FramedConnection, body: memoryview) -> None:
         if not self._greeted.is_set():
@@ -347,7 +355,9 @@ class TcpStreamClient(Lifetime):
     def _welcomed(self, connection: FramedConnection, greeting: bytes) -> None:
         """A client that has connected to itself, which TCP allows on a local port that nothing listens on, reads its
         own greeting."""
-        if greeting != GREETING:
+        if greeting == GREETING + CHECKED:
+            connection.check()
+        elif greeting != GREETING:
             connection.cut(f"was answered with {greeting[:40]!r}, not with {GREETING.decode()}")
             return
         connection.max_frame = MAX_MESSAGE

@@ -18,6 +18,7 @@ SHARES = (
         "prefill-hang,decode-hang,nats-hang,etcd-hang,damage,drain,all-prefill-hang,poison,disk,unread,batch",
     ),
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
+    (30, "pause"),
 )
 """of a graph each: `write-timeout`, to be longer than a frontend is away, and the faults. 200 unread streams take all
 of a small machine: they come when the other graph is nearly through"""

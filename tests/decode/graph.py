@@ -1,7 +1,6 @@
 """Workers on simulated engines and in-memory seams, for tests."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.worker import EngineWorker
 from pdserve.queue.base import Delivery
-from pdserve.records import Instance, Role, encode_record
+from pdserve.records import WIRE, Instance, Role, encode_record
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from pdserve.tasks import Lifetime
 from tests.conditions import until
@@ -345,7 +344,7 @@ class ActedPrefill:
     queue: MemoryQueue
 
     async def register(self, **state: Any) -> None:
-        instance = Instance(self.name, Role.PREFILL, self.model, fingerprint=LOADED, **state)
+        instance = Instance(self.name, Role.PREFILL, self.model, wire=WIRE, fingerprint=LOADED, **state)
         await self.registry.put(f"instances/prefill/{self.name}", encode_record(instance))
 
     async def leave(self) -> None:
@@ -375,7 +374,6 @@ def handle(prompt: list[int], **changes: object) -> KvHandle:
         "num_tokens": len(prompt),
         "block_size": 16,
         "fingerprint": LOADED,
-        "computed_at": time.monotonic(),
     }
     return KvHandle(**(values | changes))  # type: ignore[arg-type]
 

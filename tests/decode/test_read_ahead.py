@@ -20,7 +20,7 @@ async def chunked(graph: WorkerGraph, chunk: int = 64) -> Prefill:
 
 
 def part(tokens: int, **changes: object) -> KvHandle:
-    return handle(LONG[:tokens], computed_at=float("-inf"), **changes)
+    return handle(LONG[:tokens], **changes)
 
 
 @pytest.mark.parametrize(("chunk", "left"), [(64, 64), (200, 116), (500, 512)])

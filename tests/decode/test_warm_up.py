@@ -3,7 +3,6 @@
 import asyncio
 import time
 
-import msgspec
 import pytest
 
 from pdserve.decode import prefill_workers, warm_up
@@ -14,14 +13,14 @@ from pdserve.prefill import answers
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process import engine_checks, presence
 from pdserve.process.engine_checks import self_test
-from pdserve.records import Instance, Role, encode_record
+from pdserve.records import WIRE, Instance, Role, encode_record
 from tests.conditions import holds, until
 from tests.decode.graph import WorkerGraph, counted, shared_queue
 from tests.engine.sims import LOADED, body, sim
 from tests.memory.registry import MemoryRegistry
 
 LONG = [300 + (7 * number) % 600 for number in range(500)]
-HUNG = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
+HUNG = Instance("prefill-x", Role.PREFILL, "demo", wire=WIRE, fingerprint=LOADED)
 
 
 def warm(result: str) -> float:
@@ -93,8 +92,7 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
         assert isinstance(done, PrefillDone)
         await holds(lambda: not worker.ready.is_set())  # nor is its load, which has changed, sent
         assert "instances/prefill/prefill-0" not in await registry.read("")
-        handle = msgspec.structs.replace(done.handle, computed_at=time.monotonic())
-        await engine.generate("w", prompt, body(1), handle)
+        await engine.generate("w", prompt, body(1), done.handle)
         await until(worker.ready.is_set)
         assert "instances/prefill/prefill-0" in await registry.read("")
         life.cancel()
@@ -136,7 +134,7 @@ async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_requ
 async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, role: Role) -> None:
     """It came as a newcomer, hangs, and goes."""
     graph, other = WorkerGraph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
-    key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", fingerprint=LOADED)
+    key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", wire=WIRE, fingerprint=LOADED)
     worker = graph.decode if role is Role.DECODE else graph.make(PrefillWorker, "prefill-0")
     async with MemoryRegistry(graph.registry, "t") as registry:
         await registry.put(key, encode_record(hung))

@@ -11,23 +11,19 @@ from pdserve.decode.policy import SLACK
 from pdserve.engine.base import Output
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import QueueUnavailable
-from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.messages import (
     Failed,
     Hello,
     KvHandle,
     Load,
     Outputs,
-    Placed,
     PrefillAnswer,
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
     PrefillStarted,
-    ToFrontend,
 )
-from pdserve.records import Role, decode_instance
-from pdserve.stream.tcp import TcpStreamServer
+from pdserve.records import CONFIRMS, Instance, Role, decode_instance, encode_record
 from tests.conditions import holds, until
 from tests.decode.graph import (
     LONG,
@@ -40,7 +36,7 @@ from tests.decode.graph import (
     failing,
     handle,
 )
-from tests.engine.sims import FAST, body, collect, sim
+from tests.engine.sims import FAST, LOADED, body, collect, sim
 from tests.memory.queue import MemoryQueue
 
 LARGE = list(range(3, 33))
@@ -305,36 +301,35 @@ async def test_cancel_at_once_and_while_the_request_is_queued(
     assert graph.decode.load().backlog == counted("pdserve_backlog_seconds", role="prefill") == 0
 
 
-async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
+async def test_kv_whose_lease_ends_before_it_is_read_is_computed_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While the frontend gets the report how its prompt gets its KV, which may take a second. When it is the prompt's
-    turn."""
-    send = TcpStreamServer.send
+    """The answer took longer than the lease, which this worker's clock does not show."""
+    async with WorkerGraph() as graph:
+        prefill = await graph.prefill(lease=0.2, num_gpu_blocks_override=40)
+        generate = graph.decode_engine.generate
 
-    async def slowly(server: TcpStreamServer, frontend: str, message: ToFrontend) -> None:
-        if isinstance(message, Placed) and message.prefill == "remote":
-            await asyncio.sleep(0.6)
-        await send(server, frontend, message)
+        async def slowly(request_id: str, *rest: Any) -> None:
+            await until(prefill.engine.all_blocks_free)
+            await prefill.engine.prefill("other", LONG[::-1], body())
+            await until(lambda: not prefill.engine.usage.running)
+            await generate(request_id, *rest)
 
-    async with WorkerGraph(engine_args={"long-prefill-token-threshold": 16}) as graph:
-        prefill = await graph.prefill(lease=LEASE_MARGIN + 0.4)
-        monkeypatch.setattr(TcpStreamServer, "send", slowly)
+        monkeypatch.setattr(graph.decode_engine, "generate", slowly)
         frontend = await graph.frontend()
-        async with graph.decode._runner.engine_turns.turn(16):
-            request_id = await frontend.submit(LONG)
-            await until(lambda: [each.computes for each in graph.decode.requests.clients()] == [len(LONG)])
-            assert graph.decode.requests.waiting == 1
-        answered = await frontend.end_of(request_id)
-        assert answered.failed is None
-        assert answered.way == ("local", "fallback")
-        assert answered.placed is not None
-        hops = answered.placed.hops
-        assert [hop.name for hop in hops] == ["queue", "prefill", "fallback", "turn", "prefill"]
-        assert hops[2].why.startswith("expired: ")
-        assert hops[4].start >= hops[3].start >= hops[2].start
+        with failing("transfer"):
+            answered = await frontend.ask(LONG)
+        assert answered.way == ("local", "transfer")
         await prefill.frees_all()
         await graph.frees_all()
+
+
+async def test_a_prefill_worker_that_cannot_confirm_reads_is_not_asked(graph: WorkerGraph) -> None:
+    acted = await graph.act_prefill()
+    assert graph.decode._workers.available() != []
+    old = Instance(acted.name, Role.PREFILL, acted.model, wire=CONFIRMS - 1, fingerprint=LOADED)
+    await acted.registry.put(f"instances/prefill/{acted.name}", encode_record(old))
+    await until(lambda: graph.decode._workers.available() == [])
 
 
 @pytest.mark.parametrize("phase", ["prefilled elsewhere", "first token", "generates"])

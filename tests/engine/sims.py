@@ -33,7 +33,7 @@ def decode_outputs(frames: list[bytes]) -> CoreOutputs:
 
 
 def spec(role: Role, name: str, **arguments: object) -> EngineSpec:
-    simulated = {"lease", "bytes-per-token", *FAST}
+    simulated = {"lease", "bytes-per-token", "transfer-seconds", *FAST}
     speeds = FAST | {key: arguments.pop(key) for key in list(arguments) if key in simulated}
     return EngineSpec(
         role,

@@ -145,14 +145,26 @@ async def test_kv_that_cannot_be_read_is_recomputed(prefill: SimEngine, change: 
         assert tokens(await collect(decode, "r")) == await computed_alone(PROMPT, 5)
 
 
-async def test_blocks_read_after_their_lease_give_wrong_tokens(decode: SimEngine) -> None:
-    """What the lease check guards against; the handle here has a wrong lease."""
-    async with sim(Role.PREFILL, "p", lease=0.01, num_gpu_blocks_override=16) as prefill:
-        handle = msgspec.structs.replace(await prefilled(prefill, "r", PROMPT), lease=30.0)
-        await until(prefill.all_blocks_free)
-        await prefilled(prefill, "other", PROMPT[::-1])
+@pytest.mark.parametrize("pause", ["before the read", "during the read"])
+async def test_kv_that_its_engine_gave_to_another_prompt_is_not_used(pause: str) -> None:
+    """The reader's clock stood still: for it no lease has ended."""
+    async with (
+        sim(Role.PREFILL, "p", lease=0.2, num_gpu_blocks_override=16) as prefill,
+        sim(Role.DECODE, "d", **PATIENT, **{"transfer-seconds": 0.5}) as decode,
+    ):
+        handle = await prefilled(prefill, "r", PROMPT)
+
+        async def given_away() -> None:
+            await until(prefill.all_blocks_free)
+            await prefilled(prefill, "other", PROMPT[::-1])
+
+        if pause == "before the read":
+            await given_away()
         await decode.generate("r", PROMPT, body(5), handle)
-        assert tokens(await collect(decode, "r")) != await computed_alone(PROMPT, 5)
+        if pause == "during the read":
+            await given_away()
+        assert "no longer held" in (await decode.step()).unread["r"]
+        assert tokens(await collect(decode, "r")) == await computed_alone(PROMPT, 5)
 
 
 async def test_released_kv_is_freed_and_named_once(decode: SimEngine) -> None:

@@ -1,15 +1,11 @@
-import time
-
 import msgspec
 import pytest
 
 from pdserve.errors import ProtocolError
-from pdserve.kv.handles import LEASE_MARGIN, check_handle, expired
+from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
 
-GOOD = KvHandle(
-    "prefill-0-ab", "r.1", "10.0.0.1", 5600, [[4, 9, 2]], 33, 16, computed_at=time.monotonic() + 1e6
-)
+GOOD = KvHandle("prefill-0-ab", "r.1", "10.0.0.1", 5600, [[4, 9, 2]], 33, 16)
 
 
 def test_a_handle_that_fits_passes() -> None:
@@ -30,16 +26,8 @@ def test_a_handle_that_fits_passes() -> None:
         ({"engine_id": ""}, "without engine"),
         ({"request_id": ""}, "without engine"),
         ({"host": ""}, "without engine"),
-        ({"computed_at": 0.0}, "lease"),
     ],
 )
 def test_a_handle_that_does_not_fit_is_refused_with_the_reason(change: dict[str, object], says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         check_handle(msgspec.structs.replace(GOOD, **change), 33, 16, "")
-
-
-def test_a_handle_expires_a_margin_before_its_lease() -> None:
-    just_in = msgspec.structs.replace(GOOD, computed_at=time.monotonic() - 30 + LEASE_MARGIN + 1, lease=30.0)
-    just_out = msgspec.structs.replace(GOOD, computed_at=time.monotonic() - 30 + LEASE_MARGIN - 1, lease=30.0)
-    assert not expired(just_in)
-    assert expired(just_out)

@@ -23,16 +23,6 @@ WITHIN, NEVER = 30.0, 0.3
 """seconds: of an answer, also on a busy machine; and after which none counts as refused"""
 
 
-@pytest.fixture(params=["plain", "with credentials"])
-def key(request: pytest.FixtureRequest, tmp_path: Path) -> CurveKey | None:
-    return CurveKey.of(create(tmp_path / "graph")) if request.param == "with credentials" else None
-
-
-@pytest.fixture(autouse=True)
-def ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_channel, "_POLL_MS", 50)
-
-
 @contextmanager
 def running(listen: Callable[[threading.Event, threading.Event, int], None]) -> Iterator[str]:
     """`listen` gets its events `ready` and `stop`, and a port of this host."""

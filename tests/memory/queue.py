@@ -12,7 +12,6 @@ from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
-    PrefillConfirm,
     PrefillLoad,
     PrefillRequest,
     ToPrefill,
@@ -171,10 +170,6 @@ class MemoryQueue(PrefillQueue):
         self._broker.check()
         self._requests.cancelled.update(dict.fromkeys(request_ids))
         self._requests.tell("notices", PrefillCancel(request_ids))
-
-    async def confirm(self, confirm: PrefillConfirm) -> None:
-        self._broker.check()
-        self._requests.tell("notices", confirm)
 
     async def warm_up(self, worker: str, request: PrefillRequest) -> None:
         self._broker.check()

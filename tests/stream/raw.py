@@ -4,7 +4,7 @@ import asyncio
 import ssl
 import struct
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -59,6 +59,8 @@ class Relay:
     """which leads to a server"""
     cut: asyncio.Event
     """once it is set nothing passes, and neither side is told"""
+    change: Callable[[bytes], bytes] = bytes
+    """what is done to each chunk"""
 
 
 @asynccontextmanager
@@ -68,7 +70,7 @@ async def relay(address: str) -> AsyncIterator[Relay]:
     async def pump(reader: StreamReader, writer: StreamWriter) -> None:
         while not cut.is_set() and (data := await reader.read(1000)):
             if not cut.is_set():
-                writer.write(data)
+                writer.write(way.change(data))
         await asyncio.Event().wait()
 
     async def join(reader: StreamReader, writer: StreamWriter) -> None:
@@ -77,7 +79,8 @@ async def relay(address: str) -> AsyncIterator[Relay]:
             await asyncio.gather(*ways, return_exceptions=True)
 
     async with tcp_server(join) as port:
-        yield Relay(f"{address.partition('://')[0]}://127.0.0.1:{port}", cut)
+        way = Relay(f"{address.partition('://')[0]}://127.0.0.1:{port}", cut)
+        yield way
 
 
 def client_hello(credentials: Credentials) -> bytes:

@@ -6,17 +6,17 @@ import struct
 import sys
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import msgspec
 import pytest
 
 from pdserve.errors import PeerGone
-from pdserve.messages import Cancel, Failed, Hello, Outputs, encode
+from pdserve.messages import Cancel, Failed, Hello, Load, Outputs, WorkerLoad, encode
 from pdserve.stream import framing, tcp
 from pdserve.stream.framing import MAX_MESSAGE, FramedConnection
-from pdserve.stream.tcp import GREETING
+from pdserve.stream.tcp import GREETING, TcpStreamClient
 from tests.conditions import until
 from tests.stream.conftest import Wire
 from tests.stream.raw import client_hello, frame, raw, relay
@@ -48,6 +48,50 @@ async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
             await anext(at_client)
         assert time.monotonic() - started > 0.5
         assert (client.round_trip or 0) > 0.5, "so far"
+
+
+def _flipped(chunk: bytes, at: int) -> bytes:
+    return chunk[:at] + bytes([chunk[at] ^ 4]) + chunk[at + 1 :]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of the length": lambda chunk: _flipped(chunk, 1),
+    "a bit of the body": lambda chunk: _flipped(chunk, len(chunk) // 2),
+    "a bit of a sum": lambda chunk: _flipped(chunk, len(chunk) - 1),
+    "twice": lambda chunk: chunk * 2,
+    "never": lambda chunk: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_what_was_changed_on_its_way_is_not_read(wire: Wire, damage: str) -> None:
+    """To the worker: the next message that fits is not read either, since one before it may be lost."""
+    async with wire.server() as server, relay(server.address) as way, wire.client(way.address, "f") as client:
+        received = server.received()
+        await client.send(Cancel(["first"]))
+        assert await anext(received) == ("f", Cancel(["first"]))
+        passed: list[bytes] = []
+
+        def change(chunk: bytes) -> bytes:
+            passed.append(chunk)
+            return DAMAGE[damage](chunk)
+
+        way.change = change
+        await client.send(Cancel(["second"]))
+        await until(lambda: bool(passed))
+        way.change = bytes
+        with suppress(PeerGone):
+            await client.send(Cancel(["third"]))
+        if damage == "twice" and wire.credentials is None:
+            assert await anext(received) == ("f", Cancel(["second"])), "once"
+        assert await anext(received) == ("f", None)
+
+
+async def test_a_worker_of_the_last_release_is_connected_to_without_sums() -> None:
+    """It takes the whole greeting for a name."""
+    said = frame(GREETING) + frame(encode(WorkerLoad(Load())))
+    async with _saying(Wire(None), said) as address, TcpStreamClient(address, "f") as client:
+        assert await anext(client.received()) == WorkerLoad(Load())
 
 
 @pytest.mark.usefixtures("quick_beats")

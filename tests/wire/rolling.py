@@ -116,13 +116,15 @@ class Rolled:
         await asyncio.gather(*(self.start(*slot, build) for slot in [(Role.FRONTEND, 0), *slots]))
 
     async def replace(self, build: Path, load: JudgedLoad) -> None:
-        """Bring this build to all slots, one after the other, with remote prefills in between."""
+        """Bring this build to all slots, one after the other, with remote prefills in between. There are none from the
+        last release's prefill workers alone to this build's decode workers (`records.CONFIRMS`)."""
         for role, count in WORKERS.items():
             for index in range(count):
                 await self.end(role, index)
                 await self.start(role, index, build)
                 self.say(f"{role.value}-{index} is of {build.name}")
-                await _prefilled_remotely(load)
+                if role is Role.DECODE or index == 0:
+                    await _prefilled_remotely(load)
         old, new = (0, 1) if "frontend-0" in self.running else (1, 0)
         await self.start(Role.FRONTEND, new, build)
         await _until_serving(self.urls[new])

@@ -19,7 +19,15 @@ DEFINITIONS = (KEPT / wire.DEFINITIONS).read_text()
 RELEASED = wire.read(DEFINITIONS, KEPT.name)
 ROOTS = (*MSGPACK, *JSON)
 
-DROPPED: frozenset[str] = frozenset()
+DROPPED: frozenset[str] = frozenset(
+    {
+        "PrefillConfirm",
+        "PrefillDone.age",
+        "PrefillDone.token",
+        "PrefillDone.handle.computed_at",
+        "PrefillProgress.handle.computed_at",
+    }
+)
 """`Message.field`, kinds of messages and names that the last release has and does not need any more: this build is
 without them, and its WIRE is one higher. Empty after each release."""
 ASKED_FOR: dict[str, str] = {}

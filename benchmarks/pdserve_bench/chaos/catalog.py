@@ -13,6 +13,7 @@ from pdserve_bench.chaos import (
     garbage,
     hosts,
     members,
+    pause,
     restarts,
     unregistered,
     weights,
@@ -22,6 +23,7 @@ from pdserve_bench.chaos.scene import Fault
 FAULTS: tuple[Fault, ...] = (
     *faults.FAULTS,
     *clocks.WRONG_CLOCKS,
+    pause.HOST_PAUSE,
     abuse.UNREAD_STREAMS,
     abuse.POISON,
     garbage.GARBAGE,

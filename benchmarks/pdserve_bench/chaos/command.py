@@ -14,6 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.observe.tables import show
 from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
 from pdserve_bench.chaos.members import on_clusters
+from pdserve_bench.chaos.pause import HOST_PAUSE, stoppable
 from pdserve_bench.chaos.run import chaos as run_chaos
 from pdserve_bench.chaos.run import of_one_engine
 from pdserve_bench.chaos.scene import Options
@@ -101,7 +102,8 @@ def chaos(
             own_model="mixed-weights" in names,
             own_disk="disk-full" in names,
             thresholds=True,
-            variables=CUTTABLE,
+            variables=CUTTABLE
+            | (stoppable(folder / "clocks") if HOST_PAUSE in options.faults and only else {}),
             adds=[fault.adds for fault in options.faults if only],
         )
     if one_engine:

@@ -343,7 +343,6 @@ class SimEngine(SimAdapters, Engine):
             fingerprint=self.fingerprint_of(request.asked),
             lease=self._model.lease,
             extra={"remote_prefill_cached_tokens": request.cached},
-            computed_at=time.monotonic(),
         )
 
     # transfers
@@ -358,6 +357,8 @@ class SimEngine(SimAdapters, Engine):
             await ask(kv, wanted, model.transfer_timeout)
             await asyncio.sleep(model.transfer_seconds + size / model.bandwidth)
             answer = await ask(kv, wanted, model.transfer_timeout, done=True)
+            if not answer.held:
+                raise Unavailable(f"{kv.engine_id} no longer held the KV")
         except Unavailable as error:
             unreachable = [kv.engine_id] if isinstance(error, Unreachable) else []
             unread = {request.request_id: str(error)}
@@ -387,11 +388,13 @@ class SimEngine(SimAdapters, Engine):
         with suppress(Unavailable):  # its blocks are gone with that engine, or go with their lease
             await ask(kv, [], self._model.transfer_timeout, done=True)
 
-    def _release(self, request_id: str) -> None:
+    def _release(self, request_id: str) -> bool:
+        """Return whether the blocks were held until now."""
         if request_id not in self._held:
-            return
+            return False
         blocks, timer = self._held.pop(request_id)
         timer.cancel()
         self._pool.give(blocks)
         self._steps.put_nowait(Step([], released=[request_id]))
         self._work.set()
+        return True

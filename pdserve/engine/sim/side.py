@@ -1,7 +1,8 @@
 """How simulated engines hand KV over: each runs a small TCP server, which decode engines ask for blocks.
 
 As with RDMA, a read does not check whether the blocks still hold the promised KV: the answer is what lies in them now.
-A read that comes too late gets another prompt's KV, and wrong tokens.
+With it the prefill engine says whether it held them until now. A read that comes too late gets another prompt's KV, and
+a decode engine that used it would generate wrong tokens.
 """
 
 import asyncio
@@ -32,6 +33,8 @@ class ReadBlocks(msgspec.Struct, frozen=True):
 class BlockContents(msgspec.Struct, frozen=True):
     contents: list[int] = []
     refused: str = ""
+    held: bool = False
+    """answers `done`: the blocks were kept for this request until now"""
 
 
 @dataclass
@@ -39,7 +42,7 @@ class SideServer(Lifetime):
     engine_id: str
     host: str
     contents: Callable[[list[int]], list[int]]
-    release: Callable[[str], None]
+    release: Callable[[str], bool]
     faults: Faults
     port: int = 0
 
@@ -75,9 +78,8 @@ class SideServer(Lifetime):
     def _answer(self, read: ReadBlocks) -> BlockContents:
         if read.engine_id != self.engine_id:
             return BlockContents(refused=f"this is {self.engine_id}")
-        if read.done:
-            self.release(read.request_id)
-        return BlockContents(self.contents(read.block_ids))
+        held = read.done and self.release(read.request_id)
+        return BlockContents(self.contents(read.block_ids), held=held)
 
 
 class Unreachable(Unavailable):

@@ -323,8 +323,7 @@ class VllmEngine(Engine):
         return Output(raw.request_id, [], finished=True, handle=handle)
 
     def _handle(self, params: dict[str, Any], prompt_tokens: int, adapter: int = 0) -> KvHandle | None:
-        """The lease began when the engine finished the prompt: long ago if this process hung."""
-        return requests.handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp, adapter)
+        return requests.handle_of(params, prompt_tokens, self.facts, LEASE, adapter)
 
     def _partial(self, params: dict[str, Any]) -> KvHandle | None:
         tokens = len(params["remote_block_ids"][0]) * self.facts.block_size

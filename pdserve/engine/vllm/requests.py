@@ -15,7 +15,6 @@ from pdserve.engine.base import EngineFacts
 from pdserve.engine.vllm import api
 from pdserve.errors import ProtocolError
 from pdserve.kv import AFTER, AHEAD, CHUNK
-from pdserve.kv.handles import safe_until
 from pdserve.messages import KvHandle
 from pdserve.recent import RecentKeys
 from pdserve.sampling import first_elsewhere
@@ -235,7 +234,6 @@ def pull_params(kv: KvHandle) -> dict[str, Any]:
         "remote_port": kv.port,
         "remote_block_ids": kv.block_ids,
         "tp_size": kv.tp_size,
-        "remote_blocks_expiry_time": safe_until(kv),  # for our connector
     }
 
 
@@ -244,10 +242,9 @@ def handle_of(
     prompt_tokens: int,
     facts: EngineFacts,
     lease: float,
-    computed_at: float,
     adapter: int = 0,
 ) -> KvHandle | None:
-    """The handle in the parameters of a prefill; None if they have none. `computed_at` is monotonic."""
+    """The handle in the parameters of a prefill; None if they have none."""
     try:
         return KvHandle(
             engine_id=params["remote_engine_id"],
@@ -260,7 +257,6 @@ def handle_of(
             fingerprint=with_adapter(facts.fingerprint, adapter),
             tp_size=params["tp_size"],
             lease=lease,
-            computed_at=computed_at,
             extra={key: value for key, value in params.items() if key not in _KNOWN},
         )
     except (KeyError, TypeError):

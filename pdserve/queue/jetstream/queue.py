@@ -20,7 +20,6 @@ from pdserve.errors import ProtocolError, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
-    PrefillConfirm,
     PrefillLoad,
     PrefillRequest,
     QueueState,
@@ -207,9 +206,6 @@ class JetStreamQueue(PrefillQueue):
 
     async def cancel(self, request_ids: list[str]) -> None:
         await self._connection.publish(self._names.notices, encode(PrefillCancel(request_ids)))
-
-    async def confirm(self, confirm: PrefillConfirm) -> None:
-        await self._connection.publish(self._names.notices, encode(confirm))
 
     async def warm_up(self, worker: str, request: PrefillRequest) -> None:
         await self._connection.publish(self._names.warm_ups(worker), encode(request))
