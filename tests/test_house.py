@@ -37,6 +37,7 @@ ALLOWED = {
     "torch": ("engine/vllm/cpu_faults.py", "kv/"),
     "opentelemetry": ("observe/otlp.py", "observe/tracing.py"),
     "requests": ("observe/otlp.py",),
+    "sqlite3": ("frontend/batches/store.py",),
     "rich": ("cli/", "observe/tables.py", "plan/render.py"),
     "typer": ("cli/",),
 }

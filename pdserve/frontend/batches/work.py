@@ -1,202 +1,256 @@
-"""Works off batches: sends their lines as spare requests through the frontend's own app."""
+"""Works off batches: sends their lines as flex requests through the frontend's own app."""
 
 import asyncio
+import fcntl
+import logging
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
+import msgspec
 from starlette.types import Receive, Scope, Send
 
-from pdserve.frontend.batches.store import Batch, Line, Store, lock, now, stores
+from pdserve.frontend.batches.store import OPEN, Record, Store, parse
+from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.keys.auth import OWNER
 from pdserve.frontend.ribs import RibContext
 from pdserve.tasks import Apart, Owner
 
+log = logging.getLogger(__name__)
+
 LOOK = 1.0
-"""seconds between two looks at the folder"""
+"""seconds between two looks at the open batches, and between two writes of results"""
+STEP = 10.0
+"""seconds that are taken off the time of all open batches at once, before they pass"""
+AGAIN = 60.0
+"""seconds until a batch goes on after an error; others of its key run meanwhile"""
 AHEAD = 8
 """lines of a batch that wait for places, beside those that may run"""
 PAUSE = 5.0
-"""seconds, at most, before a line that was refused is sent again"""
-UNKNOWN_FOR = 60.0
-"""seconds until a line fails whose model is unknown: its workers may not have registered yet"""
+"""seconds, at most, in which a batch sends nothing after a line was refused"""
+UNKNOWN_FOR = 600.0
+"""seconds of nothing but 404 until such a line fails: the workers of its model may not have registered yet"""
 TRIES = 3
-"""times that a line may take longer than any request may"""
+"""of a line whose error may be the server's"""
 
 
 class BatchWork:
-    """All batches of the folder. Those of one key one after another, of several keys beside each other."""
+    """All open batches. Those of one key run one after another, those of several keys side by side."""
 
-    def __init__(self, context: RibContext) -> None:
-        self._context = context
-        self._owners: set[str] = set()
-        """of which a batch is being worked on"""
-        self._over: defaultdict[str, set[str]] = defaultdict(set)
-        """ids of each owner's batches that are over: their records, which do not change, are not read again"""
+    def __init__(self, context: RibContext, store: Store) -> None:
+        self._context, self._store = context, store
+        self._running: dict[str, str | None] = {}
+        """id of a batch -> its owner; None while it pauses after an error"""
+        self._counted = 0.0
+        """monotonic seconds until which the time of the batches was taken off"""
 
     async def work(self) -> None:
         """Work while this process has the lock. Never returns."""
-        folder = self._context.config.batches
-        assert folder is not None
-        with await asyncio.to_thread((folder / "lock").open, "w") as file:
+        with await asyncio.to_thread(self._store.lock.open, "w") as file:
             async with Owner() as tasks:
-                locked = False
                 while True:
-                    locked = locked or lock(file)
-                    if locked and not self._context.draining():
-                        await self._look(folder, tasks)
+                    with suppress(BlockingIOError):
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which it may have
+                        with Apart("batches"):
+                            await self._look(tasks)
                     await asyncio.sleep(LOOK)
 
-    async def _look(self, folder: Path, tasks: Owner) -> None:
-        for store in await asyncio.to_thread(stores, folder):
-            with Apart("batches"):
-                if store.owner in self._owners:
-                    continue
-                over = self._over[store.owner]
-                batches = await asyncio.to_thread(store.all, Batch, over)
-                over |= {batch.id for batch in batches if not batch.open}
-                if waiting := [batch for batch in batches if batch.open]:
-                    self._owners.add(store.owner)
-                    tasks.start(self._run(store, waiting[-1]), "batch")
+    async def _look(self, tasks: Owner) -> None:
+        if (now := time.monotonic()) >= self._counted:
+            await asyncio.to_thread(self._store.count_down, STEP)
+            self._counted = now + STEP
+        for owner, batch_id, left in await asyncio.to_thread(self._store.open_batches):
+            waits = batch_id in self._running or (left > 0 and owner in self._running.values())
+            if not waits and not self._context.draining():
+                self._running[batch_id] = owner
+                tasks.start(self._run(owner, batch_id), "batch")
 
-    async def _run(self, store: Store, batch: Batch) -> None:
+    async def _run(self, owner: str, batch_id: str) -> None:
         try:
             with Apart("batches") as one:
-                await BatchRun(self._context, store, batch).run()
-            if one.error is not None:  # a full disk, perhaps
-                await asyncio.sleep(10 * LOOK)
+                await BatchRun(self._context, self._store, owner, batch_id).run()
+            if one.error is not None:
+                self._running[batch_id] = None
+                await asyncio.sleep(AGAIN)
         finally:
-            self._owners.remove(store.owner)
+            del self._running[batch_id]
 
 
 class BatchRun:
-    def __init__(self, context: RibContext, store: Store, batch: Batch) -> None:
-        self._context, self._store, self._batch = context, store, batch
-        self._running, self._most = 0, 1 << 20
-        self._ended = asyncio.Event()
-        self._results: dict[str, list[dict[str, object]]] = {"output": [], "errors": []}
+    """What is left of a batch. A refused line is sent again after all others, so that it keeps no place from them."""
+
+    def __init__(self, context: RibContext, store: Store, owner: str, batch_id: str) -> None:
+        self._context, self._store, self._name = context, store, (owner, batch_id)
+        self._batch: Record = {}
+        self._left = 0.0
+        """seconds"""
+        self._taken: set[int] = set()
+        """lines that run or have results"""
+        self._results: list[tuple[str, int, bytes]] = []
         """that are not written yet"""
-        self._done: set[str] = set()
-        self._saved = 0.0
-        self._unknown: dict[object, float] = {}
-        """model -> since when, in monotonic seconds"""
+        self._running, self._most, self._resume, self._written = 0, 1 << 20, 0.0, 0.0
+        self._unknown_since = float("inf")
+        self._ended, self._tries = asyncio.Event(), Counter[int]()
+        seconds = f"{context.config.max_request_timeout:g}"
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self._ask, client=("batches", 0)),
+            base_url="http://batches",
+            headers={"x-request-timeout": seconds, "content-type": "application/json"},
+            timeout=None,
+        )
 
     async def run(self) -> None:
-        """Do what is left of the batch, unless this process drains before its end."""
-        store, batch = self._store, self._batch
-        if errors := await asyncio.to_thread(store.check, batch):
-            batch.errors = {"object": "list", "data": errors}
-            batch.become("failed")
-            await asyncio.to_thread(store.save, batch)
+        """Return when the batch is closed, or this process drains."""
+        self._batch, self._taken = await asyncio.to_thread(self._store.begin, *self._name)
+        if self._batch["status"] not in OPEN:
             return
-        for kind, count in (("output", "completed"), ("errors", "failed")):
-            done = await asyncio.to_thread(store.done, batch, kind)
-            batch.request_counts[count] = len(done)
-            self._done |= done
-        if batch.status == "validating":
-            batch.become("in_progress")
-            await asyncio.to_thread(store.save, batch)
-        headers = {"x-request-timeout": f"{self._context.config.max_request_timeout:g}"}
-        transport = httpx.ASGITransport(self._ask, client=("batches", 0))
-        async with (
-            httpx.AsyncClient(
-                transport=transport, base_url="http://batches", headers=headers, timeout=None
-            ) as client,
-            Owner() as lines,  # it cancels those that run where the batch stops
-        ):
-            left = store.lines(batch, frozenset(self._done))
-            while line := await asyncio.to_thread(next, left, None):
-                while self._running >= self._room() and not self._stops():
-                    await self._write()
-                if self._stops():
-                    break
-                self._running += 1
-                lines.start(self._answer(client, line), "batch line")
-            while self._running and not self._stops():
-                await self._write()
         await self._write()
-        await self._end()
+        total = self._batch["request_counts"]["total"]
+        async with self._client, Owner() as lines:  # which cancels those that run where the batch stops
+            while not self._stops() and (self._running or len(self._taken) < total):
+                if len(self._taken) < total:
+                    await self._send(lines)
+                await self._wait()
+        complete, cancelled = len(self._taken) == total, self._batch["status"] == "cancelling"
+        if self._left <= 0 and not complete and not cancelled:
+            await asyncio.to_thread(self._expire)
+        await self._write()
+        if complete or self._left <= 0:
+            status = "cancelled" if cancelled else "completed" if complete else "expired"
+            await asyncio.to_thread(self._store.close, *self._name, status)
 
     def _stops(self) -> bool:
-        store, batch = self._store, self._batch
-        return self._context.draining() or store.cancelling(batch).exists() or now() >= batch.expires_at
+        return self._context.draining() or self._left <= 0
 
-    def _room(self) -> int:
+    async def _send(self, tasks: Owner) -> None:
+        """Send each line once that does not run and has no result."""
+        parts, sent = self._store.lines(self._batch["input_file_id"]), False
+        while part := await asyncio.to_thread(next, parts, None):
+            for number, text in part:
+                if number in self._taken:
+                    continue
+                while not self._stops() and not self._has_room():
+                    await self._wait()
+                if self._stops():
+                    return
+                self._taken.add(number)
+                self._running, sent = self._running + 1, True
+                tasks.start(self._answer(number, text), "batch line")
+        if not sent:
+            raise LookupError(f"{self._name}: lines are missing in its input")
+
+    def _has_room(self) -> bool:
         models = self._context.models
         places = sum(live * models.find(name).places for name, live in models.live().items() if live)
-        return min(self._most, AHEAD + places)
+        return self._running < min(self._most, AHEAD + places) and time.monotonic() >= self._resume
+
+    async def _wait(self) -> None:
+        """Wait until a line ends, for a while, and write results from time to time."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), LOOK)
+        self._ended.clear()
+        if time.monotonic() >= self._written + LOOK:
+            await self._write()
 
     async def _write(self) -> None:
-        """Wait until a line ends, for a while, and write what there is."""
-        if self._running:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), LOOK)
-        self._ended.clear()
-        for kind, count in (("output", "completed"), ("errors", "failed")):
-            results, self._results[kind] = self._results[kind], []
-            await asyncio.to_thread(self._store.append, self._batch, kind, results)
-            self._batch.request_counts[count] += len(results)
-            self._done |= {str(result["custom_id"]) for result in results}
-        if time.monotonic() > self._saved + LOOK:
-            self._saved = time.monotonic()
-            await asyncio.to_thread(self._store.save, self._batch)
+        """Write the results, again and again while the disk is full, and see whether the batch goes on."""
+        count = len(self._results)
+        while True:
+            try:
+                written = await asyncio.to_thread(self._store.append, *self._name, self._results[:count])
+                break
+            except HttpError as error:
+                if error.status < 500 or self._context.draining():
+                    raise
+                log.warning("%s: cannot write results: %s; trying again", self._name, error)
+                await asyncio.sleep(PAUSE)
+        self._batch, self._left = written
+        del self._results[:count]
+        self._written = time.monotonic()
 
-    async def _end(self) -> None:
-        store, batch = self._store, self._batch
-        counts, cancelled = batch.request_counts, store.cancelling(batch).exists()
-        left = counts["total"] - len(self._done)
-        if left and not cancelled and now() < batch.expires_at:
-            return  # it drains; or a line failed as none should
-        if left and not cancelled:
-            error = {"code": "batch_expired", "message": "the completion window ended before this request"}
-            rest = store.lines(batch, self._done)
-            failed = await asyncio.to_thread(lambda: [_result(line, None, error) for line in rest])
-            await asyncio.to_thread(store.append, batch, "errors", failed)
-            counts["failed"] += left
-        batch.output_file_id = await asyncio.to_thread(store.finish, batch, "output")
-        batch.error_file_id = await asyncio.to_thread(store.finish, batch, "errors")
-        batch.become("cancelled" if cancelled else "expired" if left else "completed")
-        await asyncio.to_thread(store.save, batch)
+    def _expire(self) -> None:
+        error = {"code": "batch_expired", "message": "the completion window ended before this request"}
+        for part in self._store.lines(self._batch["input_file_id"]):
+            for number, text in part:
+                if number not in self._taken:
+                    line = parse(text, self._batch["endpoint"])
+                    self._results.append(("failed", number, _result(line.custom_id, None, error)))
 
-    async def _answer(self, client: httpx.AsyncClient, line: Line) -> None:
+    async def _answer(self, number: int, text: bytes) -> None:
+        done = custom_id = None
         try:
-            body, tries = line.body | {"service_tier": "flex"}, 1
-            while self._again(line, answer := await client.post(line.url, json=body), tries):
-                await asyncio.sleep(min(PAUSE, float(answer.headers.get("retry-after", PAUSE))))
-                tries += 1
-                if answer.status_code == 429:  # the limits of the key, perhaps: fewer at a time
-                    self._most = max(1, self._running // 2)
-            self._most += 1
-            response = {
-                "status_code": answer.status_code,
-                "request_id": answer.headers["x-request-id"],
-                "body": answer.json(),
-            }
-            self._results["output" if answer.is_success else "errors"].append(_result(line, response, None))
+            with Apart("batch line") as one:
+                # as it was checked: in a thread, where JSON may nest deeper than below the tasks of the loop
+                line = await asyncio.to_thread(parse, text, self._batch["endpoint"])
+                custom_id, fields = line.custom_id, bytes(line.body)[1:-1].strip()
+                fields += (
+                    b"," * bool(fields) + b'"service_tier":"flex"'
+                )  # of fields with one name, the last counts
+                answer = await self._client.post(line.url, content=b"{" + fields + b"}")
+                if self._is_final(answer, number):
+                    self._most += 1
+                    response = _response(answer)
+                    done = (
+                        "completed" if answer.is_success else "failed",
+                        number,
+                        _result(custom_id, response, None),
+                    )
+                else:
+                    pause = min(PAUSE, float(answer.headers.get("retry-after", PAUSE)))
+                    self._resume = time.monotonic() + pause
+            if one.error is not None and self._has_failed(number):
+                error = {"code": "internal_error", "message": f"{TRIES} times {type(one.error).__name__}"}
+                done = ("failed", number, _result(custom_id, None, error))
         finally:
             self._running -= 1
+            if done is None:
+                self._taken.discard(number)
+            else:
+                self._results.append(done)
             self._ended.set()
 
-    def _again(self, line: Line, answer: httpx.Response, tries: int) -> bool:
-        """Whether what ended this line is no fault of its own."""
-        if answer.status_code == 404:
-            now, model = time.monotonic(), str(line.body.get("model"))
-            return now < self._unknown.setdefault(model, now) + UNKNOWN_FOR
-        if answer.status_code in (429, 503):
-            return str(answer.headers.get("x-should-retry")) != "false"
-        starved = "x-pdserve-instance" not in answer.headers  # it got no place within the longest deadline
-        return answer.status_code == 504 and (starved or tries < TRIES)
+    def _is_final(self, answer: httpx.Response, number: int) -> bool:
+        """Whether a line is not to be sent again. A key, a model and places may come back."""
+        status, now = answer.status_code, time.monotonic()
+        if status == 404:
+            self._unknown_since = min(self._unknown_since, now)
+            return now >= self._unknown_since + UNKNOWN_FOR
+        self._unknown_since = float("inf")
+        if status == 429:  # the limits of the key, perhaps: fewer at a time
+            self._most = max(1, self._running // 2)
+        if answer.headers.get("x-should-retry") == "false":
+            return True
+        starved = (
+            status == 504 and "x-pdserve-instance" not in answer.headers
+        )  # no place within the longest deadline
+        return not (starved or status in (401, 429, 503)) and (status < 500 or self._has_failed(number))
+
+    def _has_failed(self, number: int) -> bool:
+        self._tries[number] += 1
+        return self._tries[number] >= TRIES
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._context.app()({**scope, "extensions": {OWNER: self._store.owner}}, receive, send)
+        await self._context.app()({**scope, "extensions": {OWNER: self._name[0]}}, receive, send)
         line = asyncio.current_task()
         if line is not None and line.cancelling():  # the app answered 503, and it would ask again
             raise asyncio.CancelledError
 
 
-def _result(line: Line, response: object, error: object) -> dict[str, object]:
-    made = f"batch_req_{uuid.uuid4().hex}"
-    return {"id": made, "custom_id": line.custom_id, "response": response, "error": error}
+def _response(answer: httpx.Response) -> Record:
+    body: object = answer.text
+    with suppress(ValueError, RecursionError):
+        body = msgspec.Raw(msgspec.json.format(answer.content, indent=-1))
+    request_id = answer.headers.get("x-request-id")
+    return {"status_code": answer.status_code, "request_id": request_id, "body": body}
+
+
+def _result(custom_id: str | None, response: Record | None, error: Record | None) -> bytes:
+    made = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    return msgspec.json.encode(made) + b"\n"

@@ -33,6 +33,7 @@ _ERROR_TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
+    507: "InsufficientStorageError",
 }
 _EVENT = b"data: "
 _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")

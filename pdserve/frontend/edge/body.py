@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -124,25 +124,43 @@ class BodyReader:
     async def read(self, request: Request, deadline: float, client: str, most: int) -> AsyncIterator[bytes]:
         """`deadline` in monotonic seconds, `most` in bytes. Raises HttpError for a body that is larger or not whole by
         then, Overloaded, and ClientDisconnect."""
-        body, size = bytearray(), 0  # a list of parts could have one for each byte
-        begun = asyncio.get_running_loop().time()
-        end = begun + deadline - time.monotonic()
-        try:
-            try:
-                async with asyncio.timeout_at(min(end, begun + self._grace)) as bound:
-                    async for part in request.stream():
-                        if size + len(part) > most:
-                            raise HttpError(413, f"the request body is larger than {most} bytes")
-                        self.budget.take(client, len(part))
-                        body += part
-                        size += len(part)
-                        bound.reschedule(min(end, begun + self._grace + size / PACE))
-            except TimeoutError:
-                why = f"came slower than {PACE:g} bytes a second"
-                if bound.when() == end:
-                    why = "was not complete by the request's deadline"
-                raise HttpError(408, f"the request body {why}") from None
+        async with self.parts(request, deadline, client, most) as parts:
+            body = bytearray()  # a list of parts could have one for each byte
+            async for part in parts:
+                body += part
             yield bytes(body)
+
+    @asynccontextmanager
+    async def parts(
+        self, request: Request, deadline: float, client: str, most: int
+    ) -> AsyncIterator[AsyncGenerator[bytes, None]]:
+        """As `read`, for a body that its reader keeps elsewhere than in memory."""
+        size = 0
+
+        async def read() -> AsyncGenerator[bytes, None]:
+            nonlocal size
+            begun, stream = asyncio.get_running_loop().time(), request.stream()
+            end = begun + deadline - time.monotonic()
+            while True:
+                due = min(end, begun + self._grace + size / PACE)
+                try:
+                    async with asyncio.timeout_at(due):
+                        part = await anext(stream, None)
+                except TimeoutError:
+                    why = f"came slower than {PACE:g} bytes a second"
+                    if due == end:
+                        why = "was not complete by the request's deadline"
+                    raise HttpError(408, f"the request body {why}") from None
+                if part is None:
+                    return
+                if size + len(part) > most:
+                    raise HttpError(413, f"the request body is larger than {most} bytes")
+                self.budget.take(client, len(part))
+                size += len(part)
+                yield part
+
+        try:
+            yield read()
         finally:
             self.budget.give_back(client, size)
 
