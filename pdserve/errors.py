@@ -104,3 +104,9 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in leaves(inner)]
     return [error]
+
+
+def death_in(error: BaseException | None) -> EngineDead | None:
+    """Return the engine's death that this error is, or that is inside its exception group."""
+    found = (leaf for leaf in leaves(error) if isinstance(leaf, EngineDead)) if error is not None else ()
+    return next(iter(found), None)
