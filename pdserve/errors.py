@@ -87,7 +87,14 @@ class Overloaded(PdserveError):
 
 
 class EngineDead(PdserveError):
+    """`crashed`: the engine ended by itself, so that one of the requests that it computed may be the cause. Else it was
+    killed from outside, hangs, or lost another host."""
+
     status = 503
+
+    def __init__(self, message: str, *, crashed: bool = False) -> None:
+        super().__init__(message)
+        self.crashed = crashed
 
 
 class ProtocolError(PdserveError):
