@@ -87,14 +87,14 @@ class Overloaded(PdserveError):
 
 
 class EngineDead(PdserveError):
-    """`crashed`: the engine ended by itself, so that one of the requests that it computed may be the cause. Else it was
-    killed from outside, hangs, or lost another host."""
+    """`crashed`: the engine ended by itself, so that one of the requests that it computed may be the cause. `killed`:
+    something outside ended it. Else it hangs, or lost another host."""
 
     status = 503
 
-    def __init__(self, message: str, *, crashed: bool = False) -> None:
+    def __init__(self, message: str, *, crashed: bool = False, killed: bool = False) -> None:
         super().__init__(message)
-        self.crashed = crashed
+        self.crashed, self.killed = crashed, killed
 
 
 class ProtocolError(PdserveError):

@@ -21,7 +21,7 @@ from pdserve.graph import service_of
 from pdserve.observe.pages import serve_pages
 from pdserve.observe.tracing import Tracer
 from pdserve.plan.slots import Slot
-from pdserve.process.signals import DRAINS, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
+from pdserve.process.signals import DRAINS, ENGINE_KILLED, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
 from pdserve.tasks import Owner, Work, forever, process_owner
 from pdserve.watch import Connections, Receipt, Watched
 
@@ -167,15 +167,16 @@ def run(config: Config, slot: Slot, beat: Beat | None = None) -> int:
 
 def exit_code(name: str, error: Exception) -> int:
     """Log why the role ended, in a sentence where the error is one of our own, and return its exit code: 2 for a wrong
-    configuration, however late it was found, since the supervisor must not try it again."""
+    configuration, however late it was found, since the supervisor must not try it again; `ENGINE_KILLED`."""
     causes = leaves(error)
     if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
             log.error("%s", problem)
         return 2
-    if dead := next((leaf for leaf in causes if isinstance(leaf, EngineDead)), None):
+    if dead := death_in(error):
         log.error("the engine is gone, and this worker with it: %s", dead)
-    elif all(isinstance(leaf, PdserveError) for leaf in causes):
+        return ENGINE_KILLED if dead.killed else 1
+    if all(isinstance(leaf, PdserveError) for leaf in causes):
         log.error("%s failed: %s", name, "; ".join(map(str, causes)))
     else:
         log.error("%s failed", name, exc_info=error)

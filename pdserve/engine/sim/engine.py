@@ -195,7 +195,8 @@ class SimEngine(SimAdapters, Engine):
 
     def _check_alive(self) -> None:
         if self.faults.dead:
-            raise EngineDead("the simulated engine died on command", crashed=not self.faults.killed)
+            killed = self.faults.killed
+            raise EngineDead("the simulated engine died on command", crashed=not killed, killed=killed)
 
     def _refuse_reuse(self, request_id: str) -> None:
         if request_id in self._seen:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -157,7 +158,8 @@ class VllmProcess:
                     self.core = api.start_core(self.config)
                     self._core_process = self.core.resources.engine_manager.processes[0]
         except Exception as error:
-            raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
+            killed = re.search(r": -(9|15)\b", str(error)) is not None  # its "Failed core proc(s)"
+            raise EngineDead(f"vLLM did not start, its log says why: {error}", killed=killed) from error
 
     @property
     def _headless(self) -> bool:
@@ -233,9 +235,9 @@ def death_of(status: int | None) -> EngineDead:
         return EngineDead("vLLM's engine core failed", crashed=True)
     number = -status if status < 0 else status - api.BY_SIGNAL
     if status == 0:
-        return EngineDead("vLLM's engine core was stopped")
-    name = signal.Signals(number).name
-    return EngineDead(f"a process of vLLM's engine was ended by {name}", crashed=number in CRASHES)
+        return EngineDead("vLLM's engine core was stopped", killed=True)
+    name, crashed = signal.Signals(number).name, number in CRASHES
+    return EngineDead(f"a process of vLLM's engine was ended by {name}", crashed=crashed, killed=not crashed)
 
 
 def _fork_from_here() -> None:
