@@ -91,6 +91,7 @@ class VllmProcess:
         if self.ranks is not None:
             await asyncio.to_thread(self.ranks.shutdown)
         _remove(self._meeting)
+        _remove(f"/dev/shm/{Path(self._meeting).name}")  # of ranks that were killed
         log.info("the engine's processes are gone")
 
     @property
