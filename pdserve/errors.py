@@ -87,7 +87,14 @@ class Overloaded(PdserveError):
 
 
 class EngineDead(PdserveError):
+    """`crashed`: the engine ended by itself, so that one of the requests that it computed may be the cause. `killed`:
+    something outside ended it. Else it hangs, or lost another host."""
+
     status = 503
+
+    def __init__(self, message: str, *, crashed: bool = False, killed: bool = False) -> None:
+        super().__init__(message)
+        self.crashed, self.killed = crashed, killed
 
 
 class ProtocolError(PdserveError):
@@ -104,3 +111,9 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in leaves(inner)]
     return [error]
+
+
+def death_in(error: BaseException | None) -> EngineDead | None:
+    """Return the engine's death that this error is, or that is inside its exception group."""
+    found = (leaf for leaf in leaves(error) if isinstance(leaf, EngineDead)) if error is not None else ()
+    return next(iter(found), None)

@@ -7,6 +7,9 @@ nowhere else (`tests/test_house.py` checks it); a task that the next lines await
 `forever` restarts work that must not end. `Apart` keeps an error about one of many, such as one connection of all, from
 the others. `Owner` holds the tasks of one object, `process_owner` those of all objects of a process. `Lifetime` is the
 base class of objects that are entered with `async with`.
+
+Two errors win over all others, since a task that keeps one of them goes on for ever: a cancellation, which is repeated
+until the task ends, and EngineDead, which is also found inside an exception group (docs/decisions/0097).
 """
 
 import asyncio
@@ -15,11 +18,11 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
-from pdserve.errors import EngineDead
+from pdserve.errors import death_in
 from pdserve.observe.metrics import TASK_FAILURES
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,9 @@ FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
 """seconds before a failed task starts again; doubled with each failure"""
 HEALTHY = 30.0
 """seconds of running after which the next failure counts as the first"""
+CANCEL_INTERVAL = 2.0
+"""seconds between two cancellations of a task that is to stop: an error in a `finally`, or a library, may have
+replaced the one before"""
 _REMEMBERED = 100
 """distinct failures that are logged, of one task"""
 
@@ -79,8 +85,8 @@ class Owner:
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._tasks.difference_update(tasks)
+            done, _ = await asyncio.wait(tasks, timeout=CANCEL_INTERVAL)
+            self._tasks.difference_update(done)
 
     async def settle(self, within: float) -> None:
         """Wait up to `within` seconds for the tasks to end by themselves."""
@@ -142,7 +148,7 @@ async def forever(
     while True:
         started = time.monotonic()
         try:
-            await work()
+            await _until_it_ends(work)
             if until_done:
                 return
             if again_after is None:
@@ -150,14 +156,9 @@ async def forever(
             pause = FIRST_PAUSE
             await asyncio.sleep(again_after)
             continue
-        except asyncio.CancelledError as error:
-            if asked_to_stop():
-                raise
-            failure: BaseException = error  # a library's: this task was not asked to stop
-        except EngineDead:
-            raise
-        except Exception as error:
-            failure = error
+        except (Exception, asyncio.CancelledError) as error:
+            reraise_fatal(error)
+            failure = error  # of a cancellation: a library's
         if time.monotonic() - started > HEALTHY:
             pause = FIRST_PAUSE
         TASK_FAILURES.labels(_kind_of(name)).inc()
@@ -169,9 +170,23 @@ async def forever(
         pause = min(2 * pause, LAST_PAUSE)
 
 
+async def _until_it_ends(work: Work) -> None:
+    """Await `work` in a task of its own, which is cancelled until it ends once this one is asked to stop."""
+    task = asyncio.ensure_future(work())
+    try:
+        await asyncio.wait([task])
+    finally:
+        while not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task], timeout=CANCEL_INTERVAL)
+        reraise_fatal(task.exception() if not task.cancelled() else None)
+    task.result()
+
+
 class Apart:
     """Handle one of many (a connection, a request, a message) apart from the others: an error in the block is logged
-    and counted, ends the block and is kept in `error`. EngineDead passes, as cancellations do."""
+    and counted, ends the block and is kept in `error`. What must not be kept passes (`reraise_fatal`)."""
 
     def __init__(self, name: str) -> None:
         self.error: Exception | None = None
@@ -181,13 +196,23 @@ class Apart:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, EngineDead):
+        if not isinstance(error, Exception):
             return False
+        reraise_fatal(error)
         self.error = error
         TASK_FAILURES.labels(_kind_of(self._name)).inc()
         # logged as of the line of the block, by which repetitions are left out
         log.error("%s: failed for one of them, the others go on", self._name, exc_info=error, stacklevel=2)
         return True
+
+
+def reraise_fatal(error: BaseException | None) -> None:
+    """Raise EngineDead if `error` is one or contains one, and CancelledError if the current task was asked to stop,
+    whatever `error` replaced it. A handler that keeps any error calls this first."""
+    if (death := death_in(error)) is not None:
+        raise death
+    if asked_to_stop():
+        raise asyncio.CancelledError from error
 
 
 def asked_to_stop() -> bool:

@@ -21,6 +21,7 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, EngineDead, RegistryUnavailable
 from pdserve.ports import free_port
 from pdserve.process import life
+from pdserve.process.signals import ENGINE_KILLED
 from pdserve.records import Role
 from pdserve.registry import etcd
 from pdserve.watch import Receipt
@@ -277,6 +278,11 @@ def test_a_role_that_cannot_run_alone_says_why(role: Role, index: int, complaint
     [
         (ConfigError(["model is wrong.", "So is dtype."]), 2, ["model is wrong.", "So is dtype."]),
         (ExceptionGroup("", [RuntimeError(), ExceptionGroup("", [ConfigError(["wrong"])])]), 2, ["wrong"]),
+        (
+            EngineDead("boom", killed=True),
+            ENGINE_KILLED,
+            ["the engine is gone, and this worker with it: boom"],
+        ),
         (EngineDead("boom"), 1, ["the engine is gone, and this worker with it: boom"]),
         (
             ExceptionGroup("", [RegistryUnavailable("no etcd answers")]),

@@ -277,6 +277,33 @@ def test_no_background_task_ends_unseen() -> None:
     assert {path: count for path, count in found.items() if count} == AWAITED_TASKS
 
 
+ENDS_ANYWAY = {"frontend/app.py": 1, "frontend/model/run.py": 1, "process/life.py": 1}
+"""file -> how many handlers of any error are the last thing that their task does"""
+
+
+def keeps_any_error(path: Path) -> int:
+    """How many handlers of Exception around an `await` neither raise nor call `reraise_fatal` first."""
+
+    def keeps(handler: ast.ExceptHandler) -> bool:
+        caught = ast.unparse(handler.type) if handler.type else "Exception"
+        first, last = ast.unparse(handler.body[0]), handler.body[-1]
+        passes = isinstance(last, ast.Raise) or "reraise_fatal(" in first
+        return bool(re.search(r"\b(Base)?Exception(Group)?\b", caught)) and not passes
+
+    def waits(block: ast.Try | ast.TryStar) -> bool:
+        inside = (node for statement in block.body for node in ast.walk(statement))
+        return any(isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) for node in inside)
+
+    blocks = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Try | ast.TryStar))
+    return sum(keeps(handler) for block in blocks if waits(block) for handler in block.handlers)
+
+
+def test_no_handler_keeps_a_cancellation_or_the_death_of_an_engine() -> None:
+    """Any error may have taken the place of the one or hold the other: a group, or one raised in a `finally`."""
+    found = {name(path): keeps_any_error(path) for path in SOURCES if name(path) != "tasks.py"}
+    assert {path: count for path, count in found.items() if count} == ENDS_ANYWAY
+
+
 def test_only_commands_print() -> None:
     def prints(path: Path) -> bool:
         calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
@@ -384,12 +411,12 @@ ROOMS = {
     "queue": 1850,
     "registry": 970,
     "stream": 870,
-    "supervisor": 2590,
+    "supervisor": 2620,
 }
 """lines of each room of the package: its size of 2026-11-27 and 5 %, reviewed when a room passes its limit"""
-BESIDE = {"benchmarks": 11120, "tests": 38470, "tools": 2380}
+BESIDE = {"benchmarks": 11120, "tests": 38600, "tools": 2380}
 """lines of what is beside it"""
-WORDS, RECORD = 21000, 350
+WORDS, RECORD = 21100, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -71,6 +72,58 @@ async def test_what_may_end_is_left_when_it_returned_or_its_engine_is_dead() -> 
 
     with pytest.raises(EngineDead):
         await tasks.forever(dead, "work")
+
+
+async def test_an_engine_that_died_inside_a_group_ends_what_waits_for_it() -> None:
+    """Also where an error about one of many is kept apart."""
+
+    async def dead() -> None:
+        raise EngineDead("dead")
+
+    async def work() -> None:
+        with tasks.Apart("some members"):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(tasks.forever(dead, "inner work"))
+
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(tasks.forever(work, "work"), 10)
+
+
+async def _lost_in_a_finally() -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        raise KeyError
+
+
+async def _lost_in_a_block() -> None:
+    with tasks.Apart("some members"):
+        await _lost_in_a_finally()
+    await asyncio.Event().wait()
+
+
+async def _swallowed_twice() -> None:
+    for _ in range(2):
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("work", [_lost_in_a_finally, _lost_in_a_block, _swallowed_twice])
+async def test_a_cancellation_that_is_lost_in_the_work_ends_the_task_nevertheless(
+    work: tasks.Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "CANCEL_INTERVAL", 0.01)
+    task = asyncio.ensure_future(tasks.forever(work, "work"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task], timeout=10)
+    assert task.cancelled()
+    async with tasks.Owner() as owner:
+        once = owner.start(_swallowed_twice(), "once")
+        await asyncio.sleep(0)
+    assert once.cancelled()
 
 
 async def test_work_that_is_one_life_of_many_may_return(

@@ -120,6 +120,7 @@ REPLACED = (
     "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client",
     "vllm.v1.executor.uniproc_executor.get_file_store_init_method",
     "vllm.v1.executor.multiproc_executor.get_file_store_init_method",
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor.start_worker_monitor",
     "vllm.v1.engine.input_processor.InputProcessor._validate_params",
     "vllm.v1.engine.output_processor.RequestState.make_request_output",
     "vllm.renderers.base.BaseRenderer._tokenize_prompt",

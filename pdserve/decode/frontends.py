@@ -203,7 +203,7 @@ class Frontends:
         """Fail every request, saying which of them the engine was computing: the worker's last messages."""
         for request in self.requests.clients():
             running = request.phase is Phase.RUNNING
-            blamed = running and may_have_killed(len(request.submit.prompt), request.since)
+            blamed = death.crashed and running and may_have_killed(len(request.submit.prompt), request.since)
             text, died = f"the engine died: {death}", request.engines_died + blamed
             request.failure = text
             with Apart("requests of a dead engine"), suppress(PeerGone):

@@ -1,7 +1,6 @@
 """The engine contract: what a decode or prefill worker needs of an inference engine.
 
-`vllm` is the real engine, `sim` a simulated engine with the same contract. The `engine` key of a worker's YAML section
-chooses between them."""
+The `engine` key of a worker's YAML section chooses `vllm`, the real engine, or `sim`, a simulated one."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -105,8 +104,7 @@ class Step:
     outputs: list[Output]
     transfers: Transfers | None = None
     unread: dict[str, str] = field(default_factory=dict)
-    """request id -> why its KV could not be read from the prefill engine and is computed here; each request is named
-    once, before its first output"""
+    """request id -> why its KV could not be read and is computed here; named once, before the request's first output"""
     released: list[str] = field(default_factory=list)
     """`request_id` of the handles whose KV is kept no longer (read, rejected, or past its lease), after its finishing
     output; each is named once by each rank"""
@@ -163,8 +161,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Notify the prefill engine that `kv` will not be read, so that it frees the blocks now. Does not wait for
-        that, and does not fail if that engine is gone."""
+        """Let the prefill engine free `kv`, which will not be read. Does not wait, and does not fail if it is gone."""
 
     @abstractmethod
     async def read_ahead(self, kv: KvHandle, skip: int) -> None:
@@ -212,6 +209,10 @@ class Engine(Lifetime, AdapterEngine):
         """Whether no request holds a KV block. A check for leaks: it empties the prefix cache."""
 
     @abstractmethod
+    async def watch(self) -> None:
+        """Raises EngineDead when the engine's processes are gone, whatever its other calls do; never returns."""
+
+    @abstractmethod
     async def probe(self) -> None:
         """Return when the engine has answered a trivial question, as it does between two steps unless it hangs."""
 
@@ -221,8 +222,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     def cpu_seconds(self) -> float:
-        """CPU time that the engine's processes have used so far. It separates a long step, in which they do not answer
-        either, from a hang."""
+        """CPU time that the engine's processes have used so far: a long step uses some, a hang hardly any."""
 
 
 class Ranks(Lifetime):

@@ -89,7 +89,7 @@ class PromptRunner:
 
     async def engine_died(self, death: EngineDead) -> None:
         """Return prompts that may have killed the engine to their decode workers, not to another prefill worker."""
-        for running in self._running:
+        for running in self._running if death.crashed else ():
             request = running.request
             if may_have_killed(len(request.prompt), running.started):
                 failed = PrefillFailed(request.request_id, "engine-died", str(death), engine_died=True)

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 from pdserve.config.adapters import static_adapters
 from pdserve.engine.adapters import adapter_folder, adapter_id
 from pdserve.engine.base import Engine
-from pdserve.errors import ConfigError, EngineDead
+from pdserve.errors import ConfigError
 from pdserve.records import OF_FILE, Adapter
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
+from pdserve.tasks import reraise_fatal
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str]
@@ -120,9 +121,8 @@ class WorkerAdapters:
                     await self._engine.unload_adapter(id)
                     raise ConfigError([f"the files of {adapter.path} changed while they were loaded"])
             return replace(adapter, id=id)
-        except EngineDead:
-            raise
         except Exception as error:  # whatever is wrong with its path or its files
+            reraise_fatal(error)
             return replace(adapter, id=0, problem=(str(error) or repr(error))[:LONGEST])
 
     async def _make_room(self, wanted: Mapping[Key, Adapter]) -> None:

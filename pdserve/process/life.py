@@ -16,12 +16,12 @@ import psutil
 import uvloop
 
 from pdserve.config.schema import Config
-from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
+from pdserve.errors import ConfigError, EngineDead, PdserveError, death_in, leaves
 from pdserve.graph import service_of
 from pdserve.observe.pages import serve_pages
 from pdserve.observe.tracing import Tracer
 from pdserve.plan.slots import Slot
-from pdserve.process.signals import DRAINS, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
+from pdserve.process.signals import DRAINS, ENGINE_KILLED, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
 from pdserve.tasks import Owner, Work, forever, process_owner
 from pdserve.watch import Connections, Receipt, Watched
 
@@ -35,6 +35,8 @@ LAST_RESORT = 15.0
 """seconds beyond all drains after which a role whose supervisor died stops by itself: the guardian must be gone too"""
 BEAT = 1.0
 """seconds between two signs of life"""
+FAILED_WITHIN = 15.0
+"""seconds from a failure that ends the service to its end: for its last messages, and for its engine's processes"""
 END_WITHIN = 1.0
 """seconds from the end of a role's work to the end of its process"""
 
@@ -49,6 +51,8 @@ class Service(ABC):
         self.draining = False
         self.fault = ""
         """why the process does not work, though it answers: its engine hangs or is dead"""
+        self.on_failure: Callable[[], object] = lambda: None
+        """called when something failed that ends the service"""
         self.tasks: asyncio.TaskGroup
         """for work beside that of `permanent`; exists from `permanent` to the end of `drain`"""
         self.tracer = Tracer()
@@ -78,11 +82,17 @@ class Service(ABC):
                 await stack.enter_async_context(self.tracer.exporting(endpoint, service, self.id))
             try:
                 async with asyncio.TaskGroup() as self.tasks:
-                    await self._serve()
+                    try:
+                        await self._serve()
+                    except (
+                        BaseException
+                    ):  # in most cases the cancellation by the group, of which a task failed
+                        self._fail("it ends")
+                        raise
             except BaseExceptionGroup as failures:
-                if death := next((leaf for leaf in leaves(failures) if isinstance(leaf, EngineDead)), None):
+                if death := death_in(failures):
                     await self.engine_died(death)
-                    raise EngineDead(str(death)) from failures
+                    raise death from failures
                 raise
 
     async def _serve(self) -> None:
@@ -105,7 +115,11 @@ class Service(ABC):
 
     def _note_death(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (death := task.exception()):
-            self.fault = str(death)
+            self._fail(str(death))
+
+    def _fail(self, why: str) -> None:
+        self.fault = self.fault or why
+        self.on_failure()
 
     @abstractmethod
     async def start(self, stack: AsyncExitStack) -> None:
@@ -153,15 +167,16 @@ def run(config: Config, slot: Slot, beat: Beat | None = None) -> int:
 
 def exit_code(name: str, error: Exception) -> int:
     """Log why the role ended, in a sentence where the error is one of our own, and return its exit code: 2 for a wrong
-    configuration, however late it was found, since the supervisor must not try it again."""
+    configuration, however late it was found, since the supervisor must not try it again; `ENGINE_KILLED`."""
     causes = leaves(error)
     if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
             log.error("%s", problem)
         return 2
-    if dead := next((leaf for leaf in causes if isinstance(leaf, EngineDead)), None):
+    if dead := death_in(error):
         log.error("the engine is gone, and this worker with it: %s", dead)
-    elif all(isinstance(leaf, PdserveError) for leaf in causes):
+        return ENGINE_KILLED if dead.killed else 1
+    if all(isinstance(leaf, PdserveError) for leaf in causes):
         log.error("%s failed: %s", name, "; ".join(map(str, causes)))
     else:
         log.error("%s failed", name, exc_info=error)
@@ -191,9 +206,9 @@ async def show_life(service: Service, beat: Beat) -> None:
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:
-    """Run the service. At the first of `STOPPERS` it drains if it is ready, else it ends at once, as it does at another
+    """Run the service. At the first of `STOPPERS` it drains if it works, else it ends at once, as it does at another
     SIGTERM or SIGINT. Return in all cases; where it ends at once, a thread that cannot be ended may still run after
-    `AT_ONCE`. Raises what the service raises."""
+    `AT_ONCE`. Raises what the service raises, and PdserveError where it failed and does not end."""
     life = asyncio.create_task(service.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())
@@ -203,10 +218,11 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
         if not stops.adds(number):
             return
         again = stops.count > 1
-        if (service.ready.is_set() or service.draining) and not again:
+        if (service.ready.is_set() or service.draining) and not again and not service.fault:
             service.stop()
         else:
-            log.info("second signal: ending at once" if again else "stopped while starting: ending at once")
+            why = "second signal" if again else service.fault or "stopped while starting"
+            log.info("%s: ending at once", why)
             life.cancel()
             loop.call_later(AT_ONCE, over.set)
 
@@ -216,6 +232,7 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
         loop.call_later(3 * drain_timeout + LAST_RESORT, stop, signal.SIGTERM)
 
     loop = asyncio.get_running_loop()
+    service.on_failure = lambda: loop.call_later(FAILED_WITHIN, over.set)
     for number in STOPPERS:
         loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(SUPERVISOR_DIED, orphaned)
@@ -223,6 +240,8 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
         await over.wait()
         if life.done() and not life.cancelled():
             life.result()
+        elif service.fault and not stops.count:
+            raise PdserveError(f"{service.fault}; it did not end within {FAILED_WITHIN:g} s")
     finally:
         life.cancel()
         for number in (*STOPPERS, SUPERVISOR_DIED):

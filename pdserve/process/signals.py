@@ -18,6 +18,8 @@ SAME_STOP = 0.2
 """seconds within which further signals belong to the same stop: `timeout` signals its child and then its group, and
 uvloop 0.21 delivers a signal twice where another comes just before it, as SUPERVISOR_DIED does before the guardian's
 SIGTERM (measured: 5 % of such pairs)"""
+ENGINE_KILLED = 128 + signal.SIGKILL
+"""exit code of a role whose engine something outside killed, such as the kernel for lack of memory"""
 STARTS, SERVES, DRAINS = b"starts", b"serves", b"drains"
 """signs of life of a process that works: what it does"""
 

@@ -174,7 +174,8 @@ class EngineWorker(Service):
             except EngineDead:
                 raise
             except Exception as error:
-                raise EngineDead(f"a step of it cannot be read: {error or type(error).__name__}") from error
+                why = f"a step of it cannot be read: {error or type(error).__name__}"
+                raise EngineDead(why, crashed=True) from error
             await self._read_step(step)
 
     def permanent(self) -> Mapping[str, Work]:
@@ -185,6 +186,7 @@ class EngineWorker(Service):
             **({"adapters": partial(self._adapters.follow, self._presence.have)} if takes else {}),
             "engine steps": self._read_engine,
             "engine watch": partial(watch_engine, self._engine),
+            "engine processes": self._engine.watch,
             "instance record": self._presence.keep_current,
         }
 

@@ -19,6 +19,7 @@ from itertools import takewhile
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
+from pdserve.process.signals import ENGINE_KILLED
 from pdserve.supervisor.exits import Guardian, end_group, exit_of
 from pdserve.supervisor.guardian import RUN_VARIABLE, members, shared_memory
 from pdserve.tied import tied
@@ -46,8 +47,8 @@ class Exit:
 
     @property
     def from_outside(self) -> bool:
-        """Whether an operator ended it, or the kernel for lack of memory: not a failure of the process itself."""
-        return self.code == 0 or -self.code in _FROM_OUTSIDE
+        """Whether an operator ended it or its engine, or the kernel for lack of memory: not a failure of its own."""
+        return self.code in (0, ENGINE_KILLED) or -self.code in _FROM_OUTSIDE
 
     @property
     def cause(self) -> str:
@@ -70,6 +71,8 @@ class Exit:
         return [line for line in lines if not line.noise and line.message.strip()]
 
     def __str__(self) -> str:
+        if self.code == ENGINE_KILLED:
+            return f"exit code {self.code}: its engine was killed"
         if self.code >= 0:
             return f"exit code {self.code}"
         if self.code == -signal.SIGKILL:

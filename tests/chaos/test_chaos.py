@@ -33,6 +33,9 @@ APART = {
     "offload-decode-kill",
     "offload-prefill-kill",
     "rank-kill",
+    "prefill-core-kill",
+    "decode-core-kill",
+    "all-decode-core-kill",
 }
 """need adapters (tests/frontend/model/test_adapters.py unloads them under load), a model for pictures, real engines"""
 BETWEEN_HOSTS = (

@@ -160,6 +160,29 @@ async def test_they_end(victims: list[Victim], tmp_path: Path, harm: Harm) -> No
         await until(lambda: _all(victims, psutil.STATUS_ZOMBIE))
 
 
+CORE = """
+import os, setproctitle, time
+os.fork() or setproctitle.setproctitle("VLLM::EngineCore")
+print(flush=True)
+time.sleep(60)
+"""
+
+
+async def test_an_engine_core_is_killed_apart_from_its_worker(victims: list[Victim], tmp_path: Path) -> None:
+    with pytest.raises(Cannot, match="decode-0 has no engine core below it"):
+        async with injected(Harm.CORE_KILL, victims, os.getpid(), tmp_path):
+            pass
+    with subprocess.Popen([sys.executable, "-c", CORE], stdout=subprocess.PIPE, process_group=0) as worker:  # noqa: ASYNC220
+        assert worker.stdout is not None
+        for _ in range(2):
+            worker.stdout.readline()
+        [core] = psutil.Process(worker.pid).children()
+        async with injected(Harm.CORE_KILL, [Victim("decode-0", worker.pid)], os.getpid(), tmp_path):
+            await until(lambda: core.status() == psutil.STATUS_ZOMBIE)
+        assert worker.poll() is None
+        worker.kill()
+
+
 async def test_they_hang_and_go_on(victims: list[Victim], tmp_path: Path) -> None:
     async with injected(Harm.HANG, victims, os.getpid(), tmp_path):
         await until(lambda: _all(victims, psutil.STATUS_STOPPED))

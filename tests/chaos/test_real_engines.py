@@ -18,7 +18,7 @@ NEEDED = 13 << 30
 
 @pytest.mark.skipif(psutil.virtual_memory().total < NEEDED, reason="needs 13 GB of memory")
 def test_killed_and_hung_engines_drop_nothing(chaos: Callable[..., Run]) -> None:
-    faults = ["prefill-hang", "prefill-kill", "all-decode-kill"]
+    faults = ["prefill-hang", "prefill-core-kill", "all-decode-core-kill"]
     options = ("--dtype", "float32", "--only", ",".join(faults), "--seconds", "3")
     rows = chaos(ROOT / "configs/local.yaml", *options).good()
     assert [row["fault"] for row in rows] == faults

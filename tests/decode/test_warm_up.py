@@ -156,6 +156,16 @@ async def test_a_worker_whose_engine_dies_of_its_first_work_never_registers() ->
         assert not await registry.read("")
 
 
+async def test_a_worker_ends_whose_engine_dies_of_a_warm_up() -> None:
+    """The death interrupts the warm-up, which then cannot cancel its request in the dead engine."""
+    async with WorkerGraph() as graph:
+        graph.decode_engine.faults.fatal_pulls = True
+        await graph.start(graph.make(PrefillWorker, "prefill-0"))
+        with pytest.raises(EngineDead, match="on command"):
+            await asyncio.wait_for(asyncio.shield(graph.life), 10)
+        assert graph.decode.unready() == "the simulated engine died on command"
+
+
 async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"PROBE_INTERVAL": 0.05, "HANGS_AFTER": 0.2, "TICK": 0.05}.items():
         monkeypatch.setattr(engine_checks, name, seconds)

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pdserve.demo import MODEL_DIR
+from pdserve.errors import EngineDead
 from tests.engine.test_vllm_engine import body, prompt_of, tokens_of, two_engines
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -73,3 +74,8 @@ async def test_tokens_are_those_of_one_rank(
         assert not any(output.recomputed for outputs in answers.values() for output in outputs)
         assert pair.decode.failures == 0
         await pair.all_free()
+        if decode == 2:
+            next(each for each in pair.decode.engine.processes if "Worker" in each.name()).kill()
+            with pytest.raises(EngineDead) as death:
+                await asyncio.wait_for(pair.decode.engine.watch(), 5)
+            assert death.value.killed, "the core and the other rank end at once"

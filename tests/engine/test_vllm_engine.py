@@ -826,11 +826,17 @@ async def test_a_killed_engine_raises_and_leaves_nothing_behind(pair: Engines) -
     meeting = f"{os.environ['VLLM_RPC_BASE_PATH']}/vllm_dist_{os.getpid()}_decode-0-test_*"
     assert len(glob(meeting)) == 1
     pair.decode.kill()
-    with pytest.raises(EngineDead):
+    with pytest.raises(EngineDead) as death:
         await asyncio.wait_for(_until_dead(pair.decode), 20)
+    assert death.value.killed
     await pair.decode.engine.__aexit__(None, None, None)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
     assert glob(meeting) == []
+    for process in pair.prefill.engine.processes:
+        process.send_signal(signal.SIGABRT)
+    with pytest.raises(EngineDead) as death:
+        await asyncio.wait_for(pair.prefill.engine.watch(), 20)
+    assert death.value.crashed
 
 
 async def _until_dead(driven: Driven) -> None:

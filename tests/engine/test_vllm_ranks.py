@@ -1,45 +1,79 @@
-"""How an engine with processes of its own fails: with one of its ranks, or without its model."""
+"""How an engine with processes of its own ends: as one of its ranks does, and without its model."""
 
 import asyncio
-import subprocess
-import sys
+import faulthandler
+import multiprocessing
+import os
+import signal
+import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
-from pdserve.engine.vllm.process import VllmProcess
+from pdserve.engine.vllm.process import VllmProcess, death_of
 from pdserve.errors import Unavailable
 from pdserve.records import Role
 from tests.conditions import until
 
-NAMED = "import setproctitle, sys, time; setproctitle.setproctitle(sys.argv[1]); print(flush=True); time.sleep(60)"
+forking = multiprocessing.get_context("fork")
 
 
-async def test_an_engine_without_one_of_its_ranks_is_ended() -> None:
-    names = ("VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1", "a helper that is gone")
-    command, pipe = [sys.executable, "-c", NAMED], subprocess.PIPE
-    started = [subprocess.Popen([*command, name], stdout=pipe) for name in names]  # noqa: ASYNC220
-    core, other, dies, gone = started
+def act_core(number: int, pids: "multiprocessing.SimpleQueue[int | None]") -> None:
+    """Behave as a core of which a rank ends by this signal; 0: by itself, with status 1."""
+    ranks = [forking.Process(target=time.sleep, args=(60,)), forking.Process(target=_end, args=(number,))]
+    executor = SimpleNamespace(workers=[SimpleNamespace(proc=rank) for rank in ranks])
+    for rank in ranks:
+        rank.start()
+        pids.put(rank.pid)
+    api.MultiprocExecutor.start_worker_monitor(executor)
+    time.sleep(60)
+
+
+def _end(number: int) -> None:
+    if number:
+        faulthandler.disable()
+        os.kill(os.getpid(), number)
+    os._exit(1)
+
+
+def _gone(pid: int | None) -> bool:
     try:
-        for each in started:
-            assert each.stdout is not None
-            each.stdout.readline()
-        engine = VllmProcess(EngineSpec(Role.DECODE, "decode-0-test", "demo"))
-        engine.processes = {psutil.Process(each.pid) for each in started}
-        gone.kill()
-        gone.wait()
-        ending = asyncio.create_task(engine.end_together())
-        await asyncio.sleep(0)
-        assert core.poll() is None
-        dies.kill()
-        await until(lambda: core.poll() == other.poll() == -9)
-        await ending
-    finally:
-        for each in started:
-            each.kill()
-            each.communicate()
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("number", "crashed"),
+    [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGSEGV, True), (0, True)],
+)
+async def test_a_core_ends_with_its_first_rank_and_tells_how(
+    number: int, crashed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.MultiprocExecutor, "start_worker_monitor", None)
+    api.end_as_ranks()
+    pids = forking.SimpleQueue()
+    core = forking.Process(target=act_core, args=(number, pids))
+    core.start()
+    ranks = [pids.get(), pids.get()]
+    await asyncio.to_thread(core.join, 30)
+    death = death_of(core.exitcode)
+    assert death.crashed == crashed
+    assert number == 0 or signal.Signals(number).name in str(death)
+    await until(lambda: all(map(_gone, ranks)))
+
+
+@pytest.mark.parametrize(
+    ("status", "crashed"),
+    [(None, True), (1, True), (-6, True), (-4, True), (-9, False), (-15, False), (0, False)],
+)
+def test_only_a_core_that_crashed_may_have_died_of_a_request(status: int | None, crashed: bool) -> None:
+    """None: it reported an error, and has not ended yet."""
+    assert death_of(status).crashed == crashed
 
 
 async def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,20 +155,20 @@ async def test_a_prompt_is_computed_once_however_long_it_takes(
         assert len(scene.worker._prompts._running) == 0
 
 
-@pytest.mark.parametrize("hung", [False, True])
+@pytest.mark.parametrize("end", ["crashed", "crashed long after", "killed"])
 async def test_a_dead_engine_ends_the_worker_and_what_may_have_killed_it_goes_back(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, hung: bool
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """What an engine that hung had for minutes is taken over by another worker."""
+    """Another worker takes over what the engine had for minutes, or when something outside killed it."""
     scene.engine.faults.going.clear()
     await scene.ask_and_run()
-    if hung:
+    if end == "crashed long after":
         monkeypatch.setattr("pdserve.process.engine_checks.KILLS_WITHIN", -60.0)
-    scene.engine.die()
+    scene.engine.die(killed=end == "killed")
     with pytest.raises(EngineDead):
         await scene.life
-    assert scene.stored == hung
-    if hung:
+    assert scene.stored == (end != "crashed")
+    if end != "crashed":
         await scene.prefill("prefill-1")
         assert (await scene.done()).handle.engine_id == "prefill-1"
     else:

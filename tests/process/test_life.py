@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
 from pdserve.config.schema import Config
-from pdserve.errors import EngineDead
+from pdserve.errors import EngineDead, PdserveError
 from pdserve.plan.slots import Slot
 from pdserve.process import life, signals
 from pdserve.process.life import Service
@@ -77,6 +77,26 @@ class Draining(Idle):
         await super().drain()
         await asyncio.sleep(60)
         self.noted.append("drained")
+
+
+class Endless(Idle):
+    """Its work fails, and a task of it does not end."""
+
+    def __init__(self) -> None:
+        super().__init__(self._fail_once_it_serves)
+
+    async def _fail_once_it_serves(self) -> None:
+        await self.ready.wait()
+        raise EngineDead("it crashed")
+
+    async def announce(self) -> None:
+        await super().announce()
+        self.endless = self.tasks.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        while "left" not in self.noted:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
 
 
 class Reporting(Idle):
@@ -174,6 +194,25 @@ async def test_a_start_that_ignores_its_cancellation_is_left(monkeypatch: pytest
     service.over = True
     service.stop()
     await until(lambda: "drain" in service.noted)
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+async def test_a_failed_service_ends_whatever_its_tasks_do(
+    signalled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "FAILED_WITHIN", 60.0 if signalled else 0.2)
+    monkeypatch.setattr(life, "AT_ONCE", 0.2)
+    service = Endless()
+    living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))
+    await until(lambda: bool(service.fault))
+    if signalled:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(living, 30)
+    else:
+        with pytest.raises(PdserveError, match="it crashed; it did not end within"):
+            await asyncio.wait_for(living, 30)
+    service.noted.append("left")
+    await service.endless
 
 
 FAIL = """

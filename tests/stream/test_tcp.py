@@ -386,6 +386,8 @@ async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
 
 async def test_a_process_whose_tasks_are_cancelled_leaves_nothing(wire: Wire) -> None:
     async with wire.server() as outer:
+        async with wire.client(outer.address, "before"):
+            pass  # the tasks of the server have begun
         before = asyncio.all_tasks()
 
         async def live() -> None:

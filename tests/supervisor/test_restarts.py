@@ -39,6 +39,7 @@ def test_a_process_that_was_ready_is_always_started_again(history: list[PastRun]
     [
         pytest.param(runs(FAILED, FAILED), Restart(2), id="two failed starts"),
         pytest.param(runs(*[FAILED] * 5, code=-9), Restart(1), id="killed while it starts"),
+        pytest.param(runs(*[FAILED] * 5, code=137), Restart(1), id="its engine is killed while it starts"),
         pytest.param(
             runs(*[FAILED] * 6, code=-9),
             NoRestart("it was ended 6 times while it started"),

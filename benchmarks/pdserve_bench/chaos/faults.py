@@ -35,6 +35,8 @@ class Target(StrEnum):
 
 class Harm(StrEnum):
     KILL = "kill"
+    CORE_KILL = "core-kill"
+    """SIGKILL of the engine core below it alone, as the kernel does for lack of memory; of several, one by one"""
     HANG = "hang"
     CUT = "cut"
     """no packet reaches it and none of it arrives, for some seconds"""
@@ -49,6 +51,10 @@ class Harm(StrEnum):
         return self in (Harm.HANG, Harm.CUT)
 
 
+CORE = "VLLM::EngineCor"
+"""how Linux cuts the name of its process"""
+IN_A_ROW = 0.5
+"""seconds in which requests move to the next victim"""
 _WHOM = {
     Target.PREFILL: "one prefill worker",
     Target.DECODE: "one decode worker",
@@ -61,6 +67,7 @@ _WHOM = {
 }
 _WHAT = {
     Harm.KILL: "SIGKILL",
+    Harm.CORE_KILL: f"SIGKILL of the engine core, {IN_A_ROW:g} s apart",
     Harm.HANG: "SIGSTOP, and SIGCONT after --hold seconds",
     Harm.CUT: "no packet in or out for --hold seconds",
     Harm.DAMAGE: "SIGKILL, and before it is back half of each of its files is lost, the rest zeros",
@@ -78,7 +85,7 @@ _SERVERS = (Target.NATS, Target.ETCD)
 class Victim:
     name: str
     group: int
-    """its process group, whose leader it is"""
+    """its process group, whose leader it is; of an engine core its process"""
 
 
 def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: int) -> list[list[Victim]]:
@@ -166,6 +173,11 @@ async def injected(
         case Harm.KILL:
             _send(victims, signal.SIGKILL)
             yield
+        case Harm.CORE_KILL:
+            for core in [_core_of(victim) for victim in victims]:
+                _send([core], signal.SIGKILL, os.kill)
+                await asyncio.sleep(IN_A_ROW)
+            yield
         case Harm.DAMAGE:
             _send(victims, signal.SIGSTOP)  # so that it is not started again before
             for victim in victims:
@@ -188,6 +200,14 @@ async def injected(
                 if not cut.connections:
                     raise Cannot(f"no connection of {victim.name} was found to cut")
                 yield
+
+
+def _core_of(victim: Victim) -> Victim:
+    for pid in family(victim.group):
+        with suppress(psutil.Error):
+            if psutil.Process(pid).name().startswith(CORE):
+                return Victim(victim.name, pid)
+    raise Cannot(f"{victim.name} has no engine core below it (a simulated engine)")
 
 
 def _send(
@@ -219,8 +239,8 @@ def _fault(target: Target, how: Harm) -> Fault:
         f"{_WHOM[target]}: {_WHAT[how]}",
         partial(harm, target=target, how=how),
         (target.value, how.value),
-        patient=(target, how) == (Target.ALL_DECODE, Harm.KILL),
-        kills_decode=how is Harm.KILL and target in (Target.DECODE, Target.ALL_DECODE),
+        patient=target is Target.ALL_DECODE,
+        kills_decode=how in (Harm.KILL, Harm.CORE_KILL) and target in (Target.DECODE, Target.ALL_DECODE),
     )
 
 
@@ -232,6 +252,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(Target.ALL_PREFILL, Harm.KILL),
     _fault(Target.ALL_PREFILL, Harm.HANG),
     _fault(Target.ALL_DECODE, Harm.KILL),
+    *(_fault(target, Harm.CORE_KILL) for target in (Target.PREFILL, Target.DECODE, Target.ALL_DECODE)),
     _fault(Target.WORKERS, Harm.DRAIN),
     _fault(Target.FRONTEND, Harm.DRAIN),
 )

@@ -168,6 +168,11 @@ class SimEngine(SimAdapters, Engine):
         self._check_alive()
         return not self._ahead and self._pool.forget()
 
+    async def watch(self) -> None:
+        while True:
+            self._check_alive()
+            await asyncio.sleep(0.5)
+
     async def probe(self) -> None:
         async with self._stepping:
             await self.faults.going.wait()
@@ -181,16 +186,17 @@ class SimEngine(SimAdapters, Engine):
         began, takes = self._step
         return self._computed + min(time.monotonic() - began, takes)
 
-    def die(self) -> None:
-        """Behave as if the engine's processes had been killed; a waiting `step` raises."""
-        self.faults.dead = True
+    def die(self, *, killed: bool = False) -> None:
+        """Behave as if the engine's processes had crashed, or been `killed` from outside; a waiting `step` raises."""
+        self.faults.dead, self.faults.killed = True, killed
         self._steps.put_nowait(Step([]))
 
     # admission
 
     def _check_alive(self) -> None:
         if self.faults.dead:
-            raise EngineDead("the simulated engine died on command")
+            killed = self.faults.killed
+            raise EngineDead("the simulated engine died on command", crashed=not killed, killed=killed)
 
     def _refuse_reuse(self, request_id: str) -> None:
         if request_id in self._seen:
@@ -318,8 +324,7 @@ class SimEngine(SimAdapters, Engine):
             return None
         used = self._pool.needed(len(request.prompt))
         self._pool.give(request.blocks[used:])
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._model.lease, self._release, request.request_id)
+        timer = asyncio.get_running_loop().call_later(self._model.lease, self._release, request.request_id)
         self._held[request.request_id] = (request.blocks[:used], timer)
         return self._handle(request, used, len(request.prompt))
 

@@ -104,6 +104,8 @@ class Faults:
         self.going.set()
         self.dead = False
         """every method raises EngineDead; set by `SimEngine.die`"""
+        self.killed = False
+        """it is dead because something outside killed it"""
         self.slow = 1.0
         """factor on the time of each step"""
         self.drop_transfers = False

@@ -6,6 +6,9 @@ the installed vLLM, and says what changed after an upgrade."""
 
 import os
 from collections.abc import Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess as BaseProcess
+from threading import Thread
 from uuid import uuid4
 
 from vllm import __version__
@@ -39,6 +42,9 @@ from vllm.v1.serial_utils import MsgpackDecoder as MsgpackDecoder
 from vllm.v1.serial_utils import MsgpackEncoder
 
 VERSION: str = __version__
+BY_SIGNAL = 128
+"""an exit status above this is this and the signal that ended a rank"""
+_monitor = MultiprocExecutor.start_worker_monitor
 
 
 def engine_config(argv: Sequence[str], headless: bool = False) -> VllmConfig:
@@ -92,6 +98,31 @@ def meet_in(path: str) -> None:
 
     for executor in (uniproc_executor, multiproc_executor):
         executor.get_file_store_init_method = init_method
+
+
+def end_as_ranks() -> None:
+    """Let the core of each engine that is forked from this process end at once when one of its ranks does, with all of
+    them, and tell by its exit status how: `BY_SIGNAL` and the signal. vLLM gives the other ranks, which wait in vain,
+    9 s, and the core's status says nothing of the first."""
+    here = os.getpid()
+
+    def start_worker_monitor(self: MultiprocExecutor, inline: bool = False) -> None:
+        if os.getpid() == here:  # a host's ranks without the core
+            _monitor(self, inline)
+        else:
+            Thread(target=_end_with, args=(self,), daemon=True).start()
+
+    MultiprocExecutor.start_worker_monitor = start_worker_monitor
+
+
+def _end_with(executor: MultiprocExecutor) -> None:
+    ranks = {each.proc.sentinel: each.proc for each in executor.workers}
+    first = ranks[wait(ranks)[0]]
+    if not getattr(executor, "shutting_down", False):
+        first.join()  # the kernel closes its sentinel before it has its exit status
+        for rank in ranks.values():
+            rank.kill()
+        os._exit(first.exitcode if first.exitcode >= 0 else BY_SIGNAL - first.exitcode)
 
 
 def start_core(config: VllmConfig) -> AsyncMPClient:

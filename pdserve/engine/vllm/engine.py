@@ -224,6 +224,9 @@ class VllmEngine(Engine):
             self._cache.clear()  # the engine's event comes with its next step only
         return free
 
+    async def watch(self) -> None:
+        await self._process.watch()
+
     async def probe(self) -> None:
         """The core process answers this question itself. Where the engine spans hosts, all ranks are asked: one that
         hangs would be noticed with the next request only."""
@@ -249,17 +252,15 @@ class VllmEngine(Engine):
     def _core(self) -> api.AsyncMPClient:
         """Raises EngineDead."""
         if self._process.core is None or self._process.dead:
-            raise EngineDead("vLLM's engine core is gone")
+            raise self._process.death()
         return self._process.core
 
     async def _call(self, answer: Awaitable[T]) -> T:
         try:
             return await answer
-        except api.EngineDeadError as error:
-            raise EngineDead("vLLM's engine core died") from error
         except Exception as error:
-            if self._process.dead:
-                raise EngineDead("vLLM's engine core died") from error
+            if self._process.dead or isinstance(error, api.EngineDeadError):
+                raise self._process.death() from error
             raise
 
     async def _remove_half(self, id: int) -> None:

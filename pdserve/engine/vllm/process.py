@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -24,7 +25,6 @@ from pdserve.kv import connectors, nixl_connector
 from pdserve.kv.side_channel import CurveKey
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
-from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ WORKER_EXTENSION = "pdserve.engine.vllm.worker.WorkerExtension"
 SHUTDOWN_TIMEOUT = 2.0
 """seconds until the processes are killed: they have nothing left to do then, but vLLM's worker rarely ends by itself"""
 LOOK = 0.5
-"""seconds between two looks at the ranks of this host"""
-RANK = "VLLM::Worker"
-"""how the names of its processes begin, where they are not in the engine core's"""
+"""seconds between two looks whether the engine is dead"""
+CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP}
+"""signals that a process gets for what it did itself"""
 NO_EVENTS = "tcp://127.0.0.1:1"
 """endpoint of KV events, which the core alone sends"""
 
@@ -57,7 +57,7 @@ class VllmProcess:
         self.channel_key = CurveKey.of(spec.credentials)
         self.processes: set[psutil.Process] = set()
         """children of this process, and their children"""
-        self._tasks = Owner()
+        self._core_process: api.BaseProcess | None = None
         self._spec = spec
         self._abandoned = False
         folder = os.environ.get("VLLM_RPC_BASE_PATH") or gettempdir()
@@ -81,11 +81,9 @@ class VllmProcess:
             raise
         finally:
             self.processes = _descendants() - before
-        self._tasks.start(self.end_together(), "ranks")
 
     async def stop(self) -> None:
         """End the engine's processes, whatever state the start and the engine are in."""
-        await self._tasks.stop()
         if self.core is not None:
             await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
             self.core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
@@ -93,6 +91,7 @@ class VllmProcess:
         if self.ranks is not None:
             await asyncio.to_thread(self.ranks.shutdown)
         _remove(self._meeting)
+        _remove(f"/dev/shm/{Path(self._meeting).name}")  # of ranks that were killed
         log.info("the engine's processes are gone")
 
     @property
@@ -104,17 +103,23 @@ class VllmProcess:
     def dead(self) -> bool:
         if self.ranks is not None:
             return bool(self.ranks.is_failed)
-        return self.core is None or bool(self.core.resources.engine_dead)
+        core = self._core_process
+        if self.core is None or core is None:
+            return True
+        return bool(self.core.resources.engine_dead) or core.exitcode is not None
 
-    async def end_together(self) -> None:
-        """Kill the engine's processes once one of several ranks is gone: vLLM 0.32 gives the others, which wait for it
-        in vain, 9 s to end, and reports the engine's death after that."""
-        ranks = {process for process in self.processes if _name(process).startswith(RANK)}
-        while ranks and all(map(_lives, ranks)):  # noqa: ASYNC110
+    async def watch(self) -> None:
+        """Raises EngineDead once the core, or a rank of this host, is gone."""
+        while True:
             await asyncio.sleep(LOOK)
-        if ranks:
-            log.error("a rank of the engine died: killing its other processes")
-            await asyncio.to_thread(_kill, self.processes)
+            if self.dead:
+                raise self.death()
+
+    def death(self) -> EngineDead:
+        """Why the engine is dead. A core that fails says so before it ends, and has no exit status then."""
+        if self.ranks is not None:
+            return EngineDead("a rank of this host died")
+        return death_of(self._core_process.exitcode if self._core_process is not None else 0)
 
     def cpu_seconds(self) -> float:
         total = 0.0
@@ -152,8 +157,10 @@ class VllmProcess:
                     self.ranks = api.start_ranks(self.config)
                 elif not self._abandoned:
                     self.core = api.start_core(self.config)
+                    self._core_process = self.core.resources.engine_manager.processes[0]
         except Exception as error:
-            raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
+            killed = re.search(r": -(9|15)\b", str(error)) is not None  # its "Failed core proc(s)"
+            raise EngineDead(f"vLLM did not start, its log says why: {error}", killed=killed) from error
 
     @property
     def _headless(self) -> bool:
@@ -173,6 +180,7 @@ class VllmProcess:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         }
         api.meet_in(self._meeting)
+        api.end_as_ranks()
         # it would send spans of its own start there, by gRPC
         os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 
@@ -219,11 +227,18 @@ class VllmRanks(Ranks):
             await self._process.stop()
 
     async def watch(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK)
-            if self._process.dead:
-                break
-        raise EngineDead("a rank of this host died")
+        await self._process.watch()
+
+
+def death_of(status: int | None) -> EngineDead:
+    """Of a core that ended with this status: that of its first rank that ended, if one did (`api.end_as_ranks`)."""
+    if status is None or 0 < status <= api.BY_SIGNAL:
+        return EngineDead("vLLM's engine core failed", crashed=True)
+    number = -status if status < 0 else status - api.BY_SIGNAL
+    if status == 0:
+        return EngineDead("vLLM's engine core was stopped", killed=True)
+    name, crashed = signal.Signals(number).name, number in CRASHES
+    return EngineDead(f"a process of vLLM's engine was ended by {name}", crashed=crashed, killed=not crashed)
 
 
 def _fork_from_here() -> None:
@@ -272,14 +287,6 @@ def _kill(processes: set[psutil.Process]) -> None:
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline and any(map(_lives, processes)):
         time.sleep(0.02)
-
-
-def _name(process: psutil.Process) -> str:
-    """Empty where it is gone."""
-    try:
-        return str(process.name())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -25,7 +25,7 @@ from pdserve.observe.metrics import INSTANCES
 from pdserve.records import Adapter, Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.settings import in_force, promise_in_force
-from pdserve.tasks import Apart, Owner, forever
+from pdserve.tasks import Apart, Owner, forever, reraise_fatal
 from pdserve.watch import LinkState
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ class ServedModels:
                 except (ConfigError, Unavailable) as error:
                     model.problem = str(error)
                 except Exception as error:
+                    reraise_fatal(error)
                     logger.exception("%s: building its processor failed", name)
                     model.problem = f"internal error: {error}"
                 if model.retired.is_set():

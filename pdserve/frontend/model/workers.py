@@ -28,7 +28,7 @@ from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.prefixes import pictures
 from pdserve.records import Adapter, Instance
 from pdserve.settings import POLICIES
-from pdserve.tasks import Owner
+from pdserve.tasks import Owner, reraise_fatal
 from pdserve.watch import LinkState
 
 logger = logging.getLogger(__name__)
@@ -269,12 +269,16 @@ class WorkerPool:
                 started = time.monotonic()
                 try:
                     await self._hold_link(instance)
-                except* PeerGone:
-                    self._note_failure(instance.id, f"{instance.id} is gone")
-                    logger.warning("%s is gone; trying again in %g s while it is listed", instance.id, pause)
-                except* Exception as failed:
-                    self._note_failure(instance.id, str(leaves(failed)[0]))
-                    logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
+                except Exception as failed:
+                    reraise_fatal(failed)
+                    causes = [cause for cause in leaves(failed) if not isinstance(cause, PeerGone)]
+                    self._note_failure(instance.id, str(causes[0]) if causes else f"{instance.id} is gone")
+                    if causes:
+                        logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
+                    else:
+                        logger.warning(
+                            "%s is gone; trying again in %g s while it is listed", instance.id, pause
+                        )
                 await asyncio.sleep(pause)
                 held = time.monotonic() - started > 2 * LAST_RETRY
                 pause = FIRST_RETRY if held else min(2 * pause, LAST_RETRY)

@@ -326,6 +326,26 @@ async def test_without_a_worker_until_the_deadline(graph: Graph) -> None:
         assert "no decode worker of demo" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("killed", [True, False])
+async def test_engines_that_are_killed_in_a_row_are_no_fault_of_a_request(graph: Graph, killed: bool) -> None:
+    """As by the kernel for lack of memory, before they computed a token of it; engines that crash are."""
+    async with sim_engines(graph, 3, 0) as engines:
+        for engine in engines:
+            engine.faults.going.clear()
+        prompt, left = list(range(400, 420)), list(engines)
+        asking = asyncio.create_task(complete(graph, prompt=prompt, max_tokens=20))
+        for _ in range(2):
+            await until(lambda: any(engine.usage.running for engine in left))
+            dies = next(engine for engine in left if engine.usage.running)
+            left.remove(dies)
+            dies.die(killed=killed)
+        left[0].faults.going.set()
+        answer = await asking
+        text = await text_of(graph, of_engine(prompt, 20))
+    assert answer.status_code == (200 if killed else 500), answer.text
+    assert not killed or answer.json()["choices"][0]["text"] == text
+
+
 async def test_after_a_loss_of_an_engine_it_is_prefilled_another_way(graph: Graph) -> None:
     """KV that was read from another engine kills: the next worker computes the prompt itself."""
     async with sim_engines(graph, 3, 1) as engines:
