@@ -32,7 +32,7 @@ LOOK = 0.5
 UNHEARD = 2
 """such questions in a row after which a worker that does not listen counts as gone: it may be connecting anew"""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
-UNREACHABLE, LOST = "unreachable", "queue-lost"
+UNREACHABLE, LOST, STALLED = "unreachable", "queue-lost", "stalled"
 """why no answer will come, as labels of the failure metric"""
 
 
@@ -97,7 +97,7 @@ class PrefillWorkers:
         if self._version != self.view.version:
             self._version, before = self.view.version, self._registered
             self._registered = self._alike(self.view.instances(Role.PREFILL, self.model))
-            if _connected(self._registered) - _connected(before):
+            if _working(self._registered) - _working(before):
                 self.heard()
             self._newcomers = self._alike(self.view.newcomers(Role.PREFILL, self.model))
 
@@ -150,7 +150,7 @@ class PrefillWorkers:
         return self._untaken.silent(time.monotonic())
 
     def _reachable(self, worker: Instance) -> bool:
-        return not worker.queue_lost and self._unheard[worker.id] < UNHEARD
+        return worker.works and self._unheard[worker.id] < UNHEARD
 
     async def watch(self) -> None:
         """Ask NATS, while requests wait for prefill workers, whether these are still connected to it; for ever. The
@@ -207,15 +207,18 @@ class PrefillWorkers:
         peers = {peer.id for peer in self.peers() if self._reachable(peer)}
         registered = [worker for worker in self.registered() if worker.id in peers]
         there = {worker.id for worker in registered}
+        stalled = {worker.id for worker in self.registered() if worker.stalled}
         pulled = any(not worker.draining for worker in registered) and not self._silent()
         for request in requests:
             if not request.awaits:
                 continue
-            if not request.warms and not pulled and request.prefiller not in there:
+            if request.prefiller in stalled:
+                yield request, STALLED
+            elif not request.warms and not pulled and request.prefiller not in there:
                 yield request, ALONE
             elif request.prefiller and request.prefiller not in peers:
                 yield request, GONE
 
 
-def _connected(workers: list[Instance]) -> set[str]:
-    return {worker.id for worker in workers if not worker.queue_lost}
+def _working(workers: list[Instance]) -> set[str]:
+    return {worker.id for worker in workers if worker.works}

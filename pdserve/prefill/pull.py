@@ -68,6 +68,8 @@ class Pulling:
     beside: Callable[[], Beside]
     draining: bool = False
     """pull nothing any more"""
+    stalled: bool = False
+    """the engine hangs: pull nothing until it works again"""
     looked: float = 0.0
     """monotonic time of the last look at the queue"""
     prompt_seconds: float = 0.0
@@ -113,9 +115,14 @@ class Pulling:
         if waiting is not None:
             waiting.reschedule(0.0)
 
+    def set_stalled(self, stalled: bool) -> None:
+        self.stalled = stalled
+        if stalled:
+            self.stop_waiting()
+
     def has_time(self) -> bool:
         """Whether the engine is idle and a prompt would be pulled at once."""
-        return not (self.draining or self.running) and self.beside() == Beside()
+        return not (self.draining or self.stalled or self.running) and self.beside() == Beside()
 
     def learn(self, seconds: float) -> None:
         """A prompt took so many seconds."""
@@ -141,7 +148,7 @@ class Pulling:
     def _has_capacity(self) -> bool:
         """Whether to pull one more prompt: a full step gains nothing from more, and other workers may be idle."""
         facts, usage, beside = self.engine.facts, self.engine.usage.kv_usage, self.beside()
-        if self.draining or self.full:
+        if self.draining or self.stalled or self.full:
             return False
         tokens, free = self.running.tokens + beside.tokens, facts.kv_tokens * (1.0 - usage)
         return not tokens or (

@@ -3,16 +3,24 @@
 import pytest
 
 from pdserve.decode import prefill_workers
-from pdserve.messages import PrefillStarted
+from pdserve.messages import PrefillRequest, PrefillStarted
+from pdserve.process import engine_checks
 from pdserve.records import Role
-from tests.conditions import until
+from tests.conditions import holds, until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, WorkerGraph, failing
+from tests.engine.sims import body
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remote prefill may take longer than any test."""
     monkeypatch.setattr("pdserve.decode.policy.FLOOR", 60.0)
+
+
+@pytest.fixture
+def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"PROBE_INTERVAL": 0.02, "STALLS_AFTER": 0.1, "TICK": 0.02}.items():
+        monkeypatch.setattr(engine_checks, name, seconds)
 
 
 FALLBACK, ALONE = ("local", "fallback"), ("local", "no-prefill-worker")
@@ -61,6 +69,27 @@ async def test_a_worker_that_has_lost_the_queue_or_was_killed_is_not_waited_for(
     await until(lambda: bool(graph.decode._workers.available()))
     await frontend.submit(LONG[3:])
     await until(lambda: graph.depth > 0)
+
+
+@pytest.mark.usefixtures("patient", "quick_watch")
+async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts_are_computed_here(
+    graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill
+) -> None:
+    """Until its engine works again."""
+    prefill.engine.faults.going.clear()
+    with failing("stalled"):
+        assert (await frontend.ask(LONG)).way == FALLBACK
+    pulling = prefill.worker._prompts.pulling
+    assert pulling.stalled
+    assert (await frontend.ask(LONG[1:])).way == ALONE
+    other = await graph.queue()
+    await other.publish(PrefillRequest("untaken", "decode-0", LONG, 30.0, 16, body()))
+    await holds(lambda: graph.depth == 1)
+    prefill.engine.faults.going.set()
+    await until(lambda: graph.depth == 0)
+    await until(lambda: bool(graph.decode._workers.available()))
+    assert (await frontend.ask(LONG[2:])).way == ("remote", "long")
+    await prefill.frees_all()
 
 
 async def test_after_two_untaken_prompts_none_waits_or_is_tried_until_a_worker_is_heard_of(

@@ -815,7 +815,7 @@ async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
 ) -> None:
     monkeypatch.setattr(engine_checks, "HANGS_AFTER", 2.0)
     monkeypatch.setattr(engine_checks, "PROBE_INTERVAL", 0.1)
-    watching = asyncio.create_task(engine_checks.watch_engine(pair.decode.engine))
+    watching = asyncio.create_task(engine_checks.EngineWatch(pair.decode.engine).run())
     await pair.decode.generate("watched", prompt_of(3000, seed=14))
     await asyncio.sleep(2.5)
     assert not watching.done()
