@@ -1,6 +1,7 @@
 """One connection to a decode worker, and the requests of this frontend there."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -36,6 +37,7 @@ class Link:
         """seconds, as the stream measures it"""
         self.heard: Callable[[], float] = lambda: 0.0
         """when bytes of the worker last came"""
+        self.made = time.monotonic()
         self.silent = 0
         """how often in a row `listen` found that none had come"""
         self._last_heard = 0.0

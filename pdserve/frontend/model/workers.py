@@ -70,6 +70,8 @@ class WorkerPool:
         """by instance id: the links that are up"""
         self._linking: set[str] = set()
         """ids of the instances to which a task keeps a link"""
+        self._renewing: set[str] = set()
+        """ids of the instances whose links held, were lost, and are made again at once"""
         self._failures: dict[str, tuple[int, str]] = {}
         """by id of a listed instance: how often a link was lost or could not be made; the last reason"""
         self._decode, self._stand_ins, self._stalled = Candidates(), Candidates(), Candidates()
@@ -186,9 +188,10 @@ class WorkerPool:
         return self._decode, self._stand_ins, self._stalled
 
     def _alone(self) -> bool:
-        """Whether no decode worker is there, nor connected for the first time just now."""
+        """Whether no decode worker is there, nor connected just now: after a pause of this process all links are lost,
+        and the workers are there."""
         return self._ready() is not self._decode and not any(
-            instance.id not in self._links and instance.id not in self._failures
+            instance.id not in self._links.keys() | self._failures.keys() or instance.id in self._renewing
             for instance in self._instances.values()
             if not (instance.stands_in or instance.draining)
         )
@@ -312,15 +315,17 @@ class WorkerPool:
                     await self._hold_link(instance)
                 except* PeerGone:
                     self._note_failure(instance.id, f"{instance.id} is gone")
-                    logger.warning("%s is gone; trying again in %g s while it is listed", instance.id, pause)
+                    logger.warning("%s is gone; connecting again while it is listed", instance.id)
                 except* Exception as failed:
                     self._note_failure(instance.id, str(leaves(failed)[0]))
                     logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
-                await asyncio.sleep(pause)
+                if instance.id not in self._renewing:
+                    await asyncio.sleep(pause)
                 held = time.monotonic() - started > 2 * LAST_RETRY
                 pause = FIRST_RETRY if held else min(2 * pause, LAST_RETRY)
         finally:
             self._linking.discard(instance.id)
+            self._renewing.discard(instance.id)
 
     async def _hold_link(self, instance: Instance) -> None:
         """Hold one link until the worker is gone; then raise PeerGone, perhaps in a group. The listener is told however
@@ -352,6 +357,10 @@ class WorkerPool:
                     IN_FLIGHT.remove(instance.id)
                 link.touch()
                 self._prefixes.forget(instance.id)
+                if time.monotonic() - link.made > FIRST_RETRY:
+                    self._renewing.add(instance.id)
+            else:
+                self._renewing.discard(instance.id)
             self._listener.link_lost(link, reason)
 
     async def _hand_over(self, link: Link) -> None:
