@@ -14,6 +14,7 @@ from pdserve_bench.chaos import (
     hosts,
     members,
     restarts,
+    stalls,
     unregistered,
     weights,
 )
@@ -21,6 +22,7 @@ from pdserve_bench.chaos.scene import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *faults.FAULTS,
+    *stalls.STALLS,
     *clocks.WRONG_CLOCKS,
     abuse.UNREAD_STREAMS,
     abuse.POISON,
