@@ -49,7 +49,7 @@ class PrefillWorkers:
     _avoided: dict[str, float] = field(default_factory=dict)
     """by prefill worker: monotonic time until which it is avoided"""
     _unheard: Counter[str] = field(default_factory=Counter)
-    """by prefill worker: how often in a row NATS said that it does not listen"""
+    """by prefill worker: how often in a row NATS said that it does not listen; at least `UNHEARD` where it hangs"""
     _untaken: UntakenPrompts = field(default_factory=UntakenPrompts)
     _registered: list[Instance] = field(default_factory=list)
     _newcomers: list[Instance] = field(default_factory=list)
@@ -171,12 +171,15 @@ class PrefillWorkers:
             self.give_up_gone()
 
     async def _ask(self, worker: str) -> None:
-        if await self.queue.listens(worker):
-            self._unheard.pop(worker, None)
-            return
-        self._unheard[worker] += 1
-        if self._unheard[worker] == UNHEARD:
-            log.warning("%s is not connected to NATS: nothing is asked of it until it is", worker)
+        before = self._unheard[worker]
+        try:
+            self._unheard[worker] = 0 if await self.queue.listens(worker) else before + 1
+        except TimeoutError:  # its process hangs
+            self._unheard[worker] = max(before, UNHEARD)
+        if before < UNHEARD <= self._unheard[worker]:
+            log.warning("%s does not answer on NATS: nothing is asked of it until it does", worker)
+        if not self._unheard[worker]:
+            del self._unheard[worker]
 
     # requests that no prefill worker will answer
 

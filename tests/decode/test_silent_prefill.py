@@ -40,30 +40,35 @@ async def test_a_prefill_worker_says_that_it_has_lost_the_queue_and_that_it_is_b
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("killed", [False, True])
-async def test_a_worker_that_has_lost_the_queue_or_was_killed_is_not_waited_for(
+@pytest.mark.parametrize("end", ["it has lost the queue", "it is killed", "it hangs"])
+async def test_a_worker_that_cannot_answer_is_not_waited_for(
     graph: WorkerGraph,
     frontend: FrontendStream,
     acted: ActedPrefill,
     monkeypatch: pytest.MonkeyPatch,
-    killed: bool,
+    end: str,
 ) -> None:
-    """The first reports it; the lease of the second has not ended."""
-    monkeypatch.setattr(prefill_workers, "LOOK", 0.02 if killed else 60.0)
+    """The first reports it; the leases of the others have not ended."""
+    reports = end == "it has lost the queue"
+    monkeypatch.setattr(prefill_workers, "LOOK", 60.0 if reports else 0.02)
     taken, waiting = await frontend.submit(LONG), await frontend.submit(LONG[1:])
     await until(lambda: graph.depth == 2)
     listening, acted.queue = acted.queue, await graph.queue()
     await acted.pull()
     await acted.start(taken)
-    if killed:
-        await listening.__aexit__(None, None, None)
-    else:
+    if reports:
         await acted.register(queue_lost=True)
+    elif end == "it hangs":
+        graph.broker.hung.add("prefill-x")
+    else:
+        await listening.__aexit__(None, None, None)
     assert (await frontend.end_of(taken)).way == FALLBACK
     assert (await frontend.end_of(waiting)).way == FALLBACK
     assert (await frontend.ask(LONG[2:])).way == ALONE
-    if killed:
+    if end == "it is killed":
         await acted.queue.expect_warm_ups("prefill-x")
+    elif end == "it hangs":
+        graph.broker.hung.clear()
     else:
         await graph.act_prefill("prefill-y")
     await until(lambda: bool(graph.decode._workers.available()))
