@@ -282,8 +282,7 @@ class WorkerPool:
                         "%s %s", link.instance, "works again" if was else "is stalled: it is silent"
                     )
                     self._make_links()
-                    if was:
-                        self._listener.link_up(link)
+                    self._listener.link_up(link)  # requests may wait for it
             self._leave_stalled()
 
     def _leave_stalled(self) -> None:
