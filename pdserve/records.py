@@ -94,6 +94,8 @@ class Instance(Struct, frozen=True):
     """true: the process finishes its requests and takes no new ones"""
     queue_lost: bool = False
     """true: the prefill worker has lost NATS: it takes no prompts and its answers arrive nowhere, until it is back"""
+    stalled: bool = False
+    """true: the worker's engine neither answers nor computes; it gets no new work until it does"""
     settings: dict[str, str] = {}
     """what its file says of the live settings that it goes by (`settings.py`)"""
     adapters: list[Adapter] | None = None
@@ -102,6 +104,11 @@ class Instance(Struct, frozen=True):
     def has(self, adapter: int) -> bool:
         """Whether requests for the adapter of this id may be sent to it; 0 stands for the model itself."""
         return not adapter or any(each.id == adapter for each in self.adapters or ())
+
+    @property
+    def works(self) -> bool:
+        """Whether a prefill worker takes prompts and answers, unless it drains."""
+        return not (self.queue_lost or self.stalled)
 
     @property
     def stands_in(self) -> bool:

@@ -414,9 +414,9 @@ ROOMS = {
     "supervisor": 2620,
 }
 """lines of each room of the package: its size of 2026-11-27 and 5 %, reviewed when a room passes its limit"""
-BESIDE = {"benchmarks": 11120, "tests": 38600, "tools": 2380}
+BESIDE = {"benchmarks": 11400, "tests": 39600, "tools": 2400}
 """lines of what is beside it"""
-WORDS, RECORD = 21100, 350
+WORDS, RECORD = 21600, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "

@@ -103,6 +103,9 @@ TOLD = {
         slots=[SlotState("decode-2", Role.DECODE, "h", since=NOW - 7)],
         instances=[*ALL[:-1], replace(PREFILL[1], draining=True)],
     ),
+    "bad: prefill-1 is stalled: its engine neither answers nor computes, it gets nothing new": state(
+        instances=[*ALL[:-1], replace(PREFILL[1], stalled=True)]
+    ),
     "info: frontend-0 is draining: it takes nothing new": state(  # it has left the registry
         slots=[replace(SLOTS[0], state="draining")], instances=ALL[1:]
     ),

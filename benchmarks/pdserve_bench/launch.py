@@ -47,9 +47,17 @@ DISK = 1 << 30
 CUTTABLE = {"UCX_TLS": os.environ.get("UCX_TLS", "tcp,cuda_copy,self"), "GODEBUG": "multipathtcp=0"}
 """variables of a graph that is to be cut: UCX over TCP, for shared memory cannot be cut, and neither can the multipath
 TCP on which servers written in Go listen"""
-SIM_SPEED = {"sim": {"step-seconds": 0.02, "prefill-rate": 5000, "lease": 12, "fatal-token": 1001}}
+SIM_SPEED = {
+    "sim": {
+        "step-seconds": 0.02,
+        "prefill-rate": 5000,
+        "lease": 12,
+        "fatal-token": 1001,
+        "stop-signal": int(signal.SIGUSR2),
+    }
+}
 """of simulated engines where the file says nothing: requests last long enough to be caught in the middle, KV that is
-never read is free soon, and only poison has the fatal token in its prompt"""
+never read is free soon, only poison has the fatal token in its prompt, and engines can be stopped"""
 
 
 class ServerRun:

@@ -76,6 +76,10 @@ class BothWorker(DecodeWorker):
         load = super().load()
         return msgspec.structs.replace(load, tokens=load.tokens + self._prompts.tokens)
 
+    def _stall_changed(self) -> None:
+        super()._stall_changed()
+        self._prompts.pulling.set_stalled(self._engine_watch.stalled)
+
     async def warm_up(self) -> None:
         await self._queue.expect_warm_ups(self.id)
         await self._presence.warm_up(self.view, self._warm_both_ways)

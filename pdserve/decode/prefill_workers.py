@@ -32,7 +32,7 @@ LOOK = 0.5
 UNHEARD = 2
 """such questions in a row after which a worker that does not listen counts as gone: it may be connecting anew"""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
-UNREACHABLE, LOST = "unreachable", "queue-lost"
+UNREACHABLE, LOST, STALLED = "unreachable", "queue-lost", "stalled"
 """why no answer will come, as labels of the failure metric"""
 
 
@@ -50,7 +50,7 @@ class PrefillWorkers:
     _avoided: dict[str, float] = field(default_factory=dict)
     """by prefill worker: monotonic time until which it is avoided"""
     _unheard: Counter[str] = field(default_factory=Counter)
-    """by prefill worker: how often in a row NATS said that it does not listen"""
+    """by prefill worker: how often in a row NATS said that it does not listen; at least `UNHEARD` where it hangs"""
     _untaken: UntakenPrompts = field(default_factory=UntakenPrompts)
     _registered: list[Instance] = field(default_factory=list)
     _newcomers: list[Instance] = field(default_factory=list)
@@ -98,7 +98,7 @@ class PrefillWorkers:
         if self._version != self.view.version:
             self._version, before = self.view.version, self._registered
             self._registered = self._alike(self.view.instances(Role.PREFILL, self.model))
-            if _connected(self._registered) - _connected(before):
+            if _working(self._registered) - _working(before):
                 self.heard()
             self._newcomers = self._alike(self.view.newcomers(Role.PREFILL, self.model))
 
@@ -152,7 +152,7 @@ class PrefillWorkers:
         return self._untaken.silent(time.monotonic())
 
     def _reachable(self, worker: Instance) -> bool:
-        return not worker.queue_lost and self._unheard[worker.id] < UNHEARD
+        return worker.works and self._unheard[worker.id] < UNHEARD
 
     async def watch(self) -> None:
         """Ask NATS, while requests wait for prefill workers, whether these are still connected to it; for ever. The
@@ -173,12 +173,15 @@ class PrefillWorkers:
             self.give_up_gone()
 
     async def _ask(self, worker: str) -> None:
-        if await self.queue.listens(worker):
-            self._unheard.pop(worker, None)
-            return
-        self._unheard[worker] += 1
-        if self._unheard[worker] == UNHEARD:
-            log.warning("%s is not connected to NATS: nothing is asked of it until it is", worker)
+        before = self._unheard[worker]
+        try:
+            self._unheard[worker] = 0 if await self.queue.listens(worker) else before + 1
+        except TimeoutError:  # its process hangs
+            self._unheard[worker] = max(before, UNHEARD)
+        if before < UNHEARD <= self._unheard[worker]:
+            log.warning("%s does not answer on NATS: nothing is asked of it until it does", worker)
+        if not self._unheard[worker]:
+            del self._unheard[worker]
 
     # requests that no prefill worker will answer
 
@@ -209,15 +212,18 @@ class PrefillWorkers:
         peers = {peer.id for peer in self.peers() if self._reachable(peer)}
         registered = [worker for worker in self.registered() if worker.id in peers]
         there = {worker.id for worker in registered}
+        stalled = {worker.id for worker in self.registered() if worker.stalled}
         pulled = any(not worker.draining for worker in registered) and not self._silent()
         for request in requests:
             if not request.awaits:
                 continue
-            if not request.warms and not pulled and request.prefiller not in there:
+            if request.prefiller in stalled:
+                yield request, STALLED
+            elif not request.warms and not pulled and request.prefiller not in there:
                 yield request, ALONE
             elif request.prefiller and request.prefiller not in peers:
                 yield request, GONE
 
 
-def _connected(workers: list[Instance]) -> set[str]:
-    return {worker.id for worker in workers if not worker.queue_lost}
+def _working(workers: list[Instance]) -> set[str]:
+    return {worker.id for worker in workers if worker.works}

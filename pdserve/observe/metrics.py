@@ -71,7 +71,8 @@ MIGRATIONS = Counter(
     "pdserve_migrations_total",
     "sequences that lost their decode worker and continued on another; `reason`: `gone` (no connection), "
     "`engine-died`, `failed` (the worker drains, or its log says why), `gave-up` (its engine ended the request), "
-    "`unreadable` (its outputs), `handed-over` (from a prefill worker that stood in)",
+    "`unreadable` (its outputs), `handed-over` (from a prefill worker that stood in), "
+    "`stalled` (before their first token)",
     ["model", "reason"],
 )
 ROUTER_DECISIONS = Counter(
@@ -138,6 +139,12 @@ ENGINE_REQUESTS = Gauge(
     "requests in the engine; `state`: `running` (in its batch), `waiting` (for room or KV); `role`: `decode`, "
     "`prefill`, `both`",
     ["model", "role", "state"],
+)
+ENGINE_STALLED = Gauge(
+    "pdserve_engine_stalled",
+    "1 while the engine neither answers nor computes, so that its worker gets no new requests (docs/liveness.md); "
+    "`role`: `decode`, `prefill`, `both`",
+    ["model", "role"],
 )
 KV_USAGE = Gauge(
     "pdserve_kv_usage_ratio",

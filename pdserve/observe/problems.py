@@ -34,6 +34,7 @@ _WITHOUT_QUEUE = "prompts are computed at decode workers"
 _WITHOUT_REGISTRY = "the processes are those of before, and new ones are not seen"
 
 READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "starting"
+STALLED = "stalled"
 
 
 class Node(Struct, frozen=True):
@@ -43,7 +44,7 @@ class Node(Struct, frozen=True):
     """its slot's, `decode-0`; the instance id where several have the same"""
     role: Role
     state: str
-    """`ready`, `draining`, `does not answer`, or one of a slot's (`SlotState`)"""
+    """`ready`, `draining`, `stalled`, `does not answer`, or one of a slot's (`SlotState`)"""
     why: str = ""
     """how it ended last, and the last thing it said"""
     seconds: float | None = None
@@ -84,7 +85,8 @@ def nodes(state: GraphState, now: float) -> list[Node]:
         slot = slots.pop((instance.host, name), None)
         node = _node(slot, now) if slot else Node(name, instance.role, READY)
         if each.load is not None:
-            node = replace(node, state=DRAINING if instance.draining else READY)
+            word = STALLED if instance.stalled else DRAINING if instance.draining else READY
+            node = replace(node, state=word)
         elif node.state == READY:
             node = _silent(node)
         shown, reported = names[instance.id], {"load": each.load, "links": each.links}
@@ -153,6 +155,9 @@ def _processes(
         moved = _moved(why_lost)
         if node.state == SILENT:
             yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{moved}", [name])
+        elif node.state == STALLED:
+            text = f"{name} is stalled: its engine neither answers nor computes, it gets nothing new{moved}"
+            yield Problem("bad", text, [name])
         elif node.state == DRAINING:
             running = f", {count(node.load.running, 'running request')}" if node.load else ""
             yield Problem("info", f"{name} is draining: it takes nothing new{running}{moved}", [name])

@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -170,6 +170,17 @@ def _nvml_gpu(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     name, uuid = str(pynvml.nvmlDeviceGetName(handle)), str(pynvml.nvmlDeviceGetUUID(handle))
     return Gpu(index, name, _cuda_memory(handle), uuid)
+
+
+def gpus_compute(indices: Iterable[int]) -> bool:
+    """Whether a kernel ran on any of these GPUs within the last second, of whichever process; true where NVML does not
+    say so."""
+    try:
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, indices)
+        return any(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles)
+    except pynvml.NVMLError:
+        return True
 
 
 def _cuda_memory(handle: object) -> int:

@@ -23,7 +23,7 @@ from pdserve.messages import (
 from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.tracing import Tracer
 from pdserve.prefill.answers import AnswerSender, readers, unless_away
-from pdserve.prefill.pull import Beside, Pulling
+from pdserve.prefill.pull import TICK, Beside, Pulling
 from pdserve.prefill.running import RunningPrefill, RunningPrefills, until
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.queue.base import Delivery, PrefillQueue
@@ -82,13 +82,14 @@ class PromptRunner:
         log.info("draining: %d prompts to finish", len(self._running))
         try:
             async with asyncio.timeout(self._config.drain_timeout):
-                await until(lambda: not self._running, self._running.changed)
+                await until(lambda: not (self._running or self.pulling.held), self._running.changed, TICK)
                 await self._answers.empty()
         except TimeoutError:
             log.warning("leaving %d prompts to another worker", len(self._running))
 
     async def engine_died(self, death: EngineDead) -> None:
         """Return prompts that may have killed the engine to their decode workers, not to another prefill worker."""
+        await unless_away(self.pulling.give_back())
         for running in self._running if death.crashed else ():
             request = running.request
             if may_have_killed(len(request.prompt), running.started):
@@ -103,14 +104,11 @@ class PromptRunner:
         await announced.wait()
         while True:
             try:
-                deliveries = await self.pulling.next()
+                await self.pulling.next()
             except QueueUnavailable:
                 await asyncio.sleep(1.0)  # the queue reconnects by itself
                 continue
-            before = set(self._running)
-            for delivery in deliveries:
-                if delivery.request.behind and not deliveries[0].request.behind:
-                    await self._running.alone(before)
+            async for delivery in self.pulling.begin():
                 await self._take(delivery)
 
     async def _read_warm_ups(self) -> None:
@@ -133,7 +131,7 @@ class PromptRunner:
             log.info("request %s delivered again while it runs here", request.request_id)
             running.delivery = delivery
             return
-        if self.pulling.draining:
+        if self.pulling.draining or self.pulling.stalled:
             await unless_away(delivery.give_back())
             return
         if time.monotonic() >= delivery.deadline:
@@ -228,9 +226,10 @@ class PromptRunner:
         cancelled = [running for name in request_ids if (running := self._running.of_request(name))]
         for running in cancelled:
             self._running.cancel(running)
+        acked = [running.delivery for running in cancelled] + self.pulling.drop(request_ids)
         await self._engine.cancel([running.engine_id for running in cancelled])
-        for running in cancelled:
-            await running.delivery.ack()
+        for delivery in acked:
+            await delivery.ack()
 
     async def _report_progress(self) -> None:
         while True:

@@ -10,7 +10,7 @@ See docs/decisions/0026-any-worker-can-do-either.md.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -68,6 +68,10 @@ class Pulling:
     beside: Callable[[], Beside]
     draining: bool = False
     """pull nothing any more"""
+    stalled: bool = False
+    """the engine hangs: pull nothing until it works again"""
+    held: list[Delivery] = field(default_factory=list)
+    """pulled, and not begun yet; in the order in which they are to begin"""
     looked: float = 0.0
     """monotonic time of the last look at the queue"""
     prompt_seconds: float = 0.0
@@ -78,29 +82,51 @@ class Pulling:
     _waiting: asyncio.Timeout | None = field(default=None)
     """set while it waits for a prompt"""
 
-    async def next(self) -> list[Delivery]:
-        """Wait until the engine has capacity and it is time to look, then pull. With streams, take only what is there;
-        without, wait for a prompt until `stop_waiting`. Raises QueueUnavailable."""
+    async def next(self) -> None:
+        """Wait until the engine has capacity and it is time to look, then pull into `held`. With streams, take only
+        what is there; without, wait for a prompt until `stop_waiting`. Raises QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
         wait = PULL_WAIT if self.beside() == Beside() else 0.0
         try:
             async with asyncio.timeout(None) as waiting:
                 self._waiting = waiting if wait else None
-                return await self._pull(wait)
+                await self._pull(wait)
         except TimeoutError:
-            return []
+            return
         finally:
             self.looked, self._waiting = time.monotonic(), None
 
-    async def _pull(self, wait: float) -> list[Delivery]:
+    async def _pull(self, wait: float) -> None:
         """A prompt; or two, if one may have passed the other (`PrefillRequest.behind`)."""
         puller = Puller(self.instance, self._load)
-        deliveries = await self.queue.pull(1, wait, puller)
-        if deliveries and deliveries[0].request.behind and self.queue.depth and not self.beside().streams:
-            self._waiting = None  # what was pulled must not be lost
+        self.held += await self.queue.pull(1, wait, puller)
+        if self.held and self.held[0].request.behind and self.queue.depth and not self.beside().streams:
+            self._waiting = None
             with suppress(QueueUnavailable):
-                deliveries += await self.queue.pull(1, 0.0, puller)
-        return sorted(deliveries, key=lambda delivery: delivery.request.behind)
+                self.held += await self.queue.pull(1, 0.0, puller)
+        self.held.sort(key=lambda delivery: delivery.request.behind)
+
+    async def begin(self) -> AsyncIterator[Delivery]:
+        """Yield the held prompts, each when the engine should get it: one that another has passed not in its step."""
+        before, passed = set(self.running), self.held and not self.held[0].request.behind
+        for delivery in list(self.held):
+            if passed and delivery.request.behind:
+                await self.running.alone(before)
+            if delivery in self.held:  # else it was cancelled meanwhile
+                self.held.remove(delivery)
+                yield delivery
+
+    def drop(self, request_ids: list[str]) -> list[Delivery]:
+        """Hold these no longer."""
+        dropped = [each for each in self.held if each.request.request_id in request_ids]
+        for delivery in dropped:
+            self.held.remove(delivery)
+        return dropped
+
+    async def give_back(self) -> None:
+        """Return what is held to the queue."""
+        while self.held:
+            await self.held.pop().give_back()
 
     @property
     def full(self) -> bool:
@@ -113,9 +139,14 @@ class Pulling:
         if waiting is not None:
             waiting.reschedule(0.0)
 
+    def set_stalled(self, stalled: bool) -> None:
+        self.stalled = stalled
+        if stalled:
+            self.stop_waiting()
+
     def has_time(self) -> bool:
         """Whether the engine is idle and a prompt would be pulled at once."""
-        return not (self.draining or self.running) and self.beside() == Beside()
+        return not (self.draining or self.stalled or self.running) and self.beside() == Beside()
 
     def learn(self, seconds: float) -> None:
         """A prompt took so many seconds."""
@@ -141,7 +172,7 @@ class Pulling:
     def _has_capacity(self) -> bool:
         """Whether to pull one more prompt: a full step gains nothing from more, and other workers may be idle."""
         facts, usage, beside = self.engine.facts, self.engine.usage.kv_usage, self.beside()
-        if self.draining or self.full:
+        if self.draining or self.stalled or self.full:
             return False
         tokens, free = self.running.tokens + beside.tokens, facts.kv_tokens * (1.0 - usage)
         return not tokens or (

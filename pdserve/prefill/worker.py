@@ -28,6 +28,10 @@ class PrefillWorker(EngineWorker):
     def permanent(self) -> Mapping[str, Work]:
         return {**super().permanent(), **self._prompts.permanent(self._presence.announced)}
 
+    def _stall_changed(self) -> None:
+        super()._stall_changed()
+        self._prompts.pulling.set_stalled(self._engine_watch.stalled)
+
     async def warm_up(self) -> None:
         await self._queue.expect_warm_ups(self.id)
         await self._presence.warm_up(self.view, self._prompts.warm)

@@ -2,7 +2,8 @@
 worker is announced, and from then on that it does not hang.
 
 An engine that hangs (stopped, or deadlocked in a lock or a kernel) looks alive from outside: its process is there, and
-the worker's own heartbeats and lease go on."""
+the worker's own heartbeats and lease go on. After seconds it is stalled: its worker gets no new requests until it works
+again. After half a minute it is killed (docs/decisions/0098-stalled-workers.md)."""
 
 import asyncio
 import logging
@@ -10,17 +11,21 @@ import os
 import random
 import secrets
 import time
+from collections.abc import Callable, Collection, Sequence
 
 from pdserve.config.schema import Config
 from pdserve.engine.base import Engine, EngineFacts
 from pdserve.errors import EngineDead
+from pdserve.plan.machine import gpus_compute
 from pdserve.plan.plan import worker_memory
 from pdserve.plan.slots import Slot
 
 log = logging.getLogger(__name__)
 
-PROBE_INTERVAL = 5.0
+PROBE_INTERVAL = 0.5
 """seconds between two probes"""
+STALLS_AFTER = 2.0
+"""seconds without an answer, almost without CPU time, and with idle GPUs after which an engine is stalled"""
 HANGS_AFTER = 30.0
 """seconds without an answer and almost without CPU time after which an engine counts as hung. Engines answer between
 two steps, and a step may take long: a long prompt on a CPU, a kernel that is compiled on its first use. But such a
@@ -30,8 +35,8 @@ SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
 step, which vLLM enforces only where its worker has a process of its own"""
 BUSY = 0.1
 """share of a core that counts as work; an idle vLLM engine on the CPU uses 0.03"""
-TICK = 1.0
-"""seconds"""
+TICK = 0.25
+"""seconds between two looks at an engine that owes an answer"""
 REACH_INTERVAL, MAX_UNREACHED = 10.0, 3
 """seconds between two probes of a prefill engine's side channel, and how many in a row may fail"""
 KILLS_WITHIN = 5.0
@@ -76,7 +81,7 @@ async def self_test(engine: Engine) -> None:
     EngineDead where the engine dies, fails or hangs."""
     began = time.monotonic()
     work = asyncio.ensure_future(_first_tokens(engine))
-    watch = asyncio.ensure_future(watch_engine(engine))
+    watch = asyncio.ensure_future(EngineWatch(engine).run())
     try:
         await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -112,37 +117,72 @@ async def _first_tokens(engine: Engine) -> None:
 # liveness
 
 
-async def watch_engine(engine: Engine) -> None:
-    """Probe the engine until it hangs or is dead; raises EngineDead then."""
-    while True:
-        await asyncio.sleep(PROBE_INTERVAL)
-        await _until_it_answers(engine)
+class EngineWatch:
+    def __init__(self, engine: Engine, gpus: Collection[int] = ()) -> None:
+        """`gpus`: their indices, as NVML counts."""
+        self.stalled = False
+        """the engine neither answers nor computes"""
+        self.on_change: Callable[[], None] = lambda: None
+        """called after each change of `stalled`"""
+        self._engine, self._gpus = engine, gpus
+        self._look: asyncio.Future[bool] | None = None
+        """asks NVML, which may hang together with the engine"""
+
+    async def run(self) -> None:
+        """Probe the engine until it hangs or is dead; raises EngineDead then."""
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL)
+            await self._until_it_answers()
+
+    async def _until_it_answers(self) -> None:
+        """Count ticks instead of measuring time, because a worker that was stopped together with its engine must not
+        blame the engine when both go on."""
+        probe, used = asyncio.ensure_future(self._engine.probe()), [self._engine.cpu_seconds()]
+        try:
+            while not probe.done():
+                await asyncio.wait([probe], timeout=TICK)
+                used.append(self._engine.cpu_seconds())
+                silent = (len(used) - 1) * TICK
+                if not probe.done() and _idle(used, HANGS_AFTER):
+                    raise EngineDead(
+                        f"it hangs: no answer for {HANGS_AFTER:g} s, in which it computed nothing"
+                    )
+                if not probe.done() and silent >= SPINS_AFTER:
+                    raise EngineDead(
+                        f"it hangs: no answer for {silent:g} s, in which it computed without end"
+                    )
+                stalled = not probe.done() and _idle(used, STALLS_AFTER) and not await self._gpus_compute()
+                self._note(stalled and not probe.done())
+            probe.result()
+        finally:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+
+    def _note(self, stalled: bool) -> None:
+        if stalled == self.stalled:
+            return
+        self.stalled = stalled
+        if stalled:
+            log.warning("engine stalled: it neither answers nor computes; no new requests until it does")
+        else:
+            log.info("engine works again")
+        self.on_change()
+
+    async def _gpus_compute(self) -> bool:
+        """Whether a GPU of the engine computes. vLLM's processes sleep while it does (`cudaEventBlockingSync`), so that
+        a long step uses no CPU time. True also where NVML does not answer within a tick: nothing is known then."""
+        if not self._gpus:
+            return False
+        if self._look is None or self._look.done():
+            self._look = asyncio.get_running_loop().run_in_executor(None, gpus_compute, self._gpus)
+        await asyncio.wait([self._look], timeout=TICK)
+        return not self._look.done() or self._look.result()
 
 
-async def _until_it_answers(engine: Engine) -> None:
-    probe, silent = asyncio.ensure_future(engine.probe()), 0.0
-    try:
-        while not probe.done():
-            used = engine.cpu_seconds()
-            await _wait(probe)
-            silent += HANGS_AFTER
-            if not probe.done() and engine.cpu_seconds() - used < BUSY * HANGS_AFTER:
-                raise EngineDead(f"it hangs: no answer for {HANGS_AFTER:g} s, in which it computed nothing")
-            if not probe.done() and silent >= SPINS_AFTER:
-                raise EngineDead(f"it hangs: no answer for {silent:g} s, in which it computed without end")
-        probe.result()
-    finally:
-        probe.cancel()
-        await asyncio.gather(probe, return_exceptions=True)
-
-
-async def _wait(probe: "asyncio.Future[None]") -> None:
-    """Wait up to `HANGS_AFTER` seconds, in ticks that are counted, not measured: a worker that was stopped together
-    with its engine must not blame the engine when both go on."""
-    silent = 0.0
-    while silent < HANGS_AFTER and not probe.done():
-        await asyncio.wait([probe], timeout=TICK)
-        silent += TICK
+def _idle(used: Sequence[float], seconds: float) -> bool:
+    """Whether an engine computed almost nothing in the last `seconds`. `used`: its CPU seconds at each tick."""
+    ticks = round(seconds / TICK)
+    return len(used) > ticks and used[-1] - used[-1 - ticks] < BUSY * seconds
 
 
 async def watch_side_channel(engine: Engine) -> None:

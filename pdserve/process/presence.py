@@ -153,10 +153,13 @@ class Presence:
         instance: Instance,
         card: ModelCard | None,
         queue_lost: Callable[[], bool] = lambda: False,
+        stalled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`queue_lost`: as in the instance."""
+        """`queue_lost`, `stalled`: as in the instance."""
         self.instance = msgspec.structs.replace(instance, version=__version__, wire=WIRE)
-        self._queue_lost = queue_lost
+        self._queue_lost, self._stalled = queue_lost, stalled
+        self.changed = asyncio.Event()
+        """set it where one of these must be written at once"""
         self._newcomer = False
         self.announced = asyncio.Event()
         self._left = False
@@ -246,14 +249,18 @@ class Presence:
         """Write each change after the announcement; never returns."""
         await self.announced.wait()
         while True:
-            await asyncio.sleep(INTERVAL)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(INTERVAL):
+                    await self.changed.wait()
+            self.changed.clear()
             before = self.instance
             self._look()
             if self.instance != before:
                 await self._write()
 
     def _look(self) -> None:
-        self.instance = msgspec.structs.replace(self.instance, queue_lost=self._queue_lost())
+        now = {"queue_lost": self._queue_lost(), "stalled": self._stalled()}
+        self.instance = msgspec.structs.replace(self.instance, **now)
 
     async def _write(self) -> None:
         async with self._writing:

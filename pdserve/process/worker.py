@@ -15,11 +15,11 @@ from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineNode, EngineSpec, make_engine
 from pdserve.errors import EngineDead
 from pdserve.messages import Load
-from pdserve.observe.metrics import ENGINE_REQUESTS, KV_USAGE
+from pdserve.observe.metrics import ENGINE_REQUESTS, ENGINE_STALLED, KV_USAGE
 from pdserve.plan.slots import Slot, disk_folder, section_of
 from pdserve.ports import free_port
 from pdserve.process.adapters import WorkerAdapters
-from pdserve.process.engine_checks import log_memory, self_test, watch_engine
+from pdserve.process.engine_checks import EngineWatch, log_memory, self_test
 from pdserve.process.gpu_turns import gpu_turns
 from pdserve.process.life import Service
 from pdserve.process.nodes import Leader, meeting_place, node_leader, start_while_there
@@ -61,6 +61,7 @@ class EngineWorker(Service):
         self._queue = queue
         self._stream = stream
         self._leader = leader
+        self._engine_watch = EngineWatch(engine, slot.gpus)
         self.connections.add("NATS", config.nats or "", lambda: queue.connected)
         self.connections.add("etcd", config.etcd or "", lambda: registry.connected)
         self._assemble(engine)
@@ -132,15 +133,22 @@ class EngineWorker(Service):
             await self.card(),
             # each change goes to every process that follows this role: of use only to decode workers
             lambda: self._slot.role.does(Role.PREFILL) and not self._queue.connected,
+            lambda: self._engine_watch.stalled,
         )
+        self._engine_watch.on_change = self._stall_changed
         if self._leader is not None:  # the lease outlives the engine
             stack.push_async_callback(self._presence.leave)
         await self._presence.until_understood()
+
+    def _stall_changed(self) -> None:
+        """The engine is stalled, or works again: register it at once."""
+        self._presence.changed.set()
 
     def _show_usage(self) -> None:
         engine, of = self._engine, (self._config.served_model_name, self._slot.role)
         ENGINE_REQUESTS.labels(*of, "running").set_function(lambda: engine.usage.running)
         ENGINE_REQUESTS.labels(*of, "waiting").set_function(lambda: engine.usage.waiting)
+        ENGINE_STALLED.labels(*of).set_function(lambda: self._engine_watch.stalled)
         KV_USAGE.labels(*of).set_function(lambda: engine.usage.kv_usage)
 
     async def card(self) -> ModelCard | None:
@@ -185,7 +193,7 @@ class EngineWorker(Service):
             **followers,
             **({"adapters": partial(self._adapters.follow, self._presence.have)} if takes else {}),
             "engine steps": self._read_engine,
-            "engine watch": partial(watch_engine, self._engine),
+            "engine watch": self._engine_watch.run,
             "engine processes": self._engine.watch,
             "instance record": self._presence.keep_current,
         }

@@ -104,7 +104,7 @@ class PrefillQueue(Lifetime):
     @abstractmethod
     async def listens(self, worker: str) -> bool:
         """Whether this prefill worker may be there: false only where the server reports that nothing listens for its
-        warm-ups. A worker that hangs may be there."""
+        warm-ups. Raises TimeoutError where the worker does not answer: it hangs."""
 
     # prefill side
 

@@ -319,6 +319,11 @@ class TcpStreamClient(Lifetime):
         not measured yet."""
         return self._connection.round_trip
 
+    @property
+    def heard(self) -> float:
+        """When bytes last came, in monotonic seconds."""
+        return self._connection.heard
+
     async def _keep_beating(self) -> None:
         async for stalled in beats():
             self._connection.beat(self._silence, stalled=stalled)

@@ -15,7 +15,7 @@ SHARES = (
     (4, "kill,garbage,nats-cut,etcd-cut,mixed,state,keys"),
     (
         4,
-        "prefill-hang,decode-hang,nats-hang,etcd-hang,damage,drain,all-prefill-hang,poison,disk,unread,batch",
+        "core-hang,prefill-hang,decode-hang,nats-hang,etcd-hang,damage,drain,all-prefill-hang,poison,disk,unread,batch",
     ),
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
     (30, "pause"),

@@ -811,12 +811,18 @@ async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Engines) -> None:
 async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
     pair: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_checks, "HANGS_AFTER", 2.0)
-    monkeypatch.setattr(engine_checks, "PROBE_INTERVAL", 0.1)
-    watching = asyncio.create_task(engine_checks.watch_engine(pair.decode.engine))
+    """Before that it is stalled, until it goes on."""
+    for name, seconds in {"STALLS_AFTER": 1.0, "HANGS_AFTER": 5.0, "PROBE_INTERVAL": 0.1}.items():
+        monkeypatch.setattr(engine_checks, name, seconds)
+    watch, said = engine_checks.EngineWatch(pair.decode.engine), list[bool]()
+    watch.on_change = lambda: said.append(watch.stalled)
+    watching = asyncio.create_task(watch.run())
     await pair.decode.generate("watched", prompt_of(3000, seed=14))
-    await asyncio.sleep(2.5)
-    assert not watching.done()
+    await asyncio.sleep(1.5)
+    assert not said
+    with pair.decode.stopped():
+        await until(lambda: said == [True])
+    await until(lambda: said == [True, False])
     with pair.decode.stopped(), pytest.raises(EngineDead, match="hangs"):
         await asyncio.wait_for(watching, 20)
 

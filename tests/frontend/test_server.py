@@ -43,6 +43,9 @@ def config(etcd_url: str, namespace: str, tmp_path: Path) -> Config:
     )
 
 
+BRIEF = {"x-request-timeout": "0.2"}
+
+
 class FrontendProcess:
     """A running frontend, found as all processes find it: in the registry."""
 
@@ -95,16 +98,19 @@ async def decode_worker(config: Config) -> AsyncIterator[EchoWorker]:
 
 async def test_from_its_start_to_its_end(config: Config) -> None:
     """It listens at `Frontend.host`, which need not be at `Graph.host`, where other machines reach the workers. Before
-    a decode worker comes it says so. At SIGTERM running requests finish; what has no answer when the drain timeout is
-    over may be sent again."""
+    a decode worker comes it says so, and requests wait within their deadlines. At SIGTERM running requests finish; what
+    has no answer when the drain timeout is over may be sent again."""
     async with frontend(replace(config, host="127.0.0.2", drain_timeout=2.0)) as client:
         health = await client.get("/health")
-        early = await client.post("/v1/completions", json=completion())
+        impatient = await client.post("/v1/completions", json=completion(), headers=BRIEF)
+        early = asyncio.create_task(client.post("/v1/completions", json=completion()))
         assert health.status_code == 503
         assert "no decode worker has registered" in health.json()["missing"]
-        assert (early.status_code, early.headers["retry-after"]) == (503, "5")
+        assert (impatient.status_code, impatient.headers["retry-after"]) == (503, "5")
+        assert (await client.get("/health")).json() == health.json()
         async with decode_worker(config) as worker:
-            await until(client.healthy, 30)
+            assert (await early).status_code == 200
+            assert await client.healthy()
             bodies = [completion(max_tokens=most) for most in (60, 4000)]
             asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
             await worker.until(lambda: len([job for job in worker.jobs.values() if job.generated]) == 2)

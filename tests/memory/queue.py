@@ -54,6 +54,8 @@ class MemoryBroker:
         self.max_deliver = max_deliver
         self.bound = bound
         self.alive = True
+        self.hung: set[str] = set()
+        """prefill workers that do not answer `listens`"""
         self.losses = 0
         self.changed = asyncio.Condition()
         self._queues: dict[tuple[str, str], _ModelQueue] = defaultdict(_ModelQueue)
@@ -177,6 +179,8 @@ class MemoryQueue(PrefillQueue):
 
     async def listens(self, worker: str) -> bool:
         self._broker.check()
+        if worker in self._broker.hung:
+            raise TimeoutError
         return bool(self._requests.listeners.get(f"warm-ups/{worker}"))
 
     async def expect_warm_ups(self, instance: str) -> None:

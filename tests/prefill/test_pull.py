@@ -31,7 +31,7 @@ def test_how_long_a_worker_leaves_the_queue_to_others(
     assert pause(streams, 8, prompt_seconds, waiting) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("end", ["the engine gets a stream", "the queue is away"])
+@pytest.mark.parametrize("end", ["the engine gets a stream", "the queue is away", "it is cancelled"])
 async def test_a_prompt_is_not_lost_where_the_look_for_a_second_one_ends(end: str) -> None:
     prompt = Delivery(PrefillRequest("first", "decode", [1], 60.0, 16, [], behind=1))
 
@@ -40,6 +40,9 @@ async def test_a_prompt_is_not_lost_where_the_look_for_a_second_one_ends(end: st
             return [prompt]
         if end == "the queue is away":
             raise QueueUnavailable(end)
+        if end == "it is cancelled":
+            assert pulling.drop(["first", "another"]) == [prompt]
+            return []
         pulling.stop_waiting()
         await asyncio.sleep(0.01)
         return []
@@ -50,4 +53,5 @@ async def test_a_prompt_is_not_lost_where_the_look_for_a_second_one_ends(end: st
     )
     queue = cast(Any, SimpleNamespace(pull=pull, depth=1))
     pulling = Pulling("prefill-0", cast(Any, engine), queue, RunningPrefills(cast(Any, None)), Beside)
-    assert await pulling.next() == [prompt]
+    await pulling.next()
+    assert pulling.held == ([] if end == "it is cancelled" else [prompt])

@@ -212,6 +212,39 @@ async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_few
         assert ["prefill-2"] in steps, "b0 shares its step with none"
 
 
+@pytest.mark.parametrize("end", ["it is cancelled", "the engine dies"])
+async def test_a_prompt_that_waits_for_a_step_of_its_own_belongs_to_the_worker(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Between the queue and the engine."""
+    monkeypatch.setattr("pdserve.prefill.running.LONGEST", 60.0)
+    async with Scene(max_num_batched_tokens=256) as scene:
+        scene.broker.ack_wait = 60.0
+        scene.engine.faults.going.clear()
+        for name, behind in {"a0": 0, "c0": 0, "a1": 1, "b0": 0}.items():
+            await scene.ask(name, behind=behind)
+        await until(lambda: scene.decode.depth == 2)
+        scene.engine.faults.slow = 60.0
+        scene.engine.faults.going.set()
+        await until(lambda: "b0" in scene.started)
+        if end == "it is cancelled":
+            await scene.decode.cancel(["a1"])
+            await until(
+                lambda: "a1" not in {entry.request.request_id for entry in scene.decode._requests.entries}
+            )
+            assert "b0" not in scene.answers
+            await scene.done("b0")
+            await scene.ask("later")
+            await scene.done("later")
+            assert list(scene.started) == ["a0", "c0", "b0", "later"]
+        else:
+            scene.engine.die()
+            with pytest.raises(EngineDead):
+                await scene.life
+            await scene.prefill("prefill-1")
+            await scene.done("a1")
+
+
 async def test_drain_finishes_takes_nothing_new_and_waits_for_the_pull(scene: Scene) -> None:
     scene.engine.faults.slow = 100.0
     await scene.ask_and_run()

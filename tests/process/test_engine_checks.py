@@ -3,10 +3,12 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 
 from pdserve.config.load import load
@@ -18,6 +20,7 @@ from pdserve.plan.slots import Slot
 from pdserve.process import engine_checks
 from pdserve.process.engine_checks import log_memory
 from pdserve.records import Role
+from tests.conditions import holds, until
 from tests.decode.graph import WorkerGraph
 from tests.engine.sims import body, sim
 
@@ -26,7 +29,8 @@ PROMPT = list(range(3, 203))
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"PROBE_INTERVAL": 0.02, "HANGS_AFTER": 0.2, "TICK": 0.02}.items():
+    times = {"PROBE_INTERVAL": 0.02, "STALLS_AFTER": 0.06, "HANGS_AFTER": 0.2, "TICK": 0.02}
+    for name, seconds in times.items():
         monkeypatch.setattr(engine_checks, name, seconds)
 
 
@@ -38,7 +42,7 @@ async def engine() -> AsyncIterator[SimEngine]:
 
 async def watched(engine: SimEngine, seconds: float) -> bool:
     """Whether it counts as alive for so long."""
-    watching = asyncio.create_task(engine_checks.watch_engine(engine))
+    watching = asyncio.create_task(engine_checks.EngineWatch(engine).run())
     await asyncio.wait([watching], timeout=seconds)
     alive = watching.cancel()
     with suppress(asyncio.CancelledError, EngineDead):
@@ -65,6 +69,59 @@ async def test_an_engine_that_computes_lives_for_long_and_not_without_end(
     engine.faults.slow = 5000.0
     await engine.generate("r", PROMPT, body(), None)
     assert await watched(engine, within) is alive
+
+
+@asynccontextmanager
+async def stalls(engine: SimEngine, gpus: tuple[int, ...] = ()) -> AsyncIterator[list[bool]]:
+    """What the watch of this engine says, one change after the other."""
+    watch, said = engine_checks.EngineWatch(engine, gpus), list[bool]()
+    watch.on_change = lambda: said.append(watch.stalled)
+    watching = asyncio.create_task(watch.run())
+    yield said
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_an_engine_is_stalled_before_it_counts_as_dead_and_until_it_answers(
+    engine: SimEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_checks, "HANGS_AFTER", 60.0)
+    async with stalls(engine) as said:
+        engine.faults.going.clear()
+        await until(lambda: said == [True])
+        engine.faults.going.set()
+        await until(lambda: said == [True, False])
+        engine.faults.slow = 5000.0
+        await engine.generate("r", PROMPT, body(), None)
+        await holds(lambda: said == [True, False], 0.5)
+
+
+@pytest.mark.parametrize("busy", [0, 35])
+async def test_an_engine_whose_gpu_computes_is_not_stalled(
+    engine: SimEngine, monkeypatch: pytest.MonkeyPatch, busy: int
+) -> None:
+    """Its processes sleep until the GPU is done."""
+    monkeypatch.setattr(engine_checks, "HANGS_AFTER", 60.0)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetUtilizationRates", lambda index: SimpleNamespace(gpu=busy * (index == 3))
+    )
+    async with stalls(engine, gpus=(2, 3)) as said:
+        engine.faults.going.clear()
+        if busy:
+            await holds(lambda: not said, 0.5)
+        else:
+            await until(lambda: said == [True])
+
+
+async def test_an_engine_whose_gpus_cannot_be_asked_is_not_stalled(
+    engine: SimEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_checks, "HANGS_AFTER", 60.0)
+    async with stalls(engine, gpus=(0,)) as said:
+        engine.faults.going.clear()
+        await holds(lambda: not said, 0.5)
 
 
 async def test_a_worker_whose_engine_hangs_ends_and_leaves_the_registry() -> None:

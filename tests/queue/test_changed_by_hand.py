@@ -15,6 +15,7 @@ from nats.js.errors import NotFoundError
 
 from pdserve.errors import QueueUnavailable
 from pdserve.queue.base import PrefillQueue
+from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import CONSUMER
 from tests.conditions import until
 from tests.queue.conftest import BOUND, nats_queues
@@ -160,3 +161,21 @@ async def test_the_depth_of_a_stream_that_is_made_anew_is_known(nats_url: str, n
         await until(lambda: goes_on(decode, prefill))
         await publish(decode, "a", "b", "c")
         await until(lambda: decode.depth == 3)
+
+
+async def test_a_worker_that_listens_and_does_not_answer_hangs(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.queue.jetstream.queue.ANSWER_WITHIN", 0.3)
+    async with nats_queues(nats_url, namespace) as queues:
+        decode = await queues()
+        assert isinstance(decode, JetStreamQueue)
+        client = await nats.connect(nats_url)
+        try:
+            await client.subscribe(decode._names.warm_ups("prefill-0"))
+            await client.flush()
+            with pytest.raises(TimeoutError):
+                await decode.listens("prefill-0")
+        finally:
+            await client.close()
+        assert not await decode.listens("prefill-0")

@@ -15,6 +15,7 @@ from pdserve_bench.chaos import (
     members,
     pause,
     restarts,
+    stalls,
     unregistered,
     weights,
 )
@@ -22,6 +23,7 @@ from pdserve_bench.chaos.scene import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *faults.FAULTS,
+    *stalls.STALLS,
     *clocks.WRONG_CLOCKS,
     pause.HOST_PAUSE,
     abuse.UNREAD_STREAMS,

@@ -76,6 +76,8 @@ class SimEngine(SimAdapters, Engine):
             supported_tasks=["generate"],
             fingerprint=fingerprint,
         )
+        if model.stop_signal:
+            asyncio.get_running_loop().add_signal_handler(model.stop_signal, self.faults.stop_or_go)
         async with self._side:
             try:
                 async with self._tasks:

@@ -49,6 +49,8 @@ class SimModel:
     """seconds that a prefill engine keeps blocks for the decode engine"""
     fatal_token: int = 0
     """a prompt with this token id kills the engine that computes it; 0: no token does"""
+    stop_signal: int = 0
+    """number of the signal to its process at which the engine hangs, and at the next one goes on; 0: none"""
     load_seconds: float = 0.0
     """until the engine is ready, spent in a thread that cannot be stopped, like vLLM's imports"""
     first_token: int = 300
@@ -116,6 +118,9 @@ class Faults:
         """a read of KV kills the decode engine, as a missing permission for AMX did"""
         self.deaf = False
         """the prefill engine's side channel closes every connection without an answer"""
+
+    def stop_or_go(self) -> None:
+        (self.going.clear if self.going.is_set() else self.going.set)()
 
     def silent(self) -> bool:
         return self.dead or self.drop_transfers or not self.going.is_set()

@@ -328,11 +328,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             with self.contained(generation):
                 self._migration.lost(generation, reason, word)
 
-    def hand_over(self, link: Link, *, begun: bool) -> None:
+    def hand_over(self, link: Link, *, begun: bool, stalled: bool = False) -> None:
         for generation in list(link.generations.values()):
-            if self.workers.has_place(generation):
+            if self.workers.has_place(generation, full=stalled):
                 with self.contained(generation):
-                    self._migration.hand_over(generation, begun=begun)
+                    self._migration.hand_over(generation, begun=begun, stalled=stalled)
 
     def replace(self, replaced: bool) -> None:
         """Note whether another model has this name now, and no worker is left here."""

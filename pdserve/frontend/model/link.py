@@ -1,6 +1,7 @@
 """One connection to a decode worker, and the requests of this frontend there."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -34,6 +35,12 @@ class Link:
         """the worker takes no requests from this frontend"""
         self.round_trip: Callable[[], float | None] = lambda: None
         """seconds, as the stream measures it"""
+        self.heard: Callable[[], float] = lambda: 0.0
+        """when bytes of the worker last came"""
+        self.made = time.monotonic()
+        self.silent = 0
+        """how often in a row `listen` found that none had come"""
+        self._last_heard = 0.0
         self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
 
     def add(self, generation: Generation) -> None:
@@ -54,6 +61,10 @@ class Link:
     def touch(self) -> None:
         """Call after each change of what the worker's capacity depends on."""
         self._changed(self)
+
+    def listen(self) -> None:
+        heard, before = self.heard(), self._last_heard
+        self.silent, self._last_heard = self.silent + 1 if heard == before else 0, heard
 
     @property
     def requests(self) -> int:
@@ -112,5 +123,6 @@ class LinkListener(Protocol):
     def link_lost(self, link: Link, reason: str) -> None:
         """The generations still in `link.generations` will not be answered."""
 
-    def hand_over(self, link: Link, *, begun: bool) -> None:
-        """Decode workers are back: move the link's generations there, those that have tokens of it only if `begun`."""
+    def hand_over(self, link: Link, *, begun: bool, stalled: bool = False) -> None:
+        """Decode workers are back, or the worker is stalled and others are not: move the link's generations there,
+        those that have tokens of it only if `begun`."""

@@ -40,9 +40,9 @@ MAX_PARAMETERS = 32 << 20
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, if there is no other"""
 
-HANDED_OVER = "handed-over"
-LOSSES = ("gone", "engine-died", "failed", "gave-up", "unreadable", HANDED_OVER)
-"""why a worker lost a request, in the metric (docs/metrics.md); the last one is no fault of the worker"""
+HANDED_OVER, STALLED = "handed-over", "stalled"
+LOSSES = ("gone", "engine-died", "failed", "gave-up", "unreadable", HANDED_OVER, STALLED)
+"""why a worker lost a request, in the metric (docs/metrics.md); the last two do not count against the request"""
 
 _BOOT = secrets.token_hex(4)
 _serial = itertools.count(1)
@@ -189,7 +189,7 @@ class Migration:
         if link is None:
             return  # it has ended together with a sibling (n > 1)
         generation.lost_by.add(link.instance)
-        generation.losses += generation.placed is not None and word != HANDED_OVER
+        generation.losses += generation.placed is not None and word not in (HANDED_OVER, STALLED)
         generation.last_loss = reason
         if generation.tokens and generation.is_complete(self._max_model_len):
             self._core.finish(generation)
@@ -217,15 +217,20 @@ class Migration:
         drop_tokens(output, again)
         return bool(output.new_token_ids) or output.finished
 
-    # a prefill worker stood in, and a decode worker is back
+    # its worker stood in and a decode worker is back, or its worker is stalled
 
-    def hand_over(self, generation: Generation, *, begun: bool) -> None:
-        """Move a stand-in's generation to a decode worker; one that has tokens of the stand-in only if `begun`, and
-        never one that would have to be replayed."""
+    def hand_over(self, generation: Generation, *, begun: bool, stalled: bool) -> None:
+        """Move a generation to another worker; one that has tokens of this worker only if `begun`, and never one that
+        would have to be replayed."""
         stays = generation.last_token > generation.sent and (generation.replays or not begun)
-        if generation.link is not None and not stays:
-            generation.link.post(Cancel([generation.attempt_id]))
-            self.lost(generation, "a decode worker is back", HANDED_OVER)
+        if (link := generation.link) is not None and not stays:
+            link.post(Cancel([generation.attempt_id]))
+            why = (
+                (f"{link.instance} is stalled", STALLED)
+                if stalled
+                else ("a decode worker is back", HANDED_OVER)
+            )
+            self.lost(generation, *why)
 
     # no worker is there
 

@@ -72,7 +72,8 @@ async def run(
         done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             late = RequestFailure(504, "the request's deadline passed")
-            failure = RequestFailure.no_worker(trace.model) if admission.waiting and not model.live else late
+            absent = not model.live and (admission.waiting or not model.card.model)
+            failure = RequestFailure.no_worker(trace.model) if absent else late
             with suppress(TimeoutError):  # its client hardly reads what was sent before
                 await asyncio.wait_for(response.fail(failure), GRACE)
         if app not in done:

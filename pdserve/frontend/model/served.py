@@ -58,7 +58,7 @@ class ServedModels:
     worker, which may just be restarting; then the model is unknown, once it is idle.
 
     `expected` is the model of this frontend's configuration: before its first worker registers, it is starting, not
-    unknown."""
+    unknown, and its requests wait in the queue of a model without a card."""
 
     def __init__(
         self, view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
@@ -69,6 +69,8 @@ class ServedModels:
         self._expected = expected
         self._tasks = tasks
         self._models: dict[str, ServedModel] = {}
+        self._starting: ServedModel | None = None
+        """in which requests for `expected` wait until it has a card"""
         self._retiring: set[ServedModel] = set()
         """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
@@ -84,9 +86,11 @@ class ServedModels:
                 raise BadRequest(f"model must be named; there are: {', '.join(names)}", "model")
             name = names[0] if names else self._expected
         model = self._models.get(name) or self._by_adapter(name)
+        if model is None and name == self._expected:
+            model = self._starting = self._starting or ServedModel(ModelCard(name, ""), self._limits)
         if model is not None and not model.problem:
             return model
-        if model is not None or name == self._expected:
+        if model is not None:
             message = f"{name} is not being served: {self.missing(name)}"
             raise HttpError(503, message, retry_after=RETRY_AFTER)
         there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
@@ -180,7 +184,7 @@ class ServedModels:
             INSTANCES.labels(role.value).set(running[role])
 
     def _all(self) -> list[ServedModel]:
-        return [*self._models.values(), *self._retiring]
+        return [*self._models.values(), *self._retiring, *filter(None, [self._starting])]
 
     def _add(self, name: str, card: ModelCard) -> None:
         model = self._models.get(name)
@@ -194,6 +198,9 @@ class ServedModels:
             self._remove(name)
         self._models[name] = model = ServedModel(card, self._limits)
         model.show()
+        if self._starting is not None and name == self._expected:
+            self._starting.retire()
+            self._starting = None
         serving = forever(lambda: self._serve(model), f"model: {name}", until_done=True)
         self._tasks.start(serving, f"model: {name}")
 
@@ -272,8 +279,7 @@ class ServedModels:
         finally:
             self._retiring.discard(model)
             if model.retired.is_set():  # perhaps while its processor was being built, which failed
-                model.settled.set()
-                model.admission.redirect()
+                model.retire()
 
     async def _serve_once(self, model: ServedModel) -> None:
         name = model.card.name

@@ -57,6 +57,12 @@ class ServedModel:
         message = f"{self.card.name} is not being served: {self.problem}"
         raise HttpError(503, message, retry_after=RETRY_AFTER)
 
+    def retire(self) -> None:
+        """Send the requests that wait for its processor to the model that has its name now."""
+        self.retired.set()
+        self.settled.set()
+        self.admission.redirect()
+
     def replace(self, replaced: bool) -> None:
         """Note whether another model has its name and no worker is left here: then requests that have not begun go
         there."""

@@ -1,7 +1,8 @@
 """The decode workers of one model: a link to each that the registry lists, and the choice among them.
 
 Where none of them is there, prefill workers stand in (docs/decisions/0050-prefill-workers-stand-in.md). They get a link
-then, and keep it until a decode worker is back and has taken over what they still had."""
+then, and keep it until a decode worker is back and has taken over what they still had. Stalled workers get requests
+only where no other is there (docs/decisions/0098-stalled-workers.md)."""
 
 import asyncio
 import logging
@@ -41,6 +42,10 @@ HAND_OVER = 5.0
 prompts"""
 LOOK = 0.5
 """seconds between two looks whether a stand-in is still needed"""
+TICK = 0.25
+"""seconds between two looks for stalled workers"""
+SILENT = 9
+"""ticks without a byte of a worker, which answers a heartbeat each second, after which it is stalled"""
 
 
 class HandedOver(Exception):
@@ -65,14 +70,17 @@ class WorkerPool:
         """by instance id: the links that are up"""
         self._linking: set[str] = set()
         """ids of the instances to which a task keeps a link"""
+        self._renewing: set[str] = set()
+        """ids of the instances whose links held, were lost, and are made again at once"""
         self._failures: dict[str, tuple[int, str]] = {}
         """by id of a listed instance: how often a link was lost or could not be made; the last reason"""
-        self._decode, self._stand_ins = Candidates(), Candidates()
+        self._decode, self._stand_ins, self._stalled = Candidates(), Candidates(), Candidates()
         self._touched: set[str] = set()
         """ids of the workers that changed since the candidates were updated"""
         self._prefixes = PrefixIndex()
         """empty unless the policy is `kv`"""
         self._tasks = Owner()
+        self._watching: asyncio.Task[None] | None = None
         self._last = ""
 
     async def close(self) -> None:
@@ -104,6 +112,7 @@ class WorkerPool:
         """Take over the registry's state: this model's decode workers, the prefill workers that may stand in for them,
         how many frontends share them, and the adapters that clients may name."""
         self._adapters = adapters
+        self._watching = self._watching or self._tasks.forever(self._watch, "stalled workers")
         if frontends != self._frontends:
             self._frontends = frontends
             self._touched |= self._links.keys()
@@ -116,10 +125,12 @@ class WorkerPool:
         before, self._instances = self._instances, now
         self._touched |= {id for id in before.keys() | now.keys() if before.get(id) != now.get(id)}
         self._make_links()
-        # those that had lost their leases but not their links, or have other adapters: requests may be waiting
+        # those that had lost their leases but not their links, have other adapters, or work again: requests may wait
         able = {id for id in now if id not in before or before[id].adapters != now[id].adapters}
+        able |= {id for id in before.keys() & now.keys() if before[id].stalled > now[id].stalled}
         for link in [self._links[id] for id in able if id in self._links]:
             self._listener.link_up(link)
+        self._leave_stalled()
 
     @property
     def live(self) -> int:
@@ -156,23 +167,31 @@ class WorkerPool:
         return self._ready().capacity
 
     def _ready(self) -> Candidates:
-        """The decode workers that are registered, connected, not draining, and have not refused this frontend. Where
-        there is none, the prefill workers of which this is true."""
+        """The decode workers that are registered, connected, not draining, not stalled, and have not refused this
+        frontend. Where there is none, the prefill workers of which this is true; at last the stalled workers."""
         while self._touched:
             id = self._touched.pop()
             instance, link = self._instances.get(id), self._links.get(id)
-            if instance is None or link is None or instance.draining or link.refused:
-                self._decode.set(id, None)
-                self._stand_ins.set(id, None)
-            else:
-                candidates = self._stand_ins if instance.stands_in else self._decode
-                candidates.set(id, worker_capacity(instance, link, self._frontends))
-        return self._decode if len(self._decode) else self._stand_ins
+            kind: Candidates | None = None
+            if not (instance is None or link is None or instance.draining or link.refused):
+                stalled = instance.stalled or link.silent >= SILENT
+                kind = self._stalled if stalled else self._stand_ins if instance.stands_in else self._decode
+                kind.set(id, worker_capacity(instance, link, self._frontends))
+            for other in self._kinds:
+                if other is not kind:
+                    other.set(id, None)
+        return next((kind for kind in self._kinds if len(kind)), self._stalled)
+
+    @property
+    def _kinds(self) -> tuple[Candidates, ...]:
+        """From the first choice to the last."""
+        return self._decode, self._stand_ins, self._stalled
 
     def _alone(self) -> bool:
-        """Whether no decode worker is there, nor connected for the first time just now."""
-        return self._ready() is self._stand_ins and not any(
-            instance.id not in self._links and instance.id not in self._failures
+        """Whether no decode worker is there, nor connected just now: after a pause of this process all links are lost,
+        and the workers are there."""
+        return self._ready() is not self._decode and not any(
+            instance.id not in self._links.keys() | self._failures.keys() or instance.id in self._renewing
             for instance in self._instances.values()
             if not (instance.stands_in or instance.draining)
         )
@@ -190,11 +209,11 @@ class WorkerPool:
                 gone = f"The lora adapter '{lora.lora_name}' was unloaded, and no worker has it any more."
                 raise BadRequest(gone, "model")
 
-    def has_place(self, generation: Generation) -> bool:
-        """Whether any worker that has its adapter has capacity for one more request."""
+    def has_place(self, generation: Generation, *, full: bool = False) -> bool:
+        """Whether any worker that has its adapter has capacity for one more request, or may be `full`."""
         ready = self._ready()
         found = ready.next(self._last, self._lacking(generation), only_others=True)
-        return bool(found) and not ready.full(found[0])
+        return bool(found) and (full or not ready.full(found[0]))
 
     def _touch(self, link: Link) -> None:
         self._touched.add(link.instance)
@@ -248,6 +267,30 @@ class WorkerPool:
             for id, link in known.items()
         }
 
+    # stalled workers
+
+    async def _watch(self) -> None:
+        """Look for stalled workers, for ever. Ticks are counted, not measured, because this process may pause."""
+        while True:
+            await asyncio.sleep(TICK)
+            for link in list(self._links.values()):
+                was = link.silent >= SILENT
+                link.listen()
+                if was != (link.silent >= SILENT):
+                    link.touch()
+                    logger.warning(
+                        "%s %s", link.instance, "works again" if was else "is stalled: it is silent"
+                    )
+                    self._make_links()
+                    self._listener.link_up(link)  # requests may wait for it
+            self._leave_stalled()
+
+    def _leave_stalled(self) -> None:
+        """Let the requests of stalled workers that have no token go on at others, as those of a lost worker do."""
+        if self._ready() is not self._stalled and len(self._stalled):
+            for link in [link for id, link in self._links.items() if id in self._stalled]:
+                self._listener.hand_over(link, begun=False, stalled=True)
+
     # the links
 
     def _make_links(self) -> None:
@@ -273,17 +316,15 @@ class WorkerPool:
                     reraise_fatal(failed)
                     causes = [cause for cause in leaves(failed) if not isinstance(cause, PeerGone)]
                     self._note_failure(instance.id, str(causes[0]) if causes else f"{instance.id} is gone")
-                    if causes:
-                        logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
-                    else:
-                        logger.warning(
-                            "%s is gone; trying again in %g s while it is listed", instance.id, pause
-                        )
-                await asyncio.sleep(pause)
+                    say = logger.exception if causes else logger.warning
+                    say("the link to %s ended; connecting again while it is listed", instance.id)
+                if instance.id not in self._renewing:
+                    await asyncio.sleep(pause)
                 held = time.monotonic() - started > 2 * LAST_RETRY
                 pause = FIRST_RETRY if held else min(2 * pause, LAST_RETRY)
         finally:
             self._linking.discard(instance.id)
+            self._renewing.discard(instance.id)
 
     async def _hold_link(self, instance: Instance) -> None:
         """Hold one link until the worker is gone; then raise PeerGone, perhaps in a group. The listener is told however
@@ -296,7 +337,7 @@ class WorkerPool:
                 if instance.stands_in:
                     tasks.create_task(self._hand_over(link), name=f"hand over: {instance.id}")
                 logger.info("connected to %s", instance.id)
-                link.round_trip = lambda: client.round_trip
+                link.round_trip, link.heard = lambda: client.round_trip, lambda: client.heard
                 self._links[instance.id] = link
                 IN_FLIGHT.labels(instance.id).set_function(lambda: link.requests)
                 link.touch()
@@ -315,6 +356,10 @@ class WorkerPool:
                     IN_FLIGHT.remove(instance.id)
                 link.touch()
                 self._prefixes.forget(instance.id)
+                if time.monotonic() - link.made > FIRST_RETRY:
+                    self._renewing.add(instance.id)
+            else:
+                self._renewing.discard(instance.id)
             self._listener.link_lost(link, reason)
 
     async def _hand_over(self, link: Link) -> None:

@@ -214,8 +214,12 @@ class JetStreamQueue(PrefillQueue):
         client = self._connection.client()
         try:
             await cancellable(client.request(self._names.warm_ups(worker), b"", timeout=ANSWER_WITHIN))
-        except (nats.errors.Error, TimeoutError) as error:
-            return not isinstance(error, nats.errors.NoRespondersError)
+        except nats.errors.NoRespondersError:
+            return False
+        except (nats.errors.TimeoutError, TimeoutError) as error:
+            raise TimeoutError(f"{worker} does not answer") from error
+        except nats.errors.Error:
+            return True
         return True
 
     # prefill side

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
+from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor, Workers, serve_model
 from pdserve.frontend.model.served_model import UNKNOWN_SECONDS
@@ -21,12 +22,14 @@ from pdserve.records import ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.stream.archives import archive_name, pack_model
 from tests.conditions import until
-from tests.frontend.conftest import MODEL, Graph, card
+from tests.frontend.conftest import MODEL, Graph, card, running_graph
 from tests.frontend.model.echo import EchoWorker
 from tests.frontend.test_generate import complete
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BRIEF = {"x-request-timeout": "0.2"}
 
 
 async def names(graph: Graph) -> list[str]:
@@ -168,6 +171,30 @@ async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_no
             answer = await complete(graph, model="hung")
         assert hangs.archives_asked == 1
     assert answer.status_code == 200
+
+
+async def test_requests_wait_while_the_graph_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bounded number of them, each within its own deadline; a client that leaves is forgotten. Only for the model of
+    the frontend's file."""
+    async with running_graph(tmp_path) as graph:
+        monkeypatch.setattr(graph.models, "_limits", AdmissionLimits(max_waiting=3))
+        unknown = await complete(graph, model="other")
+        tokenizing = graph.http.post("/tokenize", json={"model": "demo", "prompt": "cat dog"})
+        waiting = [asyncio.create_task(work) for work in (complete(graph), complete(graph), tokenizing)]
+        await until(lambda: graph.models.load() == 2)
+        late = await complete(graph, headers=BRIEF)
+        await until(lambda: graph.models.load() == 2)
+        leaves = asyncio.create_task(complete(graph))
+        await until(lambda: graph.models.load() == 3)
+        refused = await complete(graph)
+        assert (unknown.status_code, late.status_code, refused.status_code) == (404, 503, 429)
+        assert late.headers["retry-after"] == "5"
+        assert "no decode worker of demo came up" in late.json()["error"]["message"]
+        leaves.cancel()
+        await until(lambda: graph.models.load() == 2)
+        async with graph.worker():
+            assert {(await answer).status_code for answer in waiting} == {200}
+        assert graph.models._starting is None
 
 
 async def test_health_says_what_is_missing(graph: Graph) -> None:

@@ -154,3 +154,19 @@ async def test_prefill_workers_without_an_address_or_with_other_weights_do_not_s
         answer = await complete(graph, headers={"x-request-timeout": "0.3"})
         assert answer.status_code == 503
         assert silent.hello == other.hello == ""
+
+
+async def test_a_lost_connection_is_renewed_before_a_prefill_worker_stands_in(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a pause of the frontend, whose connections the workers have given up."""
+    async with graph.worker() as decode, stand_in(graph) as prefill:
+        monkeypatch.setattr("pdserve.frontend.model.workers.FIRST_RETRY", 0.1)
+        await holds(lambda: graph.models.live()["demo"], 0.2)
+        (connection,) = decode._stream._frontends.values()
+        connection.cut("was silent")
+        await until(lambda: any(link.failures for link in graph.models.links()))
+        assert (await complete(graph)).headers["x-pdserve-instance"] == decode.id
+        assert not prefill.hello
+        await decode.die()
+        assert (await complete(graph)).headers["x-pdserve-instance"] == prefill.id
