@@ -276,6 +276,17 @@ def test_no_background_task_ends_unseen() -> None:
     assert {path: count for path, count in found.items() if count} == AWAITED_TASKS
 
 
+def test_no_exception_is_asked_whether_it_is_true() -> None:
+    """It always is, also one without a text: `error or "it took too long"` never says that. See `errors.text_of`."""
+    found = []
+    for path in (*SOURCES, *BENCH):
+        for handler in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler)):
+            for node in ast.walk(handler):
+                if isinstance(node, ast.BoolOp) and isinstance(first := node.values[0], ast.Name):
+                    found += [f"{path}:{node.lineno}"] * (first.id == handler.name)
+    assert found == []
+
+
 def test_only_commands_print() -> None:
     def prints(path: Path) -> bool:
         calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))

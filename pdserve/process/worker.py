@@ -13,7 +13,7 @@ from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineNode, EngineSpec, make_engine
-from pdserve.errors import EngineDead
+from pdserve.errors import EngineDead, text_of
 from pdserve.messages import Load
 from pdserve.observe.metrics import ENGINE_REQUESTS, KV_USAGE
 from pdserve.plan.slots import Slot, disk_folder, section_of
@@ -174,7 +174,7 @@ class EngineWorker(Service):
             except EngineDead:
                 raise
             except Exception as error:
-                raise EngineDead(f"a step of it cannot be read: {error or type(error).__name__}") from error
+                raise EngineDead(f"a step of it cannot be read: {text_of(error)}") from error
             await self._read_step(step)
 
     def permanent(self) -> Mapping[str, Work]:

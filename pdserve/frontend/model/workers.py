@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from pdserve.errors import BadRequest, PeerGone, leaves
+from pdserve.errors import BadRequest, PeerGone, leaves, text_of
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
 from pdserve.frontend.model.candidates import WINDOW, Candidates, Prospect, keeping
@@ -273,7 +273,7 @@ class WorkerPool:
                     self._note_failure(instance.id, f"{instance.id} is gone")
                     logger.warning("%s is gone; trying again in %g s while it is listed", instance.id, pause)
                 except* Exception as failed:
-                    self._note_failure(instance.id, str(leaves(failed)[0]))
+                    self._note_failure(instance.id, text_of(leaves(failed)[0]))
                     logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
                 await asyncio.sleep(pause)
                 held = time.monotonic() - started > 2 * LAST_RETRY
