@@ -91,7 +91,10 @@ class Instance(Struct, frozen=True):
     draining: bool = False
     """true: the process finishes its requests and takes no new ones"""
     queue_lost: bool = False
-    """true: the prefill worker has lost NATS: it takes no prompts and its answers arrive nowhere, until it is back"""
+    """true: the worker has lost NATS. A prefill worker then takes no prompts and its answers arrive nowhere; a decode
+    worker prefills locally"""
+    prefills_remotely: bool = False
+    """true: the decode worker has use for prefill workers"""
     settings: dict[str, str] = {}
     """what its file says of the live settings that it goes by (`settings.py`)"""
     adapters: list[Adapter] | None = None

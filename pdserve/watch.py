@@ -164,12 +164,13 @@ class Outage(Struct, frozen=True):
 
 
 class Gone(Struct, frozen=True):
-    """A worker whose lease ended without a drain."""
+    """A worker whose lease ended without a drain, while no other has replaced it."""
 
     id: str
     host: str
     seconds: float
     """since then"""
+    model: str = ""
 
 
 class Watched(Struct, frozen=True):

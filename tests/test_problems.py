@@ -14,7 +14,7 @@ FRONTEND = Instance("frontend-0-f0", Role.FRONTEND, host="h")
 DECODE = [Instance(f"decode-{index}-d{index}", Role.DECODE, "demo", host="h") for index in (0, 1)]
 PREFILL = [Instance(f"prefill-{index}-p{index}", Role.PREFILL, "demo", host="h") for index in (0, 1)]
 STAND_IN = replace(PREFILL[0], address="tcp://h:1")
-SENDING = [replace(each, settings={"policy": "threshold"}) for each in DECODE]
+SENDING = [replace(each, prefills_remotely=True) for each in DECODE]
 ALL = [FRONTEND, *DECODE, *PREFILL]
 SLOTS = [
     SlotState(each.id.rpartition("-")[0], each.role, "h", "ready", since=NOW - 1000, end="exit code 0")
@@ -80,7 +80,8 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
 
 
 DOWN = "bad: decode-1 is down: killed by SIGKILL"
-SILENT = "does not answer: it hangs, or is cut off"
+SILENT = "does not answer: it hangs, or is cut off; see its log"
+UNREGISTERED = "is not registered: it hangs, or waits for etcd; see its log"
 TOLD = {
     "": state(),
     f"{DOWN}; it failed to start 3 times; it will be started again; 2 requests lost it (4 s)": state(
@@ -119,7 +120,7 @@ TOLD = {
     ),
     "bad: no prefill worker is there: prompts are computed at decode workers\n"
     "bad: 12 prompts in the prefill queue and no prefill worker to take them\n"
-    "warn: prefill-3 of h3 is gone: its lease ended, and no supervisor there starts it again; "
+    "warn: prefill-3 of h3 is gone: its lease ended without a drain, and none has replaced it: see its log; "
     "1 request lost it (40 s)": state(
         instances=[FRONTEND, *SENDING],
         slots=[SlotState("none", Role.PREFILL)],
@@ -133,8 +134,8 @@ TOLD = {
         silent=("decode-0-d0",), slots=[KILLED], instances=WITHOUT_1
     ),
     f"bad: decode-0 {SILENT}\n"
-    f"bad: decode-1 {SILENT}\n"
-    f"bad: prefill-1 {SILENT}\n"
+    f"bad: decode-1 {UNREGISTERED}\n"
+    f"bad: prefill-1 {UNREGISTERED}\n"
     "warn: no decode worker is there: prefill-0 stands in": state(
         silent=("decode-0-d0",), instances=[FRONTEND, DECODE[0], STAND_IN]
     ),

@@ -24,7 +24,7 @@ def _rows() -> Iterator[str]:
         of = comment or of
         if name:
             yield from (_row(family, vars(metrics)[name], of) for family in vars(metrics)[name].describe())
-    yield from (_row(family, family, "serve") for family in metrics.SlotMetrics([]).collect())
+    yield from (_row(family, family, "serve") for family in metrics.SlotMetrics({}, []).collect())
 
 
 def _row(family: Metric, made: object, of: str) -> str:

@@ -2,7 +2,7 @@
 merged into one."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,6 +18,12 @@ BACKLOG = Gauge(
     "pdserve_backlog_seconds",
     "seconds that one worker needs for what waits (docs/metrics.md); `role`: `decode` (requests, in frontends), "
     "`prefill` (prompts that no engine has, of decode workers)",
+    ["model", "role"],
+)
+USABLE_WORKERS = Gauge(
+    "pdserve_usable_workers",
+    "workers to which this process would send work now; `role`: `decode` (without stand-ins, as frontends see them), "
+    "`prefill` (as decode workers see them)",
     ["model", "role"],
 )
 
@@ -90,6 +96,12 @@ INSTANCES = Gauge(
     ["role"],
 )
 
+WORKERS_REPLACED = Counter(
+    "pdserve_workers_replaced_total",
+    "workers whose lease ended without a drain, and whose place another took; `role`: `decode`, `prefill`, `both`",
+    ["model", "role"],
+)
+
 # decode
 PREFILL = Counter(
     "pdserve_prefill_total",
@@ -146,6 +158,9 @@ KV_USAGE = Gauge(
 )
 
 # all
+CONNECTED = Gauge(
+    "pdserve_connected", "1: this process has its connection; `server`: `NATS`, `etcd`", ["server"]
+)
 TASK_FAILURES = Counter(
     "pdserve_task_failures_total", "background tasks that failed, also if restarted: a bug", ["task"]
 )
@@ -155,21 +170,26 @@ TASKS = Gauge(
 
 
 class SlotMetrics(Collector):
-    """The state of the processes that supervisors keep alive, from the registry."""
+    """The state of the graph's processes as a frontend sees it, with a supervisor or without."""
 
-    def __init__(self, slots: Iterable[SlotState]) -> None:
-        self._slots = slots
+    def __init__(self, ready: Mapping[tuple[str, str], bool], slots: Iterable[SlotState]) -> None:
+        """`ready`: by the names of slot and host. `slots`: those of supervisors."""
+        self._ready, self._slots = ready, slots
 
     def collect(self) -> Iterator[Metric]:
         labels = ["slot", "host"]
         ready = GaugeMetricFamily(
-            "pdserve_slot_ready", "1: the process of this slot (`decode-0`) is ready", labels=labels
+            "pdserve_slot_ready",
+            "1: the process of this slot (`decode-0`) is ready; 0: it is not, it does not answer, or its lease ended "
+            "without a drain within 10 minutes and no other has replaced it",
+            labels=labels,
         )
         restarts = CounterMetricFamily(
             "pdserve_restarts", "restarts of the process since `serve` started", labels=labels
         )
+        for place, is_ready in self._ready.items():
+            ready.add_metric(place, is_ready)
         for slot in self._slots:
-            ready.add_metric([slot.name, slot.host], slot.ready)
             restarts.add_metric([slot.name, slot.host], slot.restarts)
         yield from (ready, restarts)
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pdserve.messages import Load
-from pdserve.observe.graph_state import GraphState, detours, place, short_names, slot_name
+from pdserve.observe.graph_state import GraphState, decode_workers, detours, place, short_names, slot_name
 from pdserve.records import REFUSED, Instance, Role, SlotState
 from pdserve.watch import Gone, LinkState, Receipt
 
@@ -94,13 +94,21 @@ def nodes(state: GraphState, now: float) -> list[Node]:
     return sorted(listed, key=lambda node: place(node.role, node.name))
 
 
+def readiness(state: GraphState, processes: Sequence[Node]) -> dict[tuple[str, str], bool]:
+    """By slot and host, whether the process there is ready; without those that drain. `processes`: the state's
+    `nodes`."""
+    lost = {(slot_name(each.id), each.host): False for each in state.gone}
+    ready = {_place(node): node.state == READY for node in processes if node.state != DRAINING}
+    return lost | ready
+
+
 def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
     """The worst first; empty where all is well. `processes`: the state's `nodes`."""
+    etcd_away = any(outage.server == "etcd" for outages in state.outages.values() for outage in outages)
     listed = [
         *_outages(state, processes),
-        *_processes(processes, _lost(state.receipts), state.gone),
-        *_missing(processes),
-        *_queue(state, processes),
+        *_processes(processes, _lost(state.receipts), state.gone, etcd_away),
+        *_of_each_model(state, processes),
         *_requests(state, processes),
         *_links(processes),
         *_fallbacks(state.receipts),
@@ -118,6 +126,10 @@ def _node(slot: SlotState, now: float) -> Node:
     why = ": ".join(filter(None, (slot.end, slot.cause)))
     seconds = max(0.0, now - slot.since) if slot.since else None
     return Node(slot.name, slot.role, slot.state, why, seconds, slot.restarts, slot.failed_starts, slot.host)
+
+
+def _place(node: Node) -> tuple[str, str]:
+    return (slot_name(node.instance.id) if node.instance else node.name), node.host
 
 
 def _silent(node: Node) -> Node:
@@ -144,15 +156,21 @@ def _outages(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
         yield Problem("bad", text, ["queue"] * (without is _WITHOUT_QUEUE), max(seconds.values()))
 
 
+def _why_silent(node: Node, etcd_away: bool) -> str:
+    if node.instance is None:
+        return "is not registered: it hangs, or waits for etcd"
+    return f"does not answer: it {'is down, or waits for etcd' if etcd_away else 'hangs, or is cut off'}"
+
+
 def _processes(
-    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[Gone]
+    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[Gone], etcd_away: bool
 ) -> Iterator[Problem]:
     left = dict(lost)
     for node in processes:
         name, why_lost = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
         moved = _moved(why_lost)
         if node.state == SILENT:
-            yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{moved}", [name])
+            yield Problem("bad", f"{name} {_why_silent(node, etcd_away)}; see its log{moved}", [name])
         elif node.state == DRAINING:
             running = f", {count(node.load.running, 'running request')}" if node.load else ""
             yield Problem("info", f"{name} is draining: it takes nothing new{running}{moved}", [name])
@@ -173,44 +191,62 @@ def _processes(
         if node.load is not None and node.load.kv_usage >= FULL:
             full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
             yield Problem("warn", full, [name])
-    there = {(node.host, slot_name(node.instance.id) if node.instance else node.name) for node in processes}
+    there = set(map(_place, processes))
     for each in gone:
-        if (each.host, name := slot_name(each.id)) not in there:
+        if (name := slot_name(each.id), each.host) not in there:
             at = f" of {each.host}" if each.host else ""
-            text = f"{name}{at} is gone: its lease ended, and no supervisor there starts it again"
+            text = (
+                f"{name}{at} is gone: its lease ended without a drain, and none has replaced it: see its log"
+            )
             yield Problem("warn", text + _moved(left.pop(name, [])), [name], each.seconds)
     for name, why_lost in left.items():
         yield Problem("warn", f"{name} is gone: {_most(why_lost)}{_moved(why_lost)}", [name])
 
 
-def _missing(processes: Sequence[Node]) -> Iterator[Problem]:
-    def up(role: Role) -> bool:
-        return any(node.up and node.role.does(role) for node in processes)
+def _of_each_model(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
+    """What a model lacks; it is named where there are several."""
+    models = {*decode_workers(state), *(each.model for each in state.gone)} - {""} or {""}
+    for model in sorted(models) if processes else ():
+        workers = [node for node in processes if node.instance and node.instance.model == model]
+        of = f" of {model}" * (len(models) > 1)
+        yield from _missing(workers, of)
+        yield from _queue([node.load for node in workers if node.load], _ready(workers, Role.PREFILL), of)
 
-    if processes and not up(Role.DECODE):
-        names = [node.name for node in processes if node.up and node.instance and node.instance.stands_in]
+
+def _ready(workers: Sequence[Node], role: Role) -> int:
+    return sum(node.state == READY and node.role.does(role) for node in workers)
+
+
+def _missing(workers: Sequence[Node], of: str) -> Iterator[Problem]:
+    if not _ready(workers, Role.DECODE):
+        ready = [node for node in workers if node.state == READY]
+        names = [node.name for node in ready if node.instance and node.instance.stands_in]
         if names:
             stand = "stands in" if len(names) == 1 else "stand in"
-            yield Problem("warn", f"no decode worker is there: {', '.join(names)} {stand}", names)
+            yield Problem("warn", f"no decode worker{of} is there: {', '.join(names)} {stand}", names)
         else:
-            yield Problem("bad", "no decode worker is there: requests wait for one until their deadlines")
-    elif not up(Role.PREFILL) and any(
-        node.instance and "policy" in node.instance.settings for node in processes
+            yield Problem(
+                "bad", f"no decode worker{of} is there: requests wait for one until their deadlines"
+            )
+    elif not _ready(workers, Role.PREFILL) and any(
+        node.instance and node.instance.prefills_remotely for node in workers
     ):
-        yield Problem("bad", f"no prefill worker is there: {_WITHOUT_QUEUE}")
+        yield Problem("bad", f"no prefill worker{of} is there: {_WITHOUT_QUEUE}")
 
 
-def _queue(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
-    depth, limit = state.queue_depth, state.queue_limit
-    prefill = sum(node.up and node.role.does(Role.PREFILL) for node in processes)
+def _queue(loads: Sequence[Load], prefill: int, of: str) -> Iterator[Problem]:
+    depth = max((load.queue_depth for load in loads), default=0)
+    limit = max((load.queue_limit for load in loads), default=0)
     if depth and not prefill:
-        text = f"{count(depth, 'prompt')} in the prefill queue and no prefill worker to take them"
+        text = f"{count(depth, 'prompt')} in the prefill queue{of} and no prefill worker to take them"
         yield Problem("bad", text, ["queue"])
     elif limit and depth >= limit:
-        text = f"the prefill queue is full: {depth} of {limit}; {_WITHOUT_QUEUE}"
+        text = f"the prefill queue{of} is full: {depth} of {limit}; {_WITHOUT_QUEUE}"
         yield Problem("bad", text, ["queue"])
     elif not limit and depth > 4 * prefill:
-        text = f"the prefill queue is long: {count(depth, 'prompt')} for {count(prefill, 'prefill worker')}"
+        text = (
+            f"the prefill queue{of} is long: {count(depth, 'prompt')} for {count(prefill, 'prefill worker')}"
+        )
         yield Problem("warn", text, ["queue"])
 
 

@@ -61,8 +61,8 @@ class EngineWorker(Service):
         self._queue = queue
         self._stream = stream
         self._leader = leader
-        self.connections.add("NATS", config.nats or "", lambda: queue.connected)
-        self.connections.add("etcd", config.etcd or "", lambda: registry.connected)
+        self.depends_on("NATS", config.nats, lambda: queue.connected)
+        self.depends_on("etcd", config.etcd, lambda: registry.connected)
         self._assemble(engine)
 
     @classmethod
@@ -130,8 +130,7 @@ class EngineWorker(Service):
             self._registry,
             msgspec.structs.replace(instance, adapters=self._adapters.there),
             await self.card(),
-            # each change goes to every process that follows this role: of use only to decode workers
-            lambda: self._slot.role.does(Role.PREFILL) and not self._queue.connected,
+            lambda: not self._queue.connected,
         )
         if self._leader is not None:  # the lease outlives the engine
             stack.push_async_callback(self._presence.leave)

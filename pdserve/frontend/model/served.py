@@ -21,7 +21,7 @@ from pdserve.frontend.model.adapters import served
 from pdserve.frontend.model.served_model import ServedModel
 from pdserve.imports import import_large
 from pdserve.messages import Load
-from pdserve.observe.metrics import INSTANCES
+from pdserve.observe.metrics import INSTANCES, USABLE_WORKERS, WORKERS_REPLACED
 from pdserve.records import Adapter, Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.settings import in_force, promise_in_force
@@ -73,6 +73,9 @@ class ServedModels:
         """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
         """by model: the fingerprints of its workers"""
+        self._replaced = Counter[tuple[str, Role]]()
+        """the view's, as counted so far"""
+        USABLE_WORKERS.labels(expected, Role.DECODE).set(0)
 
     # for requests
 
@@ -175,9 +178,18 @@ class ServedModels:
         for model in self._all():
             with Apart("served models"):
                 self._update_model(model)
-        running = Counter(instance.role for instance in self._view.instances())
+        self._count(self._view.instances())
+
+    def _count(self, instances: list[Instance]) -> None:
+        running = Counter(instance.role for instance in instances)
         for role in Role:
             INSTANCES.labels(role.value).set(running[role])
+        for each in instances:
+            if each.role is not Role.FRONTEND:
+                WORKERS_REPLACED.labels(each.model, each.role)  # a series that begins at 1 shows no increase
+        for kind, more in (self._view.replaced - self._replaced).items():
+            WORKERS_REPLACED.labels(*kind).inc(more)
+        self._replaced = self._view.replaced.copy()
 
     def _all(self) -> list[ServedModel]:
         return [*self._models.values(), *self._retiring]
@@ -202,6 +214,7 @@ class ServedModels:
         if model.removal is None:
             grace = self._context.request_timeout
             logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
+            model.missed = name == self._expected or any(each.model == name for each in self._view.gone())
             model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
 
     def _remove(self, name: str) -> None:

@@ -126,6 +126,11 @@ class WorkerPool:
         """How many workers would take a request now."""
         return len(self._ready())
 
+    @property
+    def decode_workers(self) -> int:
+        """How many of these are no stand-ins."""
+        return len(self._decode) if self._ready() is self._decode else 0
+
     def links(self) -> list[LinkState]:
         """The links to all listed workers, and to those that left the registry and still work; to stand-ins while they
         are needed."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 import httpx
 from prometheus_client import CollectorRegistry, generate_latest
@@ -9,11 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdserve import clock
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.keys.auth import is_local
 from pdserve.frontend.ribs import Rib, RibContext
+from pdserve.observe.graph_state import graph_state
 from pdserve.observe.metrics import MergedPage, SlotMetrics
+from pdserve.observe.problems import nodes, readiness
 from pdserve.records import Instance
+from pdserve.watch import Watched
 
 FETCH_WITHIN = 0.5
 """seconds for the pages of all other processes: what does not answer is left out"""
@@ -54,25 +59,31 @@ class MetricsPage(Rib):
     async def _make(self) -> bytes:
         page = MergedPage()
         page.add(self._own, generate_latest().decode())
-        page.add("serve", self._slots())
-        others = [other for other in self._view.instances() if other.metrics and other.id != self._own]
+        instances = self._view.instances()
+        others = [other for other in instances if other.metrics and other.id != self._own]
+        answered = {each.id for each in instances}
         if len(others) <= MAX_MERGED:
-            await asyncio.gather(*(self._fetch(other, page) for other in others))
+            found = await asyncio.gather(*(self._fetch(other, page) for other in others))
+            answered -= {other.id for other, well in zip(others, found, strict=True) if not well}
+        page.add("serve", self._slots(answered))
         return page.text()
 
-    def _slots(self) -> str:
-        """The supervisors have no page of their own: what they know is in the registry."""
+    def _slots(self, answered: Iterable[str]) -> str:
+        """Supervisors have no page of their own: what they know is in the registry."""
+        watched = {name: Watched() for name in answered} | {self._own: Watched(gone=self._view.gone())}
+        state = graph_state(*self._view.snapshot(), watched)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(SlotMetrics(self._view.slots()))
+        registry.register(SlotMetrics(readiness(state, nodes(state, clock.unix())), state.slots))
         return generate_latest(registry).decode()
 
-    async def _fetch(self, instance: Instance, page: MergedPage) -> None:
+    async def _fetch(self, instance: Instance, page: MergedPage) -> bool:
         """A process that does not answer is left out. Its page is merged when it comes and in the event loop, where a
         page takes a fraction of a millisecond; a thread for all of them would hold the GIL for several at a time."""
         try:
             async with asyncio.timeout(FETCH_WITHIN):
                 answer = await self._client.get(instance.metrics)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-            return
+            return False
         if answer.status_code == 200:
             page.add(instance.id, answer.text)
+        return answer.status_code == 200
