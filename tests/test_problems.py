@@ -21,7 +21,7 @@ SLOTS = [
     for each in ALL
 ]
 KILLED = SlotState("decode-1", Role.DECODE, "h", "waiting to restart", end="killed by SIGKILL", since=NOW - 4)
-FAST = LinkState("prefill-1-p1", "kv", pulls=9, pull_seconds=0.1, bytes_per_second=1e9)
+FAST = LinkState("prefill-1-p1", "kv", pulls=9, pull_seconds=0.01, bytes_per_second=1e9)
 
 
 def state(
@@ -197,6 +197,10 @@ def test_what_is_no_problem() -> None:
     """A queue that is as long as the workers take, and a link that is slow with what is small."""
     assert found(state(loads={"decode-0-d0": Load(queue_depth=8)})) == []
     assert found(state(links=slow(pull_seconds=0.1))) == []
+    assert found(state(links=slow(pull_seconds=0.045))) == [], "6 times slower than nearly nothing"
+    assert found(state(links=slow(idle=61.0))) == [], "it is not used"
+    unused = replace(FAST, pull_seconds=1.5, idle=61.0)
+    assert found(state(links={"decode-0-d0": [unused]})) == []
 
 
 def test_a_process_is_in_one_state() -> None:

@@ -96,6 +96,12 @@ INSTANCES = Gauge(
     ["role"],
 )
 
+SLOT_READY = Gauge(
+    "pdserve_slot_ready",
+    "1: the process of this slot (`decode-0`) is ready; 0: it is not, it does not answer, or its lease ended without a "
+    "drain within 10 minutes and no other has replaced it. The least of all frontends counts",
+    ["slot", "host"],
+)
 WORKERS_REPLACED = Counter(
     "pdserve_workers_replaced_total",
     "workers whose lease ended without a drain, and whose place another took; `role`: `decode`, `prefill`, `both`",
@@ -170,7 +176,7 @@ TASKS = Gauge(
 
 
 class SlotMetrics(Collector):
-    """The state of the graph's processes as a frontend sees it, with a supervisor or without."""
+    """The state of the graph's processes as a frontend that has asked them sees it."""
 
     def __init__(self, ready: Mapping[tuple[str, str], bool], slots: Iterable[SlotState]) -> None:
         """`ready`: by the names of slot and host. `slots`: those of supervisors."""
@@ -178,12 +184,7 @@ class SlotMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["slot", "host"]
-        ready = GaugeMetricFamily(
-            "pdserve_slot_ready",
-            "1: the process of this slot (`decode-0`) is ready; 0: it is not, it does not answer, or its lease ended "
-            "without a drain within 10 minutes and no other has replaced it",
-            labels=labels,
-        )
+        ready = GaugeMetricFamily("pdserve_slot_ready", SLOT_READY._documentation, labels=labels)
         restarts = CounterMetricFamily(
             "pdserve_restarts", "restarts of the process since `serve` started", labels=labels
         )

@@ -21,6 +21,10 @@ NOW = 5
 SLOWER = 4.0
 """A link is slow where its bytes per second are so many times below the median of the other links, and its seconds per
 request half as many times above: the latter alone could come from longer prompts."""
+SLOW_AT_LEAST = 0.25
+"""seconds for the KV of one request below which no link is slow, however fast the others are"""
+IN_USE = 60.0
+"""seconds after its last read for which a link may be slow"""
 SLOW_PULL = 1.0
 """seconds for the KV of one request that are slow where there is no other link to compare with"""
 SLOW_ROUND_TRIP = 0.25
@@ -287,6 +291,8 @@ def _links(processes: Sequence[Node]) -> Iterator[Problem]:
             yield Problem("warn", text, [source, target])
     read = [each for each in links if each[2].kind == "kv" and each[2].pulls and each[2].bytes_per_second]
     for source, target, link in read:
+        if link.idle > IN_USE or (link.pull_seconds or 0.0) < SLOW_AT_LEAST:
+            continue
         if (factor := _slower(link, [other for _, _, other in read if other is not link])) >= SLOWER:
             text = f"KV from {target} to {source} is {factor:.0f} times slower than over the other links"
         elif len(read) == 1 and (link.pull_seconds or 0.0) > SLOW_PULL:

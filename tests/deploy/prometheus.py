@@ -47,15 +47,13 @@ class Prometheus:
 
 
 @contextmanager
-def scraping(folder: Path, target: str, key: str = "") -> Iterator[Prometheus]:
-    """A real Prometheus with the configuration of the Compose file, which scrapes `target` each second; alerts fire
+def scraping(folder: Path, *targets: str) -> Iterator[Prometheus]:
+    """A real Prometheus with the configuration of the Compose file, which scrapes the targets each second; alerts fire
     after two."""
     alerts = folder / "alerts.yml"
     alerts.write_text(re.sub(r"for: \d+[sm]", "for: 2s", (FOLDER / "alerts.yml").read_text()))
-    (folder / "api-key").write_text(key)
-    ours = {"127.0.0.1:8000": target, "_interval: 5s": "_interval: 1s", "alerts.yml": str(alerts)}
-    if key:
-        ours["# authorization:"] = "authorization:"
+    addresses = '", "'.join(targets)
+    ours = {"127.0.0.1:8000": addresses, "_interval: 5s": "_interval: 1s", "alerts.yml": str(alerts)}
     file = folder / "prometheus.yml"
     lines = (FOLDER / "prometheus.yml").read_text().splitlines()
     file.write_text("\n".join(replaced(lines, ours)))

@@ -6,8 +6,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -28,8 +28,8 @@ DOWN = "PdserveWorkerDown: decode-1 on 127.0.0.1 is not ready"
 class Watched:
     """A graph beside a Prometheus."""
 
-    def __init__(self, url: str, prometheus: Prometheus, send: Callable[[str, int], None]) -> None:
-        self.url, self.prometheus, self.send = url, prometheus, send
+    def __init__(self, url: str, prometheus: Prometheus, key: str = "") -> None:
+        self.url, self.prometheus, self.headers = url, prometheus, {"authorization": f"Bearer {key}"}
 
     async def fires(self, *alerts: str) -> None:
         """Wait until these fire, and no others."""
@@ -42,8 +42,11 @@ class Watched:
             await asyncio.sleep(1)
         raise AssertionError(f"{fired} where {alerts} should fire")
 
+    async def well(self) -> bool:
+        return (await self.health())[:2] == (200, "ok")
+
     async def health(self) -> tuple[int, str, str]:
-        async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=30, headers=self.headers) as http:
             answer = await http.get(f"{self.url}/health")
         body = answer.json()
         return answer.status_code, body["status"], "; ".join(body.get("problems", []))
@@ -57,23 +60,20 @@ class Watched:
         await until(degraded, 60)
 
 
-async def outages(graph: Watched) -> None:
-    """One after the other: a worker that hangs, all prefill workers, NATS, etcd, all decode workers."""
-
-    async def well() -> bool:
-        return (await graph.health())[:2] == (200, "ok")
+async def outages(graph: Watched, send: Callable[[str, int], None]) -> None:
+    """One after the other: a worker that hangs, NATS, etcd, all prefill workers, all decode workers."""
 
     async def during(names: list[str], problem: str, *alerts: str) -> None:
         for name in names:
-            graph.send(name, signal.SIGSTOP)
+            send(name, signal.SIGSTOP)
         await graph.is_degraded(problem)
         await graph.fires(*alerts)
         for name in names:
-            graph.send(name, signal.SIGCONT)
-        await until(well, 60)
+            send(name, signal.SIGCONT)
+        await until(graph.well, 60)
         await graph.fires()
 
-    await until(well, 60)
+    await until(graph.well, 60)
     await graph.fires()
     await during(["decode-1", "nats"], "NATS does not answer", DOWN, NATS)
     await during(["etcd"], "etcd does not answer", ETCD)
@@ -94,12 +94,10 @@ def _file(folder: Path) -> Path:
     return write(simulated(graph={"drain-timeout": 5}), folder / "sim.yaml")
 
 
-@asynccontextmanager
-async def watched(
-    folder: Path, running: RunningGraph, send: Callable[[str, int], None]
-) -> AsyncIterator[Watched]:
+@contextmanager
+def watched(folder: Path, running: RunningGraph) -> Iterator[Watched]:
     with scraping(folder, running.graph.url.removeprefix("http://")) as prometheus:
-        yield Watched(running.graph.url, prometheus, send)
+        yield Watched(running.graph.url, prometheus)
 
 
 @pytest.mark.timeout(600)
@@ -110,8 +108,8 @@ async def test_under_serve(tmp_path: Path) -> None:
             (process,) = (each for each in running.serve.processes() if _is(each.cmdline(), name))
             process.send_signal(number)
 
-        async with watched(tmp_path, running, send) as graph:
-            await outages(graph)
+        with watched(tmp_path, running) as graph:
+            await outages(graph, send)
 
 
 def _is(command: Sequence[str], name: str) -> bool:
@@ -127,8 +125,8 @@ async def test_roles_alone(tmp_path: Path) -> None:
         def send(name: str, number: int) -> None:
             os.killpg(running.group(name), number)
 
-        async with watched(tmp_path, running, send) as graph:
-            await outages(graph)
+        with watched(tmp_path, running) as graph:
+            await outages(graph, send)
             running.restarts = False
             send("prefill-0", signal.SIGKILL)
             await graph.is_degraded("prefill-0 of 127.0.0.1 is gone")

@@ -21,18 +21,22 @@ from pdserve.frontend.model.adapters import served
 from pdserve.frontend.model.served_model import ServedModel
 from pdserve.imports import import_large
 from pdserve.messages import Load
-from pdserve.observe.metrics import INSTANCES, USABLE_WORKERS, WORKERS_REPLACED
+from pdserve.observe.graph_state import graph_state
+from pdserve.observe.metrics import INSTANCES, SLOT_READY, USABLE_WORKERS, WORKERS_REPLACED
+from pdserve.observe.problems import nodes, readiness
 from pdserve.records import Adapter, Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.settings import in_force, promise_in_force
 from pdserve.tasks import Apart, Owner, forever
-from pdserve.watch import LinkState
+from pdserve.watch import LinkState, Watched
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.processor import Processor
 
 logger = logging.getLogger(__name__)
 
+LOOK = 30.0
+"""seconds after which the registry is looked at though it has not changed: a worker that is gone is forgotten"""
 RETRY = 5.0
 """seconds between attempts to serve a card that could not be served"""
 
@@ -73,6 +77,8 @@ class ServedModels:
         """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
         """by model: the fingerprints of its workers"""
+        self._ready: dict[tuple[str, str], bool] = {}
+        """by the names of slot and host, as shown"""
         self._replaced = Counter[tuple[str, Role]]()
         """the view's, as counted so far"""
         USABLE_WORKERS.labels(expected, Role.DECODE).set(0)
@@ -158,7 +164,7 @@ class ServedModels:
     # following the registry
 
     async def follow(self) -> None:
-        async for _ in self._view.changes():
+        async for _ in self._view.changes(LOOK):
             self._update()
 
     def cancel_removals(self) -> None:
@@ -190,6 +196,13 @@ class ServedModels:
         for kind, more in (self._view.replaced - self._replaced).items():
             WORKERS_REPLACED.labels(*kind).inc(more)
         self._replaced = self._view.replaced.copy()
+        watched = {each.id: Watched() for each in instances} | {"": Watched(gone=self._view.gone())}
+        state = graph_state(*self._view.snapshot(), watched)
+        before, self._ready = self._ready, readiness(state, nodes(state, 0.0))
+        for place in before.keys() - self._ready.keys():
+            SLOT_READY.remove(*place)
+        for place, ready in self._ready.items():
+            SLOT_READY.labels(*place).set(ready)
 
     def _all(self) -> list[ServedModel]:
         return [*self._models.values(), *self._retiring]
