@@ -125,11 +125,11 @@ class LinkState(Struct, frozen=True):
     """kv: for one request, a moving average"""
     bytes_per_second: float | None = None
     """kv: moving average"""
-    idle: float = 0.0
-    """kv: seconds since a request's KV was read over it"""
     failures: int = 0
     failure: str = ""
     """reason of the last one"""
+    idle: float = 0.0
+    """kv: seconds since a request's KV was read over it"""
 
 
 class Tick(Struct, frozen=True):

@@ -78,6 +78,13 @@ def test_every_command_is_listed_and_teaches_by_example(pdserve: Run) -> None:
         assert (result.returncode, f"examples:\n  pdserve {command}" in result.stdout) == (0, True), command
 
 
+def test_a_frontend_spans_no_hosts(pdserve: Run) -> None:
+    assert "--node-rank" not in pdserve("frontend", "--help").stdout
+    assert "--node-rank 1" in pdserve("decode", "--help").stdout
+    refused = pdserve("frontend", "-f", str(LOCAL), "--node-rank", "1")
+    assert (refused.returncode, "No such option" in refused.stderr) == (2, True)
+
+
 def test_users_are_sent_to_no_file_that_a_wheel_lacks(pdserve: Run, tmp_path: Path) -> None:
     for command in ALL:
         assert "configs/" not in pdserve(*command.split(), "--help").stdout, command

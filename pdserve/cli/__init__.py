@@ -26,10 +26,13 @@ COMMANDS = {
     "install": ("pdserve.cli.install:install", "the engine, into an environment of its own"),
     "init": ("pdserve.cli.init:init", "write a YAML for this machine"),
     "serve": ("pdserve.cli.serve:serve", "run the whole graph on this machine"),
-    "frontend": ("pdserve.cli.role:role", "one frontend: the HTTP port, and the processors of all models"),
-    "decode": ("pdserve.cli.role:role", "one decode worker"),
-    "prefill": ("pdserve.cli.role:role", "one prefill worker"),
-    "both": ("pdserve.cli.role:role", "one worker that decodes and prefills"),
+    "frontend": (
+        "pdserve.cli.role:frontend",
+        "one frontend: the HTTP port, and the processors of all models",
+    ),
+    "decode": ("pdserve.cli.role:worker", "one decode worker"),
+    "prefill": ("pdserve.cli.role:worker", "one prefill worker"),
+    "both": ("pdserve.cli.role:worker", "one worker that decodes and prefills"),
     "plan": ("pdserve.cli.plan:plan", "what would run where, and whether it fits"),
     "status": ("pdserve.cli.status:status", "which processes run, and what they are doing"),
     "trace": ("pdserve.cli.trace:trace", "where a request went, why, and what took how long"),
@@ -70,7 +73,8 @@ environment:
   PDSERVE_CREDENTIALS              folder of `pdserve credentials`, over what the file says
   PDSERVE_ENGINE                   environment of `pdserve install` (default: in ~/.local/share/pdserve)
 
-exit codes: 0 done, 1 failed, 2 wrong configuration or command line; of plan also 3, cannot say whether it fits.
+exit codes: 0 done, 1 failed, 2 wrong configuration or command line; of plan also 3, cannot say whether it fits, and of
+status, something is wrong.
 """
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "context_settings": _SETTINGS}

@@ -1,6 +1,7 @@
 """`pdserve frontend|decode|prefill|both`: one process of the graph, alone."""
 
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,13 @@ from pdserve.observe import logs
 from pdserve.process.signals import end_while_starting
 from pdserve.records import Role
 
+Index = Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")]
 
-def role(
+
+def worker(
     context: typer.Context,
     file: File,
-    index: Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")] = 0,
+    index: Index = 0,
     node_rank: Annotated[
         int, typer.Option(metavar="N", help="which host of a worker that spans hosts (nnodes); 0 leads")
     ] = 0,
@@ -35,10 +38,26 @@ def role(
       pdserve {command} -f graph.yaml --node-rank 1     the second host of a worker with nnodes: 2
       PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f graph.yaml --index 1
     """
+    return _start(context.info_name or "", file, index, node_rank, log_format, verbose)
+
+
+def frontend(
+    context: typer.Context,
+    file: File,
+    index: Index = 0,
+    log_format: LogFormat = "text",
+    verbose: Verbose = False,
+) -> int:
+    return _start(context.info_name or "", file, index, 0, log_format, verbose)
+
+
+frontend.__doc__ = re.sub(r".*--node-rank.*\n", "", worker.__doc__ or "")
+
+
+def _start(name: str, file: Path, index: int, node_rank: int, log_format: str, verbose: bool) -> int:
     from pdserve.cli.install import need_engine
 
     need_engine()
-    name = context.info_name or ""
     clock.skew_role(name)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
     vllm_level = "INFO" if verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
