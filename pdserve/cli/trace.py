@@ -115,10 +115,9 @@ def not_found(wanted: str, last: Iterable[Receipt]) -> str:
 def requests(receipts: Sequence[Receipt], characters: int | None = None) -> Table:
     """A line for each of these, the newest first, with so many characters of its id; the newest last. Pure."""
     numbers = ("came", "took", "TTFT", "prompt", "cached", "tokens")
-    made = table("request", "status", *numbers, "key", "prefill", "at", numbers=numbers)
+    several = len({receipt.model for receipt in receipts}) > 1
+    made = table("request", "status", *numbers, *["model"] * several, "key", "prefill", "at", numbers=numbers)
     made.box, made.padding = None, (0, 2, 0, 0)
-    for column in made.columns[:-3]:
-        column.no_wrap = True
     for receipt in reversed(receipts):
         bad = receipt.status >= 500 or receipt.status == 429
         made.add_row(
@@ -128,6 +127,7 @@ def requests(receipts: Sequence[Receipt], characters: int | None = None) -> Tabl
             duration(receipt.seconds),
             duration(receipt.ttft) if receipt.ttft is not None else "",
             *map(str, (receipt.prompt_tokens, receipt.cached_tokens, receipt.output_tokens)),
+            *[receipt.model] * several,
             receipt.key,
             receipt.way,
             " → ".join(map(slot_name, _places(receipt))),
