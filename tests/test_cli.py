@@ -307,6 +307,12 @@ def test_the_last_requests_end_with_the_newest() -> None:
     assert list(requests(newest_first).columns[0].cells) == ["older", "newest"]
 
 
+def test_the_last_requests_name_their_models_where_there_are_two() -> None:
+    receipts = [Receipt(model, "f", "/", 1.0, model=model) for model in ("one", "two")]
+    assert [column.header for column in requests(receipts).columns].count("model") == 1
+    assert "model" not in [column.header for column in requests(receipts[:1]).columns]
+
+
 def test_an_id_too_short_to_find_a_request_is_called_so() -> None:
     assert not_found("4c86", []).startswith("4c86 is too short: give at least 6 characters")
     assert not_found("4c86aa", []).startswith("no frontend has a receipt of 4c86aa.")

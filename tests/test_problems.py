@@ -81,6 +81,7 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
 
 DOWN = "bad: decode-1 is down: killed by SIGKILL"
 SILENT = "does not answer: it hangs, or is cut off; see its log"
+UNSEEN = "the processes are those of before, and new ones are not seen until it is back (3 s)"
 UNREGISTERED = "is not registered: it hangs, or waits for etcd; see its log"
 TOLD = {
     "": state(),
@@ -139,6 +140,13 @@ TOLD = {
     "warn: no decode worker is there: prefill-0 stands in": state(
         silent=("decode-0-d0",), instances=[FRONTEND, DECODE[0], STAND_IN]
     ),
+    "bad: no prefill worker of demo is there: prompts are computed at decode workers\n"
+    "bad: no decode worker of other is there: requests wait for one until their deadlines\n"
+    "bad: the prefill queue of other is full: 2 of 2; prompts are computed at decode workers": state(
+        instances=[FRONTEND, *SENDING, replace(PREFILL[0], model="other")],
+        slots=[SlotState("none", Role.PREFILL)],
+        loads={"prefill-0-p0": Load(queue_depth=2, queue_limit=2)},
+    ),
     "bad: 0.5 requests/s fail (5xx)\n"
     "bad: 2.5 requests/s are refused (429): more comes than is served; 7 requests in line": state(
         ticks=[Tick(requests=10, refused=5, failed=1)], loads={FRONTEND.id: Load(waiting=7)}
@@ -178,6 +186,10 @@ TOLD = {
     "back (3 s)": state(
         outages={each.id: [Outage("etcd", "", 3.0)] for each in ALL[:3]}
         | {"this command": [Outage("etcd", "", 1.0)]}
+    ),
+    f"bad: etcd does not answer decode-0: {UNSEEN}\n"
+    "bad: decode-1 does not answer: it is down, or waits for etcd; see its log": state(
+        outages={"decode-0-d0": [Outage("etcd", "", 3.0)]}, silent=("decode-1-d1",)
     ),
     "warn: 2 remote prefills of the last 30 s came to nothing, and decode workers computed the prompts: "
     "kv-timeout": state(receipts=[receipt(9.0, Hop("fallback", 1.0, why="kv-timeout"))] * 2),

@@ -45,7 +45,7 @@ function render() {
   showModels(state);
   showGraph(state);
   showLinks(state);
-  showCharts(state.moments, state.tick);
+  showCharts(state.moments, state.tick, state.models);
   showRequests(state);
   showDetours(state);
 }
