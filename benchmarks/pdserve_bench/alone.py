@@ -121,6 +121,7 @@ async def alone(
     """As `started`, as far as it takes the options; `frontends`: 0 for as many as workers. Raises Unavailable and
     ConfigError."""
     state_dir = folder / "state"
+    os.environ.setdefault("GODEBUG", "multipathtcp=0")  # what listens on multipath TCP cannot be cut
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(EmbeddedNats(state_dir))
         etcd = await stack.enter_async_context(EmbeddedEtcd(state_dir))

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -43,7 +43,9 @@ class Watched:
         raise AssertionError(f"{fired} where {alerts} should fire")
 
     async def well(self) -> bool:
-        return (await self.health())[:2] == (200, "ok")
+        with suppress(httpx.HTTPError):  # it starts
+            return (await self.health())[:2] == (200, "ok")
+        return False
 
     async def health(self) -> tuple[int, str, str]:
         async with httpx.AsyncClient(trust_env=False, timeout=30, headers=self.headers) as http:
