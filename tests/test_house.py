@@ -387,7 +387,7 @@ ROOMS = {
     "frontend": 8740,
     "install": 280,
     "kv": 1730,
-    "observe": 1450,
+    "observe": 1500,
     "plan": 2050,
     "prefill": 740,
     "process": 1570,

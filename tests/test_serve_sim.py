@@ -228,7 +228,9 @@ def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_
     until(lambda: {"status": "ok", "workers": {"demo": 2}}.items() <= graph.health().items(), graph)
     metrics = httpx.get(f"{graph.url}/metrics", timeout=30).text
     assert 'pdserve_restarts_total{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics
-    assert 'pdserve_slot_ready{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics
+    assert re.search(
+        r'pdserve_slot_ready{instance="frontend-\S+",host="127.0.0.1",slot="decode-0"} 1.0', metrics
+    )
     (slot,) = (slot for slot in json.loads(_status(graph))["slots"] if slot["name"] == "decode-0")
     assert (slot["state"], slot["restarts"]) == ("ready", 1)
     until(lambda: len({instance["id"] for instance in _instances(graph)} - set(before)) == 1, graph)

@@ -24,7 +24,7 @@ def _rows() -> Iterator[str]:
         of = comment or of
         if name:
             yield from (_row(family, vars(metrics)[name], of) for family in vars(metrics)[name].describe())
-    _, restarts = metrics.SlotMetrics({}, []).collect()
+    (restarts,) = metrics.SlotMetrics([]).collect()
     yield _row(restarts, restarts, "serve")
 
 

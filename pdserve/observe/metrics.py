@@ -2,10 +2,10 @@
 merged into one."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.records import SlotState
@@ -176,23 +176,17 @@ TASKS = Gauge(
 
 
 class SlotMetrics(Collector):
-    """The state of the graph's processes as a frontend that has asked them sees it."""
+    """What supervisors report of the processes that they keep alive, from the registry."""
 
-    def __init__(self, ready: Mapping[tuple[str, str], bool], slots: Iterable[SlotState]) -> None:
-        """`ready`: by the names of slot and host. `slots`: those of supervisors."""
-        self._ready, self._slots = ready, slots
+    def __init__(self, slots: Iterable[SlotState]) -> None:
+        self._slots = slots
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["slot", "host"]
-        ready = GaugeMetricFamily("pdserve_slot_ready", SLOT_READY._documentation, labels=labels)
-        restarts = CounterMetricFamily(
-            "pdserve_restarts", "restarts of the process since `serve` started", labels=labels
-        )
-        for place, is_ready in self._ready.items():
-            ready.add_metric(place, is_ready)
+        text = "restarts of the process since `serve` started"
+        restarts = CounterMetricFamily("pdserve_restarts", text, labels=["slot", "host"])
         for slot in self._slots:
             restarts.add_metric([slot.name, slot.host], slot.restarts)
-        yield from (ready, restarts)
+        yield restarts
 
 
 # pages

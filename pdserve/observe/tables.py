@@ -9,18 +9,14 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_WIDE = 1000
-"""characters: more than any table needs"""
-
 
 class FittedTable(Table):
     """A table whose columns hold each word in one piece; else, in a narrow terminal, a paragraph a row."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         for column in self.columns:
-            cells = [Text(cell) if isinstance(cell, str) else cell for cell in column.cells]
-            column.no_wrap = not any(" " in str(cell) for cell in cells)
-        if console.measure(self, options=options.update(width=_WIDE)).minimum <= options.max_width:
+            column.no_wrap = not any(" " in str(cell) for cell in column.cells)
+        if console.measure(self, options=options.update(width=1000)).minimum <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
         if self.title:
@@ -30,14 +26,10 @@ class FittedTable(Table):
         yield Text(str(self.caption or ""))
 
     def _paragraph(self, row: tuple[RenderableType, ...]) -> Text:
-        text = Text()
-        for column, cell in zip(self.columns, row, strict=True):
-            if shown := Text(cell) if isinstance(cell, str) else cell:
-                text.append(f"{', ' if text else ''}{column.header} ")
-                text.append_text(
-                    Text(", ").join(shown.split("\n")) if isinstance(shown, Text) else Text(str(shown))
-                )
-        return text
+        cells = [cell if isinstance(cell, Text) else Text(str(cell)) for cell in row]
+        named = [(column.header, cell) for column, cell in zip(self.columns, cells, strict=True) if cell]
+        words = [Text.assemble(f"{name} ", Text(", ").join(cell.split("\n"))) for name, cell in named]
+        return Text(", ").join(words)
 
 
 def table(*columns: str, numbers: Container[str] = (), **style: Any) -> FittedTable:

@@ -4,7 +4,7 @@ for long."""
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cache, partial
 from types import ModuleType
@@ -196,8 +196,12 @@ class ServedModels:
         for kind, more in (self._view.replaced - self._replaced).items():
             WORKERS_REPLACED.labels(*kind).inc(more)
         self._replaced = self._view.replaced.copy()
-        watched = {each.id: Watched() for each in instances} | {"": Watched(gone=self._view.gone())}
-        state = graph_state(*self._view.snapshot(), watched)
+        self.show_ready()
+
+    def show_ready(self, silent: Container[str] = ()) -> None:
+        """Show by slot which processes are ready. `silent`: ids of those that do not answer."""
+        answers = {each.id: Watched() for each in self._view.instances() if each.id not in silent}
+        state = graph_state(*self._view.snapshot(), answers | {"": Watched(gone=self._view.gone())})
         before, self._ready = self._ready, readiness(state, nodes(state, 0.0))
         for place in before.keys() - self._ready.keys():
             SLOT_READY.remove(*place)

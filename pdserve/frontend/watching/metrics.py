@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
 
 import httpx
 from prometheus_client import CollectorRegistry, generate_latest
@@ -10,15 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve import clock
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.keys.auth import is_local
 from pdserve.frontend.ribs import Rib, RibContext
-from pdserve.observe.graph_state import graph_state
 from pdserve.observe.metrics import MergedPage, SlotMetrics
-from pdserve.observe.problems import nodes, readiness
 from pdserve.records import Instance
-from pdserve.watch import Watched
 
 FETCH_WITHIN = 0.5
 """seconds for the pages of all other processes: what does not answer is left out"""
@@ -37,7 +32,7 @@ class MetricsPage(Rib):
 
     def __init__(self, context: RibContext) -> None:
         self._view, self._own, self._client = context.view, context.id, context.http
-        self._keys = context.keys
+        self._keys, self._models = context.keys, context.models
         self.routes = [Route("/metrics", self._answer)]
         self._making = asyncio.Lock()
         self._page = b""
@@ -58,22 +53,18 @@ class MetricsPage(Rib):
 
     async def _make(self) -> bytes:
         page = MergedPage()
-        page.add(self._own, generate_latest().decode())
-        instances = self._view.instances()
-        others = [other for other in instances if other.metrics and other.id != self._own]
-        answered = {each.id for each in instances}
+        others = [other for other in self._view.instances() if other.metrics and other.id != self._own]
         if len(others) <= MAX_MERGED:
             found = await asyncio.gather(*(self._fetch(other, page) for other in others))
-            answered -= {other.id for other, well in zip(others, found, strict=True) if not well}
-        page.add("serve", self._slots(answered))
+            self._models.show_ready({other.id for other, well in zip(others, found, strict=True) if not well})
+        page.add(self._own, generate_latest().decode())
+        page.add("serve", self._slots())
         return page.text()
 
-    def _slots(self, answered: Iterable[str]) -> str:
+    def _slots(self) -> str:
         """Supervisors have no page of their own: what they know is in the registry."""
-        watched = {name: Watched() for name in answered} | {self._own: Watched(gone=self._view.gone())}
-        state = graph_state(*self._view.snapshot(), watched)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(SlotMetrics(readiness(state, nodes(state, clock.unix())), state.slots))
+        registry.register(SlotMetrics(self._view.slots()))
         return generate_latest(registry).decode()
 
     async def _fetch(self, instance: Instance, page: MergedPage) -> bool:

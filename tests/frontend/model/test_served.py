@@ -212,7 +212,7 @@ async def test_health_says_what_else_is_wrong_by_the_registry_and_is_200(graph: 
         await registry.delete(keys.instance(prefill))
         await until(lambda: told(without, gone))
         page = await MetricsPage(graph.context).get()
-        assert b'pdserve_slot_ready{instance="serve",host="h7",slot="prefill-7"} 0.0' in page
+        assert b'pdserve_slot_ready{instance="frontend-0-test",host="h7",slot="prefill-7"} 0.0' in page
         await put(prefill)
         await until(told)
 
