@@ -80,9 +80,9 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
 
 
 DOWN = "bad: decode-1 is down: killed by SIGKILL"
-SILENT = "does not answer: it hangs, or is cut off; see its log"
+SILENT = "does not answer: it hangs, or is cut off"
 UNSEEN = "the processes are those of before, and new ones are not seen until it is back (3 s)"
-UNREGISTERED = "is not registered: it hangs, or waits for etcd; see its log"
+UNREGISTERED = "is not registered: it hangs, or waits for etcd"
 TOLD = {
     "": state(),
     f"{DOWN}; it failed to start 3 times; it will be started again; 2 requests lost it (4 s)": state(
@@ -121,7 +121,7 @@ TOLD = {
     ),
     "bad: no prefill worker is there: prompts are computed at decode workers\n"
     "bad: 12 prompts in the prefill queue and no prefill worker to take them\n"
-    "warn: prefill-3 of h3 is gone: its lease ended without a drain, and none has replaced it: see its log; "
+    "warn: prefill-3 of h3 is gone: its lease ended without a drain, and none has replaced it; "
     "1 request lost it (40 s)": state(
         instances=[FRONTEND, *SENDING],
         slots=[SlotState("none", Role.PREFILL)],
@@ -188,7 +188,7 @@ TOLD = {
         | {"this command": [Outage("etcd", "", 1.0)]}
     ),
     f"bad: etcd does not answer decode-0: {UNSEEN}\n"
-    "bad: decode-1 does not answer: it is down, or waits for etcd; see its log": state(
+    "bad: decode-1 does not answer: it is down, or waits for etcd": state(
         outages={"decode-0-d0": [Outage("etcd", "", 3.0)]}, silent=("decode-1-d1",)
     ),
     "warn: 2 remote prefills of the last 30 s came to nothing, and decode workers computed the prompts: "
@@ -202,7 +202,9 @@ def test_each_problem_is_a_sentence(told: str) -> None:
         age = "" if problem.seconds is None else f" ({problem.seconds:.0f} s)"
         return f"{problem.level}: {problem.text}{age}"
 
-    assert [line(problem) for problem in found(TOLD[told])] == told.splitlines()
+    problems = found(TOLD[told])
+    assert [line(problem) for problem in problems] == told.splitlines()
+    assert [each.text for each in problems if each.level == "bad" and not each.advice] == [], "what to do?"
 
 
 def test_what_is_no_problem() -> None:

@@ -183,7 +183,8 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
 def _problem(problem: Problem) -> Text:
     sign, style = _LEVELS[problem.level]
     since = f" ({duration(problem.seconds)})" if problem.seconds is not None else ""
-    return Text(f"{sign} {problem.text}{since}", style)
+    advice = f"; {problem.advice}" if problem.advice else ""
+    return Text(f"{sign} {problem.text}{since}{advice}", style)
 
 
 def _processes(processes: Sequence[Node]) -> Table:
