@@ -26,10 +26,7 @@ COMMANDS = {
     "install": ("pdserve.cli.install:install", "the engine, into an environment of its own"),
     "init": ("pdserve.cli.init:init", "write a YAML for this machine"),
     "serve": ("pdserve.cli.serve:serve", "run the whole graph on this machine"),
-    "frontend": (
-        "pdserve.cli.role:frontend",
-        "one frontend: the HTTP port, and the processors of all models",
-    ),
+    "frontend": ("pdserve.cli.role:frontend", "one frontend: the HTTP port and the processors of all models"),
     "decode": ("pdserve.cli.role:worker", "one decode worker"),
     "prefill": ("pdserve.cli.role:worker", "one prefill worker"),
     "both": ("pdserve.cli.role:worker", "one worker that decodes and prefills"),

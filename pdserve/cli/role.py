@@ -38,26 +38,10 @@ def worker(
       pdserve {command} -f graph.yaml --node-rank 1     the second host of a worker with nnodes: 2
       PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f graph.yaml --index 1
     """
-    return _start(context.info_name or "", file, index, node_rank, log_format, verbose)
-
-
-def frontend(
-    context: typer.Context,
-    file: File,
-    index: Index = 0,
-    log_format: LogFormat = "text",
-    verbose: Verbose = False,
-) -> int:
-    return _start(context.info_name or "", file, index, 0, log_format, verbose)
-
-
-frontend.__doc__ = re.sub(r".*--node-rank.*\n", "", worker.__doc__ or "")
-
-
-def _start(name: str, file: Path, index: int, node_rank: int, log_format: str, verbose: bool) -> int:
     from pdserve.cli.install import need_engine
 
     need_engine()
+    name = context.info_name or ""
     clock.skew_role(name)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
     vllm_level = "INFO" if verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
@@ -71,6 +55,19 @@ def _start(name: str, file: Path, index: int, node_rank: int, log_format: str, v
     if SLOT_VARIABLE in os.environ:  # under `serve`
         return _run(Role(name), file, index, node_rank)
     return run_alone(partial(_run, Role(name), file, index, node_rank))
+
+
+def frontend(
+    context: typer.Context,
+    file: File,
+    index: Index = 0,
+    log_format: LogFormat = "text",
+    verbose: Verbose = False,
+) -> int:
+    return worker(context, file, index, 0, log_format, verbose)
+
+
+frontend.__doc__ = re.sub(r".*--node-rank.*\n", "", worker.__doc__ or "")
 
 
 def _run(
