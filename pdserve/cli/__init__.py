@@ -8,6 +8,7 @@ The module is imported when the command is used: `pdserve --help` loads none of 
 
 import inspect
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,10 @@ COMMANDS = {
     "install": ("pdserve.cli.install:install", "the engine, into an environment of its own"),
     "init": ("pdserve.cli.init:init", "write a YAML for this machine"),
     "serve": ("pdserve.cli.serve:serve", "run the whole graph on this machine"),
-    "frontend": ("pdserve.cli.role:frontend", "one frontend: the HTTP port and the processors of all models"),
-    "decode": ("pdserve.cli.role:worker", "one decode worker"),
-    "prefill": ("pdserve.cli.role:worker", "one prefill worker"),
-    "both": ("pdserve.cli.role:worker", "one worker that decodes and prefills"),
+    "frontend": ("pdserve.cli.role:role", "one frontend: the HTTP port, and the processors of all models"),
+    "decode": ("pdserve.cli.role:role", "one decode worker"),
+    "prefill": ("pdserve.cli.role:role", "one prefill worker"),
+    "both": ("pdserve.cli.role:role", "one worker that decodes and prefills"),
     "plan": ("pdserve.cli.plan:plan", "what would run where, and whether it fits"),
     "status": ("pdserve.cli.status:status", "which processes run, and what they are doing"),
     "trace": ("pdserve.cli.trace:trace", "where a request went, why, and what took how long"),
@@ -213,6 +214,10 @@ class _LazyCommand(TyperCommand):
                 raise
             raise Unavailable(f"pdserve {self.name} needs {error.name}: run `pdserve install`.") from None
         text, _, examples = (inspect.getdoc(function) or "").partition("\nexamples:\n")
+        alone = self.name == "frontend"  # it spans no hosts
+        examples = re.sub(r".*--node-rank.*\n", "", examples) if alone else examples
         app = typer.Typer(**_PLAIN)
         app.command(self.name, cls=_Command, help=text, epilog=f"examples:\n{examples}\n")(function)
-        return get_command(app)
+        command = get_command(app)
+        command.params = [each for each in command.params if not (alone and each.name == "node_rank")]
+        return command

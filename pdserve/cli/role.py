@@ -1,7 +1,6 @@
 """`pdserve frontend|decode|prefill|both`: one process of the graph, alone."""
 
 import os
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,11 @@ from pdserve.observe import logs
 from pdserve.process.signals import end_while_starting
 from pdserve.records import Role
 
-Index = Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")]
 
-
-def worker(
+def role(
     context: typer.Context,
     file: File,
-    index: Index = 0,
+    index: Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")] = 0,
     node_rank: Annotated[
         int, typer.Option(metavar="N", help="which host of a worker that spans hosts (nnodes); 0 leads")
     ] = 0,
@@ -55,19 +52,6 @@ def worker(
     if SLOT_VARIABLE in os.environ:  # under `serve`
         return _run(Role(name), file, index, node_rank)
     return run_alone(partial(_run, Role(name), file, index, node_rank))
-
-
-def frontend(
-    context: typer.Context,
-    file: File,
-    index: Index = 0,
-    log_format: LogFormat = "text",
-    verbose: Verbose = False,
-) -> int:
-    return worker(context, file, index, 0, log_format, verbose)
-
-
-frontend.__doc__ = re.sub(r".*--node-rank.*\n", "", worker.__doc__ or "")
 
 
 def _run(

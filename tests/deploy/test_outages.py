@@ -29,7 +29,8 @@ class Watched:
     """A graph beside a Prometheus."""
 
     def __init__(self, url: str, prometheus: Prometheus, key: str = "") -> None:
-        self.url, self.prometheus, self.headers = url, prometheus, {"authorization": f"Bearer {key}"}
+        self.url, self.prometheus = url, prometheus
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
 
     async def fires(self, *alerts: str) -> None:
         """Wait until these fire, and no others."""
