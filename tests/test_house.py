@@ -392,14 +392,14 @@ ROOMS = {
     "prefill": 740,
     "process": 1570,
     "queue": 1850,
-    "registry": 970,
+    "registry": 990,
     "stream": 850,
     "supervisor": 2590,
 }
 """lines of each room of the package: its size of 2026-11-27 and 5 %, reviewed when a room passes its limit"""
-BESIDE = {"benchmarks": 11120, "tests": 38470, "tools": 2380}
+BESIDE = {"benchmarks": 11120, "tests": 38800, "tools": 2380}
 """lines of what is beside it"""
-WORDS, RECORD = 21000, 350
+WORDS, RECORD = 21300, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
