@@ -106,6 +106,11 @@ def whole_seconds(seconds: float) -> int:
     return max(1, math.ceil(seconds))
 
 
+def text_of(error: BaseException, otherwise: str = "") -> str:
+    """What it says; where it says nothing (as a TimeoutError), `otherwise` or the name of its type."""
+    return str(error) or otherwise or type(error).__name__
+
+
 def leaves(error: BaseException) -> list[BaseException]:
     """Return the errors inside exception groups, or the error itself."""
     if isinstance(error, BaseExceptionGroup):

@@ -93,7 +93,10 @@ class Instance(Struct, frozen=True):
     draining: bool = False
     """true: the process finishes its requests and takes no new ones"""
     queue_lost: bool = False
-    """true: the prefill worker has lost NATS: it takes no prompts and its answers arrive nowhere, until it is back"""
+    """true: the worker has lost NATS. A prefill worker then takes no prompts and its answers arrive nowhere; a decode
+    worker prefills locally"""
+    prefills_remotely: bool = False
+    """true: the decode worker has use for prefill workers"""
     stalled: bool = False
     """true: the worker's engine neither answers nor computes; it gets no new work until it does"""
     settings: dict[str, str] = {}

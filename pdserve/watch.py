@@ -128,6 +128,8 @@ class LinkState(Struct, frozen=True):
     failures: int = 0
     failure: str = ""
     """reason of the last one"""
+    idle: float = 0.0
+    """kv: seconds since a request's KV was read over it"""
 
 
 class Tick(Struct, frozen=True):
@@ -164,12 +166,13 @@ class Outage(Struct, frozen=True):
 
 
 class Gone(Struct, frozen=True):
-    """A worker whose lease ended without a drain."""
+    """A worker whose lease ended without a drain, while no other has replaced it."""
 
     id: str
     host: str
     seconds: float
     """since then"""
+    model: str = ""
 
 
 class Watched(Struct, frozen=True):

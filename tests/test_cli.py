@@ -79,6 +79,13 @@ def test_every_command_is_listed_and_teaches_by_example(pdserve: Run) -> None:
         assert (result.returncode, f"examples:\n  pdserve {command}" in result.stdout) == (0, True), command
 
 
+def test_a_frontend_spans_no_hosts(pdserve: Run) -> None:
+    assert "--node-rank" not in pdserve("frontend", "--help").stdout
+    assert "--node-rank 1" in pdserve("decode", "--help").stdout
+    refused = pdserve("frontend", "-f", str(LOCAL), "--node-rank", "1")
+    assert (refused.returncode, "No such option" in refused.stderr) == (2, True)
+
+
 def test_users_are_sent_to_no_file_that_a_wheel_lacks(pdserve: Run, tmp_path: Path) -> None:
     for command in ALL:
         assert "configs/" not in pdserve(*command.split(), "--help").stdout, command
@@ -304,6 +311,12 @@ def test_what_a_role_says_of_its_end(
 def test_the_last_requests_end_with_the_newest() -> None:
     newest_first = [Receipt(name, "frontend-0", "/v1", 1.0) for name in ("newest", "older")]
     assert list(requests(newest_first).columns[0].cells) == ["older", "newest"]
+
+
+def test_the_last_requests_name_their_models_where_there_are_two() -> None:
+    receipts = [Receipt(model, "f", "/", 1.0, model=model) for model in ("one", "two")]
+    assert [column.header for column in requests(receipts).columns].count("model") == 1
+    assert "model" not in [column.header for column in requests(receipts[:1]).columns]
 
 
 def test_an_id_too_short_to_find_a_request_is_called_so() -> None:

@@ -304,6 +304,17 @@ def test_no_handler_keeps_a_cancellation_or_the_death_of_an_engine() -> None:
     assert {path: count for path, count in found.items() if count} == ENDS_ANYWAY
 
 
+def test_no_exception_is_asked_whether_it_is_true() -> None:
+    """It always is, also one without a text: `error or "it took too long"` never says that. See `errors.text_of`."""
+    found = []
+    for path in (*SOURCES, *BENCH):
+        for handler in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler)):
+            for node in ast.walk(handler):
+                if isinstance(node, ast.BoolOp) and isinstance(first := node.values[0], ast.Name):
+                    found += [f"{path}:{node.lineno}"] * (first.id == handler.name)
+    assert found == []
+
+
 def test_only_commands_print() -> None:
     def prints(path: Path) -> bool:
         calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
@@ -404,19 +415,19 @@ ROOMS = {
     "frontend": 8740,
     "install": 280,
     "kv": 1810,
-    "observe": 1450,
+    "observe": 1510,
     "plan": 2050,
     "prefill": 740,
     "process": 1570,
     "queue": 1850,
-    "registry": 970,
+    "registry": 990,
     "stream": 870,
     "supervisor": 2620,
 }
 """lines of each room of the package: its size of 2026-11-27 and 5 %, reviewed when a room passes its limit"""
-BESIDE = {"benchmarks": 11400, "tests": 39600, "tools": 2400}
+BESIDE = {"benchmarks": 11500, "tests": 40200, "tools": 2400}
 """lines of what is beside it"""
-WORDS, RECORD = 21600, 350
+WORDS, RECORD = 22000, 350
 """words of docs/ without the decisions, and of one decision record"""
 ADVICE = (
     "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "

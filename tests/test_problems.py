@@ -14,14 +14,14 @@ FRONTEND = Instance("frontend-0-f0", Role.FRONTEND, host="h")
 DECODE = [Instance(f"decode-{index}-d{index}", Role.DECODE, "demo", host="h") for index in (0, 1)]
 PREFILL = [Instance(f"prefill-{index}-p{index}", Role.PREFILL, "demo", host="h") for index in (0, 1)]
 STAND_IN = replace(PREFILL[0], address="tcp://h:1")
-SENDING = [replace(each, settings={"policy": "threshold"}) for each in DECODE]
+SENDING = [replace(each, prefills_remotely=True) for each in DECODE]
 ALL = [FRONTEND, *DECODE, *PREFILL]
 SLOTS = [
     SlotState(each.id.rpartition("-")[0], each.role, "h", "ready", since=NOW - 1000, end="exit code 0")
     for each in ALL
 ]
 KILLED = SlotState("decode-1", Role.DECODE, "h", "waiting to restart", end="killed by SIGKILL", since=NOW - 4)
-FAST = LinkState("prefill-1-p1", "kv", pulls=9, pull_seconds=0.1, bytes_per_second=1e9)
+FAST = LinkState("prefill-1-p1", "kv", pulls=9, pull_seconds=0.01, bytes_per_second=1e9)
 
 
 def state(
@@ -81,6 +81,8 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
 
 DOWN = "bad: decode-1 is down: killed by SIGKILL"
 SILENT = "does not answer: it hangs, or is cut off"
+UNSEEN = "the processes are those of before, and new ones are not seen until it is back (3 s)"
+UNREGISTERED = "is not registered: it hangs, or waits for etcd"
 TOLD = {
     "": state(),
     f"{DOWN}; it failed to start 3 times; it will be started again; 2 requests lost it (4 s)": state(
@@ -122,7 +124,7 @@ TOLD = {
     ),
     "bad: no prefill worker is there: prompts are computed at decode workers\n"
     "bad: 12 prompts in the prefill queue and no prefill worker to take them\n"
-    "warn: prefill-3 of h3 is gone: its lease ended, and no supervisor there starts it again; "
+    "warn: prefill-3 of h3 is gone: its lease ended without a drain, and none has replaced it; "
     "1 request lost it (40 s)": state(
         instances=[FRONTEND, *SENDING],
         slots=[SlotState("none", Role.PREFILL)],
@@ -136,10 +138,17 @@ TOLD = {
         silent=("decode-0-d0",), slots=[KILLED], instances=WITHOUT_1
     ),
     f"bad: decode-0 {SILENT}\n"
-    f"bad: decode-1 {SILENT}\n"
-    f"bad: prefill-1 {SILENT}\n"
+    f"bad: decode-1 {UNREGISTERED}\n"
+    f"bad: prefill-1 {UNREGISTERED}\n"
     "warn: no decode worker is there: prefill-0 stands in": state(
         silent=("decode-0-d0",), instances=[FRONTEND, DECODE[0], STAND_IN]
+    ),
+    "bad: no prefill worker of demo is there: prompts are computed at decode workers\n"
+    "bad: no decode worker of other is there: requests wait for one until their deadlines\n"
+    "bad: the prefill queue of other is full: 2 of 2; prompts are computed at decode workers": state(
+        instances=[FRONTEND, *SENDING, replace(PREFILL[0], model="other")],
+        slots=[SlotState("none", Role.PREFILL)],
+        loads={"prefill-0-p0": Load(queue_depth=2, queue_limit=2)},
     ),
     "bad: 0.5 requests/s fail (5xx)\n"
     "bad: 2.5 requests/s are refused (429): more comes than is served; 7 requests in line": state(
@@ -181,6 +190,10 @@ TOLD = {
         outages={each.id: [Outage("etcd", "", 3.0)] for each in ALL[:3]}
         | {"this command": [Outage("etcd", "", 1.0)]}
     ),
+    f"bad: etcd does not answer decode-0: {UNSEEN}\n"
+    "bad: decode-1 does not answer: it is down, or waits for etcd": state(
+        outages={"decode-0-d0": [Outage("etcd", "", 3.0)]}, silent=("decode-1-d1",)
+    ),
     "warn: 2 remote prefills of the last 30 s came to nothing, and decode workers computed the prompts: "
     "kv-timeout": state(receipts=[receipt(9.0, Hop("fallback", 1.0, why="kv-timeout"))] * 2),
 }
@@ -192,13 +205,19 @@ def test_each_problem_is_a_sentence(told: str) -> None:
         age = "" if problem.seconds is None else f" ({problem.seconds:.0f} s)"
         return f"{problem.level}: {problem.text}{age}"
 
-    assert [line(problem) for problem in found(TOLD[told])] == told.splitlines()
+    problems = found(TOLD[told])
+    assert [line(problem) for problem in problems] == told.splitlines()
+    assert [each.text for each in problems if each.level == "bad" and not each.advice] == [], "what to do?"
 
 
 def test_what_is_no_problem() -> None:
     """A queue that is as long as the workers take, and a link that is slow with what is small."""
     assert found(state(loads={"decode-0-d0": Load(queue_depth=8)})) == []
     assert found(state(links=slow(pull_seconds=0.1))) == []
+    assert found(state(links=slow(pull_seconds=0.045))) == [], "6 times slower than nearly nothing"
+    assert found(state(links=slow(idle=61.0))) == [], "it is not used"
+    unused = replace(FAST, pull_seconds=1.5, idle=61.0)
+    assert found(state(links={"decode-0-d0": [unused]})) == []
 
 
 def test_a_process_is_in_one_state() -> None:

@@ -24,7 +24,8 @@ def _rows() -> Iterator[str]:
         of = comment or of
         if name:
             yield from (_row(family, vars(metrics)[name], of) for family in vars(metrics)[name].describe())
-    yield from (_row(family, family, "serve") for family in metrics.SlotMetrics([]).collect())
+    (restarts,) = metrics.SlotMetrics([]).collect()
+    yield _row(restarts, restarts, "serve")
 
 
 def _row(family: Metric, made: object, of: str) -> str:

@@ -8,6 +8,7 @@ The module is imported when the command is used: `pdserve --help` loads none of 
 
 import inspect
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,8 @@ environment:
   PDSERVE_CREDENTIALS              folder of `pdserve credentials`, over what the file says
   PDSERVE_ENGINE                   environment of `pdserve install` (default: in ~/.local/share/pdserve)
 
-exit codes: 0 done, 1 failed, 2 wrong configuration or command line; of plan also 3, cannot say whether it fits.
+exit codes: 0 done, 1 failed, 2 wrong configuration or command line; of plan also 3, cannot say whether it fits, and of
+status, something is wrong.
 """
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "context_settings": _SETTINGS}
@@ -212,6 +214,10 @@ class _LazyCommand(TyperCommand):
                 raise
             raise Unavailable(f"pdserve {self.name} needs {error.name}: run `pdserve install`.") from None
         text, _, examples = (inspect.getdoc(function) or "").partition("\nexamples:\n")
+        alone = self.name == "frontend"  # it spans no hosts
+        examples = re.sub(r".*--node-rank.*\n", "", examples) if alone else examples
         app = typer.Typer(**_PLAIN)
         app.command(self.name, cls=_Command, help=text, epilog=f"examples:\n{examples}\n")(function)
-        return get_command(app)
+        command = get_command(app)
+        command.params = [each for each in command.params if not (alone and each.name == "node_rank")]
+        return command

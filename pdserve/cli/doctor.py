@@ -15,7 +15,7 @@ from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.demo import FILE
-from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
+from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable, text_of
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import servers_of, without_passwords
@@ -115,7 +115,7 @@ async def _check_nats(url: str, credentials: Credentials | None, of_cluster: boo
         return Finding("fail", "NATS", error.problems[0])
     except (QueueUnavailable, TimeoutError) as error:
         advice = "start it, or correct Graph.nats or Security.credentials."
-        return Finding("fail", "NATS", f"{error or f'{shown}: no answer'}: {advice}")
+        return Finding("fail", "NATS", f"{text_of(error, f'{shown}: no answer')}: {advice}")
     return Finding("ok", "NATS", f"{shown} answers, JetStream is on")
 
 

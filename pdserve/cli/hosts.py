@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, text_of
 from pdserve.observe.graph_state import slot_name
 from pdserve.plan.plan import Plan
 from pdserve.records import Instance, Role, decode_instance
@@ -103,7 +103,7 @@ async def _knock(door: Door) -> Knocked:
     except ConnectionRefusedError:
         return Knocked(problem="refused: nothing listens there now, or a firewall rejects it")
     except OSError as error:
-        return Knocked(problem=str(error))
+        return Knocked(problem=text_of(error))
     writer.close()
     return Knocked(time.perf_counter() - began)
 

@@ -66,7 +66,7 @@ def status(
     """Show the processes of a running graph: those that are registered in etcd, with their load and KV usage as they
     report them (`?` where one does not answer), and those that should be there; what is wrong, the models, the prefill
     queue and the live settings. While etcd does not answer, the processes are those that `serve` on this machine saw
-    there last. Exit code 1 where nothing runs.
+    there last. Exit code 1 where nothing runs, 3 where something is wrong (`problems` in --json).
 
     With --watch it is drawn again each second, until Ctrl-C.
 
@@ -92,7 +92,7 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
         if not state.instances:
             print(f"pdserve: nothing runs in namespace {graph.namespace} of {graph.etcd}.", file=sys.stderr)
             return 1
-    return 0
+    return 3 if any(each["level"] != "info" for each in as_dict(state, graph)["problems"]) else 0
 
 
 async def _watch(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
@@ -130,7 +130,7 @@ def _servers_down(serve: GraphRecord) -> list[Outage]:
 
 
 def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
-    """Plain data: the registry's records, and each process's load and links (None and [] where it did not answer)."""
+    """Plain data: the registry's records, problems, each process's load and links (None and [] where it is silent)."""
     fields = msgspec.to_builtins(state)
     cards = fields.pop("cards")
     return {
@@ -138,6 +138,7 @@ def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
         "namespace": graph.namespace,
         "url": graph.url,
         **fields,
+        "problems": msgspec.to_builtins(problems(state, nodes(state, clock.unix()))),
         "instances": [
             {**each["instance"], "load": each["load"], "links": each["links"]} for each in fields["instances"]
         ],
@@ -176,7 +177,7 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
 def _problem(problem: Problem) -> Text:
     sign, style = _LEVELS[problem.level]
     since = f" ({duration(problem.seconds)})" if problem.seconds is not None else ""
-    return Text(f"{sign} {problem.text}{since}", style)
+    return Text("; ".join(filter(None, (f"{sign} {problem.text}{since}", problem.advice))), style)
 
 
 def _processes(processes: Sequence[Node]) -> Table:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +25,6 @@ from pdserve.watch import KEPT_FOR, MAX_REPORTED, MOST_KEPT, Receipt
 
 _LEAST = 6
 """characters of an id that find a request"""
-_SHORT = 8
-"""characters of an id in a narrow terminal"""
 
 
 def trace(
@@ -82,8 +80,7 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     elif one:
         show(way(one), pipe_width=140)
     elif receipts:
-        narrow = sys.stdout.isatty() and Console().width < 120
-        show(requests(receipts, _SHORT if narrow else None), pipe_width=140)
+        show(requests(receipts), pipe_width=140)
     else:
         print("No request has come yet.")
     return 0 if one or not wanted else 1
@@ -112,22 +109,22 @@ def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     return f"no frontend has a receipt of {wanted}. Each keeps those {kept}: {hint}"
 
 
-def requests(receipts: Sequence[Receipt], characters: int | None = None) -> Table:
-    """A line for each of these, the newest first, with so many characters of its id; the newest last. Pure."""
+def requests(receipts: Sequence[Receipt]) -> Table:
+    """A line for each of these, the newest first; the newest last. Pure."""
     numbers = ("came", "took", "TTFT", "prompt", "cached", "tokens")
-    made = table("request", "status", *numbers, "key", "prefill", "at", numbers=numbers)
+    several = len({receipt.model for receipt in receipts}) > 1
+    made = table("request", "status", *numbers, *["model"] * several, "key", "prefill", "at", numbers=numbers)
     made.box, made.padding = None, (0, 2, 0, 0)
-    for column in made.columns[:-3]:
-        column.no_wrap = True
     for receipt in reversed(receipts):
         bad = receipt.status >= 500 or receipt.status == 429
         made.add_row(
-            receipt.request_id[:characters],
+            receipt.request_id,
             Text("running", "cyan") if receipt.running else Text(str(receipt.status), "red" if bad else ""),
             f"{duration(receipt.age)} ago",
             duration(receipt.seconds),
             duration(receipt.ttft) if receipt.ttft is not None else "",
             *map(str, (receipt.prompt_tokens, receipt.cached_tokens, receipt.output_tokens)),
+            *[receipt.model] * several,
             receipt.key,
             receipt.way,
             " → ".join(map(slot_name, _places(receipt))),

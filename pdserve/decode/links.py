@@ -22,6 +22,8 @@ from pdserve.watch import LinkState
 class _Link:
     pulls: int = 0
     pull_seconds: float | None = None
+    last_pull: float = 0.0
+    """monotonic"""
     failures: int = 0
     failure: str = ""
     bytes: float = 0.0
@@ -53,7 +55,7 @@ class KvLinks:
         seconds = request.hops.read(request.since, begun, now, request.prefiller, here)
         KV_TRANSFER_SECONDS.labels(self.workers.model).observe(seconds)
         link = self._of(request.prefiller)
-        link.pulls += 1
+        link.pulls, link.last_pull = link.pulls + 1, now
         link.pull_seconds = seconds + (1 - WEIGHT) * ((link.pull_seconds or seconds) - seconds)
 
     def unread(self, request: DecodeRequest, why: str) -> None:
@@ -94,6 +96,7 @@ class KvLinks:
             pulls=link.pulls,
             pull_seconds=link.pull_seconds,
             bytes_per_second=link.bytes / link.seconds if link.seconds else None,
+            idle=time.monotonic() - link.last_pull if link.pulls else 0.0,
             failures=link.failures,
             failure=link.failure,
         )

@@ -13,7 +13,7 @@ from functools import partial
 from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import PrefillTimeout
 from pdserve.decode.prefill_turns import PrefillTurns
-from pdserve.decode.prefill_workers import PrefillWorkers
+from pdserve.decode.prefill_workers import ALONE, GONE, LOST, UNKNOWN, UNREACHABLE, PrefillWorkers
 from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, Outcome
 from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
@@ -28,6 +28,15 @@ WARM_UP = 5.0
 """seconds that the prefill of a warm-up may take: the worker may have long prompts to compute first"""
 TIMEOUT, DOWN, FULL = "timeout", "queue-down", "queue-full"
 """why no answer will come, as labels of the failure metric; more are in `prefill_workers.py`"""
+_NO_ANSWER = {
+    DOWN: "NATS did not take the prompt",
+    FULL: "the queue had no room for the prompt",
+    LOST: "NATS lost its queue before a worker pulled the prompt",
+    ALONE: "no prefill worker was left to pull the prompt",
+    GONE: "{worker} had the prompt and is gone",
+    UNREACHABLE: "the KV of {worker} cannot be read",
+    UNKNOWN: "the answer came from {worker}, which is not registered",
+}
 OVERHEAD = 2048
 """bytes of a PrefillRequest and its headers beside prompt and body"""
 
@@ -38,6 +47,13 @@ class NoHandle(Exception):
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(f"{reason}: {text}" if text else reason)
         self.reason = reason
+
+
+def _why_none(reason: str, worker: str, seconds: float) -> str:
+    """What became of a request that no answer will come to. Pure."""
+    if text := _NO_ANSWER.get(reason):
+        return text.format(worker=worker or "a prefill worker") + f" ({seconds:.1f} s)"
+    return f"{f'no answer of {worker}' if worker else 'no worker took it'} within {seconds:.1f} s"
 
 
 @dataclass(eq=False)
@@ -111,8 +127,7 @@ class RemotePrefill:
                     await self._withdraw(request.id)
                 if reason == TIMEOUT and not request.prefiller:
                     self.workers.left_untaken(request)
-                waited = f"no answer of {request.prefiller}" if request.prefiller else "no worker took it"
-                raise NoHandle(reason, f"{waited} within {now - request.asked:.1f} s")
+                raise NoHandle(reason, _why_none(reason, request.prefiller, now - request.asked))
 
     async def _wait_answer(self, request: DecodeRequest, answer: asyncio.Future[Outcome]) -> None:
         bound = self._bound(request, self.queue.stored)

@@ -18,7 +18,7 @@ from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import DecodeRequest, DecodeRequests, Phase
 from pdserve.engine.base import Engine
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, text_of
 from pdserve.messages import Submit
 from pdserve.observe.metrics import WARM_UPS
 from pdserve.process.engine_checks import unique_prompt
@@ -80,7 +80,7 @@ class WarmUp:
             async with asyncio.timeout(WITHIN):
                 warm = await self._read(request)
         except (TimeoutError, ProtocolError) as error:
-            log.warning("warm-up with %s: %s", peer, error or "it took too long")
+            log.warning("warm-up with %s: %s", peer, text_of(error, "it took too long"))
             warm = False
         finally:
             if not request.over.is_set():

@@ -23,7 +23,7 @@ from pdserve.decode.warm_up import WarmUp
 from pdserve.engine.base import Engine, Step
 from pdserve.errors import EngineDead
 from pdserve.messages import Cancel, Failed, GetArchive, Hello, Load, Refused, Submit, ToDecode
-from pdserve.observe.metrics import BACKLOG, QUEUE_DEPTH
+from pdserve.observe.metrics import BACKLOG, QUEUE_DEPTH, USABLE_WORKERS
 from pdserve.process.presence import model_card
 from pdserve.process.worker import EngineWorker
 from pdserve.records import ModelCard, Role
@@ -106,6 +106,8 @@ class DecodeWorker(EngineWorker):
 
     async def warm_up(self) -> None:
         if self.settings.current.remote_prefill:
+            usable = USABLE_WORKERS.labels(self._config.served_model_name, Role.PREFILL)
+            usable.set_function(lambda: len(self._workers.available()))
             await self._presence.warm_up(self.view, self._warm_up.tried)
 
     async def drain(self) -> None:

@@ -24,7 +24,7 @@ from pdserve.frontend.model.served import ServedModels
 from pdserve.observe.tracing import Tracer
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Apart, Work
-from pdserve.watch import Receipt, Watched
+from pdserve.watch import Outage, Receipt, Watched
 
 RIBS = (
     "pdserve.frontend.watching.log:RequestLog",
@@ -59,6 +59,8 @@ class RibContext:
     """of this frontend, for requests of its own"""
     config: FrontendConfig = field(default_factory=FrontendConfig)
     draining: Callable[[], bool] = lambda: False
+    outages: Callable[[], list[Outage]] = list
+    """of this process's connections to servers"""
 
 
 class Rib:

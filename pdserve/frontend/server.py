@@ -73,7 +73,7 @@ class Frontend(Service):
         connection = await stack.enter_async_context(
             registry.connect(config.etcd, config.namespace, credentials, patient=True)
         )
-        self.connections.add("etcd", config.etcd, lambda: connection.connected)
+        self.depends_on("etcd", config.etcd, lambda: connection.connected)
         self._presence = Presence(connection, self._instance(), None)
         await self._presence.until_understood()
         view = await stack.enter_async_context(RegistryView(connection))
@@ -101,6 +101,7 @@ class Frontend(Service):
                 app=lambda: app,
                 config=frontend,
                 draining=lambda: self.draining,
+                outages=self.connections.outages,
             )
         )
         app = FrontendApp(models, keys, ribs, config.request_timeout, frontend.max_request_timeout)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.records import SlotState
@@ -18,6 +18,12 @@ BACKLOG = Gauge(
     "pdserve_backlog_seconds",
     "seconds that one worker needs for what waits (docs/metrics.md); `role`: `decode` (requests, in frontends), "
     "`prefill` (prompts that no engine has, of decode workers)",
+    ["model", "role"],
+)
+USABLE_WORKERS = Gauge(
+    "pdserve_usable_workers",
+    "workers to which this process would send work now; `role`: `decode` (without stand-ins, as frontends see them), "
+    "`prefill` (as decode workers see them)",
     ["model", "role"],
 )
 
@@ -91,6 +97,18 @@ INSTANCES = Gauge(
     ["role"],
 )
 
+SLOT_READY = Gauge(
+    "pdserve_slot_ready",
+    "1: the process of this slot (`decode-0`) is ready; 0: it is not, it does not answer, or its lease ended without a "
+    "drain within 10 minutes and no other has replaced it. The least of all frontends counts",
+    ["slot", "host"],
+)
+WORKERS_REPLACED = Counter(
+    "pdserve_workers_replaced_total",
+    "workers whose lease ended without a drain, and whose place another took; `role`: `decode`, `prefill`, `both`",
+    ["model", "role"],
+)
+
 # decode
 PREFILL = Counter(
     "pdserve_prefill_total",
@@ -153,6 +171,9 @@ KV_USAGE = Gauge(
 )
 
 # all
+CONNECTED = Gauge(
+    "pdserve_connected", "1: this process has its connection; `server`: `NATS`, `etcd`", ["server"]
+)
 TASK_FAILURES = Counter(
     "pdserve_task_failures_total", "background tasks that failed, also if restarted: a bug", ["task"]
 )
@@ -162,23 +183,17 @@ TASKS = Gauge(
 
 
 class SlotMetrics(Collector):
-    """The state of the processes that supervisors keep alive, from the registry."""
+    """What supervisors report of the processes that they keep alive, from the registry."""
 
     def __init__(self, slots: Iterable[SlotState]) -> None:
         self._slots = slots
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["slot", "host"]
-        ready = GaugeMetricFamily(
-            "pdserve_slot_ready", "1: the process of this slot (`decode-0`) is ready", labels=labels
-        )
-        restarts = CounterMetricFamily(
-            "pdserve_restarts", "restarts of the process since `serve` started", labels=labels
-        )
+        text = "restarts of the process since `serve` started"
+        restarts = CounterMetricFamily("pdserve_restarts", text, labels=["slot", "host"])
         for slot in self._slots:
-            ready.add_metric([slot.name, slot.host], slot.ready)
             restarts.add_metric([slot.name, slot.host], slot.restarts)
-        yield from (ready, restarts)
+        yield restarts
 
 
 # pages

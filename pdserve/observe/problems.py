@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pdserve.messages import Load
-from pdserve.observe.graph_state import GraphState, detours, place, short_names, slot_name
+from pdserve.observe.graph_state import GraphState, decode_workers, detours, place, short_names, slot_name
 from pdserve.records import REFUSED, Instance, Role, SlotState
 from pdserve.watch import Gone, LinkState, Receipt
 
@@ -21,6 +21,10 @@ NOW = 5
 SLOWER = 4.0
 """A link is slow where its bytes per second are so many times below the median of the other links, and its seconds per
 request half as many times above: the latter alone could come from longer prompts."""
+SLOW_AT_LEAST = 0.25
+"""seconds for the KV of one request below which no link is slow, however fast the others are"""
+IN_USE = 60.0
+"""seconds after its last read for which a link may be slow"""
 SLOW_PULL = 1.0
 """seconds for the KV of one request that are slow where there is no other link to compare with"""
 SLOW_ROUND_TRIP = 0.25
@@ -31,6 +35,10 @@ FULL = 0.97
 """share of the KV blocks in use"""
 
 _WITHOUT_QUEUE = "prompts are computed at decode workers"
+_LOG, _TRACE = "see its log", "`pdserve trace` lists them"
+_SERVER = "start it, or mend the way to it"
+_DECODE, _PREFILL = "start decode workers", "start prefill workers"
+_NETWORK = "`pdserve doctor` on their hosts says what is closed or slow"
 _WITHOUT_REGISTRY = "the processes are those of before, and new ones are not seen"
 
 READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "starting"
@@ -72,6 +80,8 @@ class Problem(Struct, frozen=True):
     """names of nodes; of a link, both"""
     seconds: float | None = None
     """for how long; None where that is not known"""
+    advice: str = ""
+    """what to do; empty where it passes by itself, or the text says it"""
 
 
 def nodes(state: GraphState, now: float) -> list[Node]:
@@ -96,13 +106,21 @@ def nodes(state: GraphState, now: float) -> list[Node]:
     return sorted(listed, key=lambda node: place(node.role, node.name))
 
 
+def readiness(state: GraphState, processes: Sequence[Node]) -> dict[tuple[str, str], bool]:
+    """By slot and host, whether the process there is ready; without those that drain. `processes`: the state's
+    `nodes`."""
+    lost = {(slot_name(each.id), each.host): False for each in state.gone}
+    ready = {_place(node): node.state == READY for node in processes if node.state != DRAINING}
+    return lost | ready
+
+
 def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
     """The worst first; empty where all is well. `processes`: the state's `nodes`."""
+    etcd_away = any(outage.server == "etcd" for outages in state.outages.values() for outage in outages)
     listed = [
         *_outages(state, processes),
-        *_processes(processes, _lost(state.receipts), state.gone),
-        *_missing(processes),
-        *_queue(state, processes),
+        *_processes(processes, _lost(state.receipts), state.gone, etcd_away),
+        *_of_each_model(state, processes),
         *_requests(state, processes),
         *_links(processes),
         *_fallbacks(state.receipts),
@@ -120,6 +138,10 @@ def _node(slot: SlotState, now: float) -> Node:
     why = ": ".join(filter(None, (slot.end, slot.cause)))
     seconds = max(0.0, now - slot.since) if slot.since else None
     return Node(slot.name, slot.role, slot.state, why, seconds, slot.restarts, slot.failed_starts, slot.host)
+
+
+def _place(node: Node) -> tuple[str, str]:
+    return (slot_name(node.instance.id) if node.instance else node.name), node.host
 
 
 def _silent(node: Node) -> Node:
@@ -143,21 +165,27 @@ def _outages(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
         why = "; ".join(sorted(whys[server, address, without]))
         text = f"{server}{at} does not {'serve' if why else 'answer'} {whom}{f' ({why})' * bool(why)}: {without} until "
         text += "it does" if why else "it is back"
-        yield Problem("bad", text, ["queue"] * (without is _WITHOUT_QUEUE), max(seconds.values()))
+        yield Problem("bad", text, ["queue"] * (without is _WITHOUT_QUEUE), max(seconds.values()), _SERVER)
+
+
+def _why_silent(node: Node, etcd_away: bool) -> str:
+    if node.instance is None:
+        return "is not registered: it hangs, or waits for etcd"
+    return f"does not answer: it {'is down, or waits for etcd' if etcd_away else 'hangs, or is cut off'}"
 
 
 def _processes(
-    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[Gone]
+    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[Gone], etcd_away: bool
 ) -> Iterator[Problem]:
     left = dict(lost)
     for node in processes:
         name, why_lost = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
         moved = _moved(why_lost)
         if node.state == SILENT:
-            yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{moved}", [name])
+            yield Problem("bad", f"{name} {_why_silent(node, etcd_away)}{moved}", [name], advice=_LOG)
         elif node.state == STALLED:
             text = f"{name} is stalled: its engine neither answers nor computes, it gets nothing new{moved}"
-            yield Problem("bad", text, [name])
+            yield Problem("bad", text, [name], advice=_LOG)
         elif node.state == DRAINING:
             running = f", {count(node.load.running, 'running request')}" if node.load else ""
             yield Problem("info", f"{name} is draining: it takes nothing new{running}{moved}", [name])
@@ -169,7 +197,7 @@ def _processes(
             next_ = {STARTING: "; it is starting again", "waiting to restart": "; it will be started again"}
             failed = f"; it failed to start {count(node.failed_starts, 'time')}" if node.failed_starts else ""
             text = f"{name} is down: {node.why or node.state}{failed}{next_.get(node.state, '')}{moved}"
-            yield Problem("bad", text, [name], node.seconds)
+            yield Problem("bad", text, [name], node.seconds, _LOG)
         elif node.restarts and node.seconds is not None and node.seconds < LATELY:
             text = f"{name} is back after its end: {node.why}{moved}"
             yield Problem("warn", text, [name], node.seconds)
@@ -177,46 +205,62 @@ def _processes(
             yield Problem("warn", f"{name} lost {count(len(why_lost), 'request')}: {_most(why_lost)}", [name])
         if node.load is not None and node.load.kv_usage >= FULL:
             full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
-            yield Problem("warn", full, [name])
-    there = {(node.host, slot_name(node.instance.id) if node.instance else node.name) for node in processes}
+            yield Problem("warn", full, [name], advice=_DECODE)
+    there = set(map(_place, processes))
     for each in gone:
-        if (each.host, name := slot_name(each.id)) not in there:
+        if (name := slot_name(each.id), each.host) not in there:
             at = f" of {each.host}" if each.host else ""
-            text = f"{name}{at} is gone: its lease ended, and no supervisor there starts it again"
-            yield Problem("warn", text + _moved(left.pop(name, [])), [name], each.seconds)
+            text = f"{name}{at} is gone: its lease ended without a drain, and none has replaced it"
+            yield Problem("warn", text + _moved(left.pop(name, [])), [name], each.seconds, _LOG)
     for name, why_lost in left.items():
         yield Problem("warn", f"{name} is gone: {_most(why_lost)}{_moved(why_lost)}", [name])
 
 
-def _missing(processes: Sequence[Node]) -> Iterator[Problem]:
-    def up(role: Role) -> bool:
-        return any(node.up and node.role.does(role) for node in processes)
+def _of_each_model(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
+    """What a model lacks; it is named where there are several."""
+    models = {*decode_workers(state), *(each.model for each in state.gone)} - {""} or {""}
+    for model in sorted(models) if processes else ():
+        workers = [node for node in processes if node.instance and node.instance.model == model]
+        of = f" of {model}" * (len(models) > 1)
+        yield from _missing(workers, of)
+        yield from _queue([node.load for node in workers if node.load], _ready(workers, Role.PREFILL), of)
 
-    if processes and not up(Role.DECODE):
-        names = [node.name for node in processes if node.up and node.instance and node.instance.stands_in]
+
+def _ready(workers: Sequence[Node], role: Role) -> int:
+    return sum(node.state == READY and node.role.does(role) for node in workers)
+
+
+def _missing(workers: Sequence[Node], of: str) -> Iterator[Problem]:
+    if not _ready(workers, Role.DECODE):
+        ready = [node for node in workers if node.state == READY]
+        names = [node.name for node in ready if node.instance and node.instance.stands_in]
         if names:
             stand = "stands in" if len(names) == 1 else "stand in"
-            yield Problem("warn", f"no decode worker is there: {', '.join(names)} {stand}", names)
+            text = f"no decode worker{of} is there: {', '.join(names)} {stand}"
+            yield Problem("warn", text, names, advice=_DECODE)
         else:
-            yield Problem("bad", "no decode worker is there: requests wait for one until their deadlines")
-    elif not up(Role.PREFILL) and any(
-        node.instance and "policy" in node.instance.settings for node in processes
+            text = f"no decode worker{of} is there: requests wait for one until their deadlines"
+            yield Problem("bad", text, advice=_DECODE)
+    elif not _ready(workers, Role.PREFILL) and any(
+        node.instance and node.instance.prefills_remotely for node in workers
     ):
-        yield Problem("bad", f"no prefill worker is there: {_WITHOUT_QUEUE}")
+        yield Problem("bad", f"no prefill worker{of} is there: {_WITHOUT_QUEUE}", advice=_PREFILL)
 
 
-def _queue(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
-    depth, limit = state.queue_depth, state.queue_limit
-    prefill = sum(node.up and node.role.does(Role.PREFILL) for node in processes)
+def _queue(loads: Sequence[Load], prefill: int, of: str) -> Iterator[Problem]:
+    depth = max((load.queue_depth for load in loads), default=0)
+    limit = max((load.queue_limit for load in loads), default=0)
     if depth and not prefill:
-        text = f"{count(depth, 'prompt')} in the prefill queue and no prefill worker to take them"
-        yield Problem("bad", text, ["queue"])
+        text = f"{count(depth, 'prompt')} in the prefill queue{of} and no prefill worker to take them"
+        yield Problem("bad", text, ["queue"], advice=_PREFILL)
     elif limit and depth >= limit:
-        text = f"the prefill queue is full: {depth} of {limit}; {_WITHOUT_QUEUE}"
-        yield Problem("bad", text, ["queue"])
+        text = f"the prefill queue{of} is full: {depth} of {limit}; {_WITHOUT_QUEUE}"
+        yield Problem("bad", text, ["queue"], advice=_PREFILL)
     elif not limit and depth > 4 * prefill:
-        text = f"the prefill queue is long: {count(depth, 'prompt')} for {count(prefill, 'prefill worker')}"
-        yield Problem("warn", text, ["queue"])
+        text = (
+            f"the prefill queue{of} is long: {count(depth, 'prompt')} for {count(prefill, 'prefill worker')}"
+        )
+        yield Problem("warn", text, ["queue"], advice=_PREFILL)
 
 
 def _requests(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
@@ -228,10 +272,11 @@ def _requests(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]
     frontends = [node for node in processes if node.role is Role.FRONTEND]
     waiting = sum(node.load.waiting for node in frontends if node.load)
     if failed:
-        yield Problem("bad", f"{failed:.1f} requests/s fail (5xx)")
+        yield Problem("bad", f"{failed:.1f} requests/s fail (5xx)", advice="see the frontends' log")
     if refused:
         line = f"; {count(waiting, 'request')} in line" if waiting else ""
-        yield Problem("bad", f"{refused:.1f} requests/s are refused (429): more comes than is served{line}")
+        text = f"{refused:.1f} requests/s are refused (429): more comes than is served{line}"
+        yield Problem("bad", text, advice=_DECODE)
 
 
 def _links(processes: Sequence[Node]) -> Iterator[Problem]:
@@ -248,14 +293,18 @@ def _links(processes: Sequence[Node]) -> Iterator[Problem]:
             continue  # the process is a problem already
         why = f": {link.failure}" if link.failure else ""
         if not link.up and link.kind == "kv":
-            yield Problem("bad", f"{source} does not read KV from {target}{why}", [source, target])
+            yield Problem(
+                "bad", f"{source} does not read KV from {target}{why}", [source, target], advice=_NETWORK
+            )
         elif not link.up:
-            yield Problem("bad", f"{source} cannot reach {target}{why}", [source, target])
+            yield Problem("bad", f"{source} cannot reach {target}{why}", [source, target], advice=_NETWORK)
         elif link.round_trip is not None and link.round_trip > SLOW_ROUND_TRIP:
             text = f"{source} waits {duration(link.round_trip)} for an answer of {target}"
-            yield Problem("warn", text, [source, target])
+            yield Problem("warn", text, [source, target], advice=_NETWORK)
     read = [each for each in links if each[2].kind == "kv" and each[2].pulls and each[2].bytes_per_second]
     for source, target, link in read:
+        if link.idle > IN_USE or (link.pull_seconds or 0.0) < SLOW_AT_LEAST:
+            continue
         if (factor := _slower(link, [other for _, _, other in read if other is not link])) >= SLOWER:
             text = f"KV from {target} to {source} is {factor:.0f} times slower than over the other links"
         elif len(read) == 1 and (link.pull_seconds or 0.0) > SLOW_PULL:
@@ -263,7 +312,7 @@ def _links(processes: Sequence[Node]) -> Iterator[Problem]:
         else:
             continue
         text += f" ({(link.bytes_per_second or 0.0) / 1e6:,.3g} MB/s)"
-        yield Problem("bad", text, [source, target])
+        yield Problem("bad", text, [source, target], advice=_NETWORK)
 
 
 def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
@@ -293,7 +342,8 @@ def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:
     reasons = [hop.why for age, hop, _ in detours(receipts) if hop.name == "fallback" and age < LATELY]
     if reasons:
         failed = f"{count(len(reasons), 'remote prefill')} of the last {LATELY:.0f} s came to nothing"
-        yield Problem("warn", f"{failed}, and decode workers computed the prompts: {_most(reasons)}")
+        text = f"{failed}, and decode workers computed the prompts: {_most(reasons)}"
+        yield Problem("warn", text, advice=_TRACE)
 
 
 def _most(reasons: Iterable[str]) -> str:

@@ -44,7 +44,7 @@ class FollowerService(Service):
         expected = node_leader(config, self._section, EngineNode(0, "", 0), "")
         record = NodeFollower(self.id, "", slot.node, config.host)
         self._node = Follower(connected, meeting_place(slot), expected, record)
-        self.connections.add("etcd", config.etcd or "", lambda: connected.connected)
+        self.depends_on("etcd", config.etcd, lambda: connected.connected)
 
     @classmethod
     def connect(cls, config: Config, slot: Slot, metrics_url: str) -> Self:

@@ -18,6 +18,7 @@ import uvloop
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, EngineDead, PdserveError, death_in, leaves
 from pdserve.graph import service_of
+from pdserve.observe.metrics import CONNECTED
 from pdserve.observe.pages import serve_pages
 from pdserve.observe.tracing import Tracer
 from pdserve.plan.slots import Slot
@@ -65,6 +66,11 @@ class Service(ABC):
 
     def stop(self) -> None:
         self._stop.set()
+
+    def depends_on(self, server: str, url: str | None, connected: Callable[[], bool]) -> None:
+        """Report the connection to `NATS` or `etcd` on this process's pages."""
+        self.connections.add(server, url or "", connected)
+        CONNECTED.labels(server).set_function(connected)
 
     def unready(self) -> str:
         """Why this process should get no requests; empty: it should."""

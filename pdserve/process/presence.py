@@ -82,6 +82,9 @@ def worker_instance(
         vllm_version=facts.vllm_version,
         fingerprint=facts.fingerprint,
         settings=_settings(config, slot.role),
+        prefills_remotely=slot.role is Role.DECODE
+        and config.decode is not None
+        and config.decode.remote_prefill,
     )
 
 

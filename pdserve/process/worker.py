@@ -13,7 +13,7 @@ from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineNode, EngineSpec, make_engine
-from pdserve.errors import EngineDead
+from pdserve.errors import EngineDead, text_of
 from pdserve.messages import Load
 from pdserve.observe.metrics import ENGINE_REQUESTS, ENGINE_STALLED, KV_USAGE
 from pdserve.plan.slots import Slot, disk_folder, section_of
@@ -62,8 +62,8 @@ class EngineWorker(Service):
         self._stream = stream
         self._leader = leader
         self._engine_watch = EngineWatch(engine, slot.gpus)
-        self.connections.add("NATS", config.nats or "", lambda: queue.connected)
-        self.connections.add("etcd", config.etcd or "", lambda: registry.connected)
+        self.depends_on("NATS", config.nats, lambda: queue.connected)
+        self.depends_on("etcd", config.etcd, lambda: registry.connected)
         self._assemble(engine)
 
     @classmethod
@@ -131,8 +131,7 @@ class EngineWorker(Service):
             self._registry,
             msgspec.structs.replace(instance, adapters=self._adapters.there),
             await self.card(),
-            # each change goes to every process that follows this role: of use only to decode workers
-            lambda: self._slot.role.does(Role.PREFILL) and not self._queue.connected,
+            lambda: not self._queue.connected,
             lambda: self._engine_watch.stalled,
         )
         self._engine_watch.on_change = self._stall_changed
@@ -182,7 +181,7 @@ class EngineWorker(Service):
             except EngineDead:
                 raise
             except Exception as error:
-                why = f"a step of it cannot be read: {error or type(error).__name__}"
+                why = f"a step of it cannot be read: {text_of(error)}"
                 raise EngineDead(why, crashed=True) from error
             await self._read_step(step)
 

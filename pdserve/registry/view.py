@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -71,8 +72,11 @@ class RegistryView(Lifetime):
         self._adapters = self._records(keys.ADAPTERS, decode_adapter)
         self._loading = self._records(keys.LOADING, decode_adapter)
         self._claims = self._records(keys.CLAIMS, bytes.decode)
-        self._gone: dict[str, tuple[Instance, float]] = {}
-        """workers whose lease ended while they were not draining, and when (monotonic)"""
+        self.replaced = Counter[tuple[str, Role]]()
+        """by model and role: workers whose lease ended while they were not draining, until another took their place"""
+        self._gone: dict[str, tuple[Instance, float, int]] = {}
+        """those that none has replaced, since when (monotonic), and how many workers of the same model and role there
+        were until then; replaced when there are as many again, since a pod that replaces another has another address"""
         self._chosen: dict[tuple[Role | None, str | None], list[Instance]] = {}
         """cached answers of `instances`, until something changes"""
         self._changed = asyncio.Condition()
@@ -151,12 +155,12 @@ class RegistryView(Lifetime):
         return Snapshot(self.instances(), self.slots(), self.cards(), self.settings())
 
     def gone(self) -> list[Gone]:
-        """Return the workers that vanished lately and are not back."""
-        now, there = time.monotonic(), {instance.id for instance in self._instances.values()}
+        """Return the workers that vanished lately and were not replaced."""
+        now = time.monotonic()
         return [
-            Gone(worker.id, worker.host, now - since)
-            for worker, since in self._gone.values()
-            if worker.id not in there and now - since < GONE_FOR
+            Gone(worker.id, worker.host, now - since, worker.model)
+            for worker, since, _ in self._gone.values()
+            if now - since < GONE_FOR
         ]
 
     async def changes(self, every: float | None = None) -> AsyncIterator[None]:
@@ -177,28 +181,58 @@ class RegistryView(Lifetime):
             await self._changed.wait_for(lambda: self.version != version)
 
     async def _follow(self) -> None:
-        """A watch begins with all present keys."""
-        anew = True
+        """A watch begins with all present keys: what vanished during an outage of the registry is missing there."""
+        before: dict[str, Instance] | None = dict(self._instances)
         async for changes in self._registry.watch(*self._prefixes):
-            if anew:
+            if before is not None:
                 for records in self._all:
                     records.clear()
-            anew = False
             for change in changes:
                 self._take(change)
+            if before is not None:
+                self._lose_missing(before)
+            before = None
+            self._forget_replaced()
             self._chosen.clear()
             async with self._changed:
                 self.version += 1
                 self._changed.notify_all()
 
     def _take(self, change: Change) -> None:
-        worker, now = self._instances.get(change.key), time.monotonic()
-        if change.value is None and worker and worker.role is not Role.FRONTEND and not worker.draining:
-            recent = {name: each for name, each in self._gone.items() if now - each[1] < GONE_FOR}
-            self._gone = recent | {worker.id: (worker, now)}
+        worker = self._instances.get(change.key)
+        if change.value is None and worker:
+            self._lose(worker, self._there()[_kind(worker)])
         for records in self._all:
             if change.key.startswith(records.prefix):
                 records.take(change)
+
+    def _lose(self, worker: Instance, before: int) -> None:
+        """Note that it vanished, if that was unexpected. `before`: as in `_gone`."""
+        if worker.role is not Role.FRONTEND and not worker.draining:
+            self._gone[worker.id] = worker, time.monotonic(), before
+
+    def _lose_missing(self, before: Mapping[str, Instance]) -> None:
+        there = self._there()
+        for worker in (worker for key, worker in before.items() if key not in self._instances):
+            there[_kind(worker)] += 1
+            self._lose(worker, there[_kind(worker)])
+
+    def _there(self) -> Counter[tuple[str, Role]]:
+        return Counter(map(_kind, self._instances.values()))
+
+    def _forget_replaced(self) -> None:
+        there, ids = self._there(), {instance.id for instance in self._instances.values()}
+        for worker, since, before in list(self._gone.values()):
+            replaced = there[_kind(worker)] >= before
+            if replaced or time.monotonic() - since > GONE_FOR:
+                del self._gone[worker.id]
+                self.replaced[_kind(worker)] += (
+                    replaced and worker.id not in ids
+                )  # else it was its lease alone
+
+
+def _kind(worker: Instance) -> tuple[str, Role]:
+    return worker.model, worker.role
 
 
 class _Records(dict[str, T]):

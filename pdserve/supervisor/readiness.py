@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import msgspec
 
-from pdserve.errors import RegistryUnavailable
+from pdserve.errors import RegistryUnavailable, text_of
 from pdserve.records import Instance, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
@@ -102,7 +102,7 @@ async def _ask(client: httpx.AsyncClient, url: str) -> tuple[str, str]:
     try:
         answer = await client.get(f"{url}/health")
     except httpx.HTTPError as error:
-        return "", str(error) or type(error).__name__
+        return "", text_of(error)
     try:
         health = answer.json()
         return str(health["frontend"]), str(health.get("missing", ""))

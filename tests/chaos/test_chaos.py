@@ -38,6 +38,7 @@ APART = {
     "all-decode-core-kill",
 }
 """need adapters (tests/frontend/model/test_adapters.py unloads them under load), a model for pictures, real engines"""
+ALONE = ["prefill-kill", "decode-kill", "nats-kill", "etcd-kill", "decode-hang", "etcd-hang", "rolling"]
 BETWEEN_HOSTS = (
     "servers-link-cut-10s",
     "decode-link-cut-10s",
@@ -73,3 +74,9 @@ def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run], may_
     everywhere = [fault for faults in found[: len(SHARES)] for fault in faults]
     assert sorted(everywhere) == sorted({fault.name for fault in FAULTS} - APART)
     assert found[len(SHARES) :] in ([], [list(BETWEEN_HOSTS)])
+
+
+def test_no_fault_drops_anything_of_roles_that_run_alone(tmp_path: Path, chaos: Callable[..., Run]) -> None:
+    """Without `serve`: a manager starts them again."""
+    run = chaos(_file(tmp_path, 4), "--alone", "--only", ",".join(ALONE), "--seconds", "3", "--hold", "11")
+    assert [row["fault"] for row in run.good()] == ALONE

@@ -29,6 +29,7 @@ from tests.decode.graph import (
     LONG,
     SHORT,
     ActedPrefill,
+    Answered,
     FrontendStream,
     Prefill,
     WorkerGraph,
@@ -149,6 +150,11 @@ async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_els
     await frontend.end_of(pulled)
 
 
+def _fallbacks(answered: Answered) -> list[str]:
+    assert answered.placed
+    return [hop.why for hop in answered.placed.hops if hop.name == "fallback"]
+
+
 async def test_a_prompt_that_no_message_can_hold_or_for_which_the_queue_is_full_is_computed_here(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +163,10 @@ async def test_a_prompt_that_no_message_can_hold_or_for_which_the_queue_is_full_
     assert (await frontend.ask(LONG[100:200])).way == ("remote", "long")
     graph.broker.bound = 0
     with failing("queue-full"):
-        assert (await frontend.ask(LONG[200:300])).way == ("local", "fallback")
+        answered = await frontend.ask(LONG[200:300])
+    assert answered.way == ("local", "fallback")
+    (fell,) = _fallbacks(answered)
+    assert fell.startswith("queue-full: the queue had no room for the prompt (0.")
 
 
 @pytest.mark.usefixtures("hasty")
@@ -278,7 +287,8 @@ async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
 
     monkeypatch.setattr(MemoryQueue, "publish", unsure)
     with failing("queue-down"):
-        await frontend.ask(LONG)
+        (fell,) = _fallbacks(await frontend.ask(LONG))
+    assert fell.startswith("queue-down: NATS did not take the prompt (")
     await until(lambda: not graph.broker.queue("pdserve", "model").entries)
     await prefill.frees_all()
 

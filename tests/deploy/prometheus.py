@@ -1,5 +1,6 @@
 """Prometheus and promtool as `make dev` installs them, with the files of deploy/."""
 
+import re
 import subprocess
 import sys
 import time
@@ -31,15 +32,28 @@ class Prometheus:
         assert answer["status"] == "success", f"{parameters}: {answer}"
         return answer["data"]
 
+    def firing(self) -> set[str]:
+        """What each alert that fires says."""
+        alerts = self.ask("alerts")["alerts"]
+        return {
+            f"{each['labels']['alertname']}: {each['annotations']['summary']}"
+            for each in alerts
+            if each["state"] == "firing"
+        }
+
     def series(self, expression: str) -> list[tuple[dict[str, str], float]]:
         found = self.ask("query", query=expression)["result"]
         return [(one["metric"], float(one["value"][1])) for one in found]
 
 
 @contextmanager
-def scraping(folder: Path, target: str) -> Iterator[Prometheus]:
-    """A real Prometheus with the configuration of the Compose file, which scrapes `target` each second."""
-    ours = {"127.0.0.1:8000": target, "_interval: 5s": "_interval: 1s", "alerts.yml": f"{FOLDER}/alerts.yml"}
+def scraping(folder: Path, *targets: str) -> Iterator[Prometheus]:
+    """A real Prometheus with the configuration of the Compose file, which scrapes the targets each second; alerts fire
+    after two."""
+    alerts = folder / "alerts.yml"
+    alerts.write_text(re.sub(r"for: \d+[sm]", "for: 2s", (FOLDER / "alerts.yml").read_text()))
+    addresses = '", "'.join(targets)
+    ours = {"127.0.0.1:8000": addresses, "_interval: 5s": "_interval: 1s", "alerts.yml": str(alerts)}
     file = folder / "prometheus.yml"
     lines = (FOLDER / "prometheus.yml").read_text().splitlines()
     file.write_text("\n".join(replaced(lines, ours)))

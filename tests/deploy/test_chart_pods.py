@@ -22,6 +22,8 @@ from pdserve.credentials import Credentials
 from pdserve.supervisor.embedded import etcd_binary, nats_binary
 from tests.conditions import until
 from tests.deploy.helm import Object, Rendering, render, template
+from tests.deploy.prometheus import scraping
+from tests.deploy.test_outages import DECODE, ETCD, NATS, PREFILL, Watched
 from tests.network import hosts
 
 KEY = "sk-of-the-tests-of-the-chart"
@@ -46,6 +48,14 @@ PROGRAMS = {
 """of images, by the command or the image's name"""
 _ELSEWHERE = {"/data": "/srv"}
 """folders of images that this machine has not"""
+ROLES = ("frontend", "decode", "prefill")
+OUTAGES = (
+    ("nats", "NATS does not answer", (NATS,)),
+    ("etcd", "etcd does not answer", (ETCD,)),
+    ("prefill", "no prefill worker is there", (PREFILL, "PdserveWorkerDown: prefill-0 on")),
+    ("decode", "no decode worker is there: prefill-0 stands in", (DECODE, "PdserveWorkerDown: decode-0 on")),
+)
+"""the pod that is cut off, what `/health` says, the alerts"""
 _MACHINE = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 _MOUNTS = """
 set -e
@@ -181,12 +191,8 @@ def written_names(folder: Path, pods: list[Pod]) -> Path:
 
 @pytest.mark.timeout(600)
 def test_the_pods_get_ready_answer_and_end_well(tmp_path: Path, credentials: Credentials) -> None:
-    secrets = {
-        "graph-certificates": {path.name: path.read_text() for path in credentials.folder.iterdir()},
-        "keys": {"api-keys": KEY},
-    }
     with hosts(tmp_path) as net:
-        pods = pods_of(render({"config": YAML}), net, secrets)
+        pods = pods_of(render({"config": YAML}), net, _secrets(credentials))
         names = written_names(tmp_path, pods)
 
         async def ready(kind: str) -> bool:
@@ -204,6 +210,42 @@ def test_the_pods_get_ready_answer_and_end_well(tmp_path: Path, credentials: Cre
             assert set(ended.values()) == {0}, ended
 
         asyncio.run(story())
+
+
+@pytest.mark.timeout(600)
+def test_outages_have_their_alerts(tmp_path: Path, credentials: Credentials) -> None:
+    """In a Prometheus that reads each pod's page, by the annotations. As `test_outages.py`, with cut links."""
+    with hosts(tmp_path) as net:
+        pods = pods_of(render({"config": YAML}), net, _secrets(credentials))
+        names = written_names(tmp_path, pods)
+        by_role = {pod.host.name.split("-")[1]: pod for pod in pods}
+
+        async def story(graph: Watched) -> None:
+            await asyncio.gather(*(pod.start(names) for pod in pods))
+            await until(graph.well, 300)
+            await graph.fires()
+            for role, problem, alerts in OUTAGES:
+                link = by_role[role].host.link
+                await net.aside(link.cut)
+                await graph.is_degraded(problem)
+                await graph.fires(*alerts)
+                await net.aside(link.mend)
+                await until(graph.well, 60)
+                await graph.fires()
+
+        pages = [f"{by_role[role].host.address}:{_page_port(by_role[role])}" for role in ROLES]
+        url = f"http://{by_role['frontend'].host.address}:{by_role['frontend'].port('http')}"
+        with scraping(tmp_path, *pages) as prometheus:
+            asyncio.run(story(Watched(url, prometheus, KEY)))
+
+
+def _page_port(pod: Pod) -> str:
+    return str(pod.template["metadata"]["annotations"]["prometheus.io/port"])
+
+
+def _secrets(credentials: Credentials) -> dict[str, dict[str, str]]:
+    files = {path.name: path.read_text() for path in credentials.folder.iterdir()}
+    return {"graph-certificates": files, "keys": {"api-keys": KEY}}
 
 
 async def answers(url: str) -> None:

@@ -83,14 +83,15 @@ def test_panels_and_alerts_ask_for_documented_metrics_and_labels() -> None:
     asked = [*expressions(), *((rule["alert"], rule["expr"]) for rule in rules)]
     assert len(asked) > 30
     for title, expression in asked:
+        grouped = {label for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(", ")}
+        there = set(OF_PROMETHEUS)
         for name, filters in re.findall(r"\b(pdserve_\w+)(?:\{([^}]*)\})?", expression):
             kind, labels, _ = METRICS[re.sub("_bucket$", "", name)]
             assert name.endswith("_bucket") == (kind == "histogram"), title
             used = set(re.findall(r"(\w+)=", filters))
-            used |= {
-                label for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(", ")
-            }
             assert used <= labels | OF_PROMETHEUS, f"{title}: {name} has no labels {used - labels}"
+            there |= labels
+        assert grouped <= there or "pdserve_" not in expression, f"{title}: no labels {grouped - there}"
 
 
 def test_grafana_is_provisioned_with_existing_files() -> None:

@@ -96,7 +96,7 @@ async def test_pages_that_need_no_key(graph: Graph, address: str) -> None:
         answers = {path: await http.get(path) for path in paths}
         strangers = (await http.get("/health")).json()
         known = (await http.get("/health", headers={"x-api-key": "secret"})).json()
-    assert (strangers == {"status": "ok"}) is (address != "127.0.0.1")
+    assert (strangers.keys() == {"status"}) is (address != "127.0.0.1")
     assert known["workers"]["demo"] == 1
     schemes = {
         path: answer.headers["www-authenticate"]

@@ -1,5 +1,7 @@
 from collections.abc import AsyncIterator
 
+from msgspec.structs import replace
+
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Change
@@ -50,6 +52,34 @@ async def test_a_worker_that_vanished_is_remembered(stage: Stage) -> None:
         assert view.gone() == []
 
 
+async def test_a_worker_that_vanished_is_gone_until_another_replaces_it() -> None:
+    """From another host, as a pod does; not by one that was there already and drains afterwards."""
+    server = MemoryServer()
+    workers = [replace(DECODE, id=f"decode-0-{name}", host=name) for name in "abc"]
+
+    async def put(worker: Instance) -> None:
+        await writer.put(keys.instance(worker), encode_record(worker))
+
+    async with MemoryRegistry(server) as writer, MemoryRegistry(server) as registry:
+        await put(workers[0])
+        await put(workers[1])
+        async with RegistryView(registry) as view:
+            await writer.delete(keys.instance(workers[0]))
+            await until(lambda: bool(view.gone()))
+            assert [(each.id, each.host, each.model) for each in view.gone()] == [
+                ("decode-0-a", "a", DECODE.model)
+            ]
+            assert not +view.replaced
+            await put(workers[2])
+            await until(lambda: not view.gone())
+            assert view.replaced == {(DECODE.model, Role.DECODE): 1}
+            await put(replace(workers[1], draining=True))
+            await until(lambda: any(worker.draining for worker in view.instances()))
+            await writer.delete(keys.instance(workers[1]))
+            await until(lambda: len(view.instances()) == 1)
+            assert view.gone() == []
+
+
 class WatchedAnew(MemoryRegistry):
     """Its first watch fails at the first change."""
 
@@ -87,3 +117,4 @@ async def test_a_watch_that_begins_anew_forgets_deleted_keys() -> None:
             for key in records:
                 await writer.delete(key)
             await until(lambda: registry.watches == 2 and not any(seen()))
+            assert [each.id for each in view.gone()] == [DECODE.id], "what vanished meanwhile is missed"

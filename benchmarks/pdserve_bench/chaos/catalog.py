@@ -40,6 +40,15 @@ FAULTS: tuple[Fault, ...] = (
     disk.STATE_LOST,
     restarts.SERVE_AND_GUARDIAN_KILL,
 )
+ALONE_FAULTS: tuple[Fault, ...] = (
+    *faults.FAULTS,
+    abuse.UNREAD_STREAMS,
+    abuse.POISON,
+    garbage.GARBAGE,
+    unregistered.KEYS_DELETED,
+    unregistered.PREFILL_WITHOUT_NATS,
+)
+"""those that need no `serve`"""
 HOST_FAULTS = hosts.HOST_FAULTS
 """those of a graph whose processes have a host each"""
 CLUSTER_FAULTS = members.CLUSTER_FAULTS

@@ -12,7 +12,8 @@ import typer
 
 from pdserve.errors import ConfigError
 from pdserve.observe.tables import show
-from pdserve_bench.chaos.catalog import CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
+from pdserve_bench.alone import alone
+from pdserve_bench.chaos.catalog import ALONE_FAULTS, CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
 from pdserve_bench.chaos.members import on_clusters
 from pdserve_bench.chaos.pause import HOST_PAUSE, stoppable
 from pdserve_bench.chaos.run import chaos as run_chaos
@@ -36,6 +37,9 @@ def chaos(
     hosts: Annotated[
         bool,
         typer.Option("--hosts", help="each process on a host of its own, and what happens between hosts"),
+    ] = False,
+    without_serve: Annotated[
+        bool, typer.Option("--alone", help="each role by itself, as systemd runs it, without `serve`")
     ] = False,
     one_engine: Annotated[
         bool, typer.Option("--one-engine", help="compare with one engine that does both, asked before")
@@ -67,23 +71,26 @@ def chaos(
     where KV blocks stayed held, or where the graph did not recover; Ctrl-C shows what is known by then.
     --hosts: NATS and etcd, and each process, on a host of namespaces (root, or below `unshare -Ur`); links are cut,
     lossy, far and slow, and hosts vanish, come back elsewhere, and have other clocks. --clusters: three NATS and three
-    etcd, whose leaders are killed, hung and cut off, whose majority is lost, and which are all restarted.
+    etcd, whose leaders are killed, hung and cut off, whose majority is lost, and which are all restarted. --alone: each
+    role without `serve`, started again when it ends.
 
     examples:
       pdserve chaos -f graph.yaml --dtype float32       every fault, on real engines (bf16 batches differ)
       pdserve chaos -f graph.yaml --only decode,etcd-kill --seconds 30
       pdserve chaos -f graph.yaml --hosts --one-engine --dtype float32
       pdserve chaos -f graph.yaml --clusters --only nats-stream,etcd-majority
-      pdserve chaos --list [--hosts | --clusters]
+      pdserve chaos --list [--hosts | --clusters | --alone]
     """
-    faults = HOST_FAULTS if hosts else CLUSTER_FAULTS if clusters else FAULTS
+    faults = FAULTS
+    for asked, known in ((hosts, HOST_FAULTS), (clusters, CLUSTER_FAULTS), (without_serve, ALONE_FAULTS)):
+        faults = known if asked else faults
     if show_list:
         print("\n".join(f"{fault.name:18} {fault.told}" for fault in choose(only, faults)))
         return 0
     if file is None:
         raise ConfigError(["Give the graph to break: -f FILE."])
-    if hosts and clusters:
-        raise ConfigError(["Give --hosts or --clusters, not both."])
+    if hosts + clusters + without_serve > 1:
+        raise ConfigError(["Give one of --hosts, --clusters and --alone."])
     options = Options(choose(only, faults), seconds, hold, concurrency, patience, seed=seed)
     logging.basicConfig(level=logging.ERROR)  # that etcd is away is no news here
     folder = Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
@@ -93,7 +100,8 @@ def chaos(
     else:
         _say(f"starting the graph of {file}; its logs: {folder}/state/logs")
         names = {fault.name for fault in options.faults}
-        graph = (on_clusters if clusters else started)(
+        start = on_clusters if clusters else alone if without_serve else started
+        graph = start(
             file,
             folder,
             _say,

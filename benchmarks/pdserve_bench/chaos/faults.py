@@ -96,10 +96,10 @@ def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: i
         return [[_server(target, supervisor)]]
     roles = _ROLES.get(target, (target.value,))
     victims = [
-        Victim(instance.id, instance.pid)
+        Victim(instance.id, group)
         for role in roles
         for instance in sorted(instances, key=lambda instance: instance.id)
-        if instance.role.does(Role(role)) and _belongs(instance.pid, supervisor)
+        if instance.role.does(Role(role)) and (group := _group(instance.pid, supervisor))
     ]
     ours = list(dict.fromkeys(victims))  # a worker that does both is named twice
     if not instances:
@@ -118,17 +118,19 @@ def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: i
 def _server(target: Target, supervisor: int) -> Victim:
     with suppress(psutil.Error):
         for child in psutil.Process(supervisor).children():
-            if child.name().partition("-")[0] == target.value and _belongs(child.pid, supervisor):
+            if child.name().partition("-")[0] == target.value and _group(child.pid, supervisor) == child.pid:
                 return Victim(target.value, child.pid)
     raise Cannot(f"{target.value} is not a server of this graph's own")
 
 
-def _belongs(pid: int, supervisor: int) -> bool:
-    """Only what the graph's supervisor started, and what leads a group of its own, is ever harmed."""
+def _group(pid: int, supervisor: int) -> int:
+    """The process group of a process; 0 unless the graph's supervisor started the group's leader, since only that is
+    ever harmed. A role alone is the child of its leader."""
     try:
-        return pid > 0 and psutil.Process(pid).ppid() == supervisor and os.getpgid(pid) == pid
+        group = os.getpgid(pid) if pid > 0 else 0
+        return group if group and psutil.Process(group).ppid() == supervisor else 0
     except (psutil.Error, ProcessLookupError):
-        return False
+        return 0
 
 
 async def harm(scene: Scene, target: Target, how: Harm, victim: Victim | None = None) -> float | None:

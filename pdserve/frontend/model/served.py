@@ -4,7 +4,7 @@ for long."""
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cache, partial
 from types import ModuleType
@@ -21,18 +21,22 @@ from pdserve.frontend.model.adapters import served
 from pdserve.frontend.model.served_model import ServedModel
 from pdserve.imports import import_large
 from pdserve.messages import Load
-from pdserve.observe.metrics import INSTANCES
+from pdserve.observe.graph_state import graph_state
+from pdserve.observe.metrics import INSTANCES, SLOT_READY, USABLE_WORKERS, WORKERS_REPLACED
+from pdserve.observe.problems import nodes, readiness
 from pdserve.records import Adapter, Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.settings import in_force, promise_in_force
 from pdserve.tasks import Apart, Owner, forever, reraise_fatal
-from pdserve.watch import LinkState
+from pdserve.watch import LinkState, Watched
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.processor import Processor
 
 logger = logging.getLogger(__name__)
 
+LOOK = 30.0
+"""seconds after which the registry is looked at though it has not changed: a worker that is gone is forgotten"""
 RETRY = 5.0
 """seconds between attempts to serve a card that could not be served"""
 
@@ -75,6 +79,11 @@ class ServedModels:
         """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
         """by model: the fingerprints of its workers"""
+        self._ready: dict[tuple[str, str], bool] = {}
+        """by the names of slot and host, as shown"""
+        self._replaced = Counter[tuple[str, Role]]()
+        """the view's, as counted so far"""
+        USABLE_WORKERS.labels(expected, Role.DECODE).set(0)
 
     # for requests
 
@@ -159,7 +168,7 @@ class ServedModels:
     # following the registry
 
     async def follow(self) -> None:
-        async for _ in self._view.changes():
+        async for _ in self._view.changes(LOOK):
             self._update()
 
     def cancel_removals(self) -> None:
@@ -179,9 +188,29 @@ class ServedModels:
         for model in self._all():
             with Apart("served models"):
                 self._update_model(model)
-        running = Counter(instance.role for instance in self._view.instances())
+        self._count(self._view.instances())
+
+    def _count(self, instances: list[Instance]) -> None:
+        running = Counter(instance.role for instance in instances)
         for role in Role:
             INSTANCES.labels(role.value).set(running[role])
+        for each in instances:
+            if each.role is not Role.FRONTEND:
+                WORKERS_REPLACED.labels(each.model, each.role)  # a series that begins at 1 shows no increase
+        for kind, more in (self._view.replaced - self._replaced).items():
+            WORKERS_REPLACED.labels(*kind).inc(more)
+        self._replaced = self._view.replaced.copy()
+        self.show_ready()
+
+    def show_ready(self, silent: Container[str] = ()) -> None:
+        """Show by slot which processes are ready. `silent`: ids of those that do not answer."""
+        answers = {each.id: Watched() for each in self._view.instances() if each.id not in silent}
+        state = graph_state(*self._view.snapshot(), answers | {"": Watched(gone=self._view.gone())})
+        before, self._ready = self._ready, readiness(state, nodes(state, 0.0))
+        for place in before.keys() - self._ready.keys():
+            SLOT_READY.remove(*place)
+        for place, ready in self._ready.items():
+            SLOT_READY.labels(*place).set(ready)
 
     def _all(self) -> list[ServedModel]:
         return [*self._models.values(), *self._retiring, *filter(None, [self._starting])]
@@ -209,6 +238,7 @@ class ServedModels:
         if model.removal is None:
             grace = self._context.request_timeout
             logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
+            model.missed = name == self._expected or any(each.model == name for each in self._view.gone())
             model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
 
     def _remove(self, name: str) -> None:

@@ -12,7 +12,7 @@ from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.admission.granted import ModelReplaced
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.trace import RETRY_AFTER
-from pdserve.observe.metrics import BACKLOG, LINKS, RUNNING, WAITING
+from pdserve.observe.metrics import BACKLOG, LINKS, RUNNING, USABLE_WORKERS, WAITING
 from pdserve.records import Adapter, ModelCard, Role
 from pdserve.slo import NO_PROMISE
 from pdserve.watch import LinkState
@@ -40,6 +40,8 @@ class ServedModel:
         """set when its name belongs to another model, or to none"""
         self.removal: asyncio.TimerHandle | None = None
         """set while its card is not in the registry"""
+        self.missed = False
+        """its last worker did not drain: that it has none stays a matter for an alert"""
         self.promised = NO_PROMISE
         self.adapters: dict[str, Adapter] = {}
         """that requests may name, by name"""
@@ -95,6 +97,9 @@ class ServedModel:
     def _count_links(self, up: bool) -> int:
         return sum(link.up == up for link in self.links())
 
+    def _count_decode_workers(self) -> int:
+        return self.processor.workers.decode_workers if self.processor is not None else 0
+
     def links(self) -> list[LinkState]:
         """The links to its decode workers."""
         return self.processor.workers.links() if self.processor is not None else []
@@ -105,6 +110,7 @@ class ServedModel:
         WAITING.labels(name).set_function(self.admission.__len__)
         RUNNING.labels(name).set_function(lambda: self.running)
         BACKLOG.labels(name, Role.DECODE).set_function(lambda: self.backlog)
+        USABLE_WORKERS.labels(name, Role.DECODE).set_function(self._count_decode_workers)
         for state in _LINK_STATES:
             LINKS.labels(name, state).set_function(partial(self._count_links, state == "up"))
 
@@ -113,6 +119,9 @@ class ServedModel:
         WAITING.remove(name)
         RUNNING.remove(name)
         BACKLOG.remove(name, Role.DECODE)
+        USABLE_WORKERS.remove(name, Role.DECODE)
+        if self.missed:
+            USABLE_WORKERS.labels(name, Role.DECODE).set(0)
         for state in _LINK_STATES:
             LINKS.remove(name, state)
 

@@ -26,7 +26,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, conn
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers.base import BaseRenderer
 
-from pdserve.errors import Overloaded
+from pdserve.errors import Overloaded, text_of
 from pdserve.frontend.edge.body import Budget
 from pdserve.frontend.edge.trace import RequestTrace, current_trace
 
@@ -75,7 +75,7 @@ class PictureReader(MediaConnector):  # type: ignore[misc]
         try:
             return await MediaConnector.load_from_url_async(alone, url, media_io, **options)
         except (RuntimeError, OSError, ClientError) as error:
-            raise _refusal(f"it cannot be read: {str(error) or type(error).__name__}") from error
+            raise _refusal(f"it cannot be read: {text_of(error)}") from error
         finally:
             if alone.connection._async_client is not None:
                 await alone.connection._async_client.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from pdserve.errors import BadRequest, PeerGone, leaves
+from pdserve.errors import BadRequest, PeerGone, leaves, text_of
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
 from pdserve.frontend.model.candidates import WINDOW, Candidates, Prospect, keeping
@@ -136,6 +136,11 @@ class WorkerPool:
     def live(self) -> int:
         """How many workers would take a request now."""
         return len(self._ready())
+
+    @property
+    def decode_workers(self) -> int:
+        """How many of these are no stand-ins."""
+        return len(self._decode) if self._ready() is self._decode else 0
 
     def links(self) -> list[LinkState]:
         """The links to all listed workers, and to those that left the registry and still work; to stand-ins while they
@@ -315,7 +320,9 @@ class WorkerPool:
                 except Exception as failed:
                     reraise_fatal(failed)
                     causes = [cause for cause in leaves(failed) if not isinstance(cause, PeerGone)]
-                    self._note_failure(instance.id, str(causes[0]) if causes else f"{instance.id} is gone")
+                    self._note_failure(
+                        instance.id, text_of(causes[0]) if causes else f"{instance.id} is gone"
+                    )
                     say = logger.exception if causes else logger.warning
                     say("the link to %s ended; connecting again while it is listed", instance.id)
                 if instance.id not in self._renewing:

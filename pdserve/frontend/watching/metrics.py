@@ -32,7 +32,7 @@ class MetricsPage(Rib):
 
     def __init__(self, context: RibContext) -> None:
         self._view, self._own, self._client = context.view, context.id, context.http
-        self._keys = context.keys
+        self._keys, self._models = context.keys, context.models
         self.routes = [Route("/metrics", self._answer)]
         self._making = asyncio.Lock()
         self._page = b""
@@ -53,26 +53,28 @@ class MetricsPage(Rib):
 
     async def _make(self) -> bytes:
         page = MergedPage()
-        page.add(self._own, generate_latest().decode())
-        page.add("serve", self._slots())
         others = [other for other in self._view.instances() if other.metrics and other.id != self._own]
         if len(others) <= MAX_MERGED:
-            await asyncio.gather(*(self._fetch(other, page) for other in others))
+            found = await asyncio.gather(*(self._fetch(other, page) for other in others))
+            self._models.show_ready({other.id for other, well in zip(others, found, strict=True) if not well})
+        page.add(self._own, generate_latest().decode())
+        page.add("serve", self._slots())
         return page.text()
 
     def _slots(self) -> str:
-        """The supervisors have no page of their own: what they know is in the registry."""
+        """Supervisors have no page of their own: what they know is in the registry."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(SlotMetrics(self._view.slots()))
         return generate_latest(registry).decode()
 
-    async def _fetch(self, instance: Instance, page: MergedPage) -> None:
+    async def _fetch(self, instance: Instance, page: MergedPage) -> bool:
         """A process that does not answer is left out. Its page is merged when it comes and in the event loop, where a
         page takes a fraction of a millisecond; a thread for all of them would hold the GIL for several at a time."""
         try:
             async with asyncio.timeout(FETCH_WITHIN):
                 answer = await self._client.get(instance.metrics)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-            return
+            return False
         if answer.status_code == 200:
             page.add(instance.id, answer.text)
+        return answer.status_code == 200

@@ -11,7 +11,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from pdserve.command import command
-from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.errors import ConfigError, QueueUnavailable, text_of
 from pdserve.ports import servers_of, without_passwords
 
 log = logging.getLogger(__name__)
@@ -135,5 +135,4 @@ def available(url: str) -> Iterator[None]:
     try:
         yield
     except PASSING as error:
-        at = without_passwords(url)
-        raise QueueUnavailable(f"NATS at {at}: {error or type(error).__name__}") from error
+        raise QueueUnavailable(f"NATS at {without_passwords(url)}: {text_of(error)}") from error

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor, Workers, serve_model
 from pdserve.frontend.model.served_model import UNKNOWN_SECONDS
+from pdserve.frontend.watching.metrics import MetricsPage
 from pdserve.messages import Load, WorkerLoad
-from pdserve.records import ModelCard, Role, encode_record
+from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.stream.archives import archive_name, pack_model
 from tests.conditions import until
@@ -207,6 +209,39 @@ async def test_health_says_what_is_missing(graph: Graph) -> None:
     assert well.json()["workers"]["demo"] == 1
     assert ill.status_code == 503
     assert "demo: no decode worker is connected" in ill.json()["missing"]
+
+
+async def test_health_says_what_else_is_wrong_by_the_registry_and_is_200(graph: Graph) -> None:
+    """No supervisor says it; a key that is not known gets the status alone."""
+
+    async def told(*texts: str) -> bool:
+        """Whether these are told, and no others of this test: earlier ones left workers that are gone."""
+        answer = await graph.http.get("/health")
+        problems = "; ".join(answer.json().get("problems", []))
+        assert answer.status_code == 200
+        assert answer.json()["status"] == ("degraded" if problems else "ok")
+        return {text for text in (without, lost, gone) if text in problems} == set(texts)
+
+    without, lost, gone = "no prefill worker", "NATS does not answer prefill-7", "prefill-7 of h7 is gone"
+    prefill = Instance("prefill-7-p", Role.PREFILL, "demo", host="h7")
+    async with graph.worker() as worker, MemoryRegistry(graph.registry) as registry:
+
+        async def put(instance: Instance) -> None:
+            await registry.put(keys.instance(instance), encode_record(instance))
+
+        await until(lambda: not graph.models.missing())
+        await put(replace(worker.instance, prefills_remotely=True))
+        await until(lambda: told(without))
+        await put(prefill)
+        await until(told)
+        await put(replace(prefill, queue_lost=True))
+        await until(lambda: told(lost))
+        await registry.delete(keys.instance(prefill))
+        await until(lambda: told(without, gone))
+        page = await MetricsPage(graph.context).get()
+        assert b'pdserve_slot_ready{instance="frontend-0-test",host="h7",slot="prefill-7"} 0.0' in page
+        await put(prefill)
+        await until(told)
 
 
 async def test_version(graph: Graph) -> None:

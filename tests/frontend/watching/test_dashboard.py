@@ -20,7 +20,7 @@ from pdserve.frontend.keys.auth import Viewer
 from pdserve.frontend.watching.dashboard import page as dashboard
 from pdserve.frontend.watching.dashboard.page import SHELL, Dashboard, shown_to
 from pdserve.messages import Hop, Load
-from pdserve.observe.graph_state import GraphState, graph_state
+from pdserve.observe.graph_state import GraphState, InstanceState, graph_state
 from pdserve.observe.pages import serve_pages
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
@@ -162,6 +162,19 @@ async def test_the_parts_of_the_page(graph: Graph, browser: Browser) -> None:
         await page.focus("#charts [data-chart='0']")
         await page.keyboard.press("ArrowLeft")
         await expect(page.locator("#charts figcaption").first).to_contain_text("ago")
+
+
+async def test_where_there_are_two_models_each_is_named(graph: Graph, browser: Browser) -> None:
+    other = replace(instance("decode-2-x", 12), model="other")
+    state = replace(WELL, instances=[*WELL.instances, InstanceState(other, Load(), [])])
+    async with visiting(browser, graph) as visit:
+        page = visit.page
+        await visit.draws(state)
+        await expect(page.locator("#graph .node[data-key='decode-2']")).to_contain_text("other · 0 running")
+        await expect(page.locator("#charts figcaption").first).to_contain_text("(demo and other)")
+        await expect(page.locator("#requests tbody tr").first).to_contain_text("demo")
+        await visit.draws(WELL)
+        await expect(page.locator("#charts figcaption").first).not_to_contain_text("demo")
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ const CHARTS = [
 
 let moments = [];
 let tick = 2;
+let of = ""; // which models, where there are several
 let width = 240;
 let pointed = null; // { chart, ago }: which moment's values are shown
 
-export function showCharts(found, seconds) {
-  [moments, tick] = [found, seconds];
+export function showCharts(found, seconds, models) {
+  [moments, tick, of] = [found, seconds, models.length > 1 ? ` (${models.join(" and ")})` : ""];
   draw();
 }
 
@@ -40,7 +41,7 @@ function card(chart, index) {
   const values = chart.series.map(([name, field, kind]) => ({ name, kind, value: at?.[field] ?? null }));
   const said = values.map(({ name, value }) => `${name} ${value === null ? "none" : chart.format(value)}`).join(", ");
   return h("figure", { class: "card chart" },
-    h("figcaption", {}, h("h2", {}, chart.name),
+    h("figcaption", {}, h("h2", {}, chart.name + of),
       h("span", { class: "quiet" }, pointed?.chart === index && at ? `${age(at.age)}${at.age < 1 ? "" : " ago"}` : "")),
     h("p", { class: "values" }, values.map(({ name, kind, value }) =>
       h("span", { class: kind }, `${name} `, h("b", {}, value === null ? "–" : chart.format(value))))),

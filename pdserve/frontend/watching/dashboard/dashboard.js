@@ -45,7 +45,7 @@ function render() {
   showModels(state);
   showGraph(state);
   showLinks(state);
-  showCharts(state.moments, state.tick);
+  showCharts(state.moments, state.tick, state.models);
   showRequests(state);
   showDetours(state);
 }
@@ -63,7 +63,7 @@ function showProblems() {
   const lines = state.problems.map((problem) =>
     h("p", { class: problem.level, "data-key": problem.text },
       h("b", {}, { bad: "Problem", warn: "Warning", info: "Note" }[problem.level]),
-      h("span", {}, problem.text),
+      h("span", {}, problem.text, problem.advice && h("span", { class: "quiet" }, `; ${problem.advice}`)),
       problem.seconds !== null && h("span", { class: "quiet", "aria-hidden": "true" }, lasting(problem.seconds))));
   if (away) lines.unshift(h("p", { class: "bad", "data-key": "away" }, h("b", {}, "Problem"),
     h("span", {}, `${state.frontend} does not answer: what is shown is what it told last`)));

@@ -48,9 +48,10 @@ function queue(state) {
       : "prompts not yet pulled by prefill workers; decode workers send prompts by estimates, without a limit" };
 }
 
-function works(node) {
+function works(node, state) {
   if (!node.load) return short(node.why || node.state, 34);
-  return `${whole(node.load.running)} running · ${whole(node.load.waiting)} ${node.role === "frontend" ? "in line" : "waiting"}`;
+  const model = state?.models.length > 1 && node.instance?.model ? `${node.instance.model} · ` : "";
+  return `${model}${whole(node.load.running)} running · ${whole(node.load.waiting)} ${node.role === "frontend" ? "in line" : "waiting"}`;
 }
 
 function details(node) {
@@ -58,6 +59,7 @@ function details(node) {
   const seconds = node.seconds === null ? "" : ` ${lasting(node.seconds)}`;
   return [
     `${instance?.id ?? node.name}: ${node.state}${seconds}`,
+    instance?.model && `model ${instance.model}`,
     node.why && `last end: ${node.why}`,
     node.restarts && many(node.restarts, "restart"),
     load && works(node),
@@ -94,7 +96,7 @@ function drawing(state, columns, width) {
     pill(admission(state), left(0) + box, gap),
     count === 3 && pill(queue(state), left(1) + box, gap),
     paths.map((path, index) => line(known[index], path)),
-    state.nodes.map((node) => box_(node, places.get(node.name), box, levels)),
+    state.nodes.map((node) => box_(node, places.get(node.name), box, levels, state)),
     paths.map((path, index) => (fewLinks(known[index].kind) || known[index].level) && label(known[index], path)));
 }
 
@@ -144,7 +146,7 @@ function linkDetails(link) {
   ].filter(Boolean).join("\n");
 }
 
-function box_(node, { x, y }, width, levels) {
+function box_(node, { x, y }, width, levels, state) {
   const status = statusOf(node, levels);
   const usage = node.load && node.role !== "frontend" ? node.load.kv_usage : null;
   const track = width * (width < 200 ? 0.25 : 0.36);
@@ -154,7 +156,7 @@ function box_(node, { x, y }, width, levels) {
   s("circle", { class: "dot", cx: 16, cy: 17, r: 4.5 }),
   s("text", { class: "name", x: 27, y: 21 }, short(node.name, Math.floor(width / 9))),
   node.state !== "ready" && s("text", { class: "state", x: width - 12, y: 21, "text-anchor": "end" }, WORDS[node.state] ?? node.state),
-  s("text", { x: 12, y: 40 }, short(works(node), Math.floor(width / 7.2))),
+  s("text", { x: 12, y: 40 }, short(works(node, state), Math.floor(width / 7.2))),
   usage === null
     ? s("text", { class: "quiet", x: 12, y: 57 }, node.load ? frontendNote(node) : node.seconds === null ? "" : lasting(node.seconds))
     : [
@@ -179,7 +181,7 @@ function tiles(state, columns) {
     h("ul", { class: nodes.length > MANY ? "tiles many" : "tiles" }, [...nodes].sort((a, b) => rank(a) - rank(b)).map((node) =>
       h("li", { class: `node ${statusOf(node, levels)}`, "data-key": node.name, title: details(node), tabindex: 0 },
         h("b", {}, node.name), node.state !== "ready" && h("span", { class: "state" }, ` ${WORDS[node.state] ?? node.state}`),
-        h("span", { class: "works" }, works(node)),
+        h("span", { class: "works" }, works(node, state)),
         node.load && node.role !== "frontend" && h("span", { class: "quiet" }, `KV ${percent(node.load.kv_usage)}`))))));
 }
 

@@ -60,7 +60,8 @@ function row(receipt) {
   const cells = [
     [age(receipt.age + (performance.now() - receipt.told) / 1000)],
     [h("button", { type: "button", class: "plain", "data-request": id, "aria-expanded": String(isOpen), title: id },
-      short(id, 14)), receipt.key && h("span", { class: "quiet" }, ` ${receipt.key}`)],
+      short(id, 14)), state.models.length > 1 && h("span", { class: "quiet" }, ` ${receipt.model}`),
+    receipt.key && h("span", { class: "quiet" }, ` ${receipt.key}`)],
     [receipt.running ? (waits(receipt) ? "in line" : "running") : receipt.status || "–", note && h("span", { class: "chip warn" }, note)],
     [receipt.prefill || "–", receipt.reason && h("span", { class: "quiet" }, ` ${why(receipt)}`)],
     [receipt.cached_tokens ? whole(receipt.cached_tokens) : "–"],

@@ -1,0 +1,150 @@
+"""Each outage has its alert in a real Prometheus, is among the problems of `/health` and `status`, and leaves 200 where
+requests are served: under `serve`, and with roles alone, which nothing starts again. In pods: `test_chart_pods.py`."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from pdserve_bench.alone import alone
+from pdserve_bench.launch import PDSERVE, RunningGraph, started
+from pdserve_bench.simulated import simulated, write
+
+from tests.conditions import until
+from tests.deploy.prometheus import Prometheus, scraping
+
+PREFILL = "PdserveNoPrefillWorker: No prefill worker of demo is there"
+DECODE = "PdserveNoDecodeWorker: No decode worker of demo is there"
+NATS, ETCD = "PdserveServerLost: NATS does not answer", "PdserveServerLost: etcd does not answer"
+DOWN = "PdserveWorkerDown: decode-1 on 127.0.0.1 is not ready"
+
+
+class Watched:
+    """A graph beside a Prometheus."""
+
+    def __init__(self, url: str, prometheus: Prometheus, key: str = "") -> None:
+        self.url, self.prometheus = url, prometheus
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    async def fires(self, *alerts: str) -> None:
+        """Wait until these fire, and no others."""
+        fired: set[str] = set()
+        for _ in range(90):
+            fired = await asyncio.to_thread(self.prometheus.firing)
+            found = [alert for alert in alerts if any(said.startswith(alert) for said in fired)]
+            if len(found) == len(alerts) == len(fired):
+                return
+            await asyncio.sleep(1)
+        raise AssertionError(f"{fired} where {alerts} should fire")
+
+    async def well(self) -> bool:
+        with suppress(httpx.HTTPError):  # it starts
+            return (await self.health())[:2] == (200, "ok")
+        return False
+
+    async def health(self) -> tuple[int, str, str]:
+        async with httpx.AsyncClient(trust_env=False, timeout=30, headers=self.headers) as http:
+            answer = await http.get(f"{self.url}/health")
+        body = answer.json()
+        return answer.status_code, body["status"], "; ".join(body.get("problems", []))
+
+    async def is_degraded(self, problem: str) -> None:
+        async def degraded() -> bool:
+            code, status, problems = await self.health()
+            assert code == 200
+            return status == "degraded" and problem in problems
+
+        await until(degraded, 60)
+
+
+async def outages(graph: Watched, send: Callable[[str, int], None]) -> None:
+    """One after the other: a worker that hangs, NATS, etcd, all prefill workers, all decode workers."""
+
+    async def during(names: list[str], problem: str, *alerts: str) -> None:
+        for name in names:
+            send(name, signal.SIGSTOP)
+        await graph.is_degraded(problem)
+        await graph.fires(*alerts)
+        for name in names:
+            send(name, signal.SIGCONT)
+        await until(graph.well, 60)
+        await graph.fires()
+
+    await until(graph.well, 60)
+    await graph.fires()
+    await during(["decode-1", "nats"], "NATS does not answer", DOWN, NATS)
+    await during(["etcd"], "etcd does not answer", ETCD)
+    prefill = ["prefill-0", "prefill-1"]
+    downs = [f"PdserveWorkerDown: {name} on" for name in prefill]
+    await during(prefill, "no prefill worker is there", PREFILL, *downs)
+
+    await during(
+        ["decode-0", "decode-1"],
+        "no decode worker is there: prefill-0",
+        DECODE,
+        DOWN,
+        DOWN.replace("-1", "-0"),
+    )
+
+
+def _file(folder: Path) -> Path:
+    return write(simulated(graph={"drain-timeout": 5}), folder / "sim.yaml")
+
+
+@contextmanager
+def watched(folder: Path, running: RunningGraph) -> Iterator[Watched]:
+    with scraping(folder, running.graph.url.removeprefix("http://")) as prometheus:
+        yield Watched(running.graph.url, prometheus)
+
+
+@pytest.mark.timeout(600)
+async def test_under_serve(tmp_path: Path) -> None:
+    async with started(_file(tmp_path), tmp_path, print, workers=2) as running:
+
+        def send(name: str, number: int) -> None:
+            (process,) = (each for each in running.serve.processes() if _is(each.cmdline(), name))
+            process.send_signal(number)
+
+        with watched(tmp_path, running) as graph:
+            await outages(graph, send)
+
+
+def _is(command: Sequence[str], name: str) -> bool:
+    role, _, index = name.partition("-")
+    return role in command and index in command[-1:] if index else name in Path(command[0]).name
+
+
+@pytest.mark.timeout(600)
+async def test_roles_alone(tmp_path: Path) -> None:
+    """Then a prefill worker, NATS and etcd are killed at once, and nothing starts them again."""
+    async with alone(_file(tmp_path), tmp_path, print, workers=2, frontends=1) as running:
+
+        def send(name: str, number: int) -> None:
+            os.killpg(running.group(name), number)
+
+        with watched(tmp_path, running) as graph:
+            await outages(graph, send)
+            running.restarts = False
+            send("prefill-0", signal.SIGKILL)
+            await graph.is_degraded("prefill-0 of 127.0.0.1 is gone")
+            status = await asyncio.to_thread(_status, running.graph.config)
+            assert status.returncode == 3, status.stderr
+            assert any("prefill-0" in each["text"] for each in json.loads(status.stdout)["problems"])
+            send("nats", signal.SIGKILL)
+            send("etcd", signal.SIGKILL)
+            send("prefill-1", signal.SIGKILL)
+            await graph.is_degraded("etcd does not answer")
+            await graph.fires(NATS, ETCD, *(f"PdserveWorkerDown: prefill-{number} on" for number in (0, 1)))
+            running.restarts = True
+            await graph.fires()
+
+
+def _status(file: str) -> "subprocess.CompletedProcess[str]":
+    command = [*PDSERVE, "status", "-f", file, "--json"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
