@@ -197,8 +197,7 @@ class SimEngine(SimAdapters, Engine):
 
     def _check_alive(self) -> None:
         if self.faults.dead:
-            killed = self.faults.killed
-            raise EngineDead("the simulated engine died on command", crashed=not killed, killed=killed)
+            raise EngineDead("the simulated engine died on command", **self.faults.cause)
 
     def _refuse_reuse(self, request_id: str) -> None:
         if request_id in self._seen:
@@ -259,23 +258,17 @@ class SimEngine(SimAdapters, Engine):
                 self._due = 0.0
                 continue
             share = self._share()
-            if any(self._is_fatal(request) for request, _ in share if request.prefilling):
+            if any(
+                self.faults.kills(request.prompt, request.pulled, self._model.fatal_token)
+                for request, _ in share
+                if request.prefilling
+            ):
                 self.die()
                 return
-            await self._compute(self._seconds(share) * self.faults.slow)
+            await self._compute(self._model.step_time(*wire.load_of(share)) * self.faults.slow)
             prompts = sum(count for request, count in share if request.prefilling)
             if outputs := [output for request, count in share if (output := self._advance(request, count))]:
                 self._steps.put_nowait(Step(outputs, ended=time.monotonic(), prompt_tokens=prompts))
-
-    def _is_fatal(self, request: SimRequest) -> bool:
-        fatal = self._model.fatal_token
-        return (self.faults.fatal_pulls and request.pulled > 0) or (fatal > 0 and fatal in request.prompt)
-
-    def _seconds(self, share: list[tuple[SimRequest, int]]) -> float:
-        decoding = [request for request, _ in share if not request.prefilling]
-        context = sum(len(request.prompt) + len(request.tokens) for request in decoding)
-        chunks = [(request.computed, count) for request, count in share if request.prefilling]
-        return self._model.step_time(len(decoding), context, chunks)
 
     async def _compute(self, seconds: float) -> None:
         async with self._stepping:

@@ -119,6 +119,15 @@ class Faults:
         self.deaf = False
         """the prefill engine's side channel closes every connection without an answer"""
 
+    def kills(self, prompt: list[int], pulled: int, fatal_token: int) -> bool:
+        """Whether the engine dies of this request. `pulled`: tokens whose KV it reads; `fatal_token` 0: none is."""
+        return (self.fatal_pulls and pulled > 0) or (fatal_token > 0 and fatal_token in prompt)
+
+    @property
+    def cause(self) -> dict[str, bool]:
+        """Of its death, as EngineDead has it."""
+        return {"crashed": not self.killed, "killed": self.killed}
+
     def stop_or_go(self) -> None:
         (self.going.clear if self.going.is_set() else self.going.set)()
 

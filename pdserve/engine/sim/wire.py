@@ -274,3 +274,14 @@ class SimRequest:
         reused = self.cached + self.pulled
         computed = len(self.prompt) - reused
         return PrefillStats(len(self.prompt), computed, reused, self.cached, self.pulled, computed)
+
+
+def load_of(share: list[tuple[SimRequest, int]]) -> tuple[int, int, list[tuple[int, int]]]:
+    """The arguments of `SimModel.step_time` for a step that computes so many tokens of each request."""
+    decoding = [request for request, _ in share if not request.prefilling]
+    context = sum(len(request.prompt) + len(request.tokens) for request in decoding)
+    return (
+        len(decoding),
+        context,
+        [(request.computed, count) for request, count in share if request.prefilling],
+    )

@@ -80,6 +80,12 @@ class Generation:
         self.hops = self.trace.sequence_hops()
 
     @property
+    def adapter(self) -> int:
+        """The number of its LoRA adapter; 0: it has none."""
+        lora = self.request.lora_request
+        return lora.lora_int_id if lora is not None else 0
+
+    @property
     def id(self) -> str:
         request_id: str = self.request.request_id
         return request_id

@@ -41,11 +41,10 @@ HAND_OVER = 5.0
 """seconds that a stand-in's requests may go on there when a decode worker is back: short ones end, and the others delay
 prompts"""
 LOOK = 0.5
-"""seconds between two looks whether a stand-in is still needed"""
-TICK = 0.25
-"""seconds between two looks for stalled workers"""
-SILENT = 9
-"""ticks without a byte of a worker, which answers a heartbeat each second, after which it is stalled"""
+"""seconds between two checks whether a stand-in is still needed"""
+TICK, SILENT = 0.25, 9
+"""seconds between two checks for stalled workers; a worker without a byte in so many, though it answers a heartbeat each
+second, is stalled"""
 
 
 class HandedOver(Exception):
@@ -203,7 +202,7 @@ class WorkerPool:
 
     def _lacking(self, generation: Generation) -> set[str]:
         """Ids of the listed workers that do not have its adapter."""
-        adapter = _adapter(generation)
+        adapter = generation.adapter
         return {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}
 
     def _check_adapter(self, lora: Any) -> None:
@@ -231,7 +230,7 @@ class WorkerPool:
         any more."""
         lacking = self._lacking(generation)
         salt, shown = generation.request.cache_salt, pictures(generation.request.mm_features)
-        cached = self._prefixes.cached(generation.prompt, salt, _adapter(generation), shown)
+        cached = self._prefixes.cached(generation.prompt, salt, generation.adapter, shown)
         best, lost = nlargest(WINDOW, cached, cached.__getitem__), generation.lost_by
         if lacking:
             others = self._ready().next(self._last, lacking | lost, only_others=True, preferred=best)
@@ -399,9 +398,3 @@ class WorkerPool:
                 link.take_load(message.load)
                 link.make_way(message.make_way)
             self._listener.received(link, message)
-
-
-def _adapter(generation: Generation) -> int:
-    """The number of its adapter; 0: it has none."""
-    lora = generation.request.lora_request
-    return lora.lora_int_id if lora is not None else 0
