@@ -43,8 +43,8 @@ prompts"""
 LOOK = 0.5
 """seconds between two checks whether a stand-in is still needed"""
 TICK, SILENT = 0.25, 9
-"""seconds between two checks for stalled workers; a worker without a byte in so many, though it answers a heartbeat each
-second, is stalled"""
+"""seconds between two checks for stalled workers; after so many without a byte, though heartbeats are answered, a
+worker is stalled"""
 
 
 class HandedOver(Exception):
