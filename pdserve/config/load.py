@@ -26,7 +26,7 @@ from pdserve.config.alike import (
 )
 from pdserve.config.api_keys import configured
 from pdserve.config.arguments import arguments, shapes_answers
-from pdserve.config.dynamo import from_dynamo
+from pdserve.config.dynamo import from_dynamo, is_dynamo
 from pdserve.config.environment import with_environment
 from pdserve.config.exposure import openings
 from pdserve.config.host import resolve_model, with_home
@@ -61,7 +61,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     findings = Findings(path)
     tree = read_tree(path, findings)
     _check_format(tree, path)
-    tree = from_dynamo(tree, findings)
+    dynamo, tree = is_dynamo(tree), from_dynamo(tree, findings)
     _check_names(tree, findings)
     with_variables, from_environment = with_environment(tree, env)
     sections = SectionReader(with_variables, findings)
@@ -92,7 +92,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     places = _with_places(graph.values, env, findings)
     _check_replicas(graph, findings)
     _check_security(security, findings)
-    if not elsewhere and (decode.entry or prefill.entry):
+    if dynamo and not elsewhere and (decode.entry or prefill.entry):
         frontend = _default_frontend(frontend, findings)
     frontend_config = _frontend(frontend, processor.values)
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)

@@ -214,10 +214,11 @@ def test_a_decode_worker_alone_is_a_graph_of_several_hosts(tmp_path: Path) -> No
 
 
 def test_workers_without_a_frontend_get_one_unless_servers_are_named(tmp_path: Path) -> None:
-    config = read(tmp_path, "VllmWorker: {model: demo}\n")
+    assert read(tmp_path, "VllmWorker: {model: demo}\n").frontend is None, "it is not Dynamo's"
+    config = read(tmp_path, "VllmWorker: {model: demo, router: round-robin}\n")
     assert config.frontend is not None
     assert config.frontend.port == 8000
-    assert "there is no Frontend section" in config.notes[0]
+    assert "there is no Frontend section" in config.notes[-1]
 
 
 def test_prefill_workers_may_take_shorter_prompts(tmp_path: Path) -> None:
