@@ -118,7 +118,13 @@ def servers_of(source: str) -> list[Server]:
         documents = [each for each in read_documents(text, path) if isinstance(each, dict)]
         if len(documents) == 1 and is_flat(documents[0]):
             return [_of_mapping(documents[0])]
-        if found := [server for document in documents for server in _of_manifest(document)]:
+        try:
+            found = [server for document in documents for server in _of_manifest(document)]
+        except RecursionError:
+            raise ConfigError(
+                [f"{source} is nested too deeply, or an alias in it names what has it."]
+            ) from None
+        if any(server.role != "frontend" for server in found):
             return found
         text = "neither its keys nor a command in it do. Of a Helm chart, give what `helm template` prints."
         raise ConfigError([f"{source} starts no vLLM server: {text}"])
@@ -195,7 +201,7 @@ def _put_positional(server: Server, word: str) -> None:
     elif isinstance(word, Unset):
         server.dropped[word.missing] = "is not set in the file: set in the graph what it adds."
     else:
-        server.dropped[word] = "stands beside the model, of which there is one."
+        server.dropped["a word beside the model"] = "is one too many: vLLM takes one model."
 
 
 def _start_of(words: Sequence[str]) -> int | None:
@@ -272,13 +278,19 @@ def _of_manifest(node: object, count: int = 1) -> Iterator[Server]:
     if not servers:
         servers = [server for each in node.values() for server in _of_manifest(each, count)]
     multinode = node.get("multinode")
-    nodes = multinode.get("nodeCount", 1) if isinstance(multinode, dict) else 1
+    nodes = multinode.get("nodeCount") if isinstance(multinode, dict) else 1
     for server in servers:
         if server.role == "both":
             server.role = _role_of(node)
-        ranks = [server.args.get(f"{name}-parallel-size", 1) for name in ("tensor", "pipeline", "data")]
-        if nodes in ranks[:2] or (ranks[2] == 1 and ranks[0] % nodes == 0):
-            server.args |= {"nnodes": nodes} if nodes > 1 else {}
+        ranks, copies = (server.args.get(f"{name}-parallel-size", 1) for name in ("tensor", "data"))
+        if (
+            isinstance(nodes, int)
+            and nodes > 1
+            and copies == 1
+            and isinstance(ranks, int)
+            and ranks % nodes == 0
+        ):
+            server.args["nnodes"] = nodes
         yield server
 
 

@@ -8,8 +8,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-_BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-_COMMAND = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+from pdserve.errors import ConfigError
+
+MOST_TEXT = 100_000
+"""characters or words in a variable"""
+
+
+def _nested(left: str, right: str) -> str:
+    """Four levels of brackets. Possessive, so that text without an end costs no more than its length."""
+    run, inside = rf"[^{left}{right}]{{1,4000}}+", "(?!)"
+    for _ in range(4):
+        inside = rf"\{left}(?:{run}|{inside}){{0,99}}+\{right}"
+    return inside
+
+
+_BRACED, _COMMAND = _nested("{", "}"), _nested("(", ")")
 _PLACEHOLDER = "<[A-Za-z][^<>|&;\n]*>"
 """in a manual, a value to fill in"""
 _TOKEN = re.compile(
@@ -71,7 +84,7 @@ def commands_of(script: str, variables: Mapping[str, str] | None = None) -> Iter
                 value = _joined(text[assigned.end() :], known)
                 value = _added("".join(known.get(assigned[1], [])), value) if assigned[2] else value
                 if assigned[1] not in known or not isinstance(value, Unset):  # a default stays
-                    known[assigned[1]] = [value]
+                    known[assigned[1]] = _bounded([value])
             else:
                 unused = {name: each for name, each in unused.items() if f"{{{name}[" not in text}
                 words += _expanded(text, known)
@@ -83,12 +96,20 @@ def commands_of(script: str, variables: Mapping[str, str] | None = None) -> Iter
             array, words = text.rstrip("(="), []
         elif array and text == ")":
             name = array.rstrip("+")
-            known[name] = [*(known.get(name, []) if array != name else []), *words]
+            known[name] = _bounded([*(known.get(name, []) if array != name else []), *words])
             unused[name], array, words = known[name], "", []
         elif (kind == "end" and not array) or kind == "bracket":
             yield from script_in(words, known)
             words, is_target = [], False
     yield from unused.values()
+
+
+def _bounded(words: list[str]) -> list[str]:
+    if sum(map(len, words)) + len(words) > MOST_TEXT:
+        raise ConfigError(
+            [f"a variable grows beyond {MOST_TEXT:,} characters: give the command of vLLM alone."]
+        )
+    return words
 
 
 def script_in(words: Sequence[str], known: Known) -> Iterator[list[str]]:

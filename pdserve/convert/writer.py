@@ -100,14 +100,17 @@ def _place_arguments(server: Server, graph: Graph, gpus: int) -> None:
     for name in list(args):
         if name == "served-model-name":
             first, *others = args.pop(name) or [""]
-            frontend["served-model-name"] = first
+            frontend |= {"served-model-name": first} if first else {}
             if others:
                 graph.dropped[name] = f"of {', '.join(others)}: a model has one name here."
         elif name == "api-key":
             keys = args.pop(name)
-            graph.keys += [str(key) for key in keys if key and not isinstance(key, bool)]
-            if not graph.keys:
-                graph.dropped[name] = "has no value: without keys, all clients are served."
+            given = [
+                str(key) for key in keys if isinstance(key, str | int) and not isinstance(key, bool) and key
+            ]
+            graph.keys += [key for key in given if key.isprintable() and " " not in key]
+            if not graph.keys or graph.keys != given:
+                graph.dropped[name] = "has no value, or one with a space: set Security.api-keys."
         elif name == "hf-token":
             args.pop(name)
             graph.dropped[name] = (
@@ -206,7 +209,7 @@ def _scalar(value: object) -> str:
     """JSON is YAML; a plain word needs no quotes."""
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z/][\w./-]*", value) and not _is_word(value):
         return value
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def _is_word(value: str) -> bool:

@@ -45,7 +45,7 @@ def test_an_option_as_vllm_reads_it(option: str, name: str, value: object) -> No
 def test_an_unknown_option_takes_no_other_option() -> None:
     server = only("vllm serve demo --none-such -tp 2 --other -1 more")
     assert server.args == {"model": "demo", "tensor-parallel-size": 2}
-    assert set(server.dropped) == {"--none-such", "--other", "more"}
+    assert set(server.dropped) == {"--none-such", "--other", "a word beside the model"}
 
 
 def test_what_has_no_value_in_the_file_is_left_out() -> None:
@@ -165,7 +165,8 @@ def test_hosts_of_a_worker_are_those_of_its_ranks(tmp_path: Path) -> None:
         return {"multinode": {"nodeCount": 2}, "extraPodSpec": {"mainContainer": container}}
 
     assert manifest(tmp_path, worker("-tp", "16"))[0].args["nnodes"] == 2
-    assert "nnodes" not in manifest(tmp_path, worker("-dp", "16"))[0].args
+    for args in (("-dp", "16"), ("-tp", "x"), ("-tp", "3")):
+        assert "nnodes" not in manifest(tmp_path, worker(*args))[0].args
 
 
 def test_the_frontend_of_a_dynamo_manifest(tmp_path: Path) -> None:
@@ -186,6 +187,15 @@ def test_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "api-key has no value" in text
 
 
+def test_keys_are_lines_of_a_file(tmp_path: Path) -> None:
+    keys = json.dumps(["good=1", "with space", "two\nroot=lines", {"a": "b"}, True, 12345])
+    (tmp_path / "v.yaml").write_text(
+        f"model: demo\napi-key: {keys}\nseed: 2024-01-01\nserved-model-name: []\n"
+    )
+    assert main(["init", str(tmp_path / "g.yaml"), "--from", str(tmp_path / "v.yaml")]) == 1  # the seed
+    assert (tmp_path / "g.keys").read_text() == "client-1=good=1\nclient-2=12345\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -193,6 +203,11 @@ def test_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ('services: {a: {command: "don\'t"}}\n', "starts no vLLM server"),
         ("spec: {envs: [{name: DYN_DEPLOYMENT_CONFIG, value: '{'}]}\n", "holds no JSON object"),
         ("spec: {envs: [{name: DYN_DEPLOYMENT_CONFIG, value: '3'}]}\n", "holds no JSON object"),
+        ("a: &a\n  - *a\n", "an alias in it names what has it"),
+        (
+            "a0: &a0 [0]\n" + "".join(f"a{n}: &a{n} [{9 * f'*a{n - 1}, '}]\n" for n in range(1, 9)),
+            "aliases make more",
+        ),
     ],
 )
 def test_odd_manifests_are_a_sentence(

@@ -3,6 +3,7 @@
 import pytest
 
 from pdserve.convert.shell import Unset, commands_of
+from pdserve.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,7 @@ from pdserve.convert.shell import Unset, commands_of
         ('F="--b 1 --c"\na $F "$F"', ["a", "--b", "1", "--c", "--b 1 --c"]),
         ('A=(--b  # why\n  1)\nA+=(--c)\na "${A[@]}"', ["a", "--b", "1", "--c"]),
         ("A=(a b)", ["a", "b"]),
+        ("a ${A:-${B:-${C:-${D:-x}}}}", ["a", "x"]),
         ("D=x\ncase $1 in --m) D=$2 ;; esac\na $D", ["a", "x"]),
         ("x='it''s'\na $x", ["a", "its"]),
         ("sudo bash -lc 'a \"b c\" && true'", ["a", "b c"]),
@@ -49,7 +51,13 @@ def test_a_word_without_a_value_says_what_is_missing(word: str, missing: str) ->
 
 
 @pytest.mark.parametrize(
-    "script", ["a 'b", 'a "b', "a ${b", "a $(b", "A=(b", "a `b", "'" * 501, "${" * 500, "\\"]
+    "script", ["a 'b", 'a "b', "a ${b", "a $(b", "A=(b", "a `b", "'" * 501, "${" * 9999, "$( \n" * 9999, "\\"]
 )
 def test_an_unfinished_script_ends(script: str) -> None:
     assert all(isinstance(word, str) for words in commands_of(script) for word in words)
+
+
+@pytest.mark.parametrize("line", ["A=$A$A$A$A$A$A$A$A", 'A=("${A[@]}" "${A[@]}" "${A[@]}" "${A[@]}")'])
+def test_a_variable_that_grows_without_end_is_an_error(line: str) -> None:
+    with pytest.raises(ConfigError, match="grows beyond"):
+        list(commands_of("A=(xxxx)\n" + f"{line}\n" * 30))
