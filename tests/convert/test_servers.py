@@ -227,3 +227,15 @@ def test_a_graph_without_a_model_says_so(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "g.yaml"), "--from", str(tmp_path / "v.yaml")]) == 1
     with pytest.raises(ConfigError, match="VllmWorker has no model"):
         load(tmp_path / "g.yaml", {})
+
+
+def test_a_name_with_a_space_and_a_graph_that_exists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "v.yaml", tmp_path / "a b.yaml"
+    source.write_text("model: demo\napi-key: sk-0123456789\n")
+    assert main(["init", str(out), "--from", str(source)]) == 0
+    assert f"serve -f '{out}'" in capsys.readouterr().out
+    (tmp_path / "a b.keys").unlink()
+    assert main(["init", str(out), "--from", str(source)]) == 2
+    assert not (tmp_path / "a b.keys").exists()  # no key is left beside another graph
