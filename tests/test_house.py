@@ -408,7 +408,7 @@ ROOMS = {
     "both": 200,
     "cli": 1630,
     "config": 2460,
-    "convert": 420,
+    "convert": 760,
     "decode": 3040,
     "engine": 3150,
     "files beside the rooms": 2310,

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -56,14 +57,15 @@ def init(
 def _convert(source: str, file: Path, gpus: int, machine: str) -> int:
     sections = graph_in(source)
     graph = Graph(sections) if sections else converted(servers_of(source), gpus)
-    if graph.keys:
-        keys = file.with_suffix(".keys")
-        _write(keys, keys_file(graph, keys), mode=0o600)
-        print(f"Wrote {keys} with the API key{'s' * (len(graph.keys) > 1)}: only you can read it.")
+    keys, named = file.with_suffix(".keys"), shlex.quote(str(file))
+    secret = keys_file(graph, keys) if graph.keys else ""
     of = source if Path(source).is_file() else source.split()[0] + " ..."  # a command line may have a key
-    header = [f"Made by `pdserve init --from` of {of}, for {machine}.", f"  pdserve serve -f {file}"]
+    header = [f"Made by `pdserve init --from` of {of}, for {machine}.", f"  pdserve serve -f {named}"]
     _write(file, as_yaml(graph, header))
     print(f"Wrote {file}.")
+    if secret:
+        _write(keys, secret, mode=0o600)
+        print(f"Wrote {keys} with the API key{'s' * (len(graph.keys) > 1)}: only you can read it.")
     for name, reason in sorted(graph.dropped.items()):
         print(f"Left out: {name} {reason}")
     try:
@@ -73,7 +75,7 @@ def _convert(source: str, file: Path, gpus: int, machine: str) -> int:
         for problem in error.problems:
             print(f"  {problem}")
         return 1
-    print(f"Then: {command(f'plan -f {file}')}, and {command(f'serve -f {file}')}")
+    print(f"Then: {command(f'plan -f {named}')}, and {command(f'serve -f {named}')}")
     return 0
 
 

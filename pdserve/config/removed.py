@@ -63,9 +63,9 @@ _INSTEAD = {
 }
 
 
-def is_flat(names: Iterable[str]) -> bool:
+def is_flat(names: Iterable[object]) -> bool:
     """Whether these are the keys of a file of `vllm serve --config`: vLLM's arguments, not sections of a graph."""
-    written = [name.replace("_", "-") for name in names]
+    written = [str(name).replace("_", "-") for name in names]
     known = [name for name in written if canonical(name) or removed(name) or name == "model-tag"]
     return len(known) > len(written) / 2
 

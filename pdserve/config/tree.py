@@ -150,7 +150,12 @@ def _bound_aliases(path: Path, node: yaml.Node, seen: dict[yaml.Node, int]) -> i
 def read_documents(text: str, path: Path) -> list[object]:
     """All documents of a YAML file of another tool, as plain values. Raises ConfigError."""
     try:
-        return list(yaml.load_all(text, Loader=yaml.SafeLoader))
+        loader, documents = yaml.SafeLoader(text), []
+        while loader.check_node():
+            if (node := loader.get_node()) is not None:
+                _bound_aliases(path, node, {})
+                documents.append(loader.construct_document(node))
+        return documents
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([_not_yaml(path, error)]) from error
     except RecursionError:

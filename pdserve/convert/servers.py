@@ -4,8 +4,7 @@ shell script, a manifest of Kubernetes (Dynamo's DynamoGraphDeployment among the
 
 import json
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,39 @@ from pdserve.config.arguments import arguments, canonical
 from pdserve.config.removed import is_flat, removed
 from pdserve.config.schema import kebab
 from pdserve.config.tree import read_documents
+from pdserve.convert.shell import Unset, commands_of, script_in, substituted
 from pdserve.errors import ConfigError
 
-_ENTRY = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main", "dynamo.vllm")
+_FRONTEND = "dynamo.frontend"
+_ENTRY = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main", "dynamo.vllm", _FRONTEND)
+_NO_SERVER = ("echo", "printf", "which", "pgrep", "pkill", "grep", "man")
 _SHORT = {
-    "-tp": "tensor-parallel-size",
-    "-pp": "pipeline-parallel-size",
+    "-ac": "attention-config",
+    "-cc": "compilation-config",
+    "-dcp": "decode-context-parallel-size",
     "-dp": "data-parallel-size",
-    "-q": "quantization",
+    "-dpa": "data-parallel-address",
+    "-dpl": "data-parallel-size-local",
+    "-dpn": "data-parallel-rank",
+    "-dpp": "data-parallel-rpc-port",
+    "-dpr": "data-parallel-start-rank",
+    "-ep": "enable-expert-parallel",
     "-n": "nnodes",
+    "-O": "optimization-level",
+    "-pcp": "prefill-context-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-q": "quantization",
+    "-r": "node-rank",
+    "-sc": "speculative-config",
+    "-tp": "tensor-parallel-size",
 }
+_KV_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _DYNAMO = re.compile(
     r"is-(prefill|decode)-worker|disaggregation-mode|connector|migration-limit|endpoint|endpoint-types|"
     r"(dyn|request-plane|store-kv|discovery|event-plane|multimodal|route-to-encoder|router|http|kv-cache-routing).*"
 )
 NUMBERS = {"int": int, "float": float}
+"""kinds whose texts are numbers"""
 
 
 @dataclass
@@ -40,19 +57,31 @@ class Server:
     dropped: dict[str, str] = field(default_factory=dict)
     """an argument that pdserve does not take -> why"""
     role: str = "both"
-    """`prefill`, `decode`, or `both`: neither is separated"""
+    """`prefill`, `decode`, or `both`: neither is separated; `frontend`: Dynamo's, which has no engine"""
     count: int = 1
     """replicas"""
 
     def put(self, name: str, value: object, written: str) -> None:
         """Take an argument as a file or a command line has it."""
-        known = canonical(name)
-        if known is not None:
-            many = arguments()[known].many
-            self.args[known] = [*self.args.get(known, []), *_listed(value)] if many else value
-        elif gone := removed(name):
+        name, *keys = name.split(".")
+        known = canonical(kebab(name))
+        missing = [each.missing for each in _listed(value) if isinstance(each, Unset)]
+        if missing:
+            self.dropped[written] = (
+                f"has {' '.join(missing)}, which the file does not set: set it in the graph."
+            )
+        elif known is not None and keys and arguments()[known].kind.startswith("json"):
+            inside = self.args
+            for key in (known, *keys[:-1]):
+                inside[key] = inside = dict(inside[key]) if isinstance(inside.get(key), dict) else {}
+            inside[keys[-1]] = value
+        elif known is not None and not keys:
+            self.args[known] = _listed(value) if arguments()[known].many else value
+            if known == "kv-transfer-config" and isinstance(value, dict) and self.role == "both":
+                self.role = _KV_ROLES.get(str(value.get("kv_role")), "both")
+        elif gone := removed(kebab(name)):
             self.dropped[written] = gone.reason
-        elif _DYNAMO.fullmatch(name):
+        elif _DYNAMO.fullmatch(name := kebab(name)):
             self._dynamo(name, value)
         else:
             self.dropped[written] = "is no argument of vLLM 0.32."
@@ -62,6 +91,10 @@ class Server:
             self.role = name.split("-")[1]
         elif name == "disaggregation-mode" and value in ("prefill", "decode"):
             self.role = str(value)
+        elif name == "http-port" and self.role == "frontend":
+            self.args["port"] = int(str(value)) if str(value).isdecimal() else value
+        elif name == "router-mode" and self.role == "frontend":
+            self.args["router"] = value
         else:
             self.dropped[name] = "is of Dynamo and has no meaning here."
 
@@ -76,7 +109,7 @@ def servers_of(source: str) -> list[Server]:
     if not path.is_file():
         if " " not in source.strip():
             raise ConfigError([f"{source} is not there: give a file, or a command line after `--from --`."])
-        return _of_commands([shlex.split(source)], source)
+        return _of_commands(commands_of(source), source)
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,41 +118,40 @@ def servers_of(source: str) -> list[Server]:
         documents = [each for each in read_documents(text, path) if isinstance(each, dict)]
         if len(documents) == 1 and is_flat(documents[0]):
             return [_of_mapping(documents[0])]
-        if found := [server for document in documents for server in _of_manifest(document)]:
+        try:
+            found = [server for document in documents for server in _of_manifest(document)]
+        except RecursionError:
+            raise ConfigError(
+                [f"{source} is nested too deeply, or an alias in it names what has it."]
+            ) from None
+        if any(server.role != "frontend" for server in found):
             return found
-        raise ConfigError([f"{source} starts no vLLM server: neither its keys nor a command in it do."])
-    return _of_commands(list(_commands_of(text)), source)
+        text = "neither its keys nor a command in it do. Of a Helm chart, give what `helm template` prints."
+        raise ConfigError([f"{source} starts no vLLM server: {text}"])
+    return _of_commands(commands_of(text), source)
 
 
 def _of_mapping(document: Mapping[Any, object]) -> Server:
     server = Server()
     for written, value in document.items():
-        name = kebab(str(written))
-        server.put("model" if name == "model-tag" else name, value, str(written))
+        name = "model" if kebab(str(written)) == "model-tag" else str(written)
+        server.put(
+            name, typed(canonical(kebab(name)), value) if isinstance(value, str) else value, str(written)
+        )
     return server
 
 
 # command lines
 
 
-def _commands_of(script: str) -> Iterator[list[str]]:
-    """The commands of a shell script, with its own plain variables put in."""
-    variables: dict[str, str] = {}
-    for line in script.replace("\\\n", " ").splitlines():
-        for name, value in variables.items():
-            line = re.sub(rf"\$\{{{name}\}}|\${name}\b", value.replace("\\", r"\\"), line)
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            continue
-        words = words[1:] if words[:1] == ["export"] else words
-        variables |= dict(word.split("=", 1) for word in words if re.match(r"[A-Za-z_]\w*=", word))
-        yield words
-
-
-def _of_commands(commands: Sequence[list[str]], source: str) -> list[Server]:
-    found = [server for words in commands if (server := of_command(words)) is not None]
-    if not found:
+def _of_commands(commands: Iterable[list[str]], source: str) -> list[Server]:
+    """Equal commands are of one server, which has its port; Dynamo's workers have none."""
+    found = list[Server]()
+    for words in commands:
+        server = of_command(words)
+        if server is not None and (server not in found or "dynamo.vllm" in words):
+            found.append(server)
+    if all(server.role == "frontend" for server in found):
         raise ConfigError([f"{source} starts no vLLM server: there is no `vllm serve` in it."])
     return found
 
@@ -129,52 +161,83 @@ def of_command(words: Sequence[str]) -> Server | None:
     start = _start_of(words)
     if start is None:
         return None
-    server, rest = Server(), list(words[start:])
+    server, rest = Server(role="frontend" if words[start - 1] == _FRONTEND else "both"), list(words[start:])
     while rest:
         word = rest.pop(0)
-        if word in (";", "&&", "||", "|", "&", ">", ">>", "2>&1") or word.startswith((">", "2>")):
-            break
         if not word.startswith("-"):
-            server.args.setdefault("model", word)
+            _put_positional(server, word)
             continue
         option, _, given = word.partition("=")
-        name = _SHORT.get(option) or kebab(option.lstrip("-"))
+        given = Unset(given, word.missing) if isinstance(word, Unset) else given
+        if re.fullmatch(r"-O\w+", option):
+            option, given = "-O", option[2:]
+        first, dot, inside = option.partition(".")
+        name = (_SHORT.get(first) or kebab(first.lstrip("-"))) + dot + inside
         negative = name.startswith("no-") and canonical(name) is None
-        known = canonical(name.removeprefix("no-") if negative else name)
+        known = canonical(name.removeprefix("no-") if negative else first_of(name))
         if known and arguments()[known].kind in ("bool", "flag"):
-            server.put(known, not negative, option)
-        elif given:
-            server.put(name, typed(known, given), option)
+            given = given or (rest.pop(0) if rest and rest[0].lower() in _BOOLEAN else "true")
+            value = _BOOLEAN.get(given.lower(), True) is not negative
+            server.put(known, given if isinstance(given, Unset) else value, option)
+        elif given or "=" in word:
+            server.put(name, typed(known, given, bool(dot)), option)
         else:
-            values = _values_of(rest, many=bool(known and arguments()[known].many))
-            value = [typed(known, each) for each in values] if len(values) != 1 else typed(known, values[0])
-            server.put(name, value if values else True, option)
+            many = arguments()[known].many if known else bool(_DYNAMO.fullmatch(name))
+            values = [typed(known, each, bool(dot)) for each in _values_of(rest, many)]
+            server.put(name, values if len(values) > 1 else values[0] if values else True, option)
     return server
+
+
+_BOOLEAN = {"true": True, "false": False}
+
+
+def first_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _put_positional(server: Server, word: str) -> None:
+    if "model" not in server.args and "the model" not in server.dropped:
+        server.put("model", word, "the model")
+    elif isinstance(word, Unset):
+        server.dropped[word.missing] = "is not set in the file: set in the graph what it adds."
+    else:
+        server.dropped["a word beside the model"] = "is one too many: vLLM takes one model."
 
 
 def _start_of(words: Sequence[str]) -> int | None:
     """The place of the first argument."""
+    if not words or words[0] in _NO_SERVER:
+        return None
     for at, word in enumerate(words):
         if word in _ENTRY or (word == "serve" and at and Path(words[at - 1]).name == "vllm"):
             return at + 1
-        if "vllm-openai" in word and not word.startswith("-"):  # the image of `docker run`
+    for at, word in enumerate(words):  # the image of `docker run`
+        if "vllm-openai" in word and not word.startswith("-") and (at == 0 or "run" in words[:at]):
             return at + 1
     return None
 
 
 def _values_of(rest: list[str], many: bool) -> list[str]:
-    values: list[str] = []
-    while rest and not rest[0].startswith("--") and (many or not values):
+    """Take the values of an option from the rest. One that begins with a dash is a number."""
+    values = list[str]()
+    while rest and re.match(r"[^-]|-\.?\d|$", rest[0]) and (many or not values):
         values.append(rest.pop(0))
     return values
 
 
-def typed(known: str | None, text: str) -> object:
-    """The text as a file would have it."""
-    kind = arguments()[known].kind if known else "str"
+def typed(known: str | None, text: str, inside: bool = False) -> object:
+    """The text as a file would have it. `inside`: it is the value of a key of the argument."""
+    argument = arguments()[known] if known else None
+    kind = "json" if inside else argument.kind if argument else "str"
+    if isinstance(text, Unset):
+        return text
     try:
+        if kind == "choice" and argument and text.isdecimal() and int(text) in argument.choices:
+            return int(text)
         if kind in NUMBERS:
             return NUMBERS[kind](text)
+        if kind.startswith("human-int") and text.isdecimal():
+            return int(text)
         return json.loads(text) if kind == "json" or text.startswith("{") else text
     except ValueError:
         return text
@@ -192,7 +255,10 @@ def graph_in(source: str) -> dict[str, dict[str, Any]] | None:
         spec = document.get("spec") if isinstance(document, dict) else None
         for variable in (spec.get("envs") or []) if isinstance(spec, dict) else []:
             if isinstance(variable, dict) and variable.get("name") == "DYN_DEPLOYMENT_CONFIG":
-                sections = json.loads(str(variable.get("value")))
+                try:
+                    sections = dict(json.loads(str(variable.get("value"))))
+                except (ValueError, TypeError):
+                    raise ConfigError([f"{path}: DYN_DEPLOYMENT_CONFIG holds no JSON object."]) from None
                 return {name: each for name, each in sections.items() if isinstance(each, dict)}
     return None
 
@@ -204,34 +270,71 @@ def _of_manifest(node: object, count: int = 1) -> Iterator[Server]:
             yield from _of_manifest(each, count)
     if not isinstance(node, dict):
         return
-    count = node.get("replicas", count) if isinstance(node.get("replicas", count), int) else count
-    words = [word for key in ("command", "args") for word in _words(node.get(key))]
-    server = of_command(_unwrapped(words, str(node.get("image", "")))) if words else None
-    if server is not None:
+    replicas = node.get("replicas")
+    count = max(1, replicas) if isinstance(replicas, int) else count
+    servers = [server for words in _commands_in(node) if (server := of_command(words)) is not None]
+    for server in servers:
         server.count = count
+    if not servers:
+        servers = [server for each in node.values() for server in _of_manifest(each, count)]
+    multinode = node.get("multinode")
+    nodes = multinode.get("nodeCount") if isinstance(multinode, dict) else 1
+    for server in servers:
+        if server.role == "both":
+            server.role = _role_of(node)
+        ranks, copies = (server.args.get(f"{name}-parallel-size", 1) for name in ("tensor", "data"))
+        if (
+            isinstance(nodes, int)
+            and nodes > 1
+            and copies == 1
+            and isinstance(ranks, int)
+            and ranks % nodes == 0
+        ):
+            server.args["nnodes"] = nodes
         yield server
-        return
-    role = str(node.get("subComponentType", "both"))
-    nodes = (
-        (node.get("multinode") or {}).get("nodeCount", 1) if isinstance(node.get("multinode"), dict) else 1
-    )
-    for each in node.values():
-        for found in _of_manifest(each, count):
-            if found.role == "both" and role in ("prefill", "decode"):
-                found.role = role
-            if nodes > 1:
-                found.args.setdefault("nnodes", nodes)
-            yield found
 
 
-def _words(value: object) -> list[str]:
-    if isinstance(value, str):
-        return shlex.split(value)
-    return [str(word) for word in value] if isinstance(value, list) else []
+def _role_of(node: Mapping[str, object]) -> str:
+    """By what Dynamo, llm-d, AIBrix and others call a part that only prefills or only decodes."""
+    metadata = node.get("metadata")
+    inside = metadata if isinstance(metadata, dict) else {}
+    labels = inside.get("labels")
+    names = [*map(node.get, ("subComponentType", "type", "role", "name")), inside.get("name")]
+    names += labels.values() if isinstance(labels, dict) else []
+    for name in map(str, names):
+        if found := re.search(r"(?:^|[-_.])(prefill|decode)$", name):
+            return found[1]
+    return "both"
 
 
-def _unwrapped(words: list[str], image: str) -> list[str]:
-    """Without the shell round it; with the image where the container has arguments only."""
-    if len(words) >= 3 and Path(words[0]).name in ("sh", "bash") and words[1].endswith("c"):
-        return next((each for each in _commands_of(words[2]) if _start_of(each) is not None), [])
-    return words if _start_of(words) is not None else [image, *words]
+def _commands_in(node: Mapping[str, object]) -> list[list[str]]:
+    """The commands of a container, with its environment; with the image where it has arguments only."""
+    known = _environment_of(node.get("env") or node.get("environment"))
+    words = list[str]()
+    for value in (node.get("command"), node.get("args")):
+        if isinstance(value, str):
+            words += next(
+                commands_of(value.replace("\n", " "), {name: one[0] for name, one in known.items()}), []
+            )
+        elif isinstance(value, list):
+            words += [
+                re.sub(r"\$\((\w+)\)", lambda name: known.get(name[1], [name[0]])[0], str(word))
+                for word in value
+            ]
+    found = list(script_in(words, known))
+    if found == [words]:
+        words = [word if isinstance(word, Unset) else substituted(word, known) for word in words]
+        found = [words if _start_of(words) is not None else [str(node.get("image", "")), *words]]
+    return found
+
+
+def _environment_of(value: object) -> dict[str, list[str]]:
+    """The variables that a container of Kubernetes or Compose sets itself."""
+    if isinstance(value, dict):
+        pairs = [(str(name), each) for name, each in value.items()]
+    else:
+        entries = value if isinstance(value, list) else []
+        lines = (str(each).partition("=") for each in entries if isinstance(each, str))
+        pairs = [(str(each.get("name")), each.get("value")) for each in entries if isinstance(each, dict)]
+        pairs += [(name, each) for name, is_set, each in lines if is_set]
+    return {name: [str(each)] for name, each in pairs if each is not None}

@@ -31,24 +31,62 @@ def graph_for(servers: Sequence[Server], gpus: int) -> Graph:
     """One server is split over the GPUs: half of its copies prefill, where there is room for two. A graph of several
     keeps its roles and numbers. `gpus`: of the machine; 0: the graph is for its CPU."""
     graph = Graph({name: {} for name in ("Common", "Frontend", "VllmWorker", "PrefillWorker", "Security")})
-    prefill = [server for server in servers if server.role == "prefill"]
-    decode = next((server for server in servers if server.role != "prefill"), servers[0])
-    parts = [decode, *prefill[:1]]
+    _place_frontends([server for server in servers if server.role == "frontend"], graph)
+    engines = [server for server in servers if server.role != "frontend"]
+    prefill = [server for server in engines if server.role == "prefill"]
+    decode = [server for server in engines if server.role != "prefill"]
+    is_whole = not prefill or not decode  # of a graph's workers, those of one role say how the others are
+    parts = [_merged(group, graph) for group in (decode, prefill) if group]
     for server in parts:
         _place_arguments(server, graph, gpus)
-    if not prefill and decode.role == "both" and len(servers) == 1 and decode.count == 1:
-        counts = _split(decode, gpus)
-    else:
-        counts = decode.count, sum(server.count for server in prefill)
+    counts = parts[0].count, parts[-1].count * (not is_whole)
+    if is_whole and parts[0].count == 1:
+        counts = _split(parts[0], gpus)
     _write_workers(graph, parts, counts)
     _protect(graph)
     graph.sections = {name: section for name, section in graph.sections.items() if section}
     return graph
 
 
+def _merged(servers: Sequence[Server], graph: Graph) -> Server:
+    """The first, with the copies of all that are like it. The others are left out."""
+    first, *others = servers
+    for number, other in enumerate(others, 2):
+        if _compared(first) == _compared(other):
+            is_part = other.args.keys() & {"data-parallel-rank", "data-parallel-start-rank", "node-rank"}
+            first.count += 0 if is_part else other.count
+        else:
+            name = f"server {number} ({other.args.get('model', 'without a model')})"
+            graph.dropped[name] = (
+                "has other arguments than the first: give its command alone for a graph of its own."
+            )
+    return first
+
+
+def _compared(server: Server) -> dict[str, Any]:
+    apart = ("port", "host", "headless", "node-rank", "kv-transfer-config", "served-model-name")
+    args = server.args.items()
+    return {
+        name: value for name, value in args if name not in apart and not name.startswith("data-parallel-")
+    } | {"data-parallel-size": server.args.get("data-parallel-size", 1)}
+
+
+def _place_frontends(frontends: Sequence[Server], graph: Graph) -> None:
+    for server in frontends:
+        graph.dropped |= server.dropped
+        if "port" in server.args:
+            graph.sections["Frontend"]["port"] = server.args["port"]
+        if (mode := server.args.get("router")) is not None:
+            graph.sections.setdefault("Processor", {})["router"] = "kv" if mode == "kv" else "round-robin"
+
+
+def _count_of(value: object) -> int:
+    return int(value) if str(value).isdecimal() and int(value) else 1  # type: ignore[call-overload]
+
+
 def _split(server: Server, gpus: int) -> tuple[int, int]:
     """Decode and prefill workers."""
-    parallel = [int(server.args.get(name, 1)) for name in _PARALLEL]
+    parallel = [_count_of(server.args.get(name, 1)) for name in _PARALLEL]
     if parallel[1] > 1:  # KV of stages cannot move
         return max(1, gpus // (parallel[0] * parallel[1])), 0
     workers = gpus // (parallel[0] * parallel[2]) if gpus else 2
@@ -61,26 +99,40 @@ def _place_arguments(server: Server, graph: Graph, gpus: int) -> None:
     args, frontend, security = server.args, graph.sections["Frontend"], graph.sections["Security"]
     for name in list(args):
         if name == "served-model-name":
-            first, *others = args.pop(name)
-            frontend["served-model-name"] = first
+            first, *others = args.pop(name) or [""]
+            frontend |= {"served-model-name": first} if first else {}
             if others:
                 graph.dropped[name] = f"of {', '.join(others)}: a model has one name here."
         elif name == "api-key":
-            graph.keys += [str(key) for key in args.pop(name)]
+            keys = args.pop(name)
+            given = [
+                str(key) for key in keys if isinstance(key, str | int) and not isinstance(key, bool) and key
+            ]
+            graph.keys += [key for key in given if key.isprintable() and " " not in key]
+            if not graph.keys or graph.keys != given:
+                graph.dropped[name] = "has no value, or one with a space: set Security.api-keys."
+        elif name == "hf-token":
+            args.pop(name)
+            graph.dropped[name] = (
+                "is secret, and others read the graph: set HF_TOKEN in the environment of `serve`."
+            )
         elif name in _FRONTEND:
             if (value := args.pop(name)) not in (None, "", ["*"]) or name == "allowed-origins":
                 frontend[_FRONTEND[name]] = value
         elif name in _TLS:
             security[_TLS[name]] = args.pop(name)
         elif name == "data-parallel-size":
-            server.count = max(server.count, int(args.pop(name)))
+            server.count *= _count_of(value := args.pop(name))
+            if server.count > 1 and args.get("enable-expert-parallel"):
+                graph.dropped[name] = (
+                    f"{value}: each worker has all experts here; see by `plan` whether they fit."
+                )
         elif name == "kv-transfer-config":
             args.pop(name)
             graph.dropped[name] = _SET_BY_PDSERVE
         elif reason := refusal(name) or (_no_gpu(name, args[name]) if not gpus else None):
             value = args.pop(name)
             graph.dropped |= {} if value == 1 and name in _PARALLEL else {name: reason}
-    args.setdefault("model", "demo")
     if len(adapters := args.get("lora-modules", [])) > 1:  # they are read once
         args.setdefault("max-cpu-loras", len(adapters))
 
@@ -157,7 +209,7 @@ def _scalar(value: object) -> str:
     """JSON is YAML; a plain word needs no quotes."""
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z/][\w./-]*", value) and not _is_word(value):
         return value
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def _is_word(value: str) -> bool:

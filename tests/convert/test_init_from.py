@@ -213,7 +213,7 @@ def test_the_command_line_after_dashes(
     assert (keys.read_text(), keys.stat().st_mode & 0o777) == ("client-1=sk-secret-secret-secret\n", 0o600)
     assert "secret" not in capsys.readouterr().out + (tmp_path / "graph.yaml").read_text()
     assert run("--gpu", *words.split()) == 2  # never overwrites
-    assert "graph.keys exists" in capsys.readouterr().err
+    assert "graph.yaml exists" in capsys.readouterr().err
 
 
 def test_an_open_server_stays_as_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
