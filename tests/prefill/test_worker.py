@@ -6,7 +6,9 @@ from typing import Self
 
 import pytest
 
+from pdserve.engine.sim import wire
 from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.model import SimModel
 from pdserve.engine.sim.wire import SimRequest
 from pdserve.errors import EngineDead
 from pdserve.kv.handles import check_handle
@@ -196,11 +198,12 @@ async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_few
 ) -> None:
     steps: list[list[str]] = []
 
-    def seconds(engine: SimEngine, share: list[tuple[SimRequest, int]]) -> float:
+    def load_of(share: list[tuple[SimRequest, int]]) -> tuple[int, int, list[tuple[int, int]]]:
         steps.append([request.request_id for request, _ in share])
-        return step
+        return 0, 0, []
 
-    monkeypatch.setattr(SimEngine, "_seconds", seconds)
+    monkeypatch.setattr(wire, "load_of", load_of)
+    monkeypatch.setattr(SimModel, "step_time", lambda *_: step)
     async with Scene(max_num_batched_tokens=256) as scene:
         scene.engine.faults.going.clear()
         for name, behind in {"a0": 0, "c0": 0, "a1": 1, "b0": 0, "a2": 2}.items():

@@ -82,7 +82,7 @@ class HostsGraph(RunningGraph):
         )
         for server in servers:
             server.host = host.address
-            server.data_dir.mkdir(exist_ok=True)
+            server.data_dir.mkdir(parents=True, exist_ok=True)
             process = host.start(server.command(), host.folder / f"{server.name}.log", CUTTABLE)
             self.places[server.name] = Place(server.name, host, process)
 

@@ -85,10 +85,9 @@ def _read(load: Callable[[bytes], Any], trace: RequestTrace, data: bytes) -> Any
     """Decode a picture of the request within the bounds; in the reading thread. Its pixels count until it is freed, or
     its request is over: the traceback of an error may keep the request's other pictures."""
     try:
-        with open_image(BytesIO(data)) as head:
-            pixels = head.width * head.height
-        if pixels > MAX_PIXELS:
-            return load(data)  # which refuses it
+        pixels = _pixels(data)
+        if pixels is None or pixels > MAX_PIXELS:
+            return load(data)  # which refuses it, in vLLM's words
         counted = _take(trace, pixels)
         try:
             read = load(data)
@@ -103,6 +102,14 @@ def _read(load: Callable[[bytes], Any], trace: RequestTrace, data: bytes) -> Any
         raise
     except Exception as error:  # of any kind: Pillow's formats do not agree
         raise _refusal(f"it cannot be read: {str(error) or type(error).__name__}") from error
+
+
+def _pixels(data: bytes) -> int | None:
+    try:
+        with open_image(BytesIO(data)) as head:
+            return int(head.width * head.height)
+    except OSError:  # it is no picture
+        return None
 
 
 def _free(freed: "finalize[..., Image.Image]") -> None:
