@@ -205,7 +205,7 @@ async def test_requests_for_a_kept_adapter_wait_while_the_graph_starts(tmp_path:
     red = replace(RED, model="demo")
     async with running_graph(tmp_path) as graph, MemoryRegistry(graph.registry) as registry:
         await registry.put(keys.adapter(red), encode_record(red), leased=False)
-        await until(lambda: graph.context.view.adapters("demo"))
+        await until(lambda: bool(graph.context.view.adapters("demo")))
         request = asyncio.create_task(complete(graph, model="red"))
         await until(lambda: request.done() or graph.models.load() == 1)
         async with EchoWorker("decode-0-red") as worker:

@@ -123,7 +123,7 @@ async def test_prefill_workers_stand_in_for_a_decode_worker_whose_connection_was
         (connection,) = only._stream._frontends.values()
         connection.cut("was silent")
         await until(lambda: any(link.failures for link in graph.models.links()))
-        await until(lambda: graph.models.live()["demo"])
+        await until(lambda: graph.models.live()["demo"] == 1)
         waiting = post(graph)
         await only.until(lambda: only.jobs)
         async with stalled(graph, only):
