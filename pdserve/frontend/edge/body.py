@@ -84,7 +84,9 @@ class ParsedBody:
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
     """Return the most bytes of a request for a model with this context. Beyond them no text fits, however it is written
     (64 bytes a token: text in \\u escapes, lists of token ids, several prompts); what is only tokenized for an answer
-    may be a few times as long as the context."""
+    may be a few times as long as the context. A context of 0 is not known yet: no decode worker is there."""
+    if not max_model_len:
+        return MAX_BODY
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
     return min(MAX_BODY, most)
 

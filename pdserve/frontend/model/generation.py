@@ -70,6 +70,8 @@ class Generation:
     """how many of its tokens the worker has still to generate again, in a replay"""
     losses: int = 0
     """how often a worker lost it after taking it up"""
+    stalls: int = 0
+    """how often it left a stalled worker"""
     lost_by: set[str] = field(default_factory=set)
     """instance ids of the workers that lost it"""
     last_loss: str = ""

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
 """workers that may lose a request after taking it up, for any reason"""
+MAX_STALLS = 2
+"""stalled workers that a request leaves; it stays at the next one, because it may be what makes engines hang"""
 MAX_ENGINES = 2
 """engines that may die in a row while they compute a request's next token. After the first death each of the requests
 that were in that engine is tried again beside no other unproven request (`decode/quarantine.py`): the second one tells
@@ -221,10 +223,12 @@ class Migration:
 
     def hand_over(self, generation: Generation, *, begun: bool, stalled: bool) -> None:
         """Move a generation to another worker; one that has tokens of this worker only if `begun`, and never one that
-        would have to be replayed."""
+        would have to be replayed, or has left `MAX_STALLS` stalled workers."""
         stays = generation.last_token > generation.sent and (generation.replays or not begun)
+        stays |= stalled and generation.stalls >= MAX_STALLS
         if (link := generation.link) is not None and not stays:
             link.post(Cancel([generation.attempt_id]))
+            generation.stalls += stalled
             why = (
                 (f"{link.instance} is stalled", STALLED)
                 if stalled

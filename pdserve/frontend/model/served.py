@@ -62,7 +62,7 @@ class ServedModels:
     worker, which may just be restarting; then the model is unknown, once it is idle.
 
     `expected` is the model of this frontend's configuration: before its first worker registers, it is starting, not
-    unknown, and its requests wait in the queue of a model without a card."""
+    unknown, and its requests, and those of its adapters, wait in the queue of a model without a card."""
 
     def __init__(
         self, view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
@@ -95,8 +95,9 @@ class ServedModels:
                 raise BadRequest(f"model must be named; there are: {', '.join(names)}", "model")
             name = names[0] if names else self._expected
         model = self._models.get(name) or self._by_adapter(name)
-        if model is None and name == self._expected:
-            model = self._starting = self._starting or ServedModel(ModelCard(name, ""), self._limits)
+        if model is None and (name == self._expected or self._is_kept(name)):
+            card = ModelCard(self._expected, "")
+            model = self._starting = self._starting or ServedModel(card, self._limits)
         if model is not None and not model.problem:
             return model
         if model is not None:
@@ -104,6 +105,11 @@ class ServedModels:
             raise HttpError(503, message, retry_after=RETRY_AFTER)
         there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
         raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
+
+    def _is_kept(self, name: str) -> bool:
+        """Whether it is an adapter, loaded at run time, of the model that starts."""
+        kept = self._view.adapters(self._expected).get(name)
+        return self._expected not in self._models and kept is not None and bool(kept.path)
 
     def _by_adapter(self, name: str) -> ServedModel | None:
         return next((model for model in self._models.values() if name in model.adapters), None)

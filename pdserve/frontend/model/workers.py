@@ -319,9 +319,8 @@ class WorkerPool:
                 except Exception as failed:
                     reraise_fatal(failed)
                     causes = [cause for cause in leaves(failed) if not isinstance(cause, PeerGone)]
-                    self._note_failure(
-                        instance.id, text_of(causes[0]) if causes else f"{instance.id} is gone"
-                    )
+                    why = text_of(causes[0]) if causes else f"{instance.id} is gone"
+                    self._note_failure(instance.id, why)
                     say = logger.exception if causes else logger.warning
                     say("the link to %s ended; connecting again while it is listed", instance.id)
                 if instance.id not in self._renewing:
@@ -345,6 +344,7 @@ class WorkerPool:
                 logger.info("connected to %s", instance.id)
                 link.round_trip, link.heard = lambda: client.round_trip, lambda: client.heard
                 self._links[instance.id] = link
+                self._renewing.discard(instance.id)
                 IN_FLIGHT.labels(instance.id).set_function(lambda: link.requests)
                 link.touch()
                 link.post(self._hello)

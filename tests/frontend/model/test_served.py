@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import logging
 import shutil
 import weakref
@@ -26,7 +27,8 @@ from pdserve.stream.archives import archive_name, pack_model
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, card, running_graph
 from tests.frontend.model.echo import EchoWorker
-from tests.frontend.test_generate import complete
+from tests.frontend.model.test_moving import RED
+from tests.frontend.test_generate import complete, completion
 from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -197,6 +199,32 @@ async def test_requests_wait_while_the_graph_starts(tmp_path: Path, monkeypatch:
         async with graph.worker():
             assert {(await answer).status_code for answer in waiting} == {200}
         assert graph.models._starting is None
+
+
+async def test_requests_for_a_kept_adapter_wait_while_the_graph_starts(tmp_path: Path) -> None:
+    red = replace(RED, model="demo")
+    async with running_graph(tmp_path) as graph, MemoryRegistry(graph.registry) as registry:
+        await registry.put(keys.adapter(red), encode_record(red), leased=False)
+        await until(lambda: bool(graph.context.view.adapters("demo")))
+        request = asyncio.create_task(complete(graph, model="red"))
+        await until(lambda: request.done() or graph.models.load() == 1)
+        async with EchoWorker("decode-0-red") as worker:
+            instance = replace(worker.instance, adapters=[RED])
+            await registry.put(keys.card("demo", worker.id), encode_record(card()))
+            await registry.put(keys.instance(instance), encode_record(instance))
+            assert (await request).status_code == 200
+            assert worker.requests[0].lora_request.lora_name == "red"
+
+
+async def test_a_long_body_waits_while_the_graph_starts(tmp_path: Path) -> None:
+    """What is too long for a model is known when that is there."""
+    long = json.dumps(completion()).encode() + b" " * (4 << 20)
+    async with running_graph(tmp_path) as graph:
+        post = graph.http.post("/v1/completions", content=long, headers={"content-type": "application/json"})
+        request = asyncio.create_task(post)
+        await until(lambda: request.done() or graph.models.load() == 1)
+        async with graph.worker():
+            assert (await request).status_code == 200
 
 
 async def test_health_says_what_is_missing(graph: Graph) -> None:

@@ -112,3 +112,37 @@ async def test_an_engine_that_computes_for_long_keeps_its_requests(graph: Graph)
         answers = await asyncio.gather(*(post(graph, max_tokens=1) for _ in range(4)))
         assert {answer.headers["x-pdserve-instance"] for answer in answers} == {slow.id, other.id}
         await holds(lambda: not slow.worker._engine_watch.stalled)
+
+
+async def test_prefill_workers_stand_in_for_a_decode_worker_whose_connection_was_renewed(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with graph.worker(pace=None) as only, stand_in(graph) as prefill:
+        monkeypatch.setattr("pdserve.frontend.model.workers.FIRST_RETRY", 0.1)
+        await holds(lambda: graph.models.live()["demo"], 0.2)
+        (connection,) = only._stream._frontends.values()
+        connection.cut("was silent")
+        await until(lambda: any(link.failures for link in graph.models.links()))
+        await until(lambda: graph.models.live()["demo"] == 1)
+        waiting = post(graph)
+        await only.until(lambda: only.jobs)
+        async with stalled(graph, only):
+            assert (await waiting).headers["x-pdserve-instance"] == f"{only.id},{prefill.id}"
+
+
+async def test_a_request_whose_workers_stall_one_after_the_other_leaves_two_of_them(graph: Graph) -> None:
+    """It may be what makes their engines hang; and it would be moved to and fro for ever."""
+    async with graph.worker(pace=None) as first, graph.worker(pace=None) as second:
+        request = post(graph)
+        for here in (first, second):
+            await here.until(lambda here=here: here.jobs)
+            async with stalled(graph, here):
+                await here.until(lambda here=here: not here.jobs)
+            await until(lambda: not len(graph.processor().workers._stalled))
+        await first.until(lambda: first.jobs)
+        async with stalled(graph, first):
+            await until(lambda: first.id in graph.processor().workers._stalled)
+            await holds(lambda: first.jobs and not second.jobs)
+            first.go()
+            assert len((await request).json()["choices"]) == 1
+        assert len(first.seen) == 2
