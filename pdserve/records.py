@@ -171,6 +171,8 @@ class SlotState(Struct, frozen=True):
     """its last error or line of output before that"""
     since: float = 0.0
     """Unix seconds at which it became ready or ceased to be, for display; 0: unknown"""
+    model: str = ""
+    """of a worker; empty for a frontend"""
 
     @property
     def ready(self) -> bool:

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
-from pdserve.observe.problems import Node, Problem, duration, nodes, problems
+from pdserve.observe.problems import Node, Problem, duration, nodes, problems, readiness
 from pdserve.records import Instance, Role, SlotState
 from pdserve.watch import Gone, LinkState, Outage, Receipt, Tick, Watched
 
@@ -262,3 +262,32 @@ def test_a_process_that_may_not_register_says_why() -> None:
 )
 def test_a_duration_has_the_unit_that_leaves_two_or_three_digits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_slots_of_two_models_on_a_host_are_apart() -> None:
+    other = [Instance(f"decode-{index}-o{index}", Role.DECODE, "other", host="h") for index in (0, 1)]
+    demo = [slot if slot.role is Role.FRONTEND else replace(slot, model="demo") for slot in SLOTS]
+    slot = SlotState(
+        "decode-0", Role.DECODE, "h", "ready", 1, since=NOW - 5, end="exit code 1", model="other"
+    )
+    shown = {
+        node.instance.id: node for node in of(slot, demo=demo, instances=[*ALL, *other]) if node.instance
+    }
+    assert (shown["decode-0-d0"].seconds, shown["decode-0-o0"].seconds) == (1000, 5)
+    assert shown["decode-1-o1"].seconds is None, "its role runs alone"
+    slot = replace(slot, state="waiting to restart")
+    processes = of(slot, demo=demo, instances=ALL)
+    assert [node.name for node in processes if not node.up] == ["decode-0 of other"]
+    assert readiness(graph_state(ALL, [], {}, {}, {}), processes)["decode-0", "h"] is False
+
+
+def test_a_worker_is_gone_beside_one_of_its_name_of_another_model() -> None:
+    told = state(slots=[SlotState("none", Role.PREFILL)], gone=[Gone("decode-0-o0", "h", 5.0, "other")])
+    assert any("decode-0 of h is gone" in problem.text for problem in found(told))
+    assert readiness(told, nodes(told, NOW))["decode-0", "h"] is False
+
+
+def of(slot: SlotState, *, demo: list[SlotState], instances: list[Instance]) -> list[Node]:
+    return nodes(
+        graph_state(instances, [*demo, slot], {}, {}, {each.id: Watched() for each in instances}), NOW
+    )

@@ -62,6 +62,8 @@ class Node(Struct, frozen=True):
     """since it was last ready"""
     host: str = ""
     """where it runs, or its supervisor"""
+    model: str = ""
+    """of a worker, where its slot or instance says it"""
     instance: Instance | None = None
     load: Load | None = None
     links: list[LinkState] = []
@@ -87,12 +89,13 @@ class Problem(Struct, frozen=True):
 def nodes(state: GraphState, now: float) -> list[Node]:
     """In the order of `GraphState.instances`; a process keeps its place when it goes and comes back. `now`: Unix
     seconds."""
-    slots = {(slot.host, slot.name): slot for slot in state.slots}
+    slots = {(slot.name, slot.host, slot.model): slot for slot in state.slots}
     names = short_names(each.instance.id for each in state.instances)
     listed = []
     for each in state.instances:
         instance, name = each.instance, slot_name(each.instance.id)
-        slot = slots.pop((instance.host, name), None)
+        found = [key for model in (instance.model, "") if (key := (name, instance.host, model)) in slots]
+        slot = slots.pop(found[0]) if found else None
         node = _node(slot, now) if slot else Node(name, instance.role, READY)
         if each.load is not None:
             word = STALLED if instance.stalled else DRAINING if instance.draining else READY
@@ -100,18 +103,25 @@ def nodes(state: GraphState, now: float) -> list[Node]:
         elif node.state == READY:
             node = _silent(node)
         shown, reported = names[instance.id], {"load": each.load, "links": each.links}
-        listed.append(replace(node, name=shown, host=instance.host, instance=instance, **reported))
-    gone = [_node(slot, now) for slot in slots.values()]
-    listed += [_silent(node) if node.state == READY else node for node in gone]
+        where = {"host": instance.host, "model": instance.model}
+        listed.append(replace(node, name=shown, instance=instance, **where, **reported))
+    taken = {node.name for node in listed}
+    for node in (_node(slot, now) for slot in slots.values()):
+        name = f"{node.name} of {node.model}" if node.model and node.name in taken else node.name
+        listed.append(replace(_silent(node) if node.state == READY else node, name=name))
     return sorted(listed, key=lambda node: place(node.role, node.name))
 
 
 def readiness(state: GraphState, processes: Sequence[Node]) -> dict[tuple[str, str], bool]:
-    """By slot and host, whether the process there is ready; without those that drain. `processes`: the state's
-    `nodes`."""
-    lost = {(slot_name(each.id), each.host): False for each in state.gone}
-    ready = {_place(node): node.state == READY for node in processes if node.state != DRAINING}
-    return lost | ready
+    """By slot and host, whether the process there is ready, and those of all models; without those that drain.
+    `processes`: the state's `nodes`."""
+    found = {_place(node): node.state == READY for node in processes if node.state != DRAINING}
+    found |= {
+        (slot_name(each.id), each.host, each.model): False
+        for each in state.gone
+        if not _is_there(each, processes)
+    }
+    return {place[:2]: ready for place, ready in sorted(found.items(), key=lambda each: not each[1])}
 
 
 def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
@@ -137,11 +147,21 @@ def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
 def _node(slot: SlotState, now: float) -> Node:
     why = ": ".join(filter(None, (slot.end, slot.cause)))
     seconds = max(0.0, now - slot.since) if slot.since else None
-    return Node(slot.name, slot.role, slot.state, why, seconds, slot.restarts, slot.failed_starts, slot.host)
+    ends = slot.restarts, slot.failed_starts
+    return Node(slot.name, slot.role, slot.state, why, seconds, *ends, slot.host, slot.model)
 
 
-def _place(node: Node) -> tuple[str, str]:
-    return (slot_name(node.instance.id) if node.instance else node.name), node.host
+def _place(node: Node) -> tuple[str, str, str]:
+    """Slot, host and model."""
+    slot = slot_name(node.instance.id) if node.instance else node.name.partition(" of ")[0]
+    return slot, node.host, node.model
+
+
+def _is_there(gone: Gone, processes: Iterable[Node]) -> bool:
+    """Whether a process has its place; one of an older pdserve may not say its model."""
+    slot, host = slot_name(gone.id), gone.host
+    models = {place[2] for node in processes if (place := _place(node))[:2] == (slot, host)}
+    return bool(models) and (not gone.model or not models.isdisjoint((gone.model, "")))
 
 
 def _silent(node: Node) -> Node:
@@ -179,7 +199,7 @@ def _processes(
 ) -> Iterator[Problem]:
     left = dict(lost)
     for node in processes:
-        name, why_lost = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
+        name, why_lost = node.name, left.pop(_place(node)[0], [])
         moved = _moved(why_lost)
         if node.state == SILENT:
             yield Problem("bad", f"{name} {_why_silent(node, etcd_away)}{moved}", [name], advice=_LOG)
@@ -206,9 +226,9 @@ def _processes(
         if node.load is not None and node.load.kv_usage >= FULL:
             full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
             yield Problem("warn", full, [name], advice=_DECODE)
-    there = set(map(_place, processes))
     for each in gone:
-        if (name := slot_name(each.id), each.host) not in there:
+        if not _is_there(each, processes):
+            name = slot_name(each.id)
             at = f" of {each.host}" if each.host else ""
             text = f"{name}{at} is gone: its lease ended without a drain, and none has replaced it"
             yield Problem("warn", text + _moved(left.pop(name, [])), [name], each.seconds, _LOG)

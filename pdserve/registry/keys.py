@@ -68,7 +68,7 @@ def setting(name: str) -> str:
 
 
 def slot(state: SlotState) -> str:
-    return f"{SLOTS}{state.host}/{state.name}"
+    return f"{SLOTS}{state.host}/{state.name}" + f"/{state.model}" * bool(state.model)
 
 
 def split_card(key: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import httpx
 import msgspec
 
 from pdserve.errors import RegistryUnavailable, text_of
-from pdserve.records import Instance, SlotState, encode_record
+from pdserve.records import Instance, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
@@ -39,12 +39,14 @@ async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], every: float, 
 class RegisteredInstances:
     """The supervisor's side of the registry. A role is ready when it is registered."""
 
-    def __init__(self, registry: Registry, view: RegistryView, host: str, leaving: float = 0.0) -> None:
-        """`host` is this machine, for the reports. `leaving` are the seconds that a process may go on after it removed
-        its instance (a frontend that drains)."""
+    def __init__(
+        self, registry: Registry, view: RegistryView, host: str, leaving: float = 0.0, model: str = ""
+    ) -> None:
+        """`host` is this machine, and `model` its workers', for the reports. `leaving` are the seconds that a process
+        may go on after it removed its instance (a frontend that drains)."""
         self.registry = registry
         self.view = view
-        self._host = host
+        self._host, self._model = host, model
         self._patience = MISSING + leaving
 
     async def until_registered(self, instance_id: str, pid: int) -> Instance:
@@ -77,7 +79,8 @@ class RegisteredInstances:
 
     async def report(self, state: SlotState) -> None:
         """Publish the state of a process."""
-        state = msgspec.structs.replace(state, host=self._host)
+        model = "" if state.role is Role.FRONTEND else self._model
+        state = msgspec.structs.replace(state, host=self._host, model=model)
         await self.registry.put(keys.slot(state), encode_record(state))
 
 

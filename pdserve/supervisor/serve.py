@@ -126,7 +126,7 @@ async def _registered_instances(
         view = await stack.enter_async_context(RegistryView(registry, *followed))
     except RegistryUnavailable as error:
         raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
-    return RegisteredInstances(registry, view, config.host, config.drain_timeout)
+    return RegisteredInstances(registry, view, config.host, config.drain_timeout, config.served_model_name)
 
 
 def _record(

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 import msgspec
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -82,8 +83,11 @@ class Batches(Rib):
             raise HttpError(411, "the request needs a content-length")
         if int(length) > MAX_FILE:
             raise HttpError(413, f"the request body is larger than {MAX_FILE} bytes")
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        kind, options = parse_options_header(request.headers.get("content-type"))
+        if kind != b"multipart/form-data":
             raise HttpError(400, "a file is sent as multipart/form-data", "file")
+        if options.get(b"charset", b"utf-8").lower() != b"utf-8":  # punycode takes minutes for a megabyte
+            raise HttpError(400, "the form must be in UTF-8", "file")
         deadline, client = time.monotonic() + WITHIN, client_of(request, owner)
         try:
             async with self._uploads.parts(request, deadline, client, MAX_FILE) as parts:

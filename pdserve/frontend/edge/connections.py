@@ -131,7 +131,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def end_if_reset(self) -> None:
         """Abort a half-closed connection that the client has reset: nothing reads from it any more."""
-        sock = self.transport.get_extra_info("socket") if self._half_closed else None
+        there = self._half_closed and not self.transport.is_closing()
+        sock = self.transport.get_extra_info("socket") if there else None
         if sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
             self.abort()
 

@@ -444,13 +444,16 @@ async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: py
             await client.files.create(file=("f", b"x"), purpose="batch")
         with pytest.raises(openai.RateLimitError):
             await one.create(batch.input_file_id)
-        for body in (b"", b"--x\r\n", b"x" * 100):
-            answer = await client._client.post(
-                "files",
-                content=body,
-                headers=client.auth_headers | {"content-type": "multipart/form-data; boundary=x"},
-            )
+        field = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\na-%b\r\n--x--\r\n' % (
+            b"0" * 900
+        )
+        form = "multipart/form-data; boundary=x"
+        slow = f"{form}; Charset=punycode"  # decoded on the loop: 750 s for a megabyte
+        for body, kind in ((b"", form), (b"--x\r\n", form), (b"x" * 100, form), (field, slow)):
+            headers = client.auth_headers | {"content-type": kind}
+            answer = await client._client.post("files", content=body, headers=headers)
             assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "the form must be in UTF-8"
 
 
 @pytest.mark.parametrize("path", ["files", "batches"])

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.certificate import ServerCertificate
 from pdserve.errors import ConfigError
+from pdserve.frontend.edge import connections
 from pdserve.frontend.edge.connections import RESET_WITHIN, ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.edge.sockets import bind
@@ -347,6 +348,18 @@ async def test_a_client_that_closes_its_sending_side_gets_its_answers(
     assert text.startswith("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
     assert text.count("HTTP/1.1 200 OK\r\n") == times
     assert text.count("data: [DONE]") == (times if stream else 0)
+
+
+@in_session
+async def test_an_answer_before_the_look_for_a_reset_leaves_no_error(
+    graph: Graph, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "RESET_WITHIN", 1.0)
+    async with graph.worker(), asked(graph) as (reader, writer):
+        writer.write_eof()
+        assert b"200 OK" in await reader.read()
+        await asyncio.sleep(1.2)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 @in_session
