@@ -33,7 +33,7 @@ class Core:
 async def test_an_engine_that_keeps_half_an_adapter_ends() -> None:
     engine = VllmEngine(EngineSpec(Role.DECODE, "decode-0-test", "demo"))
     engine._process.core = core = Core(removes=True)
-    engine._process._core_process = SimpleNamespace(exitcode=None)
+    engine._process._core_process = SimpleNamespace(exitcode=None)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="size of tensor"):
         await engine.load_adapter(7, "/red")
     assert not core.registered
