@@ -3,6 +3,7 @@ ports. `plan` and `doctor` ask for the same."""
 
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -76,7 +77,11 @@ def _refused_now(
     if config.etcd is None and not etcd_runs and (text := _disk(config)):
         yield "disk", text
     try:
-        claims = {str(each.laddr).removeprefix("@"): each.pid or 0 for each in psutil.net_connections("unix")}
+        claims = defaultdict[str, set[int]](
+            set
+        )  # a process that is being started has its parent's sockets, too
+        for each in psutil.net_connections("unix"):
+            claims[str(each.laddr).removeprefix("@")].add(each.pid or 0)
         yield from (("ports", text) for text in busy_ports(_fixed_ports(config, slots), ours, claims))
     except ConfigError as error:
         yield from (("ports", text) for text in error.problems)
@@ -123,12 +128,13 @@ def slot_ports(config: Config, slot: Slot) -> list[FixedPort]:
 
 
 def busy_ports(
-    ports: Iterable[FixedPort], ours: Collection[int] = (), claims: Mapping[str, int] = {}
+    ports: Iterable[FixedPort], ours: Collection[int] = (), claims: Mapping[str, set[int]] = {}
 ) -> Iterator[str]:
     """A sentence for each port on which another process listens, most likely an orphan, or which another graph claims:
     none of `ours` (pids). Raises ConfigError where this user cannot listen on one."""
     for port in sorted(ports):
-        graphs = (claims[claim] for claim in port.claims() if claims.get(claim, -1) not in (-1, *ours))
+        pids = (claims.get(claim, set()) for claim in port.claims())
+        graphs = (min(found) for found in pids if found and found.isdisjoint(ours))
         holders = (f"another graph (pid {pid or 'unknown'})" for pid in graphs)
         if holder := port_holder(port.host, port.number, ours) or next(holders, None):
             yield port.is_held_by(holder)
