@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import settings
 
-from pdserve.credentials import Credentials, create
+from pdserve.security.credentials import Credentials, create
 from tests.e2e.graph import RealGraph
 from tests.engine.sims import FAST
 from tests.real import Reference, one_graph, one_vllm
@@ -38,7 +38,7 @@ ORDER = (
     *ENGINES,
     "tests/bench/test_compare_command.py",
     "tests/test_serve_sim.py",
-    "tests/test_cli.py",
+    "tests/cli/test_cli.py",
     "tests/process/test_standalone.py",
     "tests/registry/test_outage.py",
     *CHAOS,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pdserve_bench.hosts.network import Network, network
 
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 
 
 @contextmanager

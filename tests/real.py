@@ -14,7 +14,7 @@ from anyio.from_thread import start_blocking_portal
 from pdserve_bench.launch import plain_vllm
 
 from pdserve.demo import MODEL_DIR
-from pdserve.ports import free_port
+from pdserve.util.net import free_port
 from tests.e2e.graph import RealGraph, serving
 
 GRAPH = """

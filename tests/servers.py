@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from pdserve.credentials import Credentials
-from pdserve.errors import RegistryUnavailable
 from pdserve.registry import connect
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.security.credentials import Credentials
+from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.util.errors import RegistryUnavailable
 
 
 def nats_server(state_dir: Path, port: int = 0, credentials: Credentials | None = None) -> EmbeddedNats:

@@ -13,7 +13,7 @@ import httpx
 import psutil
 from pdserve_bench.launch import PDSERVE, ServeRun
 
-from pdserve.ports import free_port
+from pdserve.util.net import free_port
 
 WORKERS = """
 Common: {{model: demo, block-size: 32, max-model-len: 4096}}

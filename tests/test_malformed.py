@@ -8,10 +8,10 @@ import nats
 import pytest
 import zmq
 
-from pdserve.messages import Hello, PrefillCancel, PrefillFailed, encode
+from pdserve.contract.messages import Hello, PrefillCancel, PrefillFailed, encode
+from pdserve.contract.records import Instance, Role, encode_record
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import QueueNames
-from pdserve.records import Instance, Role, encode_record
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.view import RegistryView
 from tests.conditions import until

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdserve import tasks
-from pdserve.messages import Hello
+from pdserve.contract.messages import Hello
+from pdserve.runtime import tasks
 from tests.conditions import until
 from tests.decode.graph import LONG, SHORT, FrontendStream, Prefill, WorkerGraph
 from tests.engine.sims import expected

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import main
-from pdserve.cli.doctor import check_nats
-from pdserve.errors import QueueUnavailable
-from pdserve.ports import free_port, without_passwords
+from pdserve.cli.setup.doctor import check_nats
 from pdserve.queue.jetstream.connection import NatsConnection
+from pdserve.util.errors import QueueUnavailable
+from pdserve.util.net import free_port, without_passwords
 from tests.conditions import until
 from tests.servers import kill, nats_server
 

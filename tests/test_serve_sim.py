@@ -18,8 +18,8 @@ import psutil
 import pytest
 from pdserve_bench.launch import PDSERVE
 
-from pdserve.ports import free_port, port_holder
-from pdserve.records import Role
+from pdserve.contract.records import Role
+from pdserve.util.net import free_port, port_holder
 from tests.deploy.dashboard import expressions
 from tests.deploy.prometheus import promtool, scraping
 from tests.listeners import listeners

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from pdserve import registry
-from pdserve.credentials import Credentials, create
-from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.queue import connect
 from pdserve.queue.jetstream import connection
 from pdserve.registry import etcd
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.security.credentials import Credentials, create
+from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.util.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from tests.conditions import holds, until
 from tests.queue.requests import publish
 from tests.servers import etcd_server, nats_server, pid_of

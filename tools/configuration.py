@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from pdserve.config.environment import VARIABLES
+from pdserve.config.env_overrides import VARIABLES
 from pdserve.config.sections import KINDS, must_be, rules
 
 PAGE = Path(__file__).parent.parent / "docs/configuration.md"

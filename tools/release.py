@@ -12,7 +12,7 @@ NEEDED = (
     "pdserve/install/gpu.txt",
     "pdserve/demo/local.yaml",
     "pdserve/demo/model/model.safetensors",
-    "pdserve/frontend/watching/dashboard/index.html",
+    "pdserve/frontend/observability/dashboard/index.html",
     "pdserve/py.typed",
     "pdserve_bench/__init__.py",
     "LICENSE",

@@ -1,5 +1,5 @@
-"""Read the installed vLLM's own argument parser and write `pdserve/config/vllm_arguments.json`, and what the list had
-before into `vllm_removed.json`. Run it when vLLM is upgraded: `python -m tools.vllm_arguments`.
+"""Read the installed vLLM's own argument parser and write `vllm_arguments.json` of `pdserve/config/engine_args`, and
+what the list had before into `vllm_removed.json` there. Run it when vLLM is upgraded: `python -m tools.vllm_arguments`.
 
 With wheels of older versions (`pip download --no-deps vllm==0.8.5`) it makes the table of removed arguments anew:
 `python -m tools.vllm_arguments vllm-*.whl`.
@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pdserve.config import removed
-from pdserve.config.arguments import PATH
+from pdserve.config.engine_args import removed
+from pdserve.config.engine_args.arguments import PATH
 
 _KINDS = {
     "int": "int",

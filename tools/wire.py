@@ -21,16 +21,18 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 import pdserve
-from pdserve import credentials, kv, messages, records, settings, watch
+from pdserve import kv
+from pdserve.contract import live_settings, messages, records, reports
 from pdserve.queue.jetstream import stream
 from pdserve.registry import keys
+from pdserve.security import credentials
 from pdserve.stream import tcp
 from pdserve.supervisor import state
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "tests/wire"
 DEFINITIONS, COMMIT = "definitions.txt", "commit"
-SOURCES = (messages, records, watch, state)
+SOURCES = (messages, records, reports, state)
 MSGPACK = (
     "ToDecode",
     "ToFrontend",
@@ -132,7 +134,7 @@ def values(hint: Any) -> list[Any]:
 # what both sides must know
 
 _LIMITS = ("ack_wait", "bound", "max_bytes", "max_age")
-_SETTINGS = (*settings.SETTINGS, *settings.POLICIES, *settings.PREFILL_POLICIES)
+_SETTINGS = (*live_settings.SETTINGS, *live_settings.POLICIES, *live_settings.PREFILL_POLICIES)
 
 
 def names() -> dict[str, Any]:

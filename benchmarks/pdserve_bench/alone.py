@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 
 from pdserve.config.load import load
-from pdserve.errors import PdserveError, Unavailable
-from pdserve.ports import free_port
-from pdserve.records import Role
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
-from pdserve.supervisor.exits import exit_of
-from pdserve.supervisor.readiness import until_frontends_ready
+from pdserve.contract.records import Role
+from pdserve.runtime.tasks import Owner
+from pdserve.supervisor.processes.exits import exit_of
+from pdserve.supervisor.processes.readiness import until_frontends_ready
+from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from pdserve.supervisor.state import GraphRecord
-from pdserve.tasks import Owner
+from pdserve.util.errors import PdserveError, Unavailable
+from pdserve.util.net import free_port
 from pdserve_bench.launch import (
     PDSERVE,
     START_WITHIN,

@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from pdserve.credentials import Credentials
-from pdserve.ports import free_port
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.security.credentials import Credentials
+from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.util.net import free_port
 
 SIZE = 3
 HOST = "127.0.0.1"

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from pdserve.cli.find import NoGraph, find_graph, frontend_url
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.util.errors import ConfigError, Unavailable
 from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, error_message, trusted
 
 _PROBE_WORDS = 200

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import psutil
 
 from pdserve.config.load import load
-from pdserve.errors import ConfigError, Unavailable
-from pdserve.ports import free_port
 from pdserve.supervisor import state
-from pdserve.supervisor.exits import Guardian, end_group, exit_of
-from pdserve.tied import tied
+from pdserve.supervisor.processes.exits import Guardian, end_group, exit_of
+from pdserve.util.errors import ConfigError, Unavailable
+from pdserve.util.net import free_port
+from pdserve.util.tied_child import tied
 from pdserve_bench.clusters import Clusters
 from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from pdserve.tasks import Lifetime
+from pdserve.runtime.tasks import Lifetime
 from pdserve_bench.client import Exchange
 
 AFTER_FAILURE = 0.2

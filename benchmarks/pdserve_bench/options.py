@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 BaseUrl = Annotated[
     str | None,

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from pdserve import clock
+from pdserve.util import clock
 
 
 def say(text: str) -> None:

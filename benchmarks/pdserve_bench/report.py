@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdserve import __version__, clock
-from pdserve.errors import ConfigError
+from pdserve import __version__
+from pdserve.util import clock
+from pdserve.util.errors import ConfigError
 
 Cell = str | float | int | None
 PIPE_WIDTH = 110

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from pdserve.errors import PdserveError
 from pdserve.process.signals import STOPPERS
+from pdserve.util.errors import PdserveError
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.load import arrivals

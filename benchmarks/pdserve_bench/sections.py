@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve.config.arguments import arguments
+from pdserve.config.engine_args.arguments import arguments
+from pdserve.config.files.yaml_tree import Findings, read_tree
 from pdserve.config.schema import kebab
-from pdserve.config.tree import Findings, read_tree
-from pdserve.settings import THRESHOLDS
+from pdserve.contract.live_settings import THRESHOLDS
 
 Sections = dict[str, dict[str, Any]]
 

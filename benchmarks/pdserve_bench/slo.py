@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pdserve.config.load import load
-from pdserve.errors import ConfigError
-from pdserve.slo import NO_PROMISE, seconds
+from pdserve.contract.slo import NO_PROMISE, seconds
+from pdserve.util.errors import ConfigError
 from pdserve_bench.client import Exchange, Outcome
 
 SHARE = 0.9

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import httpx
 
-from pdserve.errors import RegistryUnavailable
-from pdserve.messages import Load
-from pdserve.observe.pages import read_loads
-from pdserve.records import Instance, Role, decode_instance
+from pdserve.contract.messages import Load
+from pdserve.contract.records import Instance, Role, decode_instance
+from pdserve.observe.process_pages import read_loads
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
+from pdserve.runtime.tasks import Lifetime
 from pdserve.supervisor.state import GraphRecord
-from pdserve.tasks import Lifetime
+from pdserve.util.errors import RegistryUnavailable
 
 log = logging.getLogger(__name__)
 

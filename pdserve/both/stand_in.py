@@ -3,7 +3,7 @@
 
 To decode workers it is a prefill worker. It listens to frontends as a decode worker does, at an address that it
 registers once a decode worker's card shows that it answers alike; each frontend decides when it sends requests
-(`frontend/model/workers.py`). It computes their prompts itself: so its engine reads no KV, and starts as
+(`frontend/workers/pool.py`). It computes their prompts itself: so its engine reads no KV, and starts as
 that of any prefill worker."""
 
 import logging
@@ -12,14 +12,14 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from pdserve.both.worker import BothWorker
-from pdserve.config.arguments import ANSWERS, arguments
+from pdserve.config.engine_args.arguments import ANSWERS, arguments
 from pdserve.config.schema import DecodeConfig
+from pdserve.contract.records import ModelCard, Role
 from pdserve.engine.base import Engine
 from pdserve.prefill.worker import PrefillWorker
-from pdserve.records import ModelCard, Role
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import Work
+from pdserve.runtime.tasks import Work
 
 log = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pdserve.contract.messages import Load
+from pdserve.contract.records import Role
 from pdserve.decode.requests import OWN
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.base import Engine, Step
-from pdserve.errors import EngineDead
-from pdserve.messages import Load
 from pdserve.prefill.prompts import PromptRunner
-from pdserve.prefill.pull import LOOK, Beside
-from pdserve.records import Role
+from pdserve.prefill.pull_policy import LOOK, Beside
 from pdserve.registry import keys
-from pdserve.tasks import Work
+from pdserve.runtime.tasks import Work
+from pdserve.util.errors import EngineDead
 
 UNTAKEN = 3 * LOOK
 """seconds within which a worker with free capacity takes the next prompt from the queue"""

@@ -21,22 +21,28 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from pdserve import __version__
-from pdserve.errors import ConfigError, PdserveError, Unavailable
+from pdserve.util.errors import ConfigError, PdserveError, Unavailable
 
 COMMANDS = {
-    "install": ("pdserve.cli.install:install", "the engine, into an environment of its own"),
-    "init": ("pdserve.cli.init:init", "write a YAML for this machine"),
-    "serve": ("pdserve.cli.serve:serve", "run the whole graph on this machine"),
-    "frontend": ("pdserve.cli.role:role", "one frontend: the HTTP port, and the processors of all models"),
-    "decode": ("pdserve.cli.role:role", "one decode worker"),
-    "prefill": ("pdserve.cli.role:role", "one prefill worker"),
-    "both": ("pdserve.cli.role:role", "one worker that decodes and prefills"),
-    "plan": ("pdserve.cli.plan:plan", "what would run where, and whether it fits"),
-    "status": ("pdserve.cli.status:status", "which processes run, and what they are doing"),
-    "trace": ("pdserve.cli.trace:trace", "where a request went, why, and what took how long"),
-    "set": ("pdserve.cli.settings:change_settings", "change a running graph's settings"),
-    "credentials": ("pdserve.cli.credentials:make_credentials", "certificates for a graph on several hosts"),
-    "doctor": ("pdserve.cli.doctor:doctor", "what keeps a graph from serving on this host"),
+    "install": ("pdserve.cli.setup.install:install", "the engine, into an environment of its own"),
+    "init": ("pdserve.cli.setup.init:init", "write a YAML for this machine"),
+    "serve": ("pdserve.cli.run.serve:serve", "run the whole graph on this machine"),
+    "frontend": (
+        "pdserve.cli.run.role:role",
+        "one frontend: the HTTP port, and the processors of all models",
+    ),
+    "decode": ("pdserve.cli.run.role:role", "one decode worker"),
+    "prefill": ("pdserve.cli.run.role:role", "one prefill worker"),
+    "both": ("pdserve.cli.run.role:role", "one worker that decodes and prefills"),
+    "plan": ("pdserve.cli.setup.plan:plan", "what would run where, and whether it fits"),
+    "status": ("pdserve.cli.operate.status:status", "which processes run, and what they are doing"),
+    "trace": ("pdserve.cli.operate.trace:trace", "where a request went, why, and what took how long"),
+    "set": ("pdserve.cli.operate.settings:change_settings", "change a running graph's settings"),
+    "credentials": (
+        "pdserve.cli.setup.credentials:make_credentials",
+        "certificates for a graph on several hosts",
+    ),
+    "doctor": ("pdserve.cli.setup.doctor:doctor", "what keeps a graph from serving on this host"),
     "chaos": ("pdserve_bench.chaos.command:chaos", "break a graph under load, and count what was lost"),
     "bench": (
         {
@@ -199,7 +205,7 @@ class _LazyCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         if self.name not in _WITHOUT_ENGINE:
-            from pdserve.cli.install import use_engine
+            from pdserve.cli.setup.install import use_engine
 
             use_engine()
         return self._load().make_context(info_name, args, parent, **extra)

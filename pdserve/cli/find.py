@@ -8,21 +8,21 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.command import command
 from pdserve.config.load import load
 from pdserve.config.schema import Config
-from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError, RegistryUnavailable, Unavailable
-from pdserve.graph import from_environment
+from pdserve.contract.records import Instance, Role
+from pdserve.plan.graph import from_environment
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
-from pdserve.records import Instance, Role
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView, Snapshot
+from pdserve.security.credentials import Credentials
 from pdserve.supervisor import state
-from pdserve.supervisor.checks import busy_ports, slot_ports
+from pdserve.supervisor.preflight import busy_ports, slot_ports
 from pdserve.supervisor.state import GraphRecord
+from pdserve.util.errors import ConfigError, RegistryUnavailable, Unavailable
+from pdserve.util.program import command
 
 _NOTHING = Snapshot([], [], {}, {})
 

@@ -6,7 +6,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic_core import PydanticCustomError
 
-from pdserve.ports import servers_of, without_passwords
+from pdserve.util.net import servers_of, without_passwords
 
 
 def nats_url(url: str) -> str:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from pdserve.config.files.yaml_tree import Entry, Findings, or_nearest, parse_tree
 from pdserve.config.schema import SecuritySection
-from pdserve.config.tree import Entry, Findings, or_nearest, parse_tree
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 VARIABLE = "PDSERVE_API_KEYS"
 MOST = 10**12

@@ -4,9 +4,9 @@ accepts it."""
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from pdserve.command import command
 from pdserve.config.schema import Allowance, FrontendConfig, GraphSection, SecuritySection
-from pdserve.ports import is_loopback, servers_of, without_passwords
+from pdserve.util.net import is_loopback, servers_of, without_passwords
+from pdserve.util.program import command
 
 _MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"
 Opening = tuple[str, str, str]

@@ -3,7 +3,7 @@
 The sections are those of a Dynamo 0.2 graph (Common, Frontend, Processor, VllmWorker, PrefillWorker), and pdserve's own
 Graph, Slo and Security. As in Dynamo, a key of Common applies only to the sections that list it in `common-configs` and
 do not set it themselves; a key that no section lists is an error. The environment wins over the file
-(`environment.py`), and so do OpenTelemetry's own variables.
+(`env_overrides.py`), and so do OpenTelemetry's own variables.
 """
 
 import os
@@ -12,10 +12,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdserve.command import command
-from pdserve.config.adapters import most_adapters, static_adapters
 from pdserve.config.addresses import collector_url, traces_url
-from pdserve.config.alike import (
+from pdserve.config.api_keys import configured
+from pdserve.config.engine_args.arguments import arguments, shapes_answers
+from pdserve.config.engine_args.installed import resolve_model, with_home
+from pdserve.config.engine_args.removed import is_flat
+from pdserve.config.env_overrides import with_environment
+from pdserve.config.exposure import openings
+from pdserve.config.files.dynamo import from_dynamo, is_dynamo
+from pdserve.config.files.shared_args import (
     Arguments,
     compare_workers,
     effective,
@@ -24,13 +29,8 @@ from pdserve.config.alike import (
     values_of,
     without_stand_in,
 )
-from pdserve.config.api_keys import configured
-from pdserve.config.arguments import arguments, shapes_answers
-from pdserve.config.dynamo import from_dynamo, is_dynamo
-from pdserve.config.environment import with_environment
-from pdserve.config.exposure import openings
-from pdserve.config.host import resolve_model, with_home
-from pdserve.config.removed import is_flat
+from pdserve.config.files.yaml_tree import Entry, Findings, or_nearest, read_tree
+from pdserve.config.lora_modules import most_adapters, static_adapters
 from pdserve.config.schema import (
     Config,
     DecodeConfig,
@@ -47,10 +47,10 @@ from pdserve.config.schema import (
     share_of_gpu,
 )
 from pdserve.config.sections import KINDS, SectionRead, SectionReader
-from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
-from pdserve.errors import ConfigError
-from pdserve.settings import THRESHOLDS
-from pdserve.slo import Promised
+from pdserve.contract.live_settings import THRESHOLDS
+from pdserve.contract.slo import Promised
+from pdserve.util.errors import ConfigError
+from pdserve.util.program import command
 
 W = TypeVar("W", bound=WorkerConfig)
 _SECTIONS = ("Common", *KINDS)

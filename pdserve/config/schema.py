@@ -16,10 +16,10 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic_core import PydanticCustomError
 
 from pdserve.config.addresses import each, etcd_address, nats_url, own_address, traces_url
-from pdserve.config.host import with_home
-from pdserve.ports import in_url
-from pdserve.settings import PrefillPolicy, RouterPolicy
-from pdserve.slo import DURATION, NO_PROMISE, Promised, seconds
+from pdserve.config.engine_args.installed import with_home
+from pdserve.contract.live_settings import PrefillPolicy, RouterPolicy
+from pdserve.contract.slo import DURATION, NO_PROMISE, Promised, seconds
+from pdserve.util.net import in_url
 
 WorkerRole = Literal["decode", "both"]
 Allowance = Literal["no-keys", "plain-http", "plain-graph"]

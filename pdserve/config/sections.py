@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from pdserve.config.arguments import arguments, canonical, parse, refusal
-from pdserve.config.removed import removed
+from pdserve.config.engine_args.arguments import arguments, canonical, parse, refusal
+from pdserve.config.engine_args.removed import removed
+from pdserve.config.files.yaml_tree import Entry, Findings, or_nearest
 from pdserve.config.schema import (
     DecodeSection,
     FrontendSection,
@@ -21,7 +22,6 @@ from pdserve.config.schema import (
     SloSection,
     kebab,
 )
-from pdserve.config.tree import Entry, Findings, or_nearest
 
 S = TypeVar("S", bound=Section)
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdserve.config.arguments import arguments, canonical
-from pdserve.config.removed import is_flat, removed
+from pdserve.config.engine_args.arguments import arguments, canonical
+from pdserve.config.engine_args.removed import is_flat, removed
+from pdserve.config.files.yaml_tree import read_documents
 from pdserve.config.schema import kebab
-from pdserve.config.tree import read_documents
 from pdserve.convert.shell import Unset, commands_of, script_in, substituted
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 _FRONTEND = "dynamo.frontend"
 _ENTRY = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main", "dynamo.vllm", _FRONTEND)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 MOST_TEXT = 100_000
 """characters or words in a variable"""

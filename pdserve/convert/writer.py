@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdserve.config.arguments import arguments, refusal, shapes_answers
+from pdserve.config.engine_args.arguments import arguments, refusal, shapes_answers
 from pdserve.convert.servers import Server
 
 _FRONTEND = {"host": "host", "port": "port", "allowed-origins": "allowed-origins"}

@@ -4,8 +4,8 @@ the prefill workers' messages."""
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pdserve.messages import Hop
-from pdserve.watch import BRIEF
+from pdserve.contract.messages import Hop
+from pdserve.contract.reports import BRIEF
 
 
 @dataclass(eq=False)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdserve.contract.messages import KvHandle, Placed, PrefillDone, PrefillFailed, Promise, Submit
 from pdserve.decode.hops import RequestHops
-from pdserve.decode.policy import Decision
+from pdserve.decode.policy.decision import Decision
 from pdserve.kv.handles import source
-from pdserve.messages import KvHandle, Placed, PrefillDone, PrefillFailed, Promise, Submit
 from pdserve.observe.tracing import Attributes, Tracer
-from pdserve.recent import RecentKeys
+from pdserve.util.lru import RecentKeys
 
 _REMEMBERED = 50_000
 
@@ -46,7 +46,7 @@ class DecodeRequest:
     asked: float = 0.0
     """when a remote prefill was asked for; monotonic seconds"""
     turn: asyncio.Future[None] | None = None
-    """done when its prompt may be published (`decode/prefill_turns.py`)"""
+    """done when its prompt may be published (`decode/remote/publisher.py`)"""
     published: bool = False
     """its prompt is in the prefill queue, or was"""
     awaits_tokens: int = 0
@@ -58,7 +58,7 @@ class DecodeRequest:
     losses: int = 0
     """`queue.losses` when the prompt was published"""
     engines_died: int = 0
-    """engines in a row that died while they computed its next token; above 0: a suspect (`decode/quarantine.py`)"""
+    """engines in a row that died while they computed its next token; above 0: a suspect (`quarantine.py`)"""
     hit: int = 0
     """prompt tokens in this engine's prefix cache when the prefill was decided"""
     ahead: KvHandle | None = None
@@ -82,7 +82,7 @@ class DecodeRequest:
     failure: str = ""
     """why it failed, without text of the request"""
     begins: asyncio.Event = field(default_factory=asyncio.Event)
-    """set when its prompt may be computed here, or it was cancelled before (`decode/turns.py`)"""
+    """set when its prompt may be computed here, or it was cancelled before (`decode/scheduling/prefill_slots.py`)"""
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     """set when the prompt is computed, or the request is dropped"""
     over: asyncio.Event = field(default_factory=asyncio.Event)

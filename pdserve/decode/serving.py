@@ -1,7 +1,7 @@
 """The path of a request through a decode worker: from the frontend, by local or remote prefill, into the engine, and
 back as tokens, in one message for each engine step and frontend.
 
-Requests that are cancelled, fail, or lose their frontend or engine are in `frontends.py`."""
+Requests that are cancelled, fail, or lose their frontend or engine are in `replies.py`."""
 
 import logging
 import time
@@ -10,24 +10,24 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.decode.chunk import ChunkLimit
-from pdserve.decode.estimator import Estimator
-from pdserve.decode.frontends import INTERNAL, Frontends
-from pdserve.decode.links import KvLinks
-from pdserve.decode.policy import Decision, decide
-from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.quarantine import Quarantine
-from pdserve.decode.remote import RemotePrefill
+from pdserve.contract.messages import Failed, KvHandle, Submit
+from pdserve.decode.live_updates import LiveSettings, thresholds
+from pdserve.decode.peers.links import KvLinks
+from pdserve.decode.peers.prefill_workers import PrefillWorkers
+from pdserve.decode.policy.decision import Decision, decide
+from pdserve.decode.remote.client import RemotePrefill
+from pdserve.decode.replies import INTERNAL, Frontends
 from pdserve.decode.requests import OWN, STAND_IN, DecodeRequest, DecodeRequests, Phase
-from pdserve.decode.settings import LiveSettings, thresholds
-from pdserve.decode.turns import PromptTurns
+from pdserve.decode.scheduling.chunk_size import ChunkLimit
+from pdserve.decode.scheduling.prefill_slots import PromptTurns
+from pdserve.decode.scheduling.prefill_times import Estimator
+from pdserve.decode.scheduling.quarantine import Quarantine
 from pdserve.engine.base import Engine, Output, Step
-from pdserve.errors import ProtocolError, Unavailable
 from pdserve.kv.handles import prefix_hit
-from pdserve.messages import Failed, KvHandle, Submit
 from pdserve.observe.metrics import PREFILL
 from pdserve.queue.base import PrefillQueue
-from pdserve.tasks import Apart
+from pdserve.runtime.tasks import Apart
+from pdserve.util.errors import ProtocolError, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -5,33 +5,33 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
-from pdserve.decode.answers import AnswerReader
-from pdserve.decode.chunk import ChunkLimit
-from pdserve.decode.estimator import Estimator
-from pdserve.decode.frontends import INTERNAL, Frontends
-from pdserve.decode.links import KvLinks
-from pdserve.decode.policy import queue_limit
-from pdserve.decode.prefill_turns import PrefillTurns
-from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.quarantine import Quarantine
-from pdserve.decode.remote import RemotePrefill
+from pdserve.contract.messages import Cancel, Failed, GetArchive, Hello, Load, Refused, Submit, ToDecode
+from pdserve.contract.records import ModelCard, Role
+from pdserve.contract.reports import LinkState
+from pdserve.decode.live_updates import LiveSettings
+from pdserve.decode.peers.links import KvLinks
+from pdserve.decode.peers.prefill_workers import PrefillWorkers
+from pdserve.decode.policy.decision import queue_limit
+from pdserve.decode.remote.answer_reader import AnswerReader
+from pdserve.decode.remote.client import RemotePrefill
+from pdserve.decode.remote.publisher import PrefillTurns
+from pdserve.decode.remote.warm_up import WarmUp
+from pdserve.decode.replies import INTERNAL, Frontends
 from pdserve.decode.requests import DecodeRequests
+from pdserve.decode.scheduling.chunk_size import ChunkLimit
+from pdserve.decode.scheduling.prefill_slots import PromptTurns
+from pdserve.decode.scheduling.prefill_times import Estimator
+from pdserve.decode.scheduling.quarantine import Quarantine
 from pdserve.decode.serving import RequestRunner
-from pdserve.decode.settings import LiveSettings
-from pdserve.decode.turns import PromptTurns
-from pdserve.decode.warm_up import WarmUp
 from pdserve.engine.base import Engine, Step
-from pdserve.errors import EngineDead
-from pdserve.messages import Cancel, Failed, GetArchive, Hello, Load, Refused, Submit, ToDecode
 from pdserve.observe.metrics import BACKLOG, QUEUE_DEPTH, USABLE_WORKERS
 from pdserve.process.presence import model_card
 from pdserve.process.worker import EngineWorker
-from pdserve.records import ModelCard, Role
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import Apart, Work
 from pdserve.stream.archives import ModelArchive
-from pdserve.tasks import Apart, Work
-from pdserve.watch import LinkState
+from pdserve.util.errors import EngineDead
 
 log = logging.getLogger(__name__)
 

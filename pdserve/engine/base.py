@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.engine.adapters import AdapterEngine
-from pdserve.messages import KvHandle
-from pdserve.prefixes import CachedPrefixes
-from pdserve.tasks import Lifetime
+from pdserve.contract.messages import KvHandle
+from pdserve.contract.prefixes import CachedPrefixes
+from pdserve.engine.lora import AdapterEngine
+from pdserve.runtime.tasks import Lifetime
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pdserve.config.alike import length_changes_kv
-from pdserve.config.arguments import arguments, draft_model
-from pdserve.config.host import find_folder
-from pdserve.errors import EngineDead
+from pdserve.config.engine_args.arguments import arguments, draft_model
+from pdserve.config.engine_args.installed import find_folder
+from pdserve.config.files.shared_args import length_changes_kv
+from pdserve.util.errors import EngineDead
 
 _ARGUMENTS = (
     "block-size",

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.credentials import Credentials
+from pdserve.contract.records import Role
 from pdserve.engine.base import Engine, Ranks
-from pdserve.imports import import_large
-from pdserve.records import Role
+from pdserve.security.credentials import Credentials
+from pdserve.util.imports import import_large
 
 ENGINES = {"vllm": "pdserve.engine.vllm.engine:VllmEngine", "sim": "pdserve.engine.sim.engine:SimEngine"}
 """by the `engine` key of a worker's section; import strings, so that only the chosen module is loaded"""

@@ -3,7 +3,7 @@ key, the limits of that key, the body, the model that the body names, this model
 model's own app.
 
 That app is vLLM's (`frontend/model`): it reads the body again and writes the answer, chunk by chunk, into a
-`ResponseWriter`. What only watches requests, or adds pages beside them, is a rib (`ribs.py`).
+`ResponseWriter`. What only watches requests, or adds pages beside them, is a rib (`plugins.py`).
 """
 
 import logging
@@ -17,9 +17,8 @@ from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from pdserve.config.schema import FrontendConfig
-from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.admission.granted import ModelReplaced
-from pdserve.frontend.edge.answer import REFUSALS, HttpError, ResponseWriter
+from pdserve.frontend.admission.wait_estimate import RequestSize
 from pdserve.frontend.edge.body import (
     SANE_ID,
     BodyReader,
@@ -30,13 +29,14 @@ from pdserve.frontend.edge.body import (
     refuse,
 )
 from pdserve.frontend.edge.paths import BY_QUERY, GENERATING, TOKENIZING, WITH_BODY
-from pdserve.frontend.edge.trace import RequestFailure, RequestTrace, seconds_allowed
+from pdserve.frontend.edge.request_trace import RequestFailure, RequestTrace, seconds_allowed
+from pdserve.frontend.edge.response import REFUSALS, HttpError, ResponseWriter
 from pdserve.frontend.keys.auth import ApiKeys, client_of, is_local
 from pdserve.frontend.keys.usage import KeyUse
 from pdserve.frontend.model.run import admitted, run
-from pdserve.frontend.model.served import ServedModels
-from pdserve.frontend.pages import FrontendPages
-from pdserve.frontend.ribs import Ribs
+from pdserve.frontend.model.served_models import ServedModels
+from pdserve.frontend.plugin_pages import FrontendPages
+from pdserve.frontend.plugins import Ribs
 
 logger = logging.getLogger(__name__)
 

@@ -16,31 +16,31 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pdserve import registry
-from pdserve.certificate import ServerCertificate
-from pdserve.config.host import installed_vllm
+from pdserve.config.engine_args.installed import installed_vllm
 from pdserve.config.schema import Config, FrontendConfig
-from pdserve.credentials import Credentials
+from pdserve.contract.records import Instance, Role
+from pdserve.contract.reports import Receipt, Watched
 from pdserve.frontend.app import FrontendApp
+from pdserve.frontend.edge.certificate_reload import RenewedCertificate
 from pdserve.frontend.edge.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
-from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.edge.sockets import accept_all, bind
 from pdserve.frontend.keys.auth import KeySource
 from pdserve.frontend.keys.origins import CrossOrigin
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.frontend.model.run import GRACE
-from pdserve.frontend.model.served import serve_models
-from pdserve.frontend.ribs import RibContext, Ribs
+from pdserve.frontend.model.served_models import serve_models
+from pdserve.frontend.plugins import RibContext, Ribs
+from pdserve.frontend.vllm.lora_adapters import AdapterStore
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
-from pdserve.ports import in_url
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id
-from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import Owner, Work
+from pdserve.security.certificate import ServerCertificate
+from pdserve.security.credentials import Credentials
 from pdserve.stream.tcp import TcpStreamClient
-from pdserve.tasks import Owner, Work
-from pdserve.watch import Receipt, Watched
+from pdserve.util.net import in_url
 
 logger = logging.getLogger(__name__)
 

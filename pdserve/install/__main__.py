@@ -8,33 +8,33 @@ import sys
 import time
 from pathlib import Path
 
-from pdserve.errors import Unavailable
-from pdserve.install import environment
-from pdserve.install.environment import InstallStep, engine_step, locked
+from pdserve.install import engine_venv
+from pdserve.install.engine_venv import InstallStep, engine_step, locked
+from pdserve.util.errors import Unavailable
 
 ROOT = Path(__file__).parents[2]
 
 
 def checkout_steps(platform: str, dev: bool) -> list[InstallStep]:
-    ours = environment.digest(str(ROOT).encode(), (ROOT / "pyproject.toml").read_bytes())
+    ours = engine_venv.digest(str(ROOT).encode(), (ROOT / "pyproject.toml").read_bytes())
     itself = InstallStep(ours, ("--no-build-isolation", "--quiet", "--editable", str(ROOT)))
     return [engine_step(platform), itself, *([locked(ROOT / "requirements/dev.txt")] if dev else [])]
 
 
 def main(folder: Path, dev: bool) -> int:
-    platform = os.environ.get("PLATFORM") or environment.find_platform()
-    if platform not in environment.PLATFORMS:
-        environment.say(f"PLATFORM is cpu or gpu, not {platform!r}")
+    platform = os.environ.get("PLATFORM") or engine_venv.find_platform()
+    if platform not in engine_venv.PLATFORMS:
+        engine_venv.say(f"PLATFORM is cpu or gpu, not {platform!r}")
         return 2
     steps, started = checkout_steps(platform, dev), time.monotonic()
-    if all(environment.is_done(folder, step) for step in steps):
+    if all(engine_venv.is_done(folder, step) for step in steps):
         return 0
     try:
-        environment.install(folder, steps, platform)
+        engine_venv.install(folder, steps, platform)
     except Unavailable as error:
-        environment.say(str(error))
+        engine_venv.say(str(error))
         return 1
-    environment.say(f"installed into {folder} in {time.monotonic() - started:.0f} s")
+    engine_venv.say(f"installed into {folder} in {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -29,7 +29,7 @@ CHUNK = "pdserve_chunk"
 CREDENTIALS = "pdserve_credentials"
 """in the connector's extra configuration: folder of the graph's credentials on this host, or None"""
 DISK, FOLDER = "pdserve_disk", "pdserve_folder"
-"""in the offloading connector's extra configuration: bytes of disk for KV (`disk.py`), and in which folder"""
+"""in the offloading connector's extra configuration: bytes of disk for KV (`tiers/disk.py`), and in which folder"""
 
 
 def nixl_connector(role: str, lease: int, credentials: str | None) -> dict[str, object]:
@@ -45,18 +45,23 @@ def nixl_connector(role: str, lease: int, credentials: str | None) -> dict[str, 
 def connectors(
     nixl: dict[str, object] | None, offload: int, disk: int = 0, folder: str = ""
 ) -> dict[str, object]:
-    """All connectors of an engine, at least one. `offload`: bytes of host memory for KV (`host.py`), 0 for none;
-    `disk`: bytes of disk below it, in `folder`."""
+    """All connectors of an engine, at least one. `offload`: bytes of host memory for KV (`tiers/host_memory.py`), 0 for
+    none; `disk`: bytes of disk below it, in `folder`."""
     if nixl and not offload:
         return nixl
     host = {
         "cpu_bytes_to_use": offload,
         "spec_name": "HostSpec",
-        "spec_module_path": "pdserve.kv.host",
+        "spec_module_path": "pdserve.kv.tiers.host_memory",
         "offload_prompt_only": False,  # the next prompt of a conversation has the answer, too
     }
     if disk:
-        below = {"spec_name": "DiskSpec", "spec_module_path": "pdserve.kv.disk", DISK: disk, FOLDER: folder}
+        below = {
+            "spec_name": "DiskSpec",
+            "spec_module_path": "pdserve.kv.tiers.disk",
+            DISK: disk,
+            FOLDER: folder,
+        }
         host = host | below
     offloading = {
         "kv_connector": "OffloadingConnector",
@@ -65,7 +70,7 @@ def connectors(
     }
     return {
         "kv_connector": "PdserveConnectors",
-        "kv_connector_module_path": "pdserve.kv.host",
+        "kv_connector_module_path": "pdserve.kv.tiers.host_memory",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [*([nixl] if nixl else []), offloading]},
     }

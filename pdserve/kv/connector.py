@@ -19,7 +19,7 @@ hears of that, the prefill engine is asked whether it held them until now (`leas
 answer, the prompt is recomputed.
 
 **Reading ahead.** A prefill engine names the blocks that are complete after each step, and a decode engine reads them
-while the rest is computed (`ahead_scheduler.py`).
+while the rest is computed (`read_ahead/scheduler.py`).
 
 **Handshakes.** Each attempt with a peer that does not answer takes 5 s. After a failed attempt, reads from there fail
 at once for a while, and the decode worker, by the statistics, sends no prefill there. The listener at the other end is
@@ -48,10 +48,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from vllm.logger import init_logger  # noqa: E402
 from vllm.utils.network_utils import make_zmq_path  # noqa: E402
 
-from pdserve.kv.ahead_scheduler import PIECE_OF, AheadReport, AheadScheduler  # noqa: E402
 from pdserve.kv.chunk import StepChunk  # noqa: E402
+from pdserve.kv.read_ahead.scheduler import PIECE_OF, AheadReport, AheadScheduler  # noqa: E402
 from pdserve.kv.side_channel import Confirmations, Source  # noqa: E402
-from pdserve.kv.watch import ReadTimes, StallWatch  # noqa: E402
+from pdserve.kv.stalled_reads import ReadTimes, StallWatch  # noqa: E402
 
 logger = init_logger(__name__)
 

@@ -1,8 +1,8 @@
 """What must hold before an engine may read the KV that a handle names. vLLM does not check it: it dies, or answers
 nonsense."""
 
-from pdserve.errors import ProtocolError
-from pdserve.messages import KvHandle
+from pdserve.contract.messages import KvHandle
+from pdserve.util.errors import ProtocolError
 
 
 def prefix_hit(handle: KvHandle) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from pdserve.credentials import Credentials
 from pdserve.kv.nixl import provide_nixl
 from pdserve.kv.side_channel import CurveKey, ask
+from pdserve.security.credentials import Credentials
 
 ANSWER_WITHIN = 3.0
 """seconds"""

@@ -26,8 +26,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from pdserve.credentials import Credentials
 from pdserve.kv import CREDENTIALS
+from pdserve.security.credentials import Credentials
 
 GET_META = b"get_meta_msg"
 """vLLM's name of the request"""

@@ -9,10 +9,10 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from pdserve.messages import Hop, Load
-from pdserve.records import Instance, ModelCard, Role, SlotState
-from pdserve.settings import changed, of_files
-from pdserve.watch import (
+from pdserve.contract.live_settings import changed, of_files
+from pdserve.contract.messages import Hop, Load
+from pdserve.contract.records import Instance, ModelCard, Role, SlotState
+from pdserve.contract.reports import (
     BUCKETS,
     DETOURS,
     MAX_ASTRAY,

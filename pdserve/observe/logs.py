@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve import clock
+from pdserve.util import clock
 
 LONGEST = 20_000
 """characters of a record's message, and of its traceback"""

@@ -8,8 +8,8 @@ from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.records import SlotState
-from pdserve.watch import BUCKETS
+from pdserve.contract.records import SlotState
+from pdserve.contract.reports import BUCKETS
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # gauges that Prometheus does not use
 

@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Tracer
 
-from pdserve.errors import ConfigError
-from pdserve.ports import is_loopback
+from pdserve.util.errors import ConfigError
+from pdserve.util.net import is_loopback
 
 END_WITHIN = 1.0
 """seconds to send the last spans when the process ends"""

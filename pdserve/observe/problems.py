@@ -9,10 +9,10 @@ from statistics import median
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pdserve.messages import Load
+from pdserve.contract.messages import Load
+from pdserve.contract.records import REFUSED, Instance, Role, SlotState
+from pdserve.contract.reports import Gone, LinkState, Receipt
 from pdserve.observe.graph_state import GraphState, decode_workers, detours, place, short_names, slot_name
-from pdserve.records import REFUSED, Instance, Role, SlotState
-from pdserve.watch import Gone, LinkState, Receipt
 
 LATELY = 30.0
 """seconds for which a request's detour, or the end of a process that is back, is a problem"""

@@ -17,9 +17,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pdserve import clock
-from pdserve.messages import Hop
-from pdserve.watch import DETOURS
+from pdserve.contract.messages import Hop
+from pdserve.contract.reports import DETOURS
+from pdserve.util import clock
 
 Attributes = Mapping[str, str | int | float]
 """empty strings are left out"""

@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from pdserve.certificate import ServerCertificate
-from pdserve.command import command
 from pdserve.config.api_keys import read_keys
-from pdserve.config.arguments import draft_model
-from pdserve.config.host import BOTH_BUILDS, VLLM_VERSION, installed_vllm
+from pdserve.config.engine_args.arguments import draft_model
+from pdserve.config.engine_args.installed import BOTH_BUILDS, VLLM_VERSION, installed_vllm
 from pdserve.config.schema import Config, SecuritySection
-from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError
+from pdserve.contract.records import Role
 from pdserve.plan.machine import MIB, Gpu, Machine, free_disk, in_gib
 from pdserve.plan.memory import (
     CPU_ENGINE_BYTES,
@@ -30,7 +27,10 @@ from pdserve.plan.memory import (
 from pdserve.plan.model_folder import ModelFacts, has_weights
 from pdserve.plan.slots import PlannedWorker, Slot, card_of, disk_folder, hosts_of
 from pdserve.plan.transfer import kv_moves, layers_move, one_length, ranks_meet
-from pdserve.records import Role
+from pdserve.security.certificate import ServerCertificate
+from pdserve.security.credentials import Credentials
+from pdserve.util.errors import ConfigError
+from pdserve.util.program import command
 
 
 def problems(
@@ -41,7 +41,7 @@ def problems(
     model: ModelFacts | None,
     env: Mapping[str, str],
 ) -> Iterator[str]:
-    """Ports are not asked for: they are this moment's (`supervisor/checks.py`)."""
+    """Ports are not asked for: they are this moment's (`supervisor/preflight.py`)."""
     real = [worker for worker in workers if worker.config.engine == "vllm"]
     if not machine.imagined:
         if real or frontends:

@@ -12,10 +12,10 @@ from typing import Self
 import psutil
 import pynvml
 
-from pdserve.config.host import installed_vllm
-from pdserve.config.tree import or_nearest
-from pdserve.errors import ConfigError
-from pdserve.ports import addresses_of, is_loopback
+from pdserve.config.engine_args.installed import installed_vllm
+from pdserve.config.files.yaml_tree import or_nearest
+from pdserve.util.errors import ConfigError
+from pdserve.util.net import addresses_of, is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pdserve.config.arguments import draft_model
-from pdserve.config.host import VLLM_VERSION, find_folder, installed_vllm
+from pdserve.config.engine_args.arguments import draft_model
+from pdserve.config.engine_args.installed import VLLM_VERSION, find_folder, installed_vllm
 from pdserve.config.schema import Config, DecodeConfig, WorkerConfig
-from pdserve.errors import ConfigError
+from pdserve.contract.records import Role
 from pdserve.plan import checks
 from pdserve.plan.explain import explain
 from pdserve.plan.machine import Machine
@@ -25,7 +25,7 @@ from pdserve.plan.slots import (
     section_of,
     start_commands,
 )
-from pdserve.records import Role
+from pdserve.util.errors import ConfigError
 
 DECODE_CHUNK = 256
 """tokens of a prompt that a decode worker computes in a step beside streams (docs/decisions/0025-adaptive.md)"""

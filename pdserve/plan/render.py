@@ -9,14 +9,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.config.arguments import KV_ROLES
+from pdserve.config.engine_args.arguments import KV_ROLES
+from pdserve.contract.records import Role
 from pdserve.observe.tables import table
 from pdserve.plan.machine import GIB, in_gib
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import PlannedWorker, disk_folder
-from pdserve.ports import without_passwords
-from pdserve.records import Role
+from pdserve.util.net import without_passwords
 
 _SECRET = {"hf-token"}
 _TITLE = {"title_justify": "left", "title_style": "bold"}

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from pdserve.command import command
 from pdserve.config.schema import Config, WorkerConfig
+from pdserve.contract.records import Role
 from pdserve.plan.machine import Gpu, Machine
 from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE, Memory
-from pdserve.records import Role
+from pdserve.util.program import command
 
 ROUNDING = 1e-6
 """of sums of shares"""

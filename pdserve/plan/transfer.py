@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pdserve.config.alike import length_changes_kv
+from pdserve.config.files.shared_args import length_changes_kv
 from pdserve.config.schema import Config
 from pdserve.plan.memory import max_model_len, tensor_size
 from pdserve.plan.model_folder import ModelFacts

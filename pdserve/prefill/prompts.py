@@ -11,24 +11,24 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from pdserve.config.schema import Config
-from pdserve.engine.base import Engine, Output, Step
-from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable, Unavailable
-from pdserve.messages import (
+from pdserve.contract.messages import (
     PrefillAnswer,
     PrefillDone,
     PrefillFailed,
     PrefillProgress,
     PrefillStarted,
 )
+from pdserve.engine.base import Engine, Output, Step
 from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.tracing import Tracer
-from pdserve.prefill.answers import AnswerSender, readers, unless_away
-from pdserve.prefill.pull import TICK, Beside, Pulling
+from pdserve.prefill.answer_sender import AnswerSender, readers, unless_away
+from pdserve.prefill.pull_policy import TICK, Beside, Pulling
 from pdserve.prefill.running import RunningPrefill, RunningPrefills, until
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import Apart, Work
+from pdserve.runtime.tasks import Apart, Work
+from pdserve.util.errors import EngineDead, ProtocolError, QueueUnavailable, Unavailable
 
 log = logging.getLogger(__name__)
 

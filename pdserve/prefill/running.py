@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdserve.messages import PrefillRequest
+from pdserve.contract.messages import PrefillRequest
+from pdserve.contract.reports import BRIEF
 from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import Delivery
-from pdserve.recent import RecentKeys
-from pdserve.watch import BRIEF
+from pdserve.util.lru import RecentKeys
 
 LONGEST = 1.0
 """seconds to wait for what was in the engine before a prompt that is to have a step of its own"""

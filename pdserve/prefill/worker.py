@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pdserve.contract.messages import Load
+from pdserve.contract.records import Role
 from pdserve.engine.base import Engine, Step
-from pdserve.errors import EngineDead
-from pdserve.messages import Load
 from pdserve.prefill.prompts import PromptRunner
 from pdserve.process.worker import EngineWorker
-from pdserve.records import Role
 from pdserve.registry import keys
-from pdserve.tasks import Work
+from pdserve.runtime.tasks import Work
+from pdserve.util.errors import EngineDead
 
 
 class PrefillWorker(EngineWorker):

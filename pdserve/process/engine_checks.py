@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from pdserve.config.schema import Config
 from pdserve.engine.base import Engine, EngineFacts
-from pdserve.errors import EngineDead
 from pdserve.plan.machine import gpus_compute
 from pdserve.plan.plan import worker_memory
 from pdserve.plan.slots import Slot
+from pdserve.util.errors import EngineDead
 
 log = logging.getLogger(__name__)
 

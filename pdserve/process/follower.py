@@ -9,17 +9,17 @@ from typing import Self
 
 from pdserve import registry
 from pdserve.config.schema import Config
-from pdserve.credentials import Credentials
+from pdserve.contract.records import NodeFollower
 from pdserve.engine.spec import EngineNode, import_ranks
-from pdserve.errors import EngineDead
 from pdserve.plan.slots import Slot, section_of
 from pdserve.process.life import Service
 from pdserve.process.nodes import Follower, meeting_place, node_leader, start_while_there
 from pdserve.process.presence import new_instance_id
 from pdserve.process.worker import engine_spec
-from pdserve.records import NodeFollower
 from pdserve.registry.base import Registry
-from pdserve.tasks import Work
+from pdserve.runtime.tasks import Work
+from pdserve.security.credentials import Credentials
+from pdserve.util.errors import EngineDead
 
 log = logging.getLogger(__name__)
 

@@ -16,15 +16,15 @@ import psutil
 import uvloop
 
 from pdserve.config.schema import Config
-from pdserve.errors import ConfigError, EngineDead, PdserveError, death_in, leaves
-from pdserve.graph import service_of
+from pdserve.contract.reports import Connections, Receipt, Watched
 from pdserve.observe.metrics import CONNECTED
-from pdserve.observe.pages import serve_pages
+from pdserve.observe.process_pages import serve_pages
 from pdserve.observe.tracing import Tracer
+from pdserve.plan.graph import service_of
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import DRAINS, ENGINE_KILLED, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
-from pdserve.tasks import Owner, Work, forever, process_owner
-from pdserve.watch import Connections, Receipt, Watched
+from pdserve.runtime.tasks import Owner, Work, forever, process_owner
+from pdserve.util.errors import ConfigError, EngineDead, PdserveError, death_in, leaves
 
 log = logging.getLogger(__name__)
 Beat = Callable[[bytes], None]

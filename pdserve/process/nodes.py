@@ -17,17 +17,17 @@ from typing import TypeVar
 
 import msgspec
 
-from pdserve.config.arguments import for_engine
-from pdserve.config.host import VLLM_VERSION, installed_vllm
+from pdserve.config.engine_args.arguments import for_engine
+from pdserve.config.engine_args.installed import VLLM_VERSION, installed_vllm
 from pdserve.config.schema import Config, WorkerConfig
+from pdserve.contract.records import NodeFollower, NodeLeader, encode_record
 from pdserve.engine.spec import EngineNode
-from pdserve.errors import ConfigError, EngineDead
 from pdserve.plan.slots import Slot
-from pdserve.records import NodeFollower, NodeLeader, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import Lifetime
+from pdserve.runtime.tasks import Lifetime
+from pdserve.util.errors import ConfigError, EngineDead
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

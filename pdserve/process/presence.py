@@ -1,5 +1,5 @@
 """The registry records of a process: its instance, and its model card. They change seldom, for each change goes to
-every process. Load, which changes with each step, goes elsewhere (`messages.WorkerLoad`, `observe/pages.py`)."""
+every process. Load, which changes with each step, goes elsewhere (`WorkerLoad`, `observe/process_pages.py`)."""
 
 import asyncio
 import logging
@@ -11,13 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve import __version__, clock
+from pdserve import __version__
 from pdserve.config.schema import Config
-from pdserve.engine.base import EngineFacts
-from pdserve.errors import RegistryUnavailable
-from pdserve.graph import BOOT_VARIABLE
-from pdserve.plan.slots import Slot
-from pdserve.records import (
+from pdserve.contract.live_settings import of_promise
+from pdserve.contract.records import (
     REFUSED,
     WIRE,
     Adapter,
@@ -28,10 +25,14 @@ from pdserve.records import (
     encode_record,
     understood,
 )
+from pdserve.engine.base import EngineFacts
+from pdserve.plan.graph import BOOT_VARIABLE
+from pdserve.plan.slots import Slot
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
-from pdserve.settings import of_promise
+from pdserve.util import clock
+from pdserve.util.errors import RegistryUnavailable
 
 log = logging.getLogger(__name__)
 

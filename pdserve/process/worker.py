@@ -10,27 +10,27 @@ import msgspec
 
 from pdserve import queue, registry
 from pdserve.config.schema import Config
-from pdserve.credentials import Credentials
+from pdserve.contract.messages import Load
+from pdserve.contract.records import ModelCard, Role
+from pdserve.contract.reports import LinkState, Watched
 from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineNode, EngineSpec, make_engine
-from pdserve.errors import EngineDead, text_of
-from pdserve.messages import Load
 from pdserve.observe.metrics import ENGINE_REQUESTS, ENGINE_STALLED, KV_USAGE
 from pdserve.plan.slots import Slot, disk_folder, section_of
-from pdserve.ports import free_port
-from pdserve.process.adapters import WorkerAdapters
 from pdserve.process.engine_checks import EngineWatch, log_memory, self_test
 from pdserve.process.gpu_turns import gpu_turns
 from pdserve.process.life import Service
 from pdserve.process.nodes import Leader, meeting_place, node_leader, start_while_there
 from pdserve.process.presence import Presence, new_instance_id, worker_instance
+from pdserve.process.worker_adapters import WorkerAdapters
 from pdserve.queue.base import PrefillQueue
-from pdserve.records import ModelCard, Role
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import Lifetime, Work
+from pdserve.security.credentials import Credentials
 from pdserve.stream.tcp import TcpStreamServer
-from pdserve.tasks import Lifetime, Work
-from pdserve.watch import LinkState, Watched
+from pdserve.util.errors import EngineDead, text_of
+from pdserve.util.net import free_port
 
 
 class EngineWorker(Service):

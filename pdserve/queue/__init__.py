@@ -5,8 +5,8 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdserve.credentials import Credentials
 from pdserve.queue.base import PrefillQueue
+from pdserve.security.credentials import Credentials
 
 
 def connect(

@@ -9,9 +9,9 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 
-from pdserve.messages import PrefillAnswer, PrefillLoad, PrefillRequest, ToPrefill
+from pdserve.contract.messages import PrefillAnswer, PrefillLoad, PrefillRequest, ToPrefill
 from pdserve.queue.depth import Puller
-from pdserve.tasks import Lifetime
+from pdserve.runtime.tasks import Lifetime
 
 
 class Delivery:

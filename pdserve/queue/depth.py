@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from pdserve.messages import PrefillLoad, PrefillRequest, QueueState
+from pdserve.contract.messages import PrefillLoad, PrefillRequest, QueueState
 
 
 @dataclass(frozen=True)

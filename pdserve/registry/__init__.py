@@ -1,7 +1,7 @@
 """The registry seam (see `base`). It is on etcd; tests have one in memory."""
 
-from pdserve.credentials import Credentials
 from pdserve.registry.base import Registry
+from pdserve.security.credentials import Credentials
 
 
 def connect(

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
-from pdserve.tasks import Lifetime
+from pdserve.runtime.tasks import Lifetime
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import cycle
 
-from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError, RegistryUnavailable
-from pdserve.ports import servers_of
 from pdserve.registry.base import Change, Registry, apply, difference
 from pdserve.registry.etcd_session import FULL, UNMET, EtcdSession, SessionLost, channel_credentials
-from pdserve.tasks import Owner, asked_to_stop
+from pdserve.runtime.tasks import Owner, asked_to_stop
+from pdserve.security.credentials import Credentials
+from pdserve.util.errors import ConfigError, RegistryUnavailable
+from pdserve.util.net import servers_of
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
 
-from pdserve.credentials import NAME, Credentials
 from pdserve.registry.base import Change
-from pdserve.tasks import asked_to_stop
+from pdserve.runtime.tasks import asked_to_stop
+from pdserve.security.credentials import NAME, Credentials
 
 # gRPC's fork handlers only get in the way of a supervisor that starts processes
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

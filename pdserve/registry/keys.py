@@ -1,6 +1,6 @@
 """The key scheme of the registry, relative to the namespace. Instance ids hold no slash; model names may."""
 
-from pdserve.records import Adapter, Instance, Role, SlotState
+from pdserve.contract.records import Adapter, Instance, Role, SlotState
 
 INSTANCES = "instances/"
 CARDS = "models/"

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
-from pdserve.errors import ProtocolError, RegistryUnavailable
-from pdserve.records import (
+from pdserve.contract.records import (
     Adapter,
     Instance,
     ModelCard,
@@ -24,10 +23,11 @@ from pdserve.records import (
     decode_leader,
     decode_slot_state,
 )
+from pdserve.contract.reports import GONE_FOR, Gone
 from pdserve.registry import keys
 from pdserve.registry.base import Change, Registry
-from pdserve.tasks import Lifetime, Owner
-from pdserve.watch import GONE_FOR, Gone
+from pdserve.runtime.tasks import Lifetime, Owner
+from pdserve.util.errors import ProtocolError, RegistryUnavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from pdserve.errors import Unavailable
-from pdserve.messages import ArchivePart, GetArchive
+from pdserve.contract.messages import ArchivePart, GetArchive
+from pdserve.runtime.tasks import Apart
 from pdserve.stream.tcp import TcpStreamClient
-from pdserve.tasks import Apart
+from pdserve.util.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

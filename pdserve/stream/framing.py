@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Protocol
 from zlib import crc32
 
-from pdserve.errors import ProtocolError
 from pdserve.stream.tls import Tls
+from pdserve.util.errors import ProtocolError
 
 MAX_MESSAGE = 64 << 20
 """bytes; a reader that takes nothing for a second is cut, so that a larger message would cut a slow link each time"""

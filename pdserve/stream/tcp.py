@@ -18,9 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdserve.credentials import Credentials
-from pdserve.errors import PeerGone, ProtocolError
-from pdserve.messages import (
+from pdserve.contract.messages import (
     ToDecode,
     ToFrontend,
     decode_to_decode,
@@ -29,10 +27,12 @@ from pdserve.messages import (
     encode_to_decode,
     reader,
 )
-from pdserve.recent import RecentKeys
+from pdserve.runtime.tasks import Apart, Lifetime, Owner
+from pdserve.security.credentials import Credentials
 from pdserve.stream.framing import MAX_MESSAGE, FramedConnection, beats, bounded
 from pdserve.stream.tls import Tls
-from pdserve.tasks import Apart, Lifetime, Owner
+from pdserve.util.errors import PeerGone, ProtocolError
+from pdserve.util.lru import RecentKeys
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -8,16 +8,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pdserve.graph import BOOT_VARIABLE, GRAPH, ProcessSpec
+from pdserve.contract.records import Instance, Role, SlotState
+from pdserve.plan.graph import BOOT_VARIABLE, GRAPH, ProcessSpec
 from pdserve.process.presence import instance_id, new_boot
 from pdserve.process.signals import SUPERVISOR_DIED
-from pdserve.records import Instance, Role, SlotState
-from pdserve.supervisor.alone import SOCKETS, make_sockets_folder
-from pdserve.supervisor.child import Child, Exit
-from pdserve.supervisor.exits import Guardian
+from pdserve.runtime.tasks import Apart, forever
 from pdserve.supervisor.output import ProcessOutput
-from pdserve.supervisor.readiness import RegisteredInstances
-from pdserve.supervisor.restarts import (
+from pdserve.supervisor.processes.alone import SOCKETS, make_sockets_folder
+from pdserve.supervisor.processes.child import Child, Exit
+from pdserve.supervisor.processes.exits import Guardian
+from pdserve.supervisor.processes.readiness import RegisteredInstances
+from pdserve.supervisor.processes.restarts import (
     LOADING_PATIENCE,
     CannotStart,
     ProcessState,
@@ -26,7 +27,6 @@ from pdserve.supervisor.restarts import (
     SupervisedProcess,
     failed_starts,
 )
-from pdserve.tasks import Apart, forever
 
 log = logging.getLogger(__name__)
 

@@ -8,31 +8,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from pdserve.command import command
 from pdserve.config.api_keys import VARIABLE
 from pdserve.config.schema import Config
-from pdserve.credentials import Credentials, expiring
-from pdserve.errors import ConfigError, RegistryUnavailable
-from pdserve.graph import process_spec, to_environment
+from pdserve.contract.records import Instance, Role
+from pdserve.plan.graph import process_spec, to_environment
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot, start_commands
 from pdserve.process.signals import STOPPERS, Stops
-from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import Owner
+from pdserve.security.credentials import Credentials, expiring
 from pdserve.supervisor import state
-from pdserve.supervisor.alone import SOCKETS, allow_many_files
-from pdserve.supervisor.checks import held_ports
-from pdserve.supervisor.embedded import embedded_servers
-from pdserve.supervisor.exits import Guardian, adopt_orphans
-from pdserve.supervisor.guardian import began
-from pdserve.supervisor.kept_keys import KeptKeys
 from pdserve.supervisor.output import ProcessOutput
-from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_ready
-from pdserve.supervisor.restarts import CannotStart, RestartPolicy
+from pdserve.supervisor.preflight import held_ports
+from pdserve.supervisor.processes.alone import SOCKETS, allow_many_files
+from pdserve.supervisor.processes.exits import Guardian, adopt_orphans
+from pdserve.supervisor.processes.guardian import began
+from pdserve.supervisor.processes.readiness import RegisteredInstances, until_frontends_ready
+from pdserve.supervisor.processes.restarts import CannotStart, RestartPolicy
 from pdserve.supervisor.roles import RoleSupervisor
+from pdserve.supervisor.servers.embedded import embedded_servers
+from pdserve.supervisor.servers.kept_keys import KeptKeys
 from pdserve.supervisor.summary import summary
-from pdserve.tasks import Owner
+from pdserve.util.errors import ConfigError, RegistryUnavailable
+from pdserve.util.program import command
 
 log = logging.getLogger(__name__)
 

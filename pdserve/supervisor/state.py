@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from pdserve.config.schema import Config
-from pdserve.credentials import Credentials, create
-from pdserve.errors import ConfigError
 from pdserve.registry.view import RegistryView, Snapshot
-from pdserve.supervisor.exits import family
-from pdserve.supervisor.guardian import alive, began, groups_of, stop_in_waves
+from pdserve.security.credentials import Credentials, create
+from pdserve.supervisor.processes.exits import family
+from pdserve.supervisor.processes.guardian import alive, began, groups_of, stop_in_waves
+from pdserve.util.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

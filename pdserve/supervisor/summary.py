@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pdserve.command import command
 from pdserve.config.api_keys import configured
 from pdserve.config.schema import Config
+from pdserve.contract.live_settings import changed, of_files
+from pdserve.contract.records import Instance
 from pdserve.demo import FILE
 from pdserve.observe.graph_state import slot_name
-from pdserve.records import Instance
-from pdserve.settings import changed, of_files
+from pdserve.util.program import command
 
 _DEMO_PROMPT = (
     "The code of the red box is 4711. The code of the blue box is 2093. The code of the green box is 8150. "

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pdserve_bench.client import CHAT, Exchange, LoadClient, Outcome, error_message
 
-from pdserve.credentials import Credentials
-from pdserve.ports import free_port
+from pdserve.security.credentials import Credentials
+from pdserve.util.net import free_port
 from tests.bench.answers import DONE, STREAM, Asked, OpenAi, chunk, delta, event, fixed, tiny_server, whole
 
 STREAMED: Mapping[str, Any] = {"stream": True, "max_tokens": 2}

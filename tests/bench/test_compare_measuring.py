@@ -24,7 +24,7 @@ from pdserve_bench.simulated import simulated, write
 from pdserve_bench.slo import Slo, Tally
 
 from pdserve.config.load import load
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 from tests.bench.answers import OpenAi, tiny_server
 from tests.bench.test_compare_candidates import CPU
 from tests.conditions import until

@@ -9,11 +9,11 @@ from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers, learn_prompts, server_url
 
 from pdserve import registry
-from pdserve.errors import ConfigError, Unavailable
-from pdserve.records import Instance, Role, encode_record
+from pdserve.contract.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.supervisor import state
 from pdserve.supervisor.state import GraphRecord
+from pdserve.util.errors import ConfigError, Unavailable
 from tests.bench.answers import DONE, STREAM, Asked, OpenAi, Respond, event, fixed, tiny_server, whole
 
 

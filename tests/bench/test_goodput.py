@@ -17,7 +17,7 @@ from pdserve_bench.runs import LoadRun, PoissonRequests, Workload
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
 
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 from tests.bench.answers import STREAM, OpenAi, event, tiny_server
 from tests.bench.bench import bench
 from tests.conditions import until

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.plan.machine import Machine
-from pdserve.ports import free_port
+from pdserve.util.net import free_port
 from tests.serving import kv_ports, processes_below
 from tests.terminal import Terminal
 

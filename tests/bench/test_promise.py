@@ -13,8 +13,8 @@ from pdserve_bench.promise.result import report_of
 from pdserve_bench.runs import PoissonRequests
 from pdserve_bench.slo import Slo
 
+from pdserve.contract.live_settings import promise_of
 from pdserve.registry import keys
-from pdserve.settings import promise_of
 from tests.bench.answers import OpenAi, tiny_server
 from tests.memory.registry import MemoryRegistry, MemoryServer
 

@@ -9,7 +9,7 @@ from pdserve_bench.compare.trace import BLOCK, Trace, read_trace
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.runs import OpenLoop
 
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 ENDPOINT = Endpoint("http://127.0.0.1:1", "m")
 WORD = 2.0

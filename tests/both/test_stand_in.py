@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from pdserve.both.stand_in import StandIn
 from pdserve.config.schema import PrefillConfig
-from pdserve.errors import EngineDead
-from pdserve.graph import GRAPH, service_of
+from pdserve.contract.records import Role, decode_instance, encode_record
+from pdserve.plan.graph import GRAPH, service_of
 from pdserve.plan.slots import Slot
-from pdserve.records import Role, decode_instance, encode_record
 from pdserve.registry import keys
 from pdserve.stream.archives import archive_name, fetch
 from pdserve.stream.tcp import TcpStreamClient
+from pdserve.util.errors import EngineDead
 from tests.conditions import holds, until
 from tests.decode.graph import LONG, SHORT, Decoding, FrontendStream, WorkerGraph, config
 from tests.memory.registry import MemoryRegistry, MemoryServer

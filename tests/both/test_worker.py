@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.decode.policy import FLOOR
+from pdserve.contract.messages import Submit
+from pdserve.decode.policy.decision import FLOOR
 from pdserve.decode.requests import DecodeRequest
-from pdserve.errors import EngineDead
-from pdserve.messages import Submit
-from pdserve.prefill import pull
+from pdserve.prefill import pull_policy
+from pdserve.util.errors import EngineDead
 from tests.conditions import until
 from tests.decode.graph import LONG, SHORT, BothWorkers, counted, failing
 from tests.engine.sims import body
@@ -79,7 +79,7 @@ async def test_a_prompt_waits_for_none_that_is_full_of_streams(
     pair: BothWorkers, monkeypatch: pytest.MonkeyPatch, draining: bool
 ) -> None:
     """Nor does one whose own worker drains."""
-    monkeypatch.setattr(pull, "FOR_STREAMS", 1.0)  # any stream fills the cache
+    monkeypatch.setattr(pull_policy, "FOR_STREAMS", 1.0)  # any stream fills the cache
     for worker in (pair.a, pair.b):
         worker.engine.faults.slow = 20.0
         await worker.frontend.stream()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pdserve_bench.hosts.network import network
 
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 from tests.chaos.command import Run
 
 

@@ -37,7 +37,7 @@ APART = {
     "decode-core-kill",
     "all-decode-core-kill",
 }
-"""need adapters (tests/frontend/model/test_adapters.py unloads them under load), a model for pictures, real engines"""
+"""need adapters (test_lora_adapters.py unloads them under load), a model for pictures, real engines"""
 ALONE = ["prefill-kill", "decode-kill", "nats-kill", "etcd-kill", "decode-hang", "etcd-hang", "rolling"]
 BETWEEN_HOSTS = (
     "servers-link-cut-10s",

@@ -25,10 +25,10 @@ from pdserve_bench.launch import RunningGraph
 from pdserve_bench.watch import GraphWatch
 
 from pdserve.config.schema import Config
-from pdserve.errors import ConfigError
-from pdserve.records import Instance, Role
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.contract.records import Instance, Role
+from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from pdserve.supervisor.state import GraphRecord
+from pdserve.util.errors import ConfigError
 from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import pid_of, restart

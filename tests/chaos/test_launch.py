@@ -9,7 +9,7 @@ from pdserve_bench.sections import Sections
 
 from pdserve.config.load import load
 from pdserve.config.schema import SecuritySection
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -25,7 +25,7 @@ from pdserve_bench.chaos.questions import (
 from pdserve_bench.client import LoadClient
 
 from pdserve.config.load import load
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 from tests.bench.answers import DONE, STREAM, Asked, event, tiny_server, whole
 
 YAML = """

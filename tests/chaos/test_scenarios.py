@@ -13,9 +13,9 @@ from pdserve_bench.chaos.weights import _other_weights, turned
 from pdserve_bench.launch import small_disk
 from pdserve_bench.watch import series, total
 
-from pdserve.messages import Cancel, Hello
+from pdserve.contract.messages import Cancel, Hello
+from pdserve.contract.records import Instance, Role
 from pdserve.queue.jetstream.stream import QueueNames
-from pdserve.records import Instance, Role
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 

@@ -10,11 +10,11 @@ from pdserve_bench.chaos.questions import Attempt, Case
 from pdserve_bench.chaos.scorecard import COLUMNS, Row, as_json, cells, line, passed, score, verdict
 from pdserve_bench.watch import GraphWatch, Leftovers
 
-from pdserve.messages import Load
-from pdserve.observe.pages import serve_pages
-from pdserve.records import Instance, Role
+from pdserve.contract.messages import Load
+from pdserve.contract.records import Instance, Role
+from pdserve.contract.reports import Watched
+from pdserve.observe.process_pages import serve_pages
 from pdserve.registry import keys
-from pdserve.watch import Watched
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
 

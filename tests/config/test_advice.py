@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.load import load
-from pdserve.errors import ConfigError
 from pdserve.plan.plan import make_plan
-from tests.config.test_dynamo import FILE as DYNAMO
-from tests.config.test_dynamo import SAMPLES
+from pdserve.util.errors import ConfigError
+from tests.config.files.test_dynamo import FILE as DYNAMO
+from tests.config.files.test_dynamo import SAMPLES
 from tests.config.test_load import DYNAMO as REFERENCE
 from tests.plan.models import machine
 

@@ -5,7 +5,7 @@ import pytest
 
 from pdserve.config.api_keys import ApiKey, KeyLimits, configured, read_keys
 from pdserve.config.schema import SecuritySection
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 LONG = "sk-0123456789abcdef"
 OTHER = "sk-fedcba9876543210"

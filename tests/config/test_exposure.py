@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.command import command
-from pdserve.ports import is_loopback
+from pdserve.util.net import is_loopback
+from pdserve.util.program import command
 from tests.config.test_load import GOOD, problems, read
 
 MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pdserve.config.adapters import most_adapters, static_adapters
 from pdserve.config.load import load
+from pdserve.config.lora_modules import most_adapters, static_adapters
 from pdserve.config.schema import (
     ENGINES,
     Config,
@@ -17,10 +17,10 @@ from pdserve.config.schema import (
     PrefillConfig,
     SecuritySection,
 )
+from pdserve.contract.slo import Promised
 from pdserve.demo import MODEL_DIR
 from pdserve.engine import spec
-from pdserve.errors import ConfigError
-from pdserve.slo import Promised
+from pdserve.util.errors import ConfigError
 
 GOOD = """\
 Common:

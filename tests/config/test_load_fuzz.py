@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.config.load import load
-from pdserve.errors import ConfigError
 from pdserve.plan.plan import make_plan
 from pdserve.plan.render import plan_as_dict, render
+from pdserve.util.errors import ConfigError
 from tests.config.test_load import DYNAMO, GRAPH
 from tests.plan.models import machine
 

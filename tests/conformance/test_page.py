@@ -4,7 +4,7 @@ import re
 
 from msgspec.structs import fields
 
-from pdserve.watch import Receipt
+from pdserve.contract.reports import Receipt
 from tests.conformance.differences import API_PAGE, DIFFERENCES, WHERE
 
 
@@ -14,6 +14,6 @@ def test_the_page_has_every_difference_that_is_compared_in_part() -> None:
 
 
 def test_the_page_has_every_field_of_a_receipt() -> None:
-    """Its hops are in docs/traces.md, which `tests/test_traces.py` holds against the code."""
+    """Its hops are in docs/traces.md, which `tests/observe/test_traces.py` holds against the code."""
     section = API_PAGE.read_text().split("## Where a request went")[1].split("\n## ")[0]
     assert {f.name for f in fields(Receipt)} <= set(re.findall(r"`(\w+)`", section))

@@ -11,7 +11,7 @@ from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.convert.servers import servers_of
 from pdserve.convert.writer import Graph, as_yaml, graph_for
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 FLAT = """\
 model: demo

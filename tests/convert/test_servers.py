@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from pdserve.cli import main
+from pdserve.config.engine_args.removed import is_flat
 from pdserve.config.load import load
-from pdserve.config.removed import is_flat
 from pdserve.convert.servers import Server, servers_of
 from pdserve.convert.writer import graph_for
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 
 def only(command: str) -> Server:

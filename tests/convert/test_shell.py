@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve.convert.shell import Unset, commands_of
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 
 @pytest.mark.parametrize(

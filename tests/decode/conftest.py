@@ -10,15 +10,15 @@ from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, Work
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers whose KV is not read are repeated soon."""
-    monkeypatch.setattr("pdserve.prefill.answers.REPEAT_AFTER", 0.05)
-    monkeypatch.setattr("pdserve.prefill.answers.LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr("pdserve.prefill.answer_sender.REPEAT_AFTER", 0.05)
+    monkeypatch.setattr("pdserve.prefill.answer_sender.LOOK_INTERVAL", 0.01)
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remote prefill may take 0.1 s."""
-    monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.1)
-    monkeypatch.setattr("pdserve.decode.policy.SLACK", 0.0)
+    monkeypatch.setattr("pdserve.decode.policy.decision.FLOOR", 0.1)
+    monkeypatch.setattr("pdserve.decode.policy.decision.SLACK", 0.0)
 
 
 @pytest.fixture

@@ -14,11 +14,7 @@ from prometheus_client import REGISTRY
 
 from pdserve.both.worker import BothWorker
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
-from pdserve.decode.requests import DecodeRequest
-from pdserve.decode.worker import DecodeWorker
-from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.wire import CoreOutputs
-from pdserve.messages import (
+from pdserve.contract.messages import (
     Cancel,
     Failed,
     KvHandle,
@@ -33,13 +29,17 @@ from pdserve.messages import (
     ToFrontend,
     WorkerLoad,
 )
+from pdserve.contract.records import WIRE, Instance, Role, encode_record
+from pdserve.decode.requests import DecodeRequest
+from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.wire import CoreOutputs
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.worker import EngineWorker
 from pdserve.queue.base import Delivery
-from pdserve.records import WIRE, Instance, Role, encode_record
+from pdserve.runtime.tasks import Lifetime
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
-from pdserve.tasks import Lifetime
 from tests.conditions import until
 from tests.engine.sims import LOADED, body, decode_outputs, expected, spec
 from tests.memory.queue import MemoryBroker, MemoryQueue

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 
 from pdserve.config.schema import DecodeConfig, PrefillConfig
+from pdserve.contract.messages import Submit
+from pdserve.contract.records import Adapter, Instance, Role, encode_record
 from pdserve.decode.worker import DecodeWorker
-from pdserve.engine.adapters import adapter_id, with_adapter
+from pdserve.engine.lora import adapter_id, with_adapter
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Lora, Sampling
-from pdserve.errors import ConfigError, EngineDead, ProtocolError
-from pdserve.frontend.model.adapters import AdapterStore, served
-from pdserve.messages import Submit
+from pdserve.frontend.vllm.lora_adapters import AdapterStore, served
 from pdserve.prefill.worker import PrefillWorker
-from pdserve.process.adapters import WorkerAdapters
-from pdserve.records import Adapter, Instance, Role, encode_record
+from pdserve.process.worker_adapters import WorkerAdapters
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
+from pdserve.util.errors import ConfigError, EngineDead, ProtocolError
 from tests.conditions import until
 from tests.decode.graph import LONG, Answered, Seams, W, config, sees
 from tests.engine.sims import LOADED, adapter_in, collect, generated, sim, spec, tokens
@@ -270,13 +270,13 @@ async def test_a_kept_adapter_that_failed_is_tried_again(
     assert (await alone.have("a", id=id))[0].problem
     alone.engine.problem = None
     assert (await alone.have("a", id=id))[0].problem
-    monkeypatch.setattr("pdserve.process.adapters.AGAIN", 0.0)
+    monkeypatch.setattr("pdserve.process.worker_adapters.AGAIN", 0.0)
     assert (await alone.have("a"))[0].problem  # a frontend's call has had its answer
     assert (await alone.have("a", id=id))[0].id == id
 
 
 async def test_what_could_not_be_said_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.process.adapters.AGAIN", 0.05)
+    monkeypatch.setattr("pdserve.process.worker_adapters.AGAIN", 0.05)
     said: list[list[Adapter] | None] = []
 
     async def changed(there: list[Adapter] | None) -> None:

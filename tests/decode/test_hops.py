@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from pdserve.decode import policy
+from pdserve.contract.messages import Hop, Outputs, Placed
+from pdserve.contract.reports import BRIEF, HOPS
 from pdserve.decode.hops import RequestHops
+from pdserve.decode.policy import decision
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.messages import Hop, Outputs, Placed
-from pdserve.watch import BRIEF, HOPS
 from tests.conditions import until
 from tests.decode.graph import (
     LONG,
@@ -84,8 +84,8 @@ async def test_a_request_of_one_token_never_enters_the_decode_engine(
 async def test_a_timeout(
     graph: WorkerGraph, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch, pulled: bool
 ) -> None:
-    monkeypatch.setattr(policy, "FLOOR", 0.3)
-    monkeypatch.setattr(policy, "SLACK", 0.0)
+    monkeypatch.setattr(decision, "FLOOR", 0.3)
+    monkeypatch.setattr(decision, "SLACK", 0.0)
     if pulled:
         (await graph.prefill()).engine.faults.going.clear()
         ways, waited = ["prefill prefill-0", "fallback prefill-0 timeout"], "no answer of prefill-0"

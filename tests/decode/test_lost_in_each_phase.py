@@ -7,9 +7,9 @@ from enum import Enum, IntEnum
 
 import pytest
 
+from pdserve.contract.messages import PrefillDone
+from pdserve.contract.records import Role
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.messages import PrefillDone
-from pdserve.records import Role
 from tests.conditions import until
 from tests.decode.graph import LONG, WorkerGraph
 from tests.engine.sims import body, collect, spec

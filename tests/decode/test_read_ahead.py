@@ -1,11 +1,11 @@
 """KV that is read while the rest of its prompt is computed: what the workers send and do, on simulated engines. That
-nothing is believed before the prefill is done is the connector's (`tests/kv/test_ahead.py`, `tests/engine`)."""
+nothing is believed before the prefill is done is the connector's (`tests/kv/read_ahead`, `tests/engine`)."""
 
 import msgspec
 import pytest
 
-from pdserve.kv.ahead import PIECE
-from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, PrefillProgress
+from pdserve.contract.messages import KvHandle, PrefillDone, PrefillFailed, PrefillProgress
+from pdserve.kv.read_ahead.blocks import PIECE
 from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, WorkerGraph, counted, handle
 

@@ -6,12 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.decode.estimator import FIRST_TOKEN_SECONDS
-from pdserve.decode.policy import SLACK
-from pdserve.engine.base import Output
-from pdserve.engine.sim.engine import SimEngine
-from pdserve.errors import QueueUnavailable
-from pdserve.messages import (
+from pdserve.contract.messages import (
     Failed,
     Hello,
     KvHandle,
@@ -23,7 +18,12 @@ from pdserve.messages import (
     PrefillRequest,
     PrefillStarted,
 )
-from pdserve.records import CONFIRMS, Instance, Role, decode_instance, encode_record
+from pdserve.contract.records import CONFIRMS, Instance, Role, decode_instance, encode_record
+from pdserve.decode.policy.decision import SLACK
+from pdserve.decode.scheduling.prefill_times import FIRST_TOKEN_SECONDS
+from pdserve.engine.base import Output
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.util.errors import QueueUnavailable
 from tests.conditions import holds, until
 from tests.decode.graph import (
     LONG,

@@ -14,18 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from pdserve.config.schema import DecodeSection
-from pdserve.decode.estimator import Estimator
-from pdserve.decode.order import FairOrder
-from pdserve.decode.policy import Decision, decide
-from pdserve.decode.prefill_turns import PrefillTurns
+from pdserve.contract.messages import PrefillDone, PrefillLoad
+from pdserve.contract.slo import Promised as Pacing
+from pdserve.decode.policy.decision import Decision, decide
+from pdserve.decode.remote.publisher import PrefillTurns
+from pdserve.decode.scheduling.fair_order import FairOrder
+from pdserve.decode.scheduling.prefill_times import Estimator
 from pdserve.engine.sim.model import SimModel
 from pdserve.kv.chunk import ROW
-from pdserve.messages import PrefillDone, PrefillLoad
 from pdserve.plan.plan import DECODE_CHUNK
-from pdserve.prefill.pull import AHEAD, FEW
+from pdserve.prefill.pull_policy import AHEAD, FEW
 from pdserve.process.learned import PrefillSpeed
-from pdserve.slo import Promised as Pacing
-from tests.frontend.model.test_pacing import left, longest
+from tests.frontend.sequence.test_pacing import left, longest
 
 SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00015)
 """about that of the demo model on one core"""

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from pdserve.ports import free_port
+from pdserve.util.net import free_port
 from tests.deploy.compose import FOLDER, installed, replaced
 
 TOOLS = Path(sys.prefix) / "tools/usr/bin"

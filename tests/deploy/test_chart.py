@@ -14,9 +14,9 @@ import yaml
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from pdserve.config.environment import VARIABLES
-from pdserve.credentials import Credentials
+from pdserve.config.env_overrides import VARIABLES
 from pdserve.process.nodes import GROUP_VARIABLE
+from pdserve.security.credentials import Credentials
 from tests.deploy.compose import installed
 from tests.deploy.helm import (
     CHART,

@@ -16,15 +16,15 @@ import yaml
 from pdserve.cli import build_group
 from pdserve.config.load import load
 from pdserve.config.schema import Config
-from pdserve.credentials import Credentials
+from pdserve.contract.records import Role
 from pdserve.plan.machine import Machine, what_if
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.process.life import LAST_RESORT
 from pdserve.process.nodes import GROUP_VARIABLE
-from pdserve.records import Role
+from pdserve.security.credentials import Credentials
 from tests.deploy.helm import COMBINATIONS, FILES, OPEN, Container, Rendering, combination, graph_yaml, render
 from tests.deploy.prometheus import promtool
-from tests.test_metrics_page import METRICS
+from tests.observe.test_metrics_page import METRICS
 
 EACH = ("demo", "gpus", "both", "alone", "scaled", "clusters", "servers", "joined")
 POD_IP = "10.1.2.3"

@@ -18,8 +18,8 @@ import httpx
 import pytest
 from pdserve_bench.hosts.network import Host, HostProcess, Network
 
-from pdserve.credentials import Credentials
-from pdserve.supervisor.embedded import etcd_binary, nats_binary
+from pdserve.security.credentials import Credentials
+from pdserve.supervisor.servers.embedded import etcd_binary, nats_binary
 from tests.conditions import until
 from tests.deploy.helm import Object, Rendering, render, template
 from tests.deploy.prometheus import scraping

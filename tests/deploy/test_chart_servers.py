@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 from pdserve_bench.clusters import HOST, EtcdMember, NatsMember, addresses, cluster
 
-from pdserve.credentials import Credentials
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry
-from pdserve.supervisor.child import Child
-from pdserve.supervisor.embedded import etcd_binary, nats_binary
+from pdserve.security.credentials import Credentials
+from pdserve.supervisor.processes.child import Child
+from pdserve.supervisor.servers.embedded import etcd_binary, nats_binary
 from tests.conditions import until
 from tests.deploy.compose import replaced
 from tests.deploy.helm import Container, combination

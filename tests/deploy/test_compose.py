@@ -12,12 +12,12 @@ import httpx
 import pytest
 from pdserve_bench.clusters import EtcdMember, Member, NatsMember, addresses, cluster
 
-from pdserve.credentials import Credentials, create
-from pdserve.errors import ConfigError
-from pdserve.ports import free_port
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, etcd_binary, nats_binary
+from pdserve.security.credentials import Credentials, create
+from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, etcd_binary, nats_binary
+from pdserve.util.errors import ConfigError
+from pdserve.util.net import free_port
 from tests.conditions import until
 from tests.deploy.compose import FOLDER, HEALTH_KEYS, SERVICE_KEYS, load, replaced
 from tests.queue.requests import publish

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import COMMANDS
-from pdserve.config.environment import VARIABLES
+from pdserve.config.env_overrides import VARIABLES
 from pdserve.config.schema import Config
-from pdserve.supervisor.alone import HANGS_AFTER
+from pdserve.supervisor.processes.alone import HANGS_AFTER
 
 FOLDER = Path(__file__).parent.parent.parent / "deploy/systemd"
 UNITS = sorted(FOLDER.glob("*.service"))

@@ -14,7 +14,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from tests.deploy.compose import FOLDER, load
 from tests.deploy.dashboard import DASHBOARD, FILE, PANELS, expressions
 from tests.deploy.prometheus import promtool
-from tests.test_metrics_page import METRICS
+from tests.observe.test_metrics_page import METRICS
 
 UNITS = {"none", "s", "reqps", "percentunit", "Bps"}
 """of Grafana's, those that we use"""

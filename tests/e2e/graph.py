@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from pdserve.config.load import load
-from pdserve.frontend.watching.metrics import KEPT
+from pdserve.frontend.observability.metrics_page import KEPT
 from tests.serving import Serve, running
 
 _START_SECONDS = 420.0

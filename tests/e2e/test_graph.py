@@ -6,7 +6,7 @@ import httpx
 import msgspec
 import pytest
 
-from pdserve.watch import Receipt
+from pdserve.contract.reports import Receipt
 from tests.e2e.graph import RealGraph
 from tests.listeners import listeners
 

@@ -14,7 +14,7 @@ from tests.conformance.answers import Answer, Request
 from tests.conformance.asking import CHAT, MESSAGES, RESPONSES
 from tests.conformance.pair import alone, same
 from tests.e2e.graph import RealGraph, serving
-from tests.frontend.model.test_pictures import BLUE, LARGE, RED, data, part, png
+from tests.frontend.vllm.test_images import BLUE, LARGE, RED, data, part, png
 from tests.real import graph_yaml, one_vllm
 from tools.demo_model import sight
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from pdserve_bench.hosts.network import Host, HostProcess, Network
 
-from pdserve.supervisor.embedded import etcd_binary, nats_binary
+from pdserve.supervisor.servers.embedded import etcd_binary, nats_binary
 from tests.network import hosts
 
 YAML = """

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pdserve.demo import MODEL_DIR
-from pdserve.errors import EngineDead
+from pdserve.util.errors import EngineDead
 from tests.engine.test_vllm_engine import body, prompt_of, tokens_of, two_engines
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]

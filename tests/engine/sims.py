@@ -5,14 +5,14 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.config.host import VLLM_VERSION
+from pdserve.config.engine_args.installed import VLLM_VERSION
+from pdserve.contract.records import Role
 from pdserve.engine.base import Output
 from pdserve.engine.fingerprint import fingerprint
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
 from pdserve.engine.sim.wire import CoreOutputs, Sampling, write_request
 from pdserve.engine.spec import EngineSpec
-from pdserve.records import Role
 
 LOADED = fingerprint("demo", {"block-size": 16}, VLLM_VERSION)
 """the fingerprint of all engines of `spec`, unless their arguments change the model"""

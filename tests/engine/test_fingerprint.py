@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.demo import MODEL_DIR as MODEL
 from pdserve.engine.fingerprint import Fingerprint, fingerprint
-from pdserve.errors import EngineDead
+from pdserve.util.errors import EngineDead
 
 ARGS: dict[str, object] = {"block-size": 32, "dtype": "bfloat16"}
 

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from pdserve.contract.messages import KvHandle
+from pdserve.contract.prefixes import names, root
+from pdserve.contract.records import Role
 from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Sampling
-from pdserve.messages import KvHandle
-from pdserve.prefixes import names, root
-from pdserve.records import Role
 from tests.conditions import until
 from tests.engine.sims import body, collect, sim, tokens
 

@@ -5,11 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 
+from pdserve.contract.records import Role
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel, sim_model
 from pdserve.engine.spec import EngineSpec
-from pdserve.errors import ConfigError
-from pdserve.records import Role
+from pdserve.util.errors import ConfigError
 from tests.engine.sims import body, sim
 
 STEP = SimModel(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from pdserve.records import Role
+from pdserve.contract.records import Role
 from tests.engine.test_vllm_engine import MODEL, Engines, body, prompt_of, sampled, tokens_of, two_engines
 
 pytestmark = [

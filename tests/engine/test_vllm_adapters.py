@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdserve.contract.records import Role
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.engine.vllm.engine import VllmEngine
-from pdserve.errors import ConfigError, EngineDead
-from pdserve.records import Role
+from pdserve.util.errors import ConfigError, EngineDead
 
 
 class Core:

@@ -18,11 +18,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-from pdserve.config.arguments import PATH, for_engine, to_argv
-from pdserve.config.host import VLLM_VERSION
+from pdserve.config.engine_args.arguments import PATH, for_engine, to_argv
+from pdserve.config.engine_args.installed import VLLM_VERSION
 from pdserve.engine.vllm import api
 from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, connector
-from tests.config.test_arguments import ARGS
+from tests.config.engine_args.test_arguments import ARGS
 from tools.vllm_arguments import as_text, read_parser
 from tools.vllm_diff import Release, imports
 from tools.vllm_surface import CALLED, FIELDS, FUNCTIONS, MESSAGES, REPLACED, SOURCES

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from pdserve.contract.prefixes import Picture
+from pdserve.contract.records import Role
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import VllmProcess
-from pdserve.prefixes import Picture
-from pdserve.records import Role
 
 PROMPT = list(range(33))
 

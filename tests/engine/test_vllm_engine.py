@@ -29,7 +29,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from pdserve.credentials import create
+from pdserve.contract.messages import KvHandle
+from pdserve.contract.prefixes import names
+from pdserve.contract.records import Role
 from pdserve.engine.base import Output, Step, Transfers
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm.api import (
@@ -39,16 +41,14 @@ from pdserve.engine.vllm.api import (
     encode_request,
 )
 from pdserve.engine.vllm.engine import VllmEngine
-from pdserve.errors import EngineDead, ProtocolError
 from pdserve.kv import PREEMPTED, side_channel
-from pdserve.messages import KvHandle
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import size
 from pdserve.plan.model_folder import read_model
-from pdserve.prefixes import names
 from pdserve.process import engine_checks
-from pdserve.records import Role
-from pdserve.tasks import Owner
+from pdserve.runtime.tasks import Owner
+from pdserve.security.credentials import create
+from pdserve.util.errors import EngineDead, ProtocolError
 from tests.conditions import until
 
 pytestmark = [

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from pdserve.contract.records import Role
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.engine.vllm.process import VllmProcess, death_of
-from pdserve.errors import Unavailable
-from pdserve.records import Role
+from pdserve.util.errors import Unavailable
 from tests.conditions import until
 
 forking = multiprocessing.get_context("fork")

@@ -14,30 +14,30 @@ import pytest
 import pytest_asyncio
 from starlette.types import ASGIApp
 
-from pdserve.certificate import ServerCertificate
-from pdserve.config.host import installed_vllm
+from pdserve.config.engine_args.installed import installed_vllm
 from pdserve.config.schema import AdmissionLimits
-from pdserve.credentials import Credentials
+from pdserve.contract.live_settings import of_promise
+from pdserve.contract.records import ModelCard, Role, encode_record
+from pdserve.contract.reports import Watched
+from pdserve.contract.slo import NO_PROMISE, Promised
 from pdserve.frontend.app import FrontendApp
+from pdserve.frontend.edge.certificate_reload import RenewedCertificate
 from pdserve.frontend.edge.connections import ClientConnections
-from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.model.adapters import AdapterStore
 from pdserve.frontend.model.processor import Processor
-from pdserve.frontend.model.served import ServedModels, serve_models
-from pdserve.frontend.ribs import RIBS, RibContext, Ribs
+from pdserve.frontend.model.served_models import ServedModels, serve_models
+from pdserve.frontend.plugins import RIBS, RibContext, Ribs
 from pdserve.frontend.server import QuietServer, http_config
+from pdserve.frontend.vllm.lora_adapters import AdapterStore
 from pdserve.observe.tracing import Tracer
-from pdserve.records import ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.settings import of_promise
-from pdserve.slo import NO_PROMISE, Promised
+from pdserve.security.certificate import ServerCertificate
+from pdserve.security.credentials import Credentials
 from pdserve.stream.archives import archive_name
 from pdserve.stream.tcp import TcpStreamClient
-from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
 from tests.memory.registry import MemoryRegistry, MemoryServer

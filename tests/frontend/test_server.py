@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
+from pdserve.contract.records import Instance, Role, encode_record
 from pdserve.plan.slots import Slot
 from pdserve.process.life import live
-from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import connect as connect_registry
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView

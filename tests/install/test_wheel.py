@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from pdserve.cli import main
-from pdserve.install.environment import ENGINE_VARIABLE, LOCKS, pip_settings
-from pdserve.ports import free_port
+from pdserve.install.engine_venv import ENGINE_VARIABLE, LOCKS, pip_settings
+from pdserve.util.net import free_port
 from tests.e2e.test_graph import chat
 from tests.serving import WORKERS, kv_ports
 from tests.terminal import Terminal
@@ -221,7 +221,7 @@ def test_commands_say_how_to_get_an_engine_where_they_need_one_and_work_where_no
 def test_a_written_file_fits_its_machine(
     gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pdserve.cli.init import graph_for
+    from pdserve.cli.setup.init import graph_for
 
     count = int(gpus.partition("x")[0])
     (file := tmp_path / "graph.yaml").write_text(graph_for(count, file, "a machine"))

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.credentials import create
 from pdserve.kv import side_channel
 from pdserve.kv.side_channel import CurveKey
+from pdserve.security.credentials import create
 
 
 @pytest.fixture(params=["plain", "with credentials"])

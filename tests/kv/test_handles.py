@@ -1,9 +1,9 @@
 import msgspec
 import pytest
 
-from pdserve.errors import ProtocolError
+from pdserve.contract.messages import KvHandle
 from pdserve.kv.handles import check_handle
-from pdserve.messages import KvHandle
+from pdserve.util.errors import ProtocolError
 
 GOOD = KvHandle("prefill-0-ab", "r.1", "10.0.0.1", 5600, [[4, 9, 2]], 33, 16)
 

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from pdserve.credentials import Credentials, create
 from pdserve.kv import side_channel
 from pdserve.kv.side_channel import CurveKey
-from pdserve.ports import free_port
+from pdserve.security.credentials import Credentials, create
+from pdserve.util.net import free_port
 
 ANSWERS = {(0, 0): b"metadata"}
 WITHIN, NEVER = 30.0, 0.3

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.errors import QueueFull, QueueUnavailable
-from pdserve.messages import (
+from pdserve.contract.messages import (
     PrefillAnswer,
     PrefillCancel,
     PrefillLoad,
@@ -18,7 +17,8 @@ from pdserve.messages import (
 )
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
-from pdserve.recent import RecentKeys
+from pdserve.util.errors import QueueFull, QueueUnavailable
+from pdserve.util.lru import RecentKeys
 
 
 @dataclass(eq=False)

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from pdserve.errors import RegistryUnavailable
 from pdserve.registry.base import Change, Registry, difference
+from pdserve.util.errors import RegistryUnavailable
 
 
 class MemoryServer:

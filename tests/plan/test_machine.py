@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, MIB, Gpu, Machine, visible, what_if
+from pdserve.util.errors import ConfigError
 from tests.plan.models import machine
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config.host import find_folder
+from pdserve.config.engine_args.installed import find_folder
 from pdserve.demo import MODEL_DIR
-from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, Gpu, what_if
 from pdserve.plan.memory import adapter_bytes, kv_bytes_per_token, runtime_bytes, size, weight_bytes
 from pdserve.plan.model_folder import ModelFacts, read_model
+from pdserve.util.errors import ConfigError
 from tests.plan.models import FOLDERS, machine, qwen_14b, write_safetensors
 
 A10 = Gpu(0, "A10", 24 * GIB)

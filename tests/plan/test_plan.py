@@ -11,13 +11,13 @@ from rich.console import Console
 
 from pdserve.config.load import load
 from pdserve.config.schema import DecodeConfig
-from pdserve.errors import ConfigError
+from pdserve.contract.records import Role
 from pdserve.plan.machine import GIB, Machine, what_if
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.plan.render import plan_as_dict, render
-from pdserve.records import Role
 from pdserve.supervisor.serve import serve
+from pdserve.util.errors import ConfigError
 from tests.config.test_load import DYNAMO
 from tests.plan.models import MIXTRAL, MIXTRAL_BYTES, machine, qwen_14b, without_weights
 

@@ -6,13 +6,7 @@ from typing import Self
 
 import pytest
 
-from pdserve.engine.sim import wire
-from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.model import SimModel
-from pdserve.engine.sim.wire import SimRequest
-from pdserve.errors import EngineDead
-from pdserve.kv.handles import check_handle
-from pdserve.messages import (
+from pdserve.contract.messages import (
     KvHandle,
     PrefillAnswer,
     PrefillDone,
@@ -20,11 +14,17 @@ from pdserve.messages import (
     PrefillRequest,
     PrefillStarted,
 )
-from pdserve.prefill.answers import AnswerSender
+from pdserve.contract.records import Role, decode_instance
+from pdserve.engine.sim import wire
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.model import SimModel
+from pdserve.engine.sim.wire import SimRequest
+from pdserve.kv.handles import check_handle
+from pdserve.prefill.answer_sender import AnswerSender
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import Presence
-from pdserve.records import Role, decode_instance
-from pdserve.tasks import Owner
+from pdserve.runtime.tasks import Owner
+from pdserve.util.errors import EngineDead
 from tests.conditions import holds, until
 from tests.decode.graph import Prefill, Seams, config
 from tests.engine.sims import LOADED, body, sim, spec

@@ -12,14 +12,14 @@ import pynvml
 import pytest
 
 from pdserve.config.load import load
+from pdserve.contract.records import Role
 from pdserve.demo import MODEL_DIR
 from pdserve.engine.base import EngineFacts
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.errors import EngineDead, PeerGone
 from pdserve.plan.slots import Slot
 from pdserve.process import engine_checks
 from pdserve.process.engine_checks import log_memory
-from pdserve.records import Role
+from pdserve.util.errors import EngineDead, PeerGone
 from tests.conditions import holds, until
 from tests.decode.graph import WorkerGraph
 from tests.engine.sims import body, sim

@@ -13,13 +13,13 @@ from contextlib import AsyncExitStack, suppress
 import pytest
 
 from pdserve.config.schema import Config
-from pdserve.errors import EngineDead, PdserveError
+from pdserve.contract.records import Role
 from pdserve.plan.slots import Slot
 from pdserve.process import life, signals
 from pdserve.process.life import Service
 from pdserve.process.signals import SERVES, STOPPERS, SUPERVISOR_DIED
-from pdserve.records import Role
-from pdserve.tasks import Owner, Work
+from pdserve.runtime.tasks import Owner, Work
+from pdserve.util.errors import EngineDead, PdserveError
 from tests.conditions import until
 from tests.decode.graph import config
 
@@ -217,10 +217,10 @@ async def test_a_failed_service_ends_whatever_its_tasks_do(
 
 FAIL = """
 from dataclasses import replace
-from pdserve.graph import GRAPH
+from pdserve.plan.graph import GRAPH
 from pdserve.plan.slots import Slot
 from pdserve.process import life, signals
-from pdserve.records import Role
+from pdserve.contract.records import Role
 from tests.decode.graph import config
 
 GRAPH[Role.DECODE] = replace(GRAPH[Role.DECODE], service="tests.process.test_life:Failing")

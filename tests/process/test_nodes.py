@@ -8,12 +8,12 @@ from typing import Any, Generic, TypeVar
 import pytest
 
 from pdserve.config.schema import WorkerConfig
+from pdserve.contract.records import NodeFollower, NodeLeader
 from pdserve.engine.spec import EngineNode
-from pdserve.errors import ConfigError, EngineDead
 from pdserve.process import nodes
 from pdserve.process.nodes import Follower, Leader, start_while_there
-from pdserve.records import NodeFollower, NodeLeader
 from pdserve.registry.base import Registry
+from pdserve.util.errors import ConfigError, EngineDead
 from tests.conditions import holds, until
 from tests.decode.graph import config
 from tests.memory.registry import MemoryRegistry, MemoryServer

@@ -3,11 +3,11 @@
 import pytest
 
 from pdserve import __version__
+from pdserve.contract.records import WIRE, Instance, ModelCard, Role, decode_instance, encode_record
 from pdserve.process.presence import Presence, generation, refusal
-from pdserve.records import WIRE, Instance, ModelCard, Role, decode_instance, encode_record
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import Owner
+from pdserve.runtime.tasks import Owner
 from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 

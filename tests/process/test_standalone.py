@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pdserve import registry
-from pdserve.ports import free_port
+from pdserve.contract.records import Role
 from pdserve.process.signals import SAME_STOP
-from pdserve.records import Role
 from pdserve.registry.view import RegistryView
+from pdserve.util.net import free_port
 from tests.conditions import until
 from tests.decode.graph import FrontendStream
 from tests.servers import etcd_server, restart

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.credentials import Credentials
 from pdserve.queue.base import PrefillQueue
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
+from pdserve.security.credentials import Credentials
 from tests.memory.queue import MemoryBroker, MemoryQueue
 from tests.servers import kill, nats_server, restart
 

@@ -1,6 +1,6 @@
 """Requests and deliveries for the tests of the queue."""
 
-from pdserve.messages import PrefillRequest
+from pdserve.contract.messages import PrefillRequest
 from pdserve.queue.base import Delivery, PrefillQueue
 
 

@@ -13,10 +13,10 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
-from pdserve.errors import QueueUnavailable
 from pdserve.queue.base import PrefillQueue
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import CONSUMER
+from pdserve.util.errors import QueueUnavailable
 from tests.conditions import until
 from tests.queue.conftest import BOUND, nats_queues
 from tests.queue.requests import ids, publish

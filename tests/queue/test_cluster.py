@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from pdserve_bench.clusters import NatsMember, addresses, cluster
 
-from pdserve.credentials import Credentials
-from pdserve.errors import QueueUnavailable
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.jetstream.client import PASSING, short_connection
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import CONSUMER
+from pdserve.security.credentials import Credentials
+from pdserve.util.errors import QueueUnavailable
 from tests.conditions import until
 from tests.queue.conftest import Queues, nats_queues
 from tests.queue.requests import publish

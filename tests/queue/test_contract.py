@@ -7,9 +7,9 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from pdserve.errors import QueueFull
-from pdserve.messages import KvHandle, PrefillCancel, PrefillDone, PrefillFailed, PrefillLoad
+from pdserve.contract.messages import KvHandle, PrefillCancel, PrefillDone, PrefillFailed, PrefillLoad
 from pdserve.queue.depth import Puller
+from pdserve.util.errors import QueueFull
 from tests.conditions import until
 from tests.queue.conftest import ACK_WAIT, BOUND, MAX_DELIVER, Queues
 from tests.queue.requests import ids, publish, request

@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve.messages import QueueState
+from pdserve.contract.messages import QueueState
 from pdserve.queue.depth import QueueDepth
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pdserve.errors import QueueFull
-from pdserve.messages import encode
+from pdserve.contract.messages import encode
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
+from pdserve.util.errors import QueueFull
 from tests.queue.requests import publish, request
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.errors import ConfigError, QueueUnavailable
-from pdserve.messages import PrefillCancel, PrefillFailed
-from pdserve.ports import free_port
+from pdserve.contract.messages import PrefillCancel, PrefillFailed
 from pdserve.queue import connect
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
-from pdserve.supervisor.embedded import EmbeddedNats
+from pdserve.supervisor.servers.embedded import EmbeddedNats
+from pdserve.util.errors import ConfigError, QueueUnavailable
+from pdserve.util.net import free_port
 from tests.conditions import until
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage

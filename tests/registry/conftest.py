@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.credentials import Credentials
 from pdserve.registry.base import Change, Registry, apply
 from pdserve.registry.etcd import LEASE_TTL, EtcdRegistry
+from pdserve.security.credentials import Credentials
 from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 from tests.servers import etcd_server, kill, restart

@@ -9,10 +9,10 @@ import pytest
 from pdserve_bench.chaos.cut import cut_off
 from pdserve_bench.clusters import EtcdMember, addresses, cluster
 
-from pdserve.credentials import Credentials
 from pdserve.registry.base import Change
 from pdserve.registry.etcd import EtcdRegistry
-from pdserve.supervisor.embedded import EmbeddedServer
+from pdserve.security.credentials import Credentials
+from pdserve.supervisor.servers.embedded import EmbeddedServer
 from tests.conditions import until
 from tests.registry.conftest import TTL, following
 from tests.servers import hung, kill, killed, pid_of, restart

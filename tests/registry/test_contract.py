@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from pdserve.errors import RegistryUnavailable
 from pdserve.registry.base import Change
 from pdserve.registry.etcd import LEASE_TTL
+from pdserve.util.errors import RegistryUnavailable
 from tests.conditions import until
 from tests.registry.conftest import Stage, following
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.registry import connect, etcd, etcd_session
 from pdserve.registry.base import Change
 from pdserve.registry.etcd_session import EtcdSession, SessionLost
+from pdserve.util.errors import ConfigError, RegistryUnavailable
 from tests.conditions import until
 from tests.registry.conftest import TTL, EtcdStage, Outage, SharedEtcd, following
 from tests.servers import hung

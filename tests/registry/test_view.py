@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 from msgspec.structs import replace
 
-from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
+from pdserve.contract.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Change
 from pdserve.registry.view import RegistryView

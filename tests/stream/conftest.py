@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdserve.credentials import Credentials, create
+from pdserve.security.credentials import Credentials, create
 from pdserve.stream import framing, tcp
 from pdserve.stream.tcp import FRONTEND_SILENCE, WORKER_SILENCE, TcpStreamClient, TcpStreamServer
 from tests.stream.raw import Raw, raw

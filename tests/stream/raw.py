@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from pdserve.credentials import Credentials
+from pdserve.security.credentials import Credentials
 from pdserve.stream.tcp import GREETING
 from tests.tcp import tcp_server
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.errors import Unavailable
-from pdserve.messages import ArchivePart, GetArchive
+from pdserve.contract.messages import ArchivePart, GetArchive
 from pdserve.stream import archives
 from pdserve.stream.archives import ModelArchive, archive_name, fetch, pack_model, unpack
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
+from pdserve.util.errors import Unavailable
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from pdserve.errors import PeerGone, ProtocolError
-from pdserve.messages import Cancel, Failed, Hello, Outputs, Submit, ToFrontend
+from pdserve.contract.messages import Cancel, Failed, Hello, Outputs, Submit, ToFrontend
 from pdserve.stream.framing import MAX_MESSAGE
 from pdserve.stream.tcp import TcpStreamServer
+from pdserve.util.errors import PeerGone, ProtocolError
 from tests.conditions import until
 from tests.stream.conftest import Wire
 

@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import msgspec
 import pytest
 
-from pdserve.errors import PeerGone
-from pdserve.messages import Cancel, Failed, Hello, Load, Outputs, WorkerLoad, encode
+from pdserve.contract.messages import Cancel, Failed, Hello, Load, Outputs, WorkerLoad, encode
 from pdserve.stream import framing, tcp
 from pdserve.stream.framing import MAX_MESSAGE, FramedConnection
 from pdserve.stream.tcp import GREETING, TcpStreamClient
+from pdserve.util.errors import PeerGone
 from tests.conditions import until
 from tests.stream.conftest import Wire
 from tests.stream.raw import client_hello, frame, raw, relay

@@ -9,11 +9,11 @@ from contextlib import suppress
 
 import pytest
 
-from pdserve.credentials import Credentials
-from pdserve.errors import PeerGone
-from pdserve.messages import Hello, Outputs
+from pdserve.contract.messages import Hello, Outputs
+from pdserve.security.credentials import Credentials
 from pdserve.stream import tcp
 from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
+from pdserve.util.errors import PeerGone
 from tests.conditions import until
 from tests.stream.conftest import HOST
 from tests.stream.raw import client_hello, frame, raw

@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
 
-from pdserve.graph import ProcessSpec
+from pdserve.contract.records import Instance, Role, SlotState, decode_slot_state, encode_record
+from pdserve.plan.graph import ProcessSpec
 from pdserve.process.presence import instance_id
-from pdserve.records import Instance, Role, SlotState, decode_slot_state, encode_record
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.supervisor.exits import Guardian
+from pdserve.runtime.tasks import Owner
 from pdserve.supervisor.output import ProcessOutput
-from pdserve.supervisor.readiness import RegisteredInstances
-from pdserve.supervisor.restarts import RestartPolicy
+from pdserve.supervisor.processes.exits import Guardian
+from pdserve.supervisor.processes.readiness import RegisteredInstances
+from pdserve.supervisor.processes.restarts import RestartPolicy
 from pdserve.supervisor.roles import RoleSupervisor
-from pdserve.tasks import Owner
 from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from pdserve.credentials import Credentials
 from pdserve.demo import MODEL_DIR
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.security.credentials import Credentials
 from pdserve.stream.archives import pack_model, unpack
 from pdserve.supervisor import state
 from pdserve.supervisor.output import ProcessOutput
+from pdserve.util.errors import ConfigError, Unavailable
 from tests.full_disk import Disk, small_disk
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.schema import Config
+from pdserve.contract.records import Instance, Role
 from pdserve.observe import logs
-from pdserve.records import Instance, Role
 from pdserve.supervisor import output as module
 from pdserve.supervisor.output import LogFile, ProcessOutput
 from pdserve.supervisor.summary import summary

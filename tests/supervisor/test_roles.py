@@ -9,11 +9,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from pdserve.contract.records import Role, SlotState
 from pdserve.process import signals
-from pdserve.records import Role, SlotState
-from pdserve.supervisor import readiness, restarts, roles
-from pdserve.supervisor.guardian import alive
-from pdserve.supervisor.restarts import CannotStart
+from pdserve.supervisor import roles
+from pdserve.supervisor.processes import readiness, restarts
+from pdserve.supervisor.processes.guardian import alive
+from pdserve.supervisor.processes.restarts import CannotStart
 from pdserve.supervisor.serve import _on_stop_signals
 from tests.conditions import until
 from tests.supervisor.fakes import QUICK, SERVE, UP, Graph, fake
@@ -116,7 +117,7 @@ async def test_an_error_about_a_role_ends_no_graph(
             if part == "start":
                 patch.setattr("pdserve.supervisor.roles.Child", fail)
             elif part == "end":  # as where no file descriptor is left
-                patch.setattr("pdserve.supervisor.child.end_group", fail)
+                patch.setattr("pdserve.supervisor.processes.child.end_group", fail)
             else:
                 patch.setattr(graph.supervisor._instances, "remove", fail)
             os.kill(victim, signal.SIGKILL)

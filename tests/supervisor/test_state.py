@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError
+from pdserve.security.credentials import Credentials
 from pdserve.supervisor import state
-from pdserve.supervisor.alone import make_sockets_folder
-from pdserve.supervisor.guardian import began
+from pdserve.supervisor.processes.alone import make_sockets_folder
+from pdserve.supervisor.processes.guardian import began
+from pdserve.util.errors import ConfigError
 from tests.conditions import until
 
 GRAPH = state.GraphRecord(

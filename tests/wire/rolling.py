@@ -28,14 +28,14 @@ from pdserve_bench.watch import GraphWatch
 
 from pdserve.config.load import load as load_config
 from pdserve.config.schema import Config
-from pdserve.errors import Unavailable
+from pdserve.contract.records import Role
 from pdserve.observe.graph_state import slot_name
-from pdserve.ports import free_port
-from pdserve.records import Role
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
-from pdserve.supervisor.exits import exit_of
-from pdserve.supervisor.readiness import until_frontends_ready
+from pdserve.supervisor.processes.exits import exit_of
+from pdserve.supervisor.processes.readiness import until_frontends_ready
+from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.state import GraphRecord
+from pdserve.util.errors import Unavailable
+from pdserve.util.net import free_port
 
 ROOT = Path(__file__).parents[2]
 WORKERS = {Role.PREFILL: 2, Role.DECODE: 2}

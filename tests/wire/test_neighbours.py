@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.messages import Hello
+from pdserve.contract.messages import Hello
 from pdserve.stream.tcp import TcpStreamServer
 from tools import wire
 from tools.wire import JSON, MSGPACK, Protocol
@@ -114,7 +114,7 @@ def test_names_on_both_sides_are_those_of_the_last_release() -> None:
 
 def test_the_wire_s_generation_rises_when_something_is_dropped() -> None:
     assert TODAY.wire == RELEASED.wire + bool(DROPPED), (
-        "WIRE in pdserve/records.py is one more than the last release's where DROPPED has entries, and else the same"
+        "WIRE in contract/records.py is one more than the last release's where DROPPED has entries, and else the same"
     )
 
 

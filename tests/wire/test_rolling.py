@@ -6,7 +6,7 @@ import pytest
 from pdserve_bench.launch import SIM_SPEED
 from pdserve_bench.simulated import simulated, write
 
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 from tests.wire.rolling import ROOT, build_of, upgrade
 from tools import wire
 

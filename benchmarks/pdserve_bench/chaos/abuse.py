@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
-from pdserve.records import Role
+from pdserve.contract.records import Role
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.questions import LONGEST, Attempt, simulated
 from pdserve_bench.chaos.scene import Fault, Scene

@@ -5,7 +5,7 @@ import asyncio
 
 import httpx
 
-from pdserve.config.adapters import static_adapters
+from pdserve.config.lora_modules import static_adapters
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, harm
 from pdserve_bench.chaos.features import answers, begin, compare, count_running, of_text

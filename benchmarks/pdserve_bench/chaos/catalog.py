@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 from pdserve_bench.chaos import (
     abuse,
     adapters,

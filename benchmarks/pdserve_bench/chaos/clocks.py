@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from pdserve.clock import VARIABLE
-from pdserve.errors import ConfigError, Unavailable
-from pdserve.graph import to_environment
+from pdserve.contract.records import Instance, Role
+from pdserve.plan.graph import to_environment
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
-from pdserve.ports import free_port
-from pdserve.records import Instance, Role
-from pdserve.supervisor.exits import end_group, exit_of
+from pdserve.supervisor.processes.exits import end_group, exit_of
+from pdserve.util.clock import VARIABLE
+from pdserve.util.errors import ConfigError, Unavailable
+from pdserve.util.net import free_port
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import CUTTABLE, PDSERVE, ServerRun

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from pdserve.errors import ConfigError
 from pdserve.observe.tables import show
+from pdserve.util.errors import ConfigError
 from pdserve_bench.alone import alone
 from pdserve_bench.chaos.catalog import ALONE_FAULTS, CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
 from pdserve_bench.chaos.members import on_clusters

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.records import Instance, Role
-from pdserve.supervisor.exits import family
+from pdserve.contract.records import Instance, Role
+from pdserve.supervisor.processes.exits import family
 from pdserve_bench.chaos.cut import Cannot, cut_off
 from pdserve_bench.chaos.scene import Fault, Scene
 

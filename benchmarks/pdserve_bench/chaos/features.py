@@ -18,8 +18,8 @@ import httpx
 import psutil
 
 from pdserve.config.schema import kebab
-from pdserve.errors import Unavailable
-from pdserve.records import Role
+from pdserve.contract.records import Role
+from pdserve.util.errors import Unavailable
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Target, Victim, harm
 from pdserve_bench.chaos.questions import endless, prompt_lengths

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.messages import Cancel, Hello, encode
+from pdserve.contract.messages import Cancel, Hello, encode
+from pdserve.contract.records import Instance, Role
 from pdserve.queue.jetstream.client import short_connection
 from pdserve.queue.jetstream.stream import QueueNames
-from pdserve.records import Instance, Role
 from pdserve.registry import keys
 from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene

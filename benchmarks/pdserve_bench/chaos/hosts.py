@@ -5,7 +5,7 @@ import asyncio
 import math
 from functools import partial
 
-from pdserve.records import Role
+from pdserve.contract.records import Role
 from pdserve_bench.chaos.clocks import DEADLINE, TOLERATED, WORK, failures
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene

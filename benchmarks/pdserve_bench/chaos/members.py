@@ -14,7 +14,7 @@ import httpx
 from nats.js.api import ClusterInfo
 
 from pdserve.queue.jetstream.client import PASSING, short_connection
-from pdserve.supervisor.embedded import EmbeddedServer
+from pdserve.supervisor.servers.embedded import EmbeddedServer
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Harm, Victim, injected
 from pdserve_bench.chaos.scene import Fault, Scene

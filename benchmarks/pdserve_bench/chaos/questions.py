@@ -12,7 +12,7 @@ from typing import Self
 
 from pdserve.config.schema import Config
 from pdserve.engine.sim.model import SimModel, sim_model
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 from pdserve_bench.client import Exchange, LoadClient, completion
 
 FIRST_TOKEN, LAST_TOKEN = 300, 999

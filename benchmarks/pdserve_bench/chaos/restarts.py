@@ -11,8 +11,8 @@ from functools import partial
 
 import psutil
 
-from pdserve import clock
-from pdserve.records import Role
+from pdserve.contract.records import Role
+from pdserve.util import clock
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import StartedGraph

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdserve.config.load import load as load_config
-from pdserve.errors import Unavailable
-from pdserve.records import Role
+from pdserve.contract.records import Role
+from pdserve.util.errors import Unavailable
 from pdserve_bench.chaos import questions
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.judge import too_long

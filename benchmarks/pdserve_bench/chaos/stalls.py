@@ -12,10 +12,10 @@ from functools import partial
 import psutil
 
 from pdserve.config.schema import DecodeConfig, PrefillConfig
+from pdserve.contract.records import Role
 from pdserve.engine.sim.model import sim_model
 from pdserve.process.engine_checks import HANGS_AFTER, STALLS_AFTER
-from pdserve.records import Role
-from pdserve.supervisor.exits import family
+from pdserve.supervisor.processes.exits import family
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Target, Victim, find
 from pdserve_bench.chaos.judge import too_long

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
 
-from pdserve.records import Role
+from pdserve.contract.records import Role
 from pdserve.registry import keys
 from pdserve_bench.chaos.cut import Cannot, cut_off
 from pdserve_bench.chaos.faults import Target, find

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pdserve.records import Role
+from pdserve.contract.records import Role
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.questions import answers
 from pdserve_bench.chaos.scene import Fault, Scene

@@ -13,13 +13,13 @@ from enum import StrEnum
 from typing import TypeVar
 
 from pdserve.config.schema import Config, PrefillConfig, WorkerConfig
-from pdserve.errors import ConfigError
 from pdserve.plan.checks import divides
 from pdserve.plan.machine import Machine
 from pdserve.plan.memory import tensor_size
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import gpus_needed
+from pdserve.util.errors import ConfigError
 from pdserve_bench.compare.one_engine import one_engine, thread_counts
 from pdserve_bench.compare.systems import GraphSystem, System
 from pdserve_bench.sections import Sections, Shape, reshape, with_model

@@ -11,13 +11,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.config.host import find_folder
+from pdserve.config.engine_args.installed import find_folder
 from pdserve.config.load import load
 from pdserve.config.schema import Config
-from pdserve.errors import ConfigError, Unavailable
 from pdserve.plan.machine import Machine
 from pdserve.plan.model_folder import ModelFacts, read_model
 from pdserve.plan.plan import make_plan
+from pdserve.util.errors import ConfigError, Unavailable
 from pdserve_bench.compare.candidates import Candidate, CandidateMaker, Hardware, HardwareKind, hardware
 from pdserve_bench.compare.measuring import (
     START_SECONDS,

@@ -7,7 +7,7 @@ on a CPU host, a number of threads that is tried.
 from pathlib import Path
 from typing import Any
 
-from pdserve.config.arguments import to_argv
+from pdserve.config.engine_args.arguments import to_argv
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import CPU_KV_VARIABLE, cpu_kv_bytes, gpu_share
 from pdserve.plan.plan import Plan

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from pdserve.command import command
+from pdserve.util.program import command
 from pdserve_bench.compare.candidates import Candidate
 from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict

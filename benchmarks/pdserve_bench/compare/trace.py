@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.load import arrivals
 from pdserve_bench.runs import OpenLoop, Workload

@@ -20,7 +20,7 @@ from random import Random
 
 import msgspec
 
-from pdserve.credentials import create
+from pdserve.security.credentials import create
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.client import HttpConnection, post, send_unread
 from pdserve_bench.endpoint import key_headers

@@ -15,10 +15,10 @@ import psutil
 from httptools import HttpParserError, HttpParserUpgrade
 
 from pdserve.config.load import load
+from pdserve.contract.records import Role
 from pdserve.observe.logs import parse
-from pdserve.records import Role
+from pdserve.runtime.tasks import Owner
 from pdserve.supervisor.state import GraphRecord
-from pdserve.tasks import Owner
 from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import known, learn

@@ -8,7 +8,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.foreign import ForeignLoad

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 
 _RANDOM = 0xFFFFF038
 """offset of a classic BPF load that returns a random number (SKF_AD_RANDOM)"""

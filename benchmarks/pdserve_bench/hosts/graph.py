@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 from msgspec.structs import replace
 
-from pdserve.config.environment import VARIABLES
+from pdserve.config.env_overrides import VARIABLES
 from pdserve.config.load import load
-from pdserve.credentials import create
-from pdserve.errors import Unavailable
-from pdserve.records import Role
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
+from pdserve.contract.records import Role
+from pdserve.security.credentials import create
+from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.state import GraphRecord
+from pdserve.util.errors import Unavailable
 from pdserve_bench.hosts.network import Host, HostProcess, Network, network
 from pdserve_bench.launch import (
     CUTTABLE,

@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import psutil
 
-from pdserve.errors import Unavailable
-from pdserve.supervisor.exits import exit_of
-from pdserve.tied import tied
+from pdserve.supervisor.processes.exits import exit_of
+from pdserve.util.errors import Unavailable
+from pdserve.util.tied_child import tied
 from pdserve_bench.hosts.cable import Cable, run
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.options import GraphFile
-from pdserve.errors import Unavailable
+from pdserve.util.errors import Unavailable
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers, server_url
 from pdserve_bench.multi_round.summary import MultiRoundResult

@@ -5,7 +5,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pdserve import clock
+from pdserve.util import clock
 from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.multi_round.workload import MultiRound, Question

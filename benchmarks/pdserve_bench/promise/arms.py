@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from pdserve.contract.live_settings import MAX_THRESHOLD, of_promise
+from pdserve.contract.slo import NO_PROMISE, Promised
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
-from pdserve.settings import MAX_THRESHOLD, of_promise
-from pdserve.slo import NO_PROMISE, Promised
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import JUDGE_LATER, Canary, Probe, probe, warm_up
 from pdserve_bench.progress import begin

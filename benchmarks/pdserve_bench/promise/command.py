@@ -6,9 +6,9 @@ import typer
 
 from pdserve.cli.find import GraphAddress, find_graph, frontend_url
 from pdserve.cli.options import GraphFile
-from pdserve.errors import ConfigError
+from pdserve.contract.slo import seconds
 from pdserve.registry import connect
-from pdserve.slo import seconds
+from pdserve.util.errors import ConfigError
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
 from pdserve_bench.options import AnswerLen, ApiKey, Json, Model, PromptTokens, Seed, rates_of, seed_of
 from pdserve_bench.promise.arms import OFF, WAYS, ArmsRun, Switch, arm_of, compare_arms

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from pdserve.observe.pages import read_loads
+from pdserve.contract.records import Instance
+from pdserve.observe.process_pages import read_loads
 from pdserve.queue.jetstream.client import short_connection
-from pdserve.records import Instance
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.watch import held, series
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from pdserve.prefixes import NAME, CachedPrefixes, Picture, keys, names
+from pdserve.contract.prefixes import NAME, CachedPrefixes, Picture, keys, names
 
 
 class BlockPool:

@@ -9,22 +9,22 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from pdserve.config.host import VLLM_VERSION
+from pdserve.config.engine_args.installed import VLLM_VERSION
+from pdserve.contract.messages import KvHandle
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.sim import wire
-from pdserve.engine.sim.adapters import SimAdapters
 from pdserve.engine.sim.blocks import BlockPool
 from pdserve.engine.sim.model import Faults, seed_of, sim_model
 from pdserve.engine.sim.side import SideServer, Unreachable, ask
+from pdserve.engine.sim.sim_lora import SimAdapters
 from pdserve.engine.sim.wire import SimRequest
 from pdserve.engine.spec import EngineSpec
-from pdserve.errors import EngineDead, ProtocolError, Unavailable
-from pdserve.kv.ahead import PIECE
 from pdserve.kv.handles import check_handle, source
-from pdserve.messages import KvHandle
-from pdserve.recent import RecentKeys
-from pdserve.tasks import Owner
+from pdserve.kv.read_ahead.blocks import PIECE
+from pdserve.runtime.tasks import Owner
+from pdserve.util.errors import EngineDead, ProtocolError, Unavailable
+from pdserve.util.lru import RecentKeys
 
 _LATE = 0.005
 """seconds that a late step may take from the next: timers are coarse, and the simulation's work is no part of it"""

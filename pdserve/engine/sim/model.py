@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from pdserve.errors import ConfigError
 from pdserve.kv.chunk import ROW
+from pdserve.util.errors import ConfigError
 
 
 def seed_of(tokens: Sequence[int], before: int = 0) -> int:

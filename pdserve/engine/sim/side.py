@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdserve.contract.messages import KvHandle
 from pdserve.engine.sim.model import Faults
-from pdserve.errors import Unavailable
-from pdserve.messages import KvHandle
-from pdserve.tasks import Lifetime, Owner
+from pdserve.runtime.tasks import Lifetime, Owner
+from pdserve.util.errors import Unavailable
 
 _MAX_LINE = 64 << 20
 """bytes; a block takes some 20"""

@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Struct
 from msgspec.msgpack import Ext
 
+from pdserve.contract.messages import KvHandle
+from pdserve.contract.prefixes import Picture, pictures, root
 from pdserve.engine.base import Output
 from pdserve.engine.sim.model import SimModel, seed_of
-from pdserve.errors import ProtocolError
-from pdserve.messages import KvHandle
-from pdserve.prefixes import Picture, pictures, root
+from pdserve.util.errors import ProtocolError
 
 LENGTH, ERROR = 1, 3
 """values of vLLM's FinishReason"""

@@ -11,9 +11,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from pdserve.contract.prefixes import CachedPrefixes, key, names, root
 from pdserve.engine.vllm import api
-from pdserve.prefixes import CachedPrefixes, key, names, root
-from pdserve.tasks import Lifetime, Owner
+from pdserve.runtime.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
 

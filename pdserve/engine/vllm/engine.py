@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pdserve.config.arguments import SAMPLING
-from pdserve.engine.adapters import with_adapter
+from pdserve.config.engine_args.arguments import SAMPLING
+from pdserve.contract.messages import KvHandle
+from pdserve.contract.prefixes import pictures
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
+from pdserve.engine.lora import with_adapter
 from pdserve.engine.spec import EngineSpec
-from pdserve.engine.vllm import api, requests
+from pdserve.engine.vllm import api, translation
 from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import LEASE, VllmProcess
-from pdserve.engine.vllm.requests import RunningRequest, RunningRequests
-from pdserve.errors import ConfigError, EngineDead, ProtocolError, Unavailable
+from pdserve.engine.vllm.translation import RunningRequest, RunningRequests
 from pdserve.kv import COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
-from pdserve.messages import KvHandle
-from pdserve.prefixes import pictures
+from pdserve.util.errors import ConfigError, EngineDead, ProtocolError, Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class VllmEngine(Engine):
         kv: KvHandle | None,
         after: Sequence[int] = (),
     ) -> None:
-        request = requests.to_generate(request_id, prompt, body, kv, after)
+        request = translation.to_generate(request_id, prompt, body, kv, after)
         adapter = self._set_adapter(request)
         if kv is not None:
             fingerprint = with_adapter(self.facts.fingerprint, adapter)
@@ -112,7 +112,7 @@ class VllmEngine(Engine):
         await self._call(self._core.add_request_async(request))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        request, samples = requests.to_prefill(request_id, prompt, body, own_token=self._own_token)
+        request, samples = translation.to_prefill(request_id, prompt, body, own_token=self._own_token)
         adapter = self._set_adapter(request)
         self._check_length(len(prompt))
         self._requests.add(
@@ -125,10 +125,10 @@ class VllmEngine(Engine):
     ) -> Output | None:
         """In the prefill engine every request ends with one token; here only if it stops at that token or may have no
         more."""
-        raw = requests.first_output(packed, self._timestamp) if self._own_token else None
+        raw = translation.first_output(packed, self._timestamp) if self._own_token else None
         if raw is None:
             return None
-        most = requests.read_body(body).sampling_params.max_tokens
+        most = translation.read_body(body).sampling_params.max_tokens
         last = min(most, self.facts.max_model_len - len(prompt)) == 1
         if raw.finish_reason is api.FinishReason.LENGTH and not last:
             raw.finish_reason = None
@@ -136,17 +136,17 @@ class VllmEngine(Engine):
         return Output(request_id, raw.new_token_ids, raw.finished, raw=raw)
 
     async def reject(self, kv: KvHandle) -> None:
-        await self._call(self._core.add_request_async(requests.to_reject(kv)))
+        await self._call(self._core.add_request_async(translation.to_reject(kv)))
 
     async def read_ahead(self, kv: KvHandle, skip: int) -> None:
-        ahead = requests.to_read_ahead(kv, skip // self.facts.block_size)
+        ahead = translation.to_read_ahead(kv, skip // self.facts.block_size)
         await self._call(self._core.add_request_async(ahead))
 
     async def drop_ahead(self, kv: KvHandle) -> None:
-        await self._call(self._core.add_request_async(requests.to_read_ahead(kv, -1)))
+        await self._call(self._core.add_request_async(translation.to_read_ahead(kv, -1)))
 
     async def limit_chunk(self, tokens: int) -> None:
-        await self._call(self._core.add_request_async(requests.to_limit_chunk(tokens)))
+        await self._call(self._core.add_request_async(translation.to_limit_chunk(tokens)))
 
     async def cancel(self, request_ids: list[str]) -> None:
         running = self._requests.of(request_ids)
@@ -180,13 +180,13 @@ class VllmEngine(Engine):
         return api.encode_outputs([output.raw for output in outputs], self._timestamp)
 
     def plain_body(self, max_tokens: int) -> list[bytes]:
-        return requests.plain_body(max_tokens)
+        return translation.plain_body(max_tokens)
 
     def prefix_hit(self, prompt: list[int], body: list[bytes], *, host: bool = True) -> int | None:
-        request = requests.read_body(body)
-        if not requests.remote_ok(request):
+        request = translation.read_body(body)
+        if not translation.remote_ok(request):
             return None
-        adapter, shown = requests.adapter_of(request), pictures(request.mm_features)
+        adapter, shown = translation.adapter_of(request), pictures(request.mm_features)
         return self.prefixes.hit(prompt, request.cache_salt, adapter, shown, host=host)
 
     async def load_adapter(self, id: int, folder: str) -> None:
@@ -208,7 +208,7 @@ class VllmEngine(Engine):
         return True
 
     def kv_fingerprint(self, body: list[bytes]) -> str:
-        return with_adapter(self.facts.fingerprint, requests.adapter_of(requests.read_body(body)))
+        return with_adapter(self.facts.fingerprint, translation.adapter_of(translation.read_body(body)))
 
     @property
     def usage(self) -> EngineUsage:
@@ -273,7 +273,7 @@ class VllmEngine(Engine):
 
     def _set_adapter(self, request: api.EngineCoreRequest) -> int:
         """Name the adapter to vLLM by its number, and by its folder on this host; 0: the request has none."""
-        if not (adapter := requests.adapter_of(request)):
+        if not (adapter := translation.adapter_of(request)):
             return 0
         if adapter not in self._adapters:
             raise Unavailable(f"adapter {request.lora_request.lora_name} ({adapter:x}) is not in this engine")
@@ -295,7 +295,7 @@ class VllmEngine(Engine):
         raw.request_id = request.request_id
         output = Output(request.request_id, raw.new_token_ids, raw.finished, raw=raw)
         if raw.finish_reason is api.FinishReason.ERROR and (raw.new_token_ids or not request.began):
-            output.refused = requests.refusal(request.body, raw.new_token_ids)
+            output.refused = translation.refusal(request.body, raw.new_token_ids)
         if raw.new_token_ids and not request.began:
             request.began = True
             output.begun = _scheduled(raw)
@@ -324,7 +324,7 @@ class VllmEngine(Engine):
         return Output(raw.request_id, [], finished=True, handle=handle)
 
     def _handle(self, params: dict[str, Any], prompt_tokens: int, adapter: int = 0) -> KvHandle | None:
-        return requests.handle_of(params, prompt_tokens, self.facts, LEASE, adapter)
+        return translation.handle_of(params, prompt_tokens, self.facts, LEASE, adapter)
 
     def _partial(self, params: dict[str, Any]) -> KvHandle | None:
         tokens = len(params["remote_block_ids"][0]) * self.facts.block_size
@@ -361,7 +361,7 @@ class VllmEngine(Engine):
         self._requests.restart(request)
         log.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
         await self._call(self._core.abort_requests_async([engine_id]))
-        again = requests.to_generate(request.engine_id, request.prompt, request.body, None, request.after)
+        again = translation.to_generate(request.engine_id, request.prompt, request.body, None, request.after)
         self._set_adapter(again)
         await self._call(self._core.add_request_async(again))
 

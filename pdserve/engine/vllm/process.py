@@ -16,15 +16,15 @@ from tempfile import gettempdir
 
 import psutil
 
-from pdserve.config.arguments import KV_ROLES, for_engine, to_argv
+from pdserve.config.engine_args.arguments import KV_ROLES, for_engine, to_argv
+from pdserve.contract.records import Role
 from pdserve.engine.base import Ranks
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
-from pdserve.errors import ConfigError, EngineDead, Unavailable
 from pdserve.kv import connectors, nixl_connector
 from pdserve.kv.side_channel import CurveKey
-from pdserve.ports import free_port, port_holder
-from pdserve.records import Role
+from pdserve.util.errors import ConfigError, EngineDead, Unavailable
+from pdserve.util.net import free_port, port_holder
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ again. So requests wait in the frontend (`admission/control.py`) until a worker 
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.messages import Load
-from pdserve.records import Instance
+from pdserve.contract.messages import Load
+from pdserve.contract.records import Instance
 
 DEFAULT_MAX_REQUESTS = 256
 """concurrent requests of a worker that does not publish how many it runs"""

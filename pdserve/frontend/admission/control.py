@@ -23,9 +23,10 @@ from itertools import chain
 from weakref import WeakValueDictionary
 
 from pdserve.config.schema import AdmissionLimits
-from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.admission.estimate import (
+from pdserve.frontend.admission.fair_queue import FairQueue, is_short
+from pdserve.frontend.admission.granted import Admission, GrantedPermits, ModelReplaced, SequencePermit
+from pdserve.frontend.admission.wait_estimate import (
     AdmissionRate,
     RequestEstimate,
     RequestSize,
@@ -33,8 +34,7 @@ from pdserve.frontend.admission.estimate import (
     seconds_of_turns,
     seconds_too_late,
 )
-from pdserve.frontend.admission.fair_queue import FairQueue, is_short
-from pdserve.frontend.admission.granted import Admission, GrantedPermits, ModelReplaced, SequencePermit
+from pdserve.util.errors import BadRequest, Overloaded
 
 GROUP = 8
 """sequences of a request that get their tags together; with more, it goes behind its client's other requests again"""

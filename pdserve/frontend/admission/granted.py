@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2s
 from typing import Protocol
 
-from pdserve.frontend.admission.estimate import RequestSize
+from pdserve.contract.slo import SPARE
 from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry
-from pdserve.slo import SPARE
+from pdserve.frontend.admission.wait_estimate import RequestSize
 
 KEPT = 4
 """one place of so many is kept from sequences that cannot pause"""

@@ -17,10 +17,10 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from pdserve import clock
-from pdserve.errors import BadRequest, PdserveError
-from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.body import check_parts
+from pdserve.frontend.edge.response import HttpError
+from pdserve.util import clock
+from pdserve.util.errors import BadRequest, PdserveError
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope
 
-from pdserve.errors import BadRequest, Overloaded, PdserveError
-from pdserve.frontend.admission.estimate import RequestSize
-from pdserve.frontend.edge.answer import HttpError, ResponseWriter, error_response
+from pdserve.frontend.admission.wait_estimate import RequestSize
 from pdserve.frontend.edge.deltas import is_plain
-from pdserve.frontend.edge.trace import RequestFailure
+from pdserve.frontend.edge.request_trace import RequestFailure
+from pdserve.frontend.edge.response import HttpError, ResponseWriter, error_response
+from pdserve.util.errors import BadRequest, Overloaded, PdserveError
 
 MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
@@ -232,7 +232,7 @@ def check_parts(raw: bytes) -> None:
 
 
 def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
-    """Whether vLLM's app would hold the frontend's loop for long (`model/vllm_aside.py`): with the many parts of the
+    """Whether vLLM's app would hold the frontend's loop for long (`vllm/side_loop.py`): with the many parts of the
     body, or with the logprobs of an answer in one piece."""
     if len(raw) > LARGE or raw.count(b"{") > MANY or _is_true(fields.get("echo")):
         return True  # a chat with `echo` has the logprobs of its prompt, too

@@ -19,10 +19,10 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from pdserve.frontend.edge.answer import HttpError, error_body
 from pdserve.frontend.edge.deltas import CycleChunks
+from pdserve.frontend.edge.response import HttpError, error_body
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
-from pdserve.tasks import Apart
+from pdserve.runtime.tasks import Apart
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import psutil
 
-from pdserve.errors import ConfigError
+from pdserve.util.errors import ConfigError
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
-from pdserve.errors import ConfigError
-from pdserve.frontend.edge.answer import HttpError
-from pdserve.frontend.edge.renewal import stamp
+from pdserve.frontend.edge.certificate_reload import stamp
+from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys.limits import KeyLedger
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
-from pdserve.ports import names_this_machine
+from pdserve.util.errors import ConfigError
+from pdserve.util.net import names_this_machine
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from pdserve.config.api_keys import ApiKey, KeyLimits
-from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.response import HttpError
 
 MINUTE = 60.0
 KINDS = ("requests", "tokens")

@@ -14,8 +14,8 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.frontend.edge.answer import HttpError, error_response
-from pdserve.ports import is_loopback, names_this_machine
+from pdserve.frontend.edge.response import HttpError, error_response
+from pdserve.util.net import is_loopback, names_this_machine
 
 ANY = "*"
 _HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\])(:\d+)?")

@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
 
-from pdserve import clock
-from pdserve.frontend.admission.estimate import RequestEstimate, RequestSize
-from pdserve.frontend.edge.answer import ResponseWriter
+from pdserve.frontend.admission.wait_estimate import RequestEstimate, RequestSize
+from pdserve.frontend.edge.response import ResponseWriter
 from pdserve.frontend.keys.limits import KeyLedger, KeyQuota, LimitReached, in_words
+from pdserve.util import clock
 
 
 class KeyUse:

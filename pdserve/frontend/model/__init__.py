@@ -1,20 +1,16 @@
-"""One model as a frontend serves it: `processor` makes vLLM's own app from a model card, on the engine core of `core`,
-which sends each request to one of the model's decode workers (`workers`, chosen by `router`) and, if that worker is
-lost, to another (`migration`).
+"""One model as a frontend serves it: `processor` makes vLLM's own app from a model card, on the engine core of
+`engine_core`, which sends each request to one of the model's decode workers (`frontend/workers`) and, if that worker is
+lost, to another (`frontend/sequence/migration.py`).
 
-`processor` and `core` import vLLM, which takes 6 to 7 seconds of CPU: import them late, and in a thread.
+`processor` and `engine_core` import vLLM, which takes 6 to 7 seconds of CPU: import them late, and in a thread.
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.frontend.model.adapters import AdapterStore
-from pdserve.stream.tcp import TcpStreamClient
-
-Connect = Callable[[str], TcpStreamClient]
-"""makes a client for a decode worker's address, not yet entered"""
+from pdserve.frontend.vllm.lora_adapters import AdapterStore
+from pdserve.frontend.workers.link import Connect
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from starlette.types import ASGIApp
 
-from pdserve.config.arguments import speculation, to_argv
-from pdserve.errors import ConfigError, PeerGone, Unavailable
+from pdserve.config.engine_args.arguments import speculation, to_argv
+from pdserve.contract.records import Instance, ModelCard
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.model.core import RemoteCore
-from pdserve.frontend.model.vllm_api import (
+from pdserve.frontend.model.engine_core import RemoteCore
+from pdserve.frontend.vllm.api_server import (
     VERSION,
     OutputHandler,
     fail_request,
@@ -30,13 +30,13 @@ from pdserve.frontend.model.vllm_api import (
     parse_args,
     stream_deltas,
 )
-from pdserve.frontend.model.vllm_aside import SideLoop
-from pdserve.frontend.model.vllm_lora import AppAdapters
-from pdserve.frontend.model.vllm_pictures import LIMITS
-from pdserve.frontend.model.workers import WorkerPool
-from pdserve.records import Instance, ModelCard
+from pdserve.frontend.vllm.images import LIMITS
+from pdserve.frontend.vllm.lora_routes import AppAdapters
+from pdserve.frontend.vllm.side_loop import SideLoop
+from pdserve.frontend.workers.pool import WorkerPool
+from pdserve.runtime.tasks import Owner
 from pdserve.stream.archives import archive_name, fetch, pack_model, unpack
-from pdserve.tasks import Owner
+from pdserve.util.errors import ConfigError, PeerGone, Unavailable
 
 logger = logging.getLogger(__name__)
 

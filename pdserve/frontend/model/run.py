@@ -9,12 +9,18 @@ from contextlib import contextmanager, nullcontext, suppress
 from starlette.requests import Request
 
 from pdserve.frontend.admission.granted import Admission, ModelReplaced
-from pdserve.frontend.edge.answer import REFUSALS, HttpError, ResponseWriter
 from pdserve.frontend.edge.body import ParsedBody, app_scope, max_body, replay
 from pdserve.frontend.edge.connections import CHUNKS, UNREAD
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
-from pdserve.frontend.edge.trace import NO_WORKER, SHUTTING_DOWN, RequestFailure, RequestTrace, current_trace
+from pdserve.frontend.edge.request_trace import (
+    NO_WORKER,
+    SHUTTING_DOWN,
+    RequestFailure,
+    RequestTrace,
+    current_trace,
+)
+from pdserve.frontend.edge.response import REFUSALS, HttpError, ResponseWriter
 from pdserve.frontend.model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

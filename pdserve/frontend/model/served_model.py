@@ -6,16 +6,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.config.schema import AdmissionLimits
+from pdserve.contract.records import Adapter, ModelCard, Role
+from pdserve.contract.reports import LinkState
+from pdserve.contract.slo import NO_PROMISE
 from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.control import AdmissionControl
-from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.admission.granted import ModelReplaced
-from pdserve.frontend.edge.answer import HttpError
-from pdserve.frontend.edge.trace import RETRY_AFTER
+from pdserve.frontend.admission.wait_estimate import RequestEstimate
+from pdserve.frontend.edge.request_trace import RETRY_AFTER
+from pdserve.frontend.edge.response import HttpError
 from pdserve.observe.metrics import BACKLOG, LINKS, RUNNING, USABLE_WORKERS, WAITING
-from pdserve.records import Adapter, ModelCard, Role
-from pdserve.slo import NO_PROMISE
-from pdserve.watch import LinkState
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.processor import Processor

@@ -8,11 +8,11 @@ from itertools import count
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from pdserve.errors import QueueUnavailable
-from pdserve.messages import PrefillRequest
+from pdserve.contract.messages import PrefillRequest
 from pdserve.queue.base import Delivery
 from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.queue.jetstream.stream import ServerClock
+from pdserve.util.errors import QueueUnavailable
 
 _TRIES = 20
 """after so many an ack is forgotten: the server does not confirm it, whatever the reason"""

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import nats.errors
 from nats.aio.client import Client
 
-from pdserve.command import command
-from pdserve.errors import ConfigError, QueueUnavailable, text_of
-from pdserve.ports import servers_of, without_passwords
+from pdserve.util.errors import ConfigError, QueueUnavailable, text_of
+from pdserve.util.net import servers_of, without_passwords
+from pdserve.util.program import command
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable
-from pdserve.ports import servers_of, without_passwords
 from pdserve.queue.jetstream.client import (
     PASSING,
     GraphClient,
@@ -31,7 +29,9 @@ from pdserve.queue.jetstream.client import (
     open_client,
     require_cluster,
 )
-from pdserve.tasks import Lifetime, Owner
+from pdserve.runtime.tasks import Lifetime, Owner
+from pdserve.util.errors import ConfigError, ProtocolError, QueueUnavailable
+from pdserve.util.net import servers_of, without_passwords
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

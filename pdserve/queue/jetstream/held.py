@@ -8,10 +8,10 @@ from contextlib import suppress
 
 from nats.aio.msg import Msg
 
-from pdserve.errors import ProtocolError, QueueUnavailable
-from pdserve.messages import HeldRequests, decode_held_requests, encode
+from pdserve.contract.messages import HeldRequests, decode_held_requests, encode
 from pdserve.queue.jetstream.connection import NatsConnection
-from pdserve.recent import RecentKeys
+from pdserve.util.errors import ProtocolError, QueueUnavailable
+from pdserve.util.lru import RecentKeys
 
 log = logging.getLogger(__name__)
 

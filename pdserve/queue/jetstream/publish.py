@@ -12,11 +12,11 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.js.api import PubAck
 
-from pdserve.errors import QueueFull, QueueUnavailable
-from pdserve.messages import PrefillCancel, PrefillRequest, encode
+from pdserve.contract.messages import PrefillCancel, PrefillRequest, encode
 from pdserve.queue.jetstream.client import PASSING, cancellable
 from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.queue.jetstream.stream import TOO_MANY
+from pdserve.util.errors import QueueFull, QueueUnavailable
 
 WITHDRAW_FOR = 30.0
 """seconds for which the cancellation of a request that may have been stored is repeated"""

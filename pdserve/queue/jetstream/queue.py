@@ -15,9 +15,7 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from pdserve.credentials import Credentials
-from pdserve.errors import ProtocolError, QueueUnavailable
-from pdserve.messages import (
+from pdserve.contract.messages import (
     PrefillAnswer,
     PrefillCancel,
     PrefillLoad,
@@ -30,15 +28,14 @@ from pdserve.messages import (
     decode_to_prefill,
     encode,
 )
-from pdserve.ports import servers_of
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller, QueueDepth
 from pdserve.queue.jetstream.acks import Acks, JetStreamDelivery
 from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
+from pdserve.queue.jetstream.consumer_pull import ANSWER_WITHIN, ConsumerMissing, PullConsumer
 from pdserve.queue.jetstream.held import HeldCounts
 from pdserve.queue.jetstream.publish import Publisher
-from pdserve.queue.jetstream.pull import ANSWER_WITHIN, ConsumerMissing, PullConsumer
 from pdserve.queue.jetstream.stream import (
     CONSUMER,
     MEASURE_EVERY,
@@ -52,8 +49,11 @@ from pdserve.queue.jetstream.stream import (
     remove_abandoned,
     require_jetstream,
 )
-from pdserve.recent import RecentKeys
-from pdserve.tasks import Owner
+from pdserve.runtime.tasks import Owner
+from pdserve.security.credentials import Credentials
+from pdserve.util.errors import ProtocolError, QueueUnavailable
+from pdserve.util.lru import RecentKeys
+from pdserve.util.net import servers_of
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from nats.js.api import (
     StreamConfig,
 )
 
-from pdserve.errors import ConfigError
-from pdserve.messages import QueueState
+from pdserve.contract.messages import QueueState
 from pdserve.queue.jetstream.client import available, require_cluster, short_connection
+from pdserve.util.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.config.schema import AdmissionLimits
-from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.control import GROUP, AdmissionControl
-from pdserve.frontend.admission.estimate import RequestEstimate, RequestSize
 from pdserve.frontend.admission.granted import Admission, SequencePermit
+from pdserve.frontend.admission.wait_estimate import RequestEstimate, RequestSize
+from pdserve.util.errors import BadRequest, Overloaded
 
 SIZE = RequestSize(99, 0)  # 100 tokens
 LIMITS = AdmissionLimits()

@@ -2,9 +2,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from pdserve.contract.messages import Load
+from pdserve.contract.records import Instance, Role
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
-from pdserve.messages import Load
-from pdserve.records import Instance, Role
 
 
 @dataclass

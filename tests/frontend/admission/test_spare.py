@@ -3,8 +3,8 @@
 import pytest
 
 from pdserve.config.schema import AdmissionLimits
-from pdserve.errors import Overloaded
-from pdserve.frontend.admission.estimate import RequestSize
+from pdserve.frontend.admission.wait_estimate import RequestSize
+from pdserve.util.errors import Overloaded
 from tests.frontend.admission.test_admission import Model, clients, full
 
 

@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.config.api_keys import ApiKey, KeyLimits
 from pdserve.config.schema import FrontendConfig
+from pdserve.contract.slo import SPARE
 from pdserve.frontend.app import FrontendApp
-from pdserve.frontend.batches import pages, store, work
+from pdserve.frontend.batches import routes, runner, store
 from pdserve.frontend.edge import body as bodies
 from pdserve.frontend.keys.auth import ApiKeys
-from pdserve.frontend.ribs import Ribs
-from pdserve.slo import SPARE
+from pdserve.frontend.plugins import Ribs
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of, serve
 from tests.full_disk import small_disk
@@ -140,7 +140,7 @@ async def served(graph: Graph, folder: Path, keys: list[ApiKey] = KEYS) -> Async
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"LOOK": 0.05, "PAUSE": 0.05, "UNKNOWN_FOR": 0.2, "STEP": 0.1, "AGAIN": 0.5}.items():
-        monkeypatch.setattr(work, name, seconds)
+        monkeypatch.setattr(runner, name, seconds)
     connect = sqlite3.connect
 
     def beside_the_loop(*args: Any, **options: Any) -> object:
@@ -283,7 +283,7 @@ async def test_lines_stop_where_the_batch_ends(
         batch = await one.begin(chat("a"), chat("b"))
         await worker.until(lambda: len(worker.jobs) == 2)
         if ends == "expired":
-            monkeypatch.setattr(work, "STEP", store.WINDOW)
+            monkeypatch.setattr(runner, "STEP", store.WINDOW)
         else:
             waiting = await one.begin(chat("c"))
             for each in (waiting, batch):
@@ -327,7 +327,7 @@ async def test_each_line_ends_and_none_holds_up_the_others(graph: Graph, tmp_pat
         batch = await one.begin(*map(chat, one.faults), deep, chat("a"))
         batch = await one.end(batch, done=4)
         assert batch.status == "in_progress"
-        assert one.statuses[500] == work.TRIES
+        assert one.statuses[500] == runner.TRIES
         one.faults.clear()
         batch = await one.end(batch)
         errors = await one.results(batch.error_file_id)
@@ -430,7 +430,7 @@ async def test_lines_wait_for_a_key_that_is_absent(graph: Graph, tmp_path: Path)
 
 
 async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MAX_FILE", 2000)
+    monkeypatch.setattr(routes, "MAX_FILE", 2000)
     monkeypatch.setattr(store, "MAX_FILES", 1)
     monkeypatch.setattr(store, "MAX_OPEN", 1)
     async with served(graph, tmp_path) as one:
@@ -466,7 +466,7 @@ async def test_bodies_that_do_not_come_leave_room_for_others_and_end(
         "content-type: multipart/form-data; boundary=x\r\n\r\n--x"
     )
     async with served(graph, tmp_path) as one:
-        assert isinstance(one.rib, pages.Batches)
+        assert isinstance(one.rib, routes.Batches)
         one.rib._uploads = one.rib._bodies = bodies.BodyReader(grace=2.0)
         silent = [await asyncio.open_connection(*address_of(one.url)) for _ in range(16)]
         for _, writer in silent:

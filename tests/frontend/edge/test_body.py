@@ -5,9 +5,9 @@ import pytest
 from pydantic import ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from pdserve.errors import BadRequest
 from pdserve.frontend.edge.body import LARGE, MANY, MAX_PARTS, PICTURE_TOKENS, max_body, parse_body
 from pdserve.frontend.edge.paths import GENERATING
+from pdserve.util.errors import BadRequest
 
 CHAT = "/v1/chat/completions"
 

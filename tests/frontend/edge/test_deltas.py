@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
+from pdserve.contract.messages import Failed
 from pdserve.frontend.edge.deltas import DeltaStream, is_plain
-from pdserve.frontend.model.generation import Generation
-from pdserve.messages import Failed
+from pdserve.frontend.sequence.generation import Generation
 from tests.conditions import until
 from tests.frontend.conftest import MODEL, Graph, address_of, in_session
 from tests.frontend.edge.test_sockets import ask, client, read

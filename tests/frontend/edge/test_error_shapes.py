@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from pdserve.config.api_keys import ApiKey
-from pdserve.frontend.edge.answer import with_one_shape
+from pdserve.frontend.edge.response import with_one_shape
 from pdserve.frontend.keys.auth import ApiKeys
 from tests.frontend.conftest import Graph, in_session
 from tests.frontend.test_generate import chat

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdserve.certificate import ServerCertificate
 from pdserve.config.api_keys import ApiKey
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.body import BodyReader
+from pdserve.frontend.edge.certificate_reload import RenewedCertificate
 from pdserve.frontend.edge.connections import MAX_FIELDS, MAX_HEAD, MAX_PIPELINED, ClientConnections
-from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.keys.auth import ApiKeys
+from pdserve.security.certificate import ServerCertificate
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.test_generate import completion

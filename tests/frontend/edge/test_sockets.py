@@ -13,13 +13,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from pdserve.certificate import ServerCertificate
-from pdserve.errors import ConfigError
 from pdserve.frontend.edge import connections
+from pdserve.frontend.edge.certificate_reload import RenewedCertificate
 from pdserve.frontend.edge.connections import RESET_WITHIN, ClientConnections
-from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.server import QuietServer, http_config
+from pdserve.security.certificate import ServerCertificate
+from pdserve.util.errors import ConfigError
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.test_generate import completion

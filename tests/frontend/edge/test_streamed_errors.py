@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import REGISTRY
 from starlette.types import Message
 
-from pdserve.frontend.edge.answer import ResponseWriter
-from pdserve.frontend.edge.record import receipt_of
-from pdserve.frontend.edge.trace import RequestTrace
-from pdserve.messages import Failed
+from pdserve.contract.messages import Failed
+from pdserve.frontend.edge.request_record import receipt_of
+from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.edge.response import ResponseWriter
 from tests.conditions import until
 from tests.frontend.conftest import Graph, in_session
 from tests.frontend.test_generate import chat, completion, events
@@ -85,7 +85,7 @@ async def test_an_error_within_a_stream_is_no_success(
     graph: Graph, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = counted(200), counted(500)
-    caplog.set_level(logging.INFO, "pdserve.frontend.watching.log")
+    caplog.set_level(logging.INFO, "pdserve.frontend.observability.request_log")
     async with graph.worker(pace=None) as worker:
         asking = asyncio.create_task(post(graph, path, stream=True))
         await worker.until(lambda: worker.jobs)

@@ -19,14 +19,14 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from uvicorn.server import ServerState
 
-from pdserve import clock
-from pdserve.certificate import ServerCertificate
-from pdserve.credentials import VALID, create
-from pdserve.errors import ConfigError
+from pdserve.frontend.edge.certificate_reload import RenewedCertificate
 from pdserve.frontend.edge.connections import ClientConnections
-from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.server import http_config
 from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
+from pdserve.security.certificate import ServerCertificate
+from pdserve.security.credentials import VALID, create
+from pdserve.util import clock
+from pdserve.util.errors import ConfigError
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of, in_session, serve, trusting
 from tests.frontend.edge.test_sockets import Address, ask, client, server, silent

@@ -9,7 +9,7 @@ import pytest
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.sims import sim_engines
-from tests.frontend.model.test_moving import post, steps
+from tests.frontend.sequence.test_moving import post, steps
 from tests.frontend.test_generate import PROMPT, complete, completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

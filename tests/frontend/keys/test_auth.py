@@ -7,11 +7,11 @@ import pytest
 from starlette.datastructures import Headers
 
 from pdserve.config.api_keys import ApiKey, FoundKeys, read_keys
-from pdserve.errors import ConfigError
-from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys import auth
 from pdserve.frontend.keys.auth import ApiKeys, KeySource
-from pdserve.tasks import Owner
+from pdserve.runtime.tasks import Owner
+from pdserve.util.errors import ConfigError
 from tests.conditions import until
 
 

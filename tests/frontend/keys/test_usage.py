@@ -87,7 +87,7 @@ async def test_official_clients_wait_and_try_again_where_it_helps(
     graph: Graph, limit: Limit, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As long as Retry-After says. What is too large for any minute they raise as their own errors at once."""
-    caplog.set_level(logging.INFO, "pdserve.frontend.watching.log")
+    caplog.set_level(logging.INFO, "pdserve.frontend.observability.request_log")
     openais = openai.AsyncOpenAI(base_url=f"{graph.url}/v1", api_key=KEY, max_retries=1)
     anthropics = anthropic.AsyncAnthropic(base_url=graph.url, api_key=KEY, max_retries=1)
     hello: Any = [{"role": "user", "content": "Hi"}]
@@ -184,7 +184,11 @@ async def test_a_request_is_a_log_line_and_counted_with_the_name_of_its_key(
         limit(requests_per_minute=60)
         await post(graph, max_tokens=8)
         await complete(graph)
-    lines = [each.getMessage() for each in caplog.records if each.name == "pdserve.frontend.watching.log"]
+    lines = [
+        each.getMessage()
+        for each in caplog.records
+        if each.name == "pdserve.frontend.observability.request_log"
+    ]
     without, with_key, refused = lines
     assert without.startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
     assert f"prefill=local instance={worker.id}" in without

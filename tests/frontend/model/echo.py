@@ -14,9 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from pdserve.errors import PeerGone
-from pdserve.frontend.model.vllm_api import VERSION
-from pdserve.messages import (
+from pdserve.contract.messages import (
     ArchivePart,
     Cancel,
     Failed,
@@ -28,8 +26,10 @@ from pdserve.messages import (
     ToDecode,
     ToFrontend,
 )
-from pdserve.records import Instance, Role
+from pdserve.contract.records import Instance, Role
+from pdserve.frontend.vllm.api_server import VERSION
 from pdserve.stream.tcp import TcpStreamServer
+from pdserve.util.errors import PeerGone
 
 FIRST, MANY = 300, 600
 """the tokens it generates: plain words of the demo tokenizer"""

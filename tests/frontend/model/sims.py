@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
+from pdserve.contract.records import Role
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.spec import EngineSpec
@@ -15,7 +16,6 @@ from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import new_instance_id
 from pdserve.process.worker import EngineWorker
-from pdserve.records import Role
 from pdserve.stream.tcp import TcpStreamServer
 from tests.conditions import until
 from tests.decode.graph import Started, living

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.messages import Failed
-from pdserve.records import encode_record
+from pdserve.contract.messages import Failed
+from pdserve.contract.records import encode_record
 from pdserve.registry import keys
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.frontend.model import garbage
-from pdserve.tasks import Owner
+from pdserve.runtime.tasks import Owner
 from tests.conditions import holds, until
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import Histogram
 
-from pdserve.errors import Unavailable
+from pdserve.contract.records import Instance, ModelCard, Role
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import ModelMetrics, frontend_argv, model_folder
-from pdserve.frontend.model.vllm_api import parse_args
-from pdserve.records import Instance, ModelCard, Role
+from pdserve.frontend.vllm.api_server import parse_args
 from pdserve.stream.archives import archive_name
 from pdserve.stream.tcp import TcpStreamClient
+from pdserve.util.errors import Unavailable
 from tests.frontend.model.echo import EchoWorker
 from tests.stream.test_archives import tar_of
 

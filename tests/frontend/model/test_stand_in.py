@@ -6,13 +6,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from pdserve.records import Role, encode_record
+from pdserve.contract.records import Role, encode_record
 from pdserve.registry import keys
 from tests.conditions import holds, until
 from tests.decode.graph import counted
 from tests.frontend.conftest import Graph, card
 from tests.frontend.model.echo import EchoWorker, continuation
-from tests.frontend.model.test_moving import RED, having, post, steps
+from tests.frontend.sequence.test_moving import RED, having, post, steps
 from tests.frontend.test_generate import PROMPT, complete, text_of
 from tests.memory.registry import MemoryRegistry
 
@@ -77,7 +77,7 @@ async def test_while_the_only_decode_worker_drains_new_requests_go_to_the_stand_
 async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_not_begun(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
+    monkeypatch.setattr("pdserve.frontend.workers.pool.LOOK", 0.01)
     async with alone(graph) as prefill:
         begun = post(graph, max_tokens=3)
         await steps(prefill, 1)
@@ -96,8 +96,8 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
 async def test_streams_on_a_stand_in_are_handed_over_unless_they_would_have_to_be_replayed(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.frontend.model.workers.HAND_OVER", 0.0)
-    monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
+    monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER", 0.0)
+    monkeypatch.setattr("pdserve.frontend.workers.pool.LOOK", 0.01)
     before = counted("pdserve_migrations_total", reason="handed-over")
     async with alone(graph) as prefill:
         moves, stays = post(graph, max_tokens=12), post(graph, presence_penalty=0.5)
@@ -120,7 +120,7 @@ async def test_streams_on_a_stand_in_are_handed_over_unless_they_would_have_to_b
 async def test_a_stand_in_keeps_a_request_whose_adapter_no_decode_worker_has(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
+    monkeypatch.setattr("pdserve.frontend.workers.pool.LOOK", 0.01)
     async with alone(graph) as prefill, having(graph, prefill, RED):
         await until(lambda: "red" in graph.models.find("demo").adapters)
         request = post(graph, model="red")
@@ -161,7 +161,7 @@ async def test_a_lost_connection_is_renewed_before_a_prefill_worker_stands_in(
 ) -> None:
     """As after a pause of the frontend, whose connections the workers have given up."""
     async with graph.worker() as decode, stand_in(graph) as prefill:
-        monkeypatch.setattr("pdserve.frontend.model.workers.FIRST_RETRY", 0.1)
+        monkeypatch.setattr("pdserve.frontend.workers.pool.FIRST_RETRY", 0.1)
         await holds(lambda: graph.models.live()["demo"], 0.2)
         (connection,) = decode._stream._frontends.values()
         connection.cut("was silent")

@@ -1,5 +1,5 @@
 {{/* The graph's name: labels and servers are those of the release that it joins. */}}
-{{- define "pdserve.graph" -}}{{ .Values.join | default .Release.Name }}{{- end -}}
+{{- define "pdserve.plan.graph" -}}{{ .Values.join | default .Release.Name }}{{- end -}}
 
 {{- define "pdserve.selector" -}}
 app.kubernetes.io/name: pdserve
@@ -9,7 +9,7 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- define "pdserve.labels" -}}
 {{ include "pdserve.selector" . }}
-app.kubernetes.io/part-of: {{ include "pdserve.graph" .root }}
+app.kubernetes.io/part-of: {{ include "pdserve.plan.graph" .root }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- end -}}
@@ -88,13 +88,13 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 
 {{- define "pdserve.nats" -}}
 {{- if .Values.nats.servers }}{{ .Values.nats.servers }}{{ else -}}
-{{- $name := printf "%s-nats" (include "pdserve.graph" .) -}}
+{{- $name := printf "%s-nats" (include "pdserve.plan.graph" .) -}}
 {{- range $i := until (int .Values.nats.replicas) }}{{ if $i }},{{ end }}nats://{{ $name }}-{{ $i }}.{{ $name }}:4222{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- define "pdserve.etcd" -}}
 {{- if .Values.etcd.servers }}{{ .Values.etcd.servers }}{{ else -}}
-{{- $name := printf "%s-etcd" (include "pdserve.graph" .) -}}
+{{- $name := printf "%s-etcd" (include "pdserve.plan.graph" .) -}}
 {{- range $i := until (int .Values.etcd.replicas) }}{{ if $i }},{{ end }}{{ $name }}-{{ $i }}.{{ $name }}:2379{{ end -}}
 {{- end -}}
 {{- end -}}
@@ -103,7 +103,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- define "pdserve.credentialsVolume" -}}
 name: credentials
 secret:
-  secretName: {{ .Values.credentials.existingSecret | default (printf "%s-credentials" (include "pdserve.graph" .)) }}
+  secretName: {{ .Values.credentials.existingSecret | default (printf "%s-credentials" (include "pdserve.plan.graph" .)) }}
   defaultMode: 0440
   {{- if .Values.credentials.certManager }}
   items:
@@ -228,7 +228,7 @@ timeoutSeconds: 5
 - podSelector:
     matchLabels:
       app.kubernetes.io/name: pdserve
-      app.kubernetes.io/part-of: {{ include "pdserve.graph" .root }}
+      app.kubernetes.io/part-of: {{ include "pdserve.plan.graph" .root }}
     matchExpressions:
       - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " .components }}]}
 {{- end -}}

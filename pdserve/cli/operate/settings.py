@@ -1,0 +1,80 @@
+"""`pdserve set`: live settings, keys in etcd that change a running graph."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from pdserve.cli.find import GraphAddress, find_graph
+from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
+from pdserve.config.files.yaml_tree import or_nearest
+from pdserve.contract.live_settings import SETTINGS, explained, of_files, problem
+from pdserve.registry import connect, keys
+from pdserve.registry.view import RegistryView
+from pdserve.util.errors import ConfigError
+
+
+def change_settings(
+    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)] = None,
+    unset: Annotated[list[str] | None, typer.Option(metavar="KEY", help="back to the file's value")] = None,
+    file: GraphFile = None,
+    etcd: Etcd = None,
+    namespace: Namespace = None,
+    credentials: CredentialsFolder = None,
+) -> int:
+    """Change settings of a running graph, at once and without a restart. They are kept in etcd and win over the file
+    until unset, also when the graph is started again; where `serve` runs its own etcd, until another file is served.
+    A threshold alone means the policy threshold. Without arguments: show them.
+
+    examples:
+      pdserve set                                   what can be set, and what is
+      pdserve set max-local-prefill-length=256      longer prompts go to a prefill worker
+      pdserve set router=kv max-prefill-queue-size=4
+      pdserve set --unset router                    back to the file's
+    """
+    wanted = _parse(changes or [], unset or [])
+    if problems := [found for name, value in wanted.items() if (found := _problem(name, value))]:
+        raise ConfigError(problems)
+    shown = asyncio.run(_change(find_graph(file, etcd, namespace, credentials), wanted))
+    for name, what in SETTINGS.items():
+        print(f"{name} = {shown[name]}   # {what}")
+    return 0
+
+
+def _parse(pairs: Sequence[str], unset: Sequence[str]) -> dict[str, str | None]:
+    """`KEY=VALUE` pairs and keys to unset, underscores allowed; None means back to the file's value. Raises
+    ConfigError."""
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ConfigError([f"{pair} is not KEY=VALUE." for pair in wrong])
+    changes: dict[str, str | None] = {_key(name): None for name in unset}
+    values = {_key(name): value.strip(" ") for name, _, value in (pair.partition("=") for pair in pairs)}
+    if both := changes.keys() & values.keys():
+        raise ConfigError([f"{name} is set and unset at once: leave out one." for name in sorted(both)])
+    return changes | values
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
+
+
+def _problem(name: str, value: str | None) -> str | None:
+    if name not in SETTINGS:
+        hint = or_nearest(name, SETTINGS, f"use one of {', '.join(SETTINGS)}.")
+        return f"{name} is no live setting: {hint}"
+    if value is not None and (wanted := problem(name, value)):
+        return f"{name}={value[:40]!r}: it takes {wanted}."
+    return None
+
+
+async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Write the changes; return what each setting is then. Raises RegistryUnavailable."""
+    async with connect(graph.etcd, graph.namespace, graph.credentials) as registry:
+        for name, value in changes.items():
+            if value is None:
+                await registry.delete(keys.setting(name))
+            else:
+                await registry.put(keys.setting(name), value.encode(), leased=False)
+        async with RegistryView(registry, keys.INSTANCES, keys.SETTINGS) as view:
+            file = of_files([instance.settings for instance in view.instances()])
+            return explained(file, view.settings())

@@ -1,0 +1,65 @@
+"""`pdserve frontend|decode|prefill|both`: one process of the graph, alone."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.cli.options import File, LogFormat, Verbose
+from pdserve.contract.records import Role
+from pdserve.observe import logs
+from pdserve.process.signals import end_while_starting
+from pdserve.util import clock
+
+
+def role(
+    context: typer.Context,
+    file: File,
+    index: Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")] = 0,
+    node_rank: Annotated[
+        int, typer.Option(metavar="N", help="which host of a worker that spans hosts (nnodes); 0 leads")
+    ] = 0,
+    log_format: LogFormat = "text",
+    verbose: Verbose = False,
+) -> int:
+    """Run one process of the graph of FILE, on this or another host. It finds the others through etcd and NATS:
+    those that the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory.
+    SIGTERM or Ctrl-C lets it finish what it has and end with exit code 0; the second one ends it at once. Exit code 1:
+    it failed, or hung, and may work when it is started again; 2: its configuration is wrong.
+
+    examples:
+      pdserve {command} -f graph.yaml
+      pdserve {command} -f graph.yaml --node-rank 1     the second host of a worker with nnodes: 2
+      PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f graph.yaml --index 1
+    """
+    from pdserve.cli.setup.install import need_engine
+
+    need_engine()
+    name = context.info_name or ""
+    clock.skew_role(name)
+    level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
+    vllm_level = "INFO" if verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+    node = f"-node-{node_rank}" * bool(node_rank)
+    logs.setup(f"{name}-{index}{node}", level, log_format, vllm_level)
+    end_while_starting()
+
+    from pdserve.plan.graph import SLOT_VARIABLE
+    from pdserve.supervisor.processes.alone import run_alone
+
+    if SLOT_VARIABLE in os.environ:  # under `serve`
+        return _run(Role(name), file, index, node_rank)
+    return run_alone(partial(_run, Role(name), file, index, node_rank))
+
+
+def _run(
+    role: Role, file: Path, index: int, node_rank: int, beat: Callable[[bytes], None] | None = None
+) -> int:
+    from pdserve.cli.find import find_place, occupied
+    from pdserve.process import life
+
+    config, slot = find_place(role, file, index, node_rank)
+    with occupied(config, slot):
+        return life.run(config, slot, beat)

@@ -1,0 +1,51 @@
+"""The environment variables that win over a file: its keys that differ by host."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pdserve.config.files.yaml_tree import Entry
+
+VARIABLES = {
+    "PDSERVE_HOST": "Graph.host",
+    "PDSERVE_NATS": "Graph.nats",
+    "PDSERVE_ETCD": "Graph.etcd",
+    "PDSERVE_STATE_DIR": "Graph.state-dir",
+    "PDSERVE_KV_PORT": "Graph.kv-port",
+    "PDSERVE_STREAM_PORT": "Graph.stream-port",
+    "PDSERVE_PAGES_PORT": "Graph.pages-port",
+    "PDSERVE_FRONTEND_HOST": "Frontend.host",
+    "PDSERVE_FRONTEND_PORT": "Frontend.port",
+    "PDSERVE_CREDENTIALS": "Security.credentials",
+}
+"""variable -> the key in whose place it stands. An empty variable counts as not set."""
+_FOLDERS = ("PDSERVE_STATE_DIR", "PDSERVE_CREDENTIALS")
+"""count from the working directory, not from the file's folder"""
+_SERVICE_LINK = "tcp://"
+"""what Kubernetes puts into PDSERVE_FRONTEND_PORT of all pods beside a Service of the name pdserve-frontend"""
+
+
+def with_environment(
+    tree: Mapping[str, Entry], env: Mapping[str, str]
+) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    """The file's sections with the variables in place of their keys, so that the same checks apply and errors name the
+    variable; and the variables with their keys. A file without a Frontend has none with its variables either."""
+    read, taken = dict(tree), list[str]()
+    for variable, place in VARIABLES.items():
+        section, _, key = place.partition(".")
+        text = env.get(variable, "")
+        linked = variable.endswith("_PORT") and text.startswith(_SERVICE_LINK)
+        if not text or linked or (section == "Frontend" and section not in tree):
+            continue
+        entry = read.get(section, Entry(section, 0))
+        if entry.value is None or isinstance(entry.value, dict):  # else a mistake, which is reported
+            own = Entry(f"Environment variable {variable}", 0, _value(variable, text))
+            read[section] = replace(entry, value={}, children={**entry.children, key: own})
+            taken.append(f"{variable} ({place})")
+    return read, tuple(taken)
+
+
+def _value(variable: str, text: str) -> object:
+    if variable in _FOLDERS:
+        return text if text.startswith("~") else str(Path.cwd() / text)
+    return int(text) if variable.endswith("_PORT") and text.isdecimal() else text

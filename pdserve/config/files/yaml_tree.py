@@ -1,0 +1,238 @@
+"""A YAML file as entries with their lines, and the findings about them: every problem names its place, and all problems
+of a file are reported at once."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import ClassVar
+
+import yaml
+
+from pdserve.config.schema import kebab
+from pdserve.util.errors import ConfigError
+from pdserve.util.program import command
+
+MOST_ALIASED = 100_000
+"""values of a file by aliases (`*name`), beside those that it writes out"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key with its value."""
+
+    path: str
+    """`Section.key`, as written, or an environment variable"""
+    line: int
+    """0: not of the file"""
+    value: object = None
+    """plain; keys inside are as written"""
+    children: Mapping[str, "Entry"] = field(default_factory=dict)
+    """of a mapping, with keys in kebab-case (`served_model_name` is `served-model-name`); else empty"""
+
+    @property
+    def section(self) -> str:
+        return self.path.split(".", 1)[0]
+
+
+@dataclass
+class Findings:
+    """Problems and notes about a file. A problem is a full sentence that begins with `file:line: key` and says what to
+    do; notes are shown once at start."""
+
+    path: Path
+    notes: list[str] = field(default_factory=list)
+    _problems: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def problem(self, entry: Entry, text: str) -> None:
+        """Add a problem; only the first one of a key is kept, since the others follow from it."""
+        place = f"{self.path}:{entry.line}: {entry.path}".removesuffix(" ") if entry.line else entry.path
+        self._problems.setdefault((entry.line, entry.path), f"{place} {text}")
+
+    def whole(self, text: str, of: str = "") -> None:
+        """Add a problem of the whole file, or `of` something else, such as an environment variable."""
+        self._problems.setdefault((0, of), f"{of} {text}" if of else f"{self.path}: {text}")
+
+    def note(self, entry: Entry, text: str) -> None:
+        note = f"{self.path}:{entry.line}: {entry.path}{text}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def raise_if_any(self) -> None:
+        """Raise a ConfigError with the problems in order of their lines, if there are any."""
+        if self._problems:
+            raise ConfigError(
+                [self._problems[place] for place in sorted(self._problems, key=lambda place: place[0])]
+            )
+
+
+_OPPOSITES = (
+    ("enable", "disable"),
+    ("allow", "disallow"),
+    ("min", "max"),
+    ("local", "remote"),
+    ("cpu", "gpu"),
+)
+
+
+def or_nearest(name: str, valid: Iterable[str], otherwise: str) -> str:
+    """`did you mean …?` with the valid name that `name` abbreviates or misspells; `otherwise` if there is none. A name
+    that means the opposite, or has words that `name` lacks, is not offered."""
+    names = list(valid)
+    longer = [each for each in names if re.match(re.escape(name) + r"[-_]", each, re.IGNORECASE)]
+    if 1 <= len(longer) <= 3:
+        return f"did you mean {' or '.join(longer)}?"
+    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    likely = next((each for each in nearest if _misspells(name, each)), None)
+    return f"did you mean {likely}?" if likely else otherwise
+
+
+def _misspells(name: str, valid: str) -> bool:
+    """Whether each word of `valid` is in `name`, perhaps misspelt, and none is there as its opposite."""
+    written, meant = ({word.lower() for word in re.findall(r"[A-Za-z0-9]+", each)} for each in (name, valid))
+    if any({written & {*pair} != meant & {*pair}, bool(written & {*pair})} == {True} for pair in _OPPOSITES):
+        return False
+    whole = "".join(sorted(written - meant))
+    return all(difflib.get_close_matches(word, [*written, whole], cutoff=0.7) for word in meant - written)
+
+
+def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
+    """The file's top-level entries. Raises ConfigError if the file is not one YAML mapping; other problems, such as
+    duplicate keys, go to `findings`."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            [f"{path} cannot be read ({reason}): give the path of a YAML file with -f."]
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path} is not UTF-8 text: give the path of a YAML file with -f."]) from error
+    return parse_tree(text, findings, f"`{command('init graph.yaml')}` writes one to start from")
+
+
+def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry]:
+    """`read_tree` for a text; `advice` says what to do if it is not a mapping."""
+    path = findings.path
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is None:
+            raise ConfigError([f"{path} is empty: {advice}."])
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError([f"{path}:1: the file is not a mapping of sections: {advice}."])
+        _bound_aliases(path, node, {})
+        return _Reader(findings).children("", node, ())
+    except yaml.YAMLError as error:
+        raise ConfigError([_not_yaml(path, error)]) from error
+    except RecursionError:
+        raise ConfigError([f"{path} is nested too deeply: {advice}."]) from None
+
+
+def _bound_aliases(path: Path, node: yaml.Node, seen: dict[yaml.Node, int]) -> int:
+    """Return how many nodes this one is with its aliases written out; `seen` has those of the nodes before it. Raises
+    ConfigError where aliases multiply: each of 30 levels that names the one before twice makes a billion."""
+    if node in seen:
+        return seen[node]
+    seen[node] = 1  # for an alias to what contains it
+    parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+    if not isinstance(node, yaml.ScalarNode):
+        seen[node] += sum(_bound_aliases(path, part, seen) for part in parts)
+    if seen[node] > len(seen) + MOST_ALIASED:
+        line, most = node.start_mark.line + 1, f"{MOST_ALIASED:,}"
+        raise ConfigError(
+            [f"{path}:{line}: aliases make more than {most} values of this: write fewer of them."]
+        )
+    return seen[node]
+
+
+def read_documents(text: str, path: Path) -> list[object]:
+    """All documents of a YAML file of another tool, as plain values. Raises ConfigError."""
+    try:
+        loader, documents = yaml.SafeLoader(text), []
+        while loader.check_node():
+            if (node := loader.get_node()) is not None:
+                _bound_aliases(path, node, {})
+                documents.append(loader.construct_document(node))
+        return documents
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError([_not_yaml(path, error)]) from error
+    except RecursionError:
+        raise ConfigError([f"{path} is nested too deeply."]) from None
+
+
+def _not_yaml(path: Path, error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{path}:{mark.line + 1}" if mark else f"{path}"
+    said = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+    return f"{place}: this is not YAML ({said}): correct the line, its indentation or its quotes."
+
+
+class _Constructor(yaml.constructor.SafeConstructor):
+    """Reads dates as dates: lm-format-enforcer, which vLLM imports, changes PyYAML's own table so that all dates of the
+    process are read as words. A whole number that begins with 0, which YAML 1.1 has octal, is an error."""
+
+    def number(self, node: yaml.ScalarNode) -> int:
+        if re.match(r"[-+]?0[\d_]", node.value):
+            raise ValueError(f"{node.value} begins with 0: write a number without it")
+        return int(self.construct_yaml_int(node))
+
+    yaml_constructors: ClassVar = yaml.constructor.SafeConstructor.yaml_constructors | {
+        "tag:yaml.org,2002:timestamp": yaml.constructor.SafeConstructor.construct_yaml_timestamp,
+        "tag:yaml.org,2002:int": number,
+    }
+
+
+class _Reader:
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._construct = _Constructor()
+
+    def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
+        """`above`: the nodes that contain this node; an alias to one of them would never end."""
+        self._find_duplicates(path, node)
+        # `<<: *defaults`: the mapping's own keys come after those and win
+        self._construct.flatten_mapping(node)
+        entries = {}
+        for key_node, value_node in node.value:
+            entry = self._entry(path, key_node, value_node, (*above, node))
+            if entry is not None:
+                entries[kebab(key_node.value)] = entry
+        return entries
+
+    def _entry(
+        self, path: str, key_node: yaml.Node, node: yaml.Node, above: tuple[yaml.Node, ...]
+    ) -> Entry | None:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
+            text = "has a key that is not a word: put quotes round it or remove it."
+            self._findings.problem(Entry(path, line), text)
+            return None
+        entry = Entry(_inside(path, key_node), line)
+        if any(node is outer for outer in above):
+            self._findings.problem(entry, "is an alias to what contains it: write the value out.")
+            return None
+        children = self.children(entry.path, node, above) if isinstance(node, yaml.MappingNode) else {}
+        try:
+            return replace(entry, value=self._construct.construct_object(node, deep=True), children=children)
+        except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
+            if not isinstance(node, yaml.MappingNode) or len(children) == len(
+                node.value
+            ):  # else said of a key in it
+                said = getattr(error, "problem", None) or error
+                self._findings.problem(entry, f"has no plain value ({said}): put quotes round a word.")
+            return None
+
+    def _find_duplicates(self, path: str, node: yaml.MappingNode) -> None:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            line, name = key_node.start_mark.line + 1, kebab(str(key_node.value))
+            if name in seen:
+                text = f"was already set in line {seen[name]}: keep one of the two."
+                self._findings.problem(Entry(_inside(path, key_node), line), text)
+            seen.setdefault(name, line)
+
+
+def _inside(path: str, key_node: yaml.Node) -> str:
+    return f"{path}.{key_node.value}" if path else str(key_node.value)

@@ -1,0 +1,101 @@
+"""Reads the prefill workers' answers: in time, late, twice, or from a worker that is gone
+(docs/decisions/0007-lost-answers.md)."""
+
+import logging
+from dataclasses import dataclass
+
+from pdserve.contract.messages import (
+    KvHandle,
+    PrefillAnswer,
+    PrefillDone,
+    PrefillFailed,
+    PrefillProgress,
+    PrefillStarted,
+)
+from pdserve.decode.peers.prefill_workers import UNKNOWN, UNREACHABLE, PrefillWorkers
+from pdserve.decode.remote.publisher import PrefillTurns
+from pdserve.decode.requests import DecodeRequest, DecodeRequests
+from pdserve.engine.base import Engine
+from pdserve.kv.handles import check_handle, source
+from pdserve.queue.base import PrefillQueue
+from pdserve.runtime.tasks import Apart
+from pdserve.util.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class AnswerReader:
+    instance: str
+    engine: Engine
+    queue: PrefillQueue
+    workers: PrefillWorkers
+    requests: DecodeRequests
+    queue_turns: PrefillTurns
+
+    async def read(self) -> None:
+        """Hand each answer to the request that waits for it, for ever."""
+        async for answer in self.queue.answers(self.instance):
+            with Apart("prefill answers"):
+                await self._take(answer)
+
+    async def _take(self, answer: PrefillAnswer) -> None:
+        self.workers.heard()
+        request = self.requests.get(answer.request_id)
+        match answer:
+            case PrefillStarted() if request is not None:
+                self._started(request, answer)
+            case PrefillProgress(handle=handle) if request is not None:
+                await self._read_ahead(request, handle)
+            case PrefillDone():
+                await self._done(request, answer)
+            case PrefillFailed() if request is not None:
+                request.resolve(answer)
+
+    def _started(self, request: DecodeRequest, started: PrefillStarted) -> None:
+        worker = request.prefiller = started.worker
+        if request.awaits:
+            request.hops.pulled(worker, started.queued)
+        if not self.workers.known(worker):
+            request.resolve(UNKNOWN)
+        elif self.workers.avoided(worker):
+            request.resolve(UNREACHABLE)
+        self.queue_turns.look()
+
+    async def _read_ahead(self, request: DecodeRequest, handle: KvHandle) -> None:
+        """Read the part of the KV that is computed. What was read is used only if the prefill's answer confirms it
+        (`kv/read_ahead/blocks.py`)."""
+        worker, facts = handle.engine_id, self.engine.facts
+        if not request.awaits or not self.workers.known(worker) or self.workers.avoided(worker):
+            return
+        try:
+            fingerprint = self.engine.kv_fingerprint(request.submit.body)
+            check_handle(handle, handle.num_tokens, facts.block_size, fingerprint)
+            if handle.num_tokens > len(request.submit.prompt):
+                raise ProtocolError(f"KV of {handle.num_tokens} tokens, more than its prompt has")
+        except ProtocolError as error:
+            log.warning("request %s: not read ahead: %s", request.id, error)
+            return
+        before, request.ahead = request.ahead, handle
+        if before is not None and source(before) != source(handle):
+            await self.engine.drop_ahead(before)
+        if request.awaits:  # else nothing would drop what is read now
+            await self.engine.read_ahead(handle, request.hit)
+
+    async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
+        """Give the answer to its request, or reject KV that no request takes, so that its blocks are free at once.
+        Never reject KV that a live request took: it may be being read while the answer is repeated. Nor an unknown
+        worker's, which repeats its answer until it is known or the lease is over."""
+        worker = answer.handle.engine_id
+        if not self.workers.known(worker):
+            log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
+            if request is not None:
+                request.resolve(UNKNOWN)
+            return
+        if request is not None and self.workers.avoided(worker):
+            request.resolve(UNREACHABLE)
+        if request is not None and request.awaits and request.published:
+            request.resolve(answer)
+        elif request is None or not request.took(answer.handle):
+            log.info("request %s: late answer of %s rejected", answer.request_id, worker)
+            await self.engine.reject(answer.handle)

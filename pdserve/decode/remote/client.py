@@ -1,0 +1,179 @@
+"""Remote prefill, seen from the decode worker: publish the prompt when it is its turn, wait for the answer within a
+bound, check its KV handle.
+
+Answers that are lost, late or too old are in `answer_reader.py`; prefill workers that go away, or whose KV cannot be
+read, in `decode/peers/prefill_workers.py`."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+from pdserve.contract.messages import KvHandle, PrefillDone, PrefillFailed, PrefillRequest, Submit, encode
+from pdserve.decode.peers.links import KvLinks
+from pdserve.decode.peers.prefill_workers import ALONE, GONE, LOST, UNKNOWN, UNREACHABLE, PrefillWorkers
+from pdserve.decode.policy.decision import PrefillTimeout
+from pdserve.decode.remote.publisher import PrefillTurns
+from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, Outcome
+from pdserve.engine.base import Engine
+from pdserve.kv.handles import check_handle, prefix_hit, source
+from pdserve.process.learned import SHORTEST
+from pdserve.queue.base import PrefillQueue
+from pdserve.util.errors import ProtocolError, QueueFull, QueueUnavailable
+
+log = logging.getLogger(__name__)
+
+WARM_UP = 5.0
+"""seconds that the prefill of a warm-up may take: the worker may have long prompts to compute first"""
+TIMEOUT, DOWN, FULL = "timeout", "queue-down", "queue-full"
+"""why no answer will come, as labels of the failure metric; more are in `decode/peers/prefill_workers.py`"""
+_NO_ANSWER = {
+    DOWN: "NATS did not take the prompt",
+    FULL: "the queue had no room for the prompt",
+    LOST: "NATS lost its queue before a worker pulled the prompt",
+    ALONE: "no prefill worker was left to pull the prompt",
+    GONE: "{worker} had the prompt and is gone",
+    UNREACHABLE: "the KV of {worker} cannot be read",
+    UNKNOWN: "the answer came from {worker}, which is not registered",
+}
+OVERHEAD = 2048
+"""bytes of a PrefillRequest and its headers beside prompt and body"""
+
+
+class NoHandle(Exception):
+    """The remote prefill failed; `reason` is the label of the failure metric."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(f"{reason}: {text}" if text else reason)
+        self.reason = reason
+
+
+def _why_none(reason: str, worker: str, seconds: float) -> str:
+    """What became of a request that no answer will come to. Pure."""
+    if text := _NO_ANSWER.get(reason):
+        return text.format(worker=worker or "a prefill worker") + f" ({seconds:.1f} s)"
+    return f"{f'no answer of {worker}' if worker else 'no worker took it'} within {seconds:.1f} s"
+
+
+@dataclass(eq=False)
+class RemotePrefill:
+    instance: str
+    engine: Engine
+    queue: PrefillQueue
+    workers: PrefillWorkers
+    links: KvLinks
+    queue_turns: PrefillTurns
+    timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
+
+    def fits(self, submit: Submit) -> bool:
+        """Whether the request's message is small enough for the queue, and its prompt for the prefill workers. A token
+        id takes 5 bytes at most."""
+        if len(submit.prompt) > self.workers.longest_prompt():
+            return False
+        left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
+        return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
+
+    async def prefill(self, request: DecodeRequest, why: str = "") -> PrefillDone | None:
+        """Return the prefill worker's answer with a checked KV handle. Return None if the prompt must be computed here
+        (then the failure is logged) or the request was cancelled. `why` is the decision's reason."""
+        request.asked = time.monotonic()
+        request.hops.asked(request.asked, why)
+        done: PrefillDone | None = None
+        try:
+            done = await self._ask(request)
+        except NoHandle as failure:
+            self._note(request, failure)
+        if request.ahead is not None and (done is None or source(request.ahead) != source(done.handle)):
+            await self.engine.drop_ahead(request.ahead)
+        return done
+
+    def _note(self, request: DecodeRequest, failure: NoHandle) -> None:
+        if failure.reason not in (OWN, CANCELLED):
+            self.links.failed(request, str(failure))
+        if request.warms:
+            log.info("warm-up with %s: no KV came: %s", request.warms, failure)
+        elif failure.reason == OWN:
+            log.info("request %s: no other worker had time, prefilling locally", request.id)
+        elif failure.reason != CANCELLED:
+            log.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
+
+    async def _ask(self, request: DecodeRequest) -> PrefillDone:
+        tokens = len(request.submit.prompt)
+        request.answer = asyncio.get_running_loop().create_future()
+        try:
+            if not request.warms and not await self.queue_turns.wait(request, partial(self._bound, request)):
+                request.resolve(TIMEOUT)
+            if request.awaits:
+                await self._wait_answer(request, request.answer)
+        finally:
+            self.queue_turns.over(request)
+        now, outcome = time.monotonic(), request.answer.result()
+        if not isinstance(outcome, PrefillDone):
+            request.hops.ended(now)
+        match outcome:
+            case PrefillDone(handle=handle, compute_seconds=seconds) as done:
+                request.prefiller = handle.engine_id
+                request.hops.answered(handle.engine_id, done.queued, seconds, now, done.engine_queued)
+                if not request.warms:  # a warm-up's prompt is too short to measure the worker's speed
+                    self.timeout.learn(max(SHORTEST, tokens - prefix_hit(handle)), seconds)
+                await self._check(handle, request.submit)
+                return done
+            case PrefillFailed(reason=reason, message=text, engine_died=died):
+                request.engines_died += died
+                raise NoHandle(reason, text)
+            case str(reason):
+                if request.published and reason not in (DOWN, FULL):
+                    await self._withdraw(request.id)
+                if reason == TIMEOUT and not request.prefiller:
+                    self.workers.left_untaken(request)
+                raise NoHandle(reason, _why_none(reason, request.prefiller, now - request.asked))
+
+    async def _wait_answer(self, request: DecodeRequest, answer: asyncio.Future[Outcome]) -> None:
+        bound = self._bound(request, self.queue.stored)
+        request.published, ends = True, time.monotonic() + bound
+        await self._publish(request, bound)
+        await asyncio.wait({answer}, timeout=max(0.0, ends - time.monotonic()))
+        request.resolve(TIMEOUT)
+
+    def _bound(self, request: DecodeRequest, ahead: int) -> float:
+        tokens, workers = len(request.submit.prompt), len(self.workers.available())
+        bound = WARM_UP if request.warms else self.timeout.seconds(tokens, ahead, workers)
+        return min(bound, request.deadline - time.monotonic())
+
+    async def _publish(self, request: DecodeRequest, timeout: float) -> None:
+        submit = request.submit
+        message = PrefillRequest(
+            submit.request_id,
+            self.instance,
+            submit.prompt,
+            timeout,
+            self.engine.facts.block_size,
+            submit.body,
+            warm_up=bool(request.warms),
+            traceparent=submit.traceparent,
+            held=request.hops.held,
+            behind=self.queue_turns.behind(request),
+        )
+        request.losses = self.queue.losses
+        try:
+            if request.warms:
+                await self.queue.warm_up(request.warms, message)
+            else:
+                await self.queue.publish(message)
+        except QueueUnavailable as error:  # no effect where the message arrived and was answered already
+            request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
+
+    async def _check(self, handle: KvHandle, submit: Submit) -> None:
+        try:
+            facts, fingerprint = self.engine.facts, self.engine.kv_fingerprint(submit.body)
+            check_handle(handle, len(submit.prompt), facts.block_size, fingerprint)
+        except ProtocolError as error:
+            await self.engine.reject(handle)
+            raise NoHandle("invalid", str(error)) from error
+
+    async def _withdraw(self, request_id: str) -> None:
+        try:
+            await self.queue.cancel([request_id])
+        except QueueUnavailable:
+            log.info("request %s: not withdrawn, the queue is away; it ends at its deadline", request_id)

@@ -1,0 +1,106 @@
+"""Warms up the KV transfer from each prefill worker before a client's request needs it.
+
+The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So this decode worker asks
+each prefill worker that appears, beside the queue, to prefill a short random prompt, reads its KV, and generates one
+token. Workers warm up before they announce themselves: both sides register as newcomers, which only the other side
+looks at. They wait a few seconds at most, so that a worker that hangs does not keep others from serving
+(docs/decisions/0008-warm-up.md).
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+from pdserve.contract.messages import Submit
+from pdserve.decode.peers.prefill_workers import PrefillWorkers
+from pdserve.decode.remote.client import RemotePrefill
+from pdserve.decode.requests import DecodeRequest, DecodeRequests, Phase
+from pdserve.engine.base import Engine
+from pdserve.observe.metrics import WARM_UPS
+from pdserve.process.engine_checks import unique_prompt
+from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import forever
+from pdserve.util.errors import ProtocolError, text_of
+
+log = logging.getLogger(__name__)
+
+WITHIN = 15.0
+"""seconds that a whole warm-up may take; a stalled read is given up earlier"""
+FIRST_RETRY, LAST_RETRY = 1.0, 60.0
+"""seconds until the next try, doubled with each, up to the last"""
+
+
+@dataclass(eq=False)
+class WarmUp:
+    engine: Engine
+    view: RegistryView
+    workers: PrefillWorkers
+    remote: RemotePrefill
+    requests: DecodeRequests
+    _tried: set[str] = field(default_factory=set)
+    """prefill workers that were tried at least once"""
+    _change: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Warm up with each prefill worker that appears, and again if that failed; for ever, or until EngineDead."""
+        tasks: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            async for _ in self.view.changes():
+                peers = self.workers.to_warm_up()
+                for gone in tasks.keys() - peers:
+                    tasks.pop(gone).cancel()
+                    self._tried.discard(gone)
+                self._change.set()
+                for peer in peers - tasks.keys():
+                    again = forever(partial(self._with, peer), f"warm-up: {peer}", until_done=True)
+                    tasks[peer] = group.create_task(again)
+
+    async def tried(self) -> None:
+        """Wait until every prefill worker that is registered now has been tried."""
+        while not self.workers.to_warm_up() <= self._tried:
+            self._change.clear()
+            await self._change.wait()
+
+    async def _with(self, peer: str) -> None:
+        pause = FIRST_RETRY
+        while not await self._try(peer):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_RETRY)
+
+    async def _try(self, peer: str) -> bool:
+        began = time.monotonic()
+        name, prompt = f"warm-up-{secrets.token_hex(8)}", unique_prompt(self.engine.facts)
+        submit = Submit(name, prompt, WITHIN, self.engine.plain_body(1))
+        request = self.requests.add("", submit, warms=peer)
+        assert request is not None
+        try:
+            async with asyncio.timeout(WITHIN):
+                warm = await self._read(request)
+        except (TimeoutError, ProtocolError) as error:
+            log.warning("warm-up with %s: %s", peer, text_of(error, "it took too long"))
+            warm = False
+        finally:
+            if not request.over.is_set():
+                self.requests.drop(request)
+                await self.engine.cancel([request.id])
+        WARM_UPS.labels(self.workers.model, "ok" if warm else "failed").inc()
+        log.info("%s with %s after %.2f s", "warm" if warm else "not warm", peer, time.monotonic() - began)
+        self._tried.add(peer)
+        self._change.set()
+        return warm
+
+    async def _read(self, request: DecodeRequest) -> bool:
+        done = await self.remote.prefill(request)
+        if done is None:
+            return False
+        if request.cancelled:
+            await self.engine.reject(done.handle)
+            return False
+        request.phase = Phase.RUNNING
+        submit = request.submit
+        await self.engine.generate(request.id, submit.prompt, submit.body, done.handle)
+        await request.over.wait()
+        return not (request.unread or request.failure or request.cancelled)

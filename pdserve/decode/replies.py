@@ -1,0 +1,213 @@
+"""What a decode worker sends to its frontends, and how requests end before their last output: cancelled, failed, past
+their deadline, or lost with their frontend or the engine."""
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from pdserve.contract.messages import Failed, Hello, Load, Outputs, PrefixesChanged, ToFrontend, WorkerLoad
+from pdserve.contract.slo import is_spare
+from pdserve.decode.peers.prefill_workers import PrefillWorkers
+from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Phase
+from pdserve.decode.scheduling.quarantine import Quarantine
+from pdserve.engine.base import Engine, Output
+from pdserve.process.engine_checks import may_have_killed
+from pdserve.runtime.tasks import Apart
+from pdserve.stream.tcp import TcpStreamServer
+from pdserve.util.errors import EngineDead, PeerGone, ProtocolError
+
+log = logging.getLogger(__name__)
+
+LOAD_INTERVAL = 0.5
+"""seconds between two looks at the load; nothing is sent while it stays the same"""
+LOOK = 0.1
+"""seconds between two looks whether a client has many places while others' requests wait in the engine"""
+PREFIX_INTERVAL = 0.25
+"""seconds between two reports of the prefix cache: a conversation's next prompt comes later than this"""
+INTERNAL = "internal error in the decode worker"
+"""why a request fails whose error has no better text; it is tried elsewhere"""
+
+
+def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
+    """Return a frontend that has requests of the client that runs the most here, and how many of these should pause,
+    for requests that wait in the engine whose clients run less than half of that; 0 if there are none. Spare ones pause
+    first, also those that wait, for all others, and none for them. `queued`: how many wait there for a place, which are
+    the last that entered."""
+    inside = [request for request in requests if request.phase is Phase.RUNNING]
+    entered = sorted((request for request in inside if not request.proven), key=attrgetter("since"))
+    waiting = entered[-queued:] if queued else []
+    running = Counter(
+        request.submit.client
+        for request in inside
+        if request not in waiting or is_spare(request.submit.client)
+    )
+    client = max(running, key=lambda name: (is_spare(name), running[name]), default="")
+    most = math.inf if is_spare(client) else running[client]
+    # the rule of `frontend/admission/fair_queue.py`, where the requests of the other frontends are not seen
+    short = [
+        place
+        for place, request in enumerate(waiting)
+        if most > 2 * running[request.submit.client] + 1 and not is_spare(request.submit.client)
+    ]
+    if not short:
+        return "", 0
+    where = Counter(request.frontend for request in inside if request.submit.client == client)
+    frontend, count = max(where, key=where.__getitem__), short[-1] + 1
+    return frontend, min(count, where[frontend]) if is_spare(client) else count
+
+
+@dataclass(eq=False)
+class Frontends:
+    engine: Engine
+    stream: TcpStreamServer
+    workers: PrefillWorkers
+    requests: DecodeRequests
+    quarantine: Quarantine
+    _load_followers: set[str] = field(default_factory=set)
+    """connected frontends that asked for the load (`Hello.follow_load`)"""
+    _followers: set[str] = field(default_factory=set)
+    """connected frontends that route by this worker's prefix cache"""
+
+    async def send(self, frontend: str, message: ToFrontend) -> None:
+        """Send a message, and forget a frontend that is gone. Nothing is sent for a warm-up, which has no frontend."""
+        if not frontend:
+            return
+        try:
+            await self.stream.send(frontend, message)
+        except PeerGone:
+            await self.forget(frontend)
+
+    async def send_outputs(self, frontend: str, outputs: list[Output]) -> None:
+        """Send outputs of one step: together or, where no message can hold them, each alone. A request of which one
+        output is too large fails: it would be so at each worker."""
+        try:
+            await self.send(frontend, Outputs(self.engine.pack(outputs)))
+        except ProtocolError as error:
+            if len(outputs) > 1:
+                for output in outputs:
+                    await self.send_outputs(frontend, [output])
+                return
+            request_id = outputs[0].request_id
+            log.warning("request %s: its output is too large: %s", request_id, error)
+            await self.send(frontend, Failed(request_id, f"its output is too large: {error}", invalid=True))
+            if request := self.requests.get(request_id):
+                await self.cancel(request)
+
+    async def welcome(self, frontend: str, hello: Hello, load: Load) -> None:
+        if hello.follow_load:
+            self._load_followers.add(frontend)
+            await self.send(frontend, WorkerLoad(load))
+        self._follow(frontend, hello.follow_cache)
+        if hello.follow_cache:
+            await self.send(frontend, self._prefixes(self.engine.prefixes.known(), [], whole=True))
+
+    def _follow(self, frontend: str, wanted: bool) -> None:
+        (self._followers.add if wanted else self._followers.discard)(frontend)
+        self.engine.prefixes.followed = bool(self._followers)
+
+    def _prefixes(self, stored: list[bytes], gone: list[bytes], *, whole: bool = False) -> PrefixesChanged:
+        prefixes = self.engine.prefixes
+        return PrefixesChanged(prefixes.block_size, prefixes.stride, stored, gone, whole)
+
+    async def report_prefixes(self) -> None:
+        """Report changes of the prefix cache to the frontends that follow it, for ever."""
+        while True:
+            await asyncio.sleep(PREFIX_INTERVAL)
+            stored, gone = self.engine.prefixes.changes()
+            if stored or gone:
+                for frontend in list(self._followers):
+                    with Apart("prefixes"):
+                        await self.send(frontend, self._prefixes(stored, gone))
+
+    async def report_load(self, look: Callable[[], Load]) -> None:
+        """Report the load to the frontends, for ever. It does not go through etcd, which would send every change, one
+        with each step, to every process."""
+        reported, due = Load(), 0.0
+        while True:
+            await asyncio.sleep(LOOK)
+            too_many, count = make_way(self.requests.clients(), self.engine.usage.queued)
+            if count and too_many in self._load_followers:
+                await self.send(too_many, WorkerLoad(look(), count))
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + LOAD_INTERVAL
+            if (load := look()) != reported:
+                reported = load
+                for frontend in list(self._load_followers):
+                    with Apart("load"):
+                        await self.send(frontend, WorkerLoad(load))
+
+    async def forget(self, frontend: str) -> None:
+        """Cancel the requests of a frontend that is gone."""
+        self._load_followers.discard(frontend)
+        self._follow(frontend, wanted=False)
+        gone = [request for request in self.requests.of(frontend) if not request.cancelled]
+        if gone:
+            log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
+        for request in gone:
+            with Apart("requests of a frontend that is gone"):
+                await self.cancel(request)
+
+    async def cancel(self, request: DecodeRequest) -> None:
+        """Cancel a request. If it is not in the engine yet, `RequestRunner` sees `cancelled` and drops it."""
+        request.cancelled = True
+        self.quarantine.leave(request)
+        if request.phase is Phase.RUNNING:
+            self.requests.drop(request)
+            await self.engine.cancel([request.id])
+        else:
+            request.resolve(CANCELLED)
+            request.begins.set()
+
+    async def end(self, request: DecodeRequest, message: str, *, retry: bool) -> None:
+        """Fail a request that is not over."""
+        if not request.cancelled:
+            request.failure = message
+            await self.send(request.frontend, Failed(request.id, message, retry))
+            await self.cancel(request)
+
+    async def fail(self, request: DecodeRequest, message: str, *, retry: bool, invalid: bool = False) -> None:
+        """Fail a request that the engine does not have, or no longer has."""
+        request.failure = "the request is invalid" if invalid else message
+        self.requests.drop(request)
+        self.quarantine.leave(request)
+        if not request.cancelled:
+            await self.send(request.frontend, Failed(request.id, message, retry, invalid))
+
+    async def lose(self, frontend: str, outputs: list[Output]) -> None:
+        """These outputs cannot be sent: their requests go on elsewhere, after the tokens that were sent before."""
+        for output in outputs:
+            with Apart("outputs"):
+                await self.send(frontend, Failed(output.request_id, INTERNAL, retry=True))
+                if request := self.requests.get(output.request_id):
+                    request.failure = INTERNAL
+                    await self.cancel(request)
+
+    async def watch_deadlines(self) -> None:
+        """Fail requests past their deadline, and give up those that the queue lost; for ever."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.workers.give_up_lost()
+            for request in self.requests:
+                if time.monotonic() >= request.deadline:
+                    with Apart("deadlines"):
+                        await self.end(request, "the request's deadline passed", retry=False)
+
+    async def engine_died(self, death: EngineDead) -> None:
+        """Fail every request, saying which of them the engine was computing: the worker's last messages."""
+        for request in self.requests.clients():
+            running = request.phase is Phase.RUNNING
+            blamed = death.crashed and running and may_have_killed(len(request.submit.prompt), request.since)
+            text, died = f"the engine died: {death}", request.engines_died + blamed
+            request.failure = text
+            with Apart("requests of a dead engine"), suppress(PeerGone):
+                self.requests.drop(request)
+                await self.stream.send(
+                    request.frontend, Failed(request.id, text, retry=True, engines_died=died)
+                )

@@ -1,0 +1,290 @@
+"""The requests of a vLLM engine: which of them run, and how request bodies and KV handles are translated to vLLM's
+messages and back."""
+
+import logging
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pdserve.contract.messages import KvHandle
+from pdserve.contract.sampling import first_elsewhere
+from pdserve.engine.base import EngineFacts
+from pdserve.engine.lora import with_adapter
+from pdserve.engine.vllm import api
+from pdserve.kv import AFTER, AHEAD, CHUNK
+from pdserve.util import clock
+from pdserve.util.errors import ProtocolError
+from pdserve.util.lru import RecentKeys
+
+log = logging.getLogger(__name__)
+
+_KV = "kv_transfer_params"
+_KNOWN = {
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "tp_size",
+}
+_REMEMBERED = 100_000
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    request_id: str
+    """the worker's id"""
+    prompt: list[int]
+    body: list[bytes]
+    after: Sequence[int] = ()
+    """tokens sampled elsewhere"""
+    prefill: bool = False
+    samples: bool = False
+    """a prefill whose token is the first token of the request"""
+    pulls: bool = False
+    """the KV of its prompt is read from another engine"""
+    adapter: int = 0
+    """number of its LoRA adapter; 0: none"""
+    engine_id: str = ""
+    """the engine's id; a restarted request gets a new one"""
+    restarts: int = 0
+    began: bool = False
+    """it has its first token"""
+
+
+class RunningRequests:
+    def __init__(self) -> None:
+        self._by_engine_id: dict[str, RunningRequest] = {}
+        self._used: RecentKeys[None] = RecentKeys(_REMEMBERED)
+
+    def add(self, request: RunningRequest) -> None:
+        """Raises ProtocolError for an id that was used before: vLLM dies of an id that it still has. Only the newest
+        ids are remembered."""
+        if request.request_id in self._used:
+            raise ProtocolError(f"request {request.request_id} was given to this engine before")
+        self._used[request.request_id] = None
+        request.engine_id = request.request_id
+        self._by_engine_id[request.engine_id] = request
+
+    def restart(self, request: RunningRequest) -> None:
+        """Give the request a new id inside the engine, and forget the old id."""
+        del self._by_engine_id[request.engine_id]
+        request.restarts += 1
+        request.engine_id = f"{request.request_id}#{request.restarts}"
+        self._by_engine_id[request.engine_id] = request
+
+    def drop(self, request: RunningRequest) -> None:
+        del self._by_engine_id[request.engine_id]
+
+    def by_engine_id(self, engine_id: str) -> RunningRequest | None:
+        return self._by_engine_id.get(engine_id)
+
+    def of(self, request_ids: Collection[str]) -> list[RunningRequest]:
+        return [request for request in self._by_engine_id.values() if request.request_id in request_ids]
+
+    def use(self, adapter: int) -> bool:
+        return any(request.adapter == adapter for request in self._by_engine_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_engine_id)
+
+
+# request bodies and KV handles to vLLM's messages, and back
+
+
+def read_body(body: list[bytes]) -> api.EngineCoreRequest:
+    """Raises ProtocolError for a body that is no text generation request of this vLLM version."""
+    try:
+        request = api.decode_request(body)
+    except (msgspec.MsgspecError, IndexError, TypeError, ValueError, NotImplementedError) as error:
+        raise ProtocolError(f"unreadable request body: {error}") from error
+    if request.sampling_params is None:
+        raise ProtocolError("only text generation is served here, no pooling")
+    return request
+
+
+def adapter_of(request: api.EngineCoreRequest) -> int:
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
+
+
+def remote_ok(request: api.EngineCoreRequest) -> bool:
+    """Whether another engine may prefill the request. Its prompt must be token ids and pictures, and need not be
+    computed here: prompt logprobs come from computing it, and vLLM then ignores given KV."""
+    sampling = request.sampling_params
+    return request.prompt_embeds is None and sampling is not None and not sampling.skip_reading_prefix_cache
+
+
+def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
+    """Why vLLM ended this request with an error before its first token, or with tokens `rejected` by the grammar; empty
+    if the request is not at fault. vLLM's frontend parses a grammar without compiling it, and the engine writes the
+    reason to its log only. A grammar without finite text ({"$ref": "#"}) rejects every token."""
+    asked = read_body(body).sampling_params.structured_outputs
+    if asked is None:
+        return ""
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    kind = next((name for name in kinds if getattr(asked, name)), "structured output")
+    why = "allows no further token" if rejected else "cannot be compiled by the engine"
+    return f"structured_outputs.{kind} {why} ({asked._backend})"
+
+
+def to_generate(
+    request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None, after: Sequence[int] = ()
+) -> api.EngineCoreRequest:
+    request = _own(request_id, prompt, body)
+    sampling = request.sampling_params
+    if kv is not None:
+        if not remote_ok(request):
+            raise ProtocolError("a request that has to compute its prompt came with KV")
+        _set_params(sampling, pull_params(kv) | {AFTER: len(after)})
+    if after:
+        request.prompt_token_ids = [*prompt, *after]
+        sampling.max_tokens -= len(after)
+        sampling.min_tokens = max(0, sampling.min_tokens - len(after))
+    return request
+
+
+def to_prefill(
+    request_id: str, prompt: list[int], body: list[bytes], *, own_token: bool
+) -> tuple[api.EngineCoreRequest, bool]:
+    """A request for one token, and whether that is the first token of the client's request: if `own_token` is true and
+    the sampling parameters allow it. If not, the token is sampled greedily, with nothing that could delay or end the
+    request: the KV of a prompt does not depend on sampling. What it depends on (LoRA, cache salt) stays."""
+    request = _own(request_id, prompt, body)
+    if not remote_ok(request):
+        raise ProtocolError("this prompt cannot be prefilled for another engine")
+    sampling = request.sampling_params
+    own_token = own_token and first_elsewhere(sampling)
+    if own_token:  # vLLM silently drops a request with min_tokens above max_tokens
+        sampling.max_tokens, sampling.min_tokens = 1, min(1, sampling.min_tokens)
+    else:
+        request.sampling_params = api.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    _set_params(request.sampling_params, {"do_remote_decode": True})
+    request.reasoning_parser_kwargs = None
+    return request, own_token
+
+
+def first_output(packed: list[bytes], shown: float) -> api.EngineCoreOutput | None:
+    """The only output that a prefill engine packed, with one token; its events keep their age, counted back from
+    `shown`. None if it cannot be read."""
+    try:
+        step = api.decode_outputs(packed)
+        (raw,) = step.outputs
+        (_,) = raw.new_token_ids
+    except Exception:  # of many kinds: there may be tensors in it
+        log.warning("a first token that cannot be read", exc_info=True)
+        return None
+    for event in raw.events or ():
+        event.timestamp += shown - step.timestamp
+    return raw
+
+
+def plain_body(max_tokens: int) -> list[bytes]:
+    sampling = api.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    return api.encode_request(_request("", [], sampling))
+
+
+def to_reject(kv: KvHandle) -> api.EngineCoreRequest:
+    """A request that is aborted before it starts, whereupon the connector notifies the prefill engine."""
+    return _for_connector("reject", pull_params(kv))
+
+
+def to_read_ahead(kv: KvHandle, skip: int) -> api.EngineCoreRequest:
+    """A request that is aborted before it starts, whereupon the connector reads ahead; `skip` as of `kv.AHEAD`."""
+    return _for_connector("ahead", pull_params(kv) | {"do_remote_prefill": False, AHEAD: skip})
+
+
+def to_limit_chunk(tokens: int) -> api.EngineCoreRequest:
+    """A request that is aborted before it starts, whereupon the connector sets the chunk."""
+    return _for_connector("chunk", {CHUNK: tokens})
+
+
+def _for_connector(kind: str, params: dict[str, Any]) -> api.EngineCoreRequest:
+    sampling = api.SamplingParams(max_tokens=1, extra_args={_KV: params})
+    request = _request(f"{kind}-{secrets.token_hex(8)}", [0], sampling)
+    request.abort_immediately = True
+    return request
+
+
+def _request(request_id: str, prompt: list[int], sampling: api.SamplingParams) -> api.EngineCoreRequest:
+    return api.EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=clock.unix(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def pull_params(kv: KvHandle) -> dict[str, Any]:
+    """The connector's parameters for a request whose KV lies at `kv`."""
+    return dict(kv.extra) | {
+        "do_remote_prefill": True,
+        "remote_engine_id": kv.engine_id,
+        "remote_request_id": kv.request_id,
+        "remote_host": kv.host,
+        "remote_port": kv.port,
+        "remote_block_ids": kv.block_ids,
+        "tp_size": kv.tp_size,
+    }
+
+
+def handle_of(
+    params: dict[str, Any],
+    prompt_tokens: int,
+    facts: EngineFacts,
+    lease: float,
+    adapter: int = 0,
+) -> KvHandle | None:
+    """The handle in the parameters of a prefill; None if they have none."""
+    try:
+        return KvHandle(
+            engine_id=params["remote_engine_id"],
+            request_id=params["remote_request_id"],
+            host=params["remote_host"],
+            port=params["remote_port"],
+            block_ids=[list(group) for group in params["remote_block_ids"]],
+            num_tokens=prompt_tokens,
+            block_size=facts.block_size,
+            fingerprint=with_adapter(facts.fingerprint, adapter),
+            tp_size=params["tp_size"],
+            lease=lease,
+            extra={key: value for key, value in params.items() if key not in _KNOWN},
+        )
+    except (KeyError, TypeError):
+        return None
+
+
+def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
+    """The request in `body` with our id and prompt. Transfer parameters in it are dropped: with them a client could
+    read the KV of other clients, or kill the engine."""
+    request = read_body(body)
+    if not prompt:
+        raise ProtocolError("an empty prompt")
+    request.request_id = request_id
+    request.prompt_token_ids = prompt
+    request.client_index = 0
+    request.data_parallel_rank = None
+    request.abort_immediately = False
+    request.resumable = False
+    _set_params(request.sampling_params, None)
+    return request
+
+
+def _set_params(sampling: api.SamplingParams, params: dict[str, Any] | None) -> None:
+    extra = {
+        key: value
+        for key, value in (sampling.extra_args or {}).items()
+        if key not in (_KV, "ec_transfer_params")
+    }
+    if params is not None:
+        extra[_KV] = params
+    sampling.extra_args = extra or None

@@ -1,0 +1,118 @@
+"""What became of one HTTP request."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from pdserve.contract.messages import Hop
+from pdserve.contract.reports import Receipt
+from pdserve.frontend.edge.paths import GENERATING
+from pdserve.frontend.edge.request_trace import CLIENT_LEFT, MAX_WHY, RequestFailure, RequestTrace
+from pdserve.frontend.edge.response import ResponseWriter
+from pdserve.observe.tracing import TracedSpan
+
+_WRONG_REQUEST = (400, 404, 422)
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """Made once, when the request is over, for all that watches requests (`frontend/plugins.py`)."""
+
+    receipt: Receipt
+    """what may be shown of it, beside its key and its text"""
+    failure: RequestFailure | None
+    """why it failed; None also where only the model's app knows"""
+    begun: bool
+    """whether it got past its key and its path, to a model that generates"""
+    started: float
+    """monotonic: what the receipt's hops count from"""
+    span: TracedSpan | None
+
+    @classmethod
+    def of(cls, response: ResponseWriter, frontend: str, *, begun: bool) -> Self:
+        trace, receipt = response.trace, receipt_of(response, frontend, time.monotonic(), running=False)
+        return cls(receipt, response.failure, begun, trace.started, trace.span)
+
+    @property
+    def code(self) -> int:
+        """The receipt's status, or 499 where the client left within the answer."""
+        return self.failure.status if self.failure is not None else self.receipt.status
+
+
+def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: bool) -> Receipt:
+    """`frontend`: instance id; `now`: monotonic."""
+    trace = response.trace
+    age, failure = now - trace.started, response.failure
+    # an error about a wrong request may quote it, and its client has it
+    shown = failure is not None and failure.status not in _WRONG_REQUEST
+    status, hops = response.status or (0 if running else CLIENT_LEFT), trace.hops.until(now)
+    if failure is not None and status and failure.status != CLIENT_LEFT:
+        status = failure.status  # also of an error within a stream
+    promise = promise_of(trace, failure.status if failure is not None else status, now, running=running)
+    return Receipt(
+        request_id=trace.request_id,
+        frontend=frontend,
+        path=trace.path,
+        age=age,
+        seconds=age,
+        running=running,
+        model=trace.model,
+        key=trace.key,
+        status=status,
+        error=failure.message[:MAX_WHY] if failure is not None and shown else "",
+        prefill=trace.prefill,
+        reason=trace.reason,
+        prompt_tokens=trace.prompt_tokens,
+        cached_tokens=trace.cached_tokens,
+        output_tokens=trace.output_tokens,
+        ttft=trace.ttft,
+        retries=trace.retries,
+        instances=trace.instances,
+        hops=hops,
+        trace_id=trace.span.trace_id if trace.span is not None else "",
+        promise=promise,
+        broken_by=_broken_by(promise, trace, hops, now),
+        longest_gap=trace.longest_gap if trace.promised else 0.0,
+    )
+
+
+def promise_of(trace: RequestTrace, code: int, now: float, *, running: bool) -> str:
+    """Return what became of the request's promise, as `Receipt.promise`. A request that is wrong, or whose client has
+    left in time, has neither kept nor broken it."""
+    promised, generates = trace.promised, trace.path in GENERATING
+    if not promised or not generates or (400 <= code < CLIENT_LEFT and code != 429):
+        return ""
+    if code == 429 or code > CLIENT_LEFT:
+        return "failed"
+    if promised.ttft is not None and _first_token_took(trace, now) > promised.ttft:
+        return "ttft"
+    if promised.gap is not None and trace.longest_gap > promised.gap:
+        return "gap"
+    return "" if running or code == CLIENT_LEFT or trace.ttft is None else "kept"
+
+
+def _first_token_took(trace: RequestTrace, now: float) -> float:
+    """Seconds until the first token, or so far."""
+    return now - trace.started if trace.ttft is None else trace.ttft
+
+
+def _broken_by(promise: str, trace: RequestTrace, hops: Sequence[Hop], now: float) -> str:
+    """Return the hop that took most of the time until the first token, or of the longest gap. The hop `decode` is there
+    in all gaps: it counts where no other took half."""
+    if promise == "ttft":
+        since, until = 0.0, _first_token_took(trace, now)
+    elif promise == "gap":
+        until = trace.longest_until - trace.started
+        since = until - trace.longest_gap
+    else:
+        return ""
+
+    def took(hop: Hop) -> float:
+        if hop.name == "migration":  # it takes no time itself
+            return until - since if since <= hop.start <= until else 0.0
+        within = min(hop.start + hop.seconds, until) - max(hop.start, since)
+        return within / 2 if hop.name == "decode" else within
+
+    longest = max(hops, key=took, default=None)
+    return longest.name if longest is not None and took(longest) > 0 else ""

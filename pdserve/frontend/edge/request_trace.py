@@ -1,0 +1,295 @@
+"""What is known of one HTTP request, carried from the HTTP edge down to the engine core and back.
+
+vLLM's app lies between the two, unchanged; a context variable crosses it, so that the core can record to which decode
+worker the request went, and the edge can put that into headers, metrics and its log line.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Self
+
+from pdserve.contract.messages import Hop, Placed
+from pdserve.contract.reports import HOPS
+from pdserve.contract.slo import NO_PROMISE, Promised
+from pdserve.frontend.admission.granted import Admission
+from pdserve.frontend.edge.deltas import DeltaStream
+from pdserve.observe.tracing import TracedSpan
+from pdserve.util.errors import BadRequest
+
+MAX_HOPS = 32
+"""of one request: a worker that fails it at once may do so twice a second"""
+MAX_WHY = 300
+"""characters"""
+LONGEST = 1e6
+"""seconds of a hop, and of its start: a worker that reports more, or no number, is not believed"""
+NO_WORKER = "no decode worker is there"
+PAUSED = "its place is another client's for a while"
+CLIENT_LEFT = 499
+"""in place of a status, where the client left before an answer"""
+RETRY_AFTER = 5.0
+"""seconds after which a client may try again where no worker can serve it now"""
+
+
+@dataclass(frozen=True)
+class RequestFailure:
+    """Why a request ended without an answer."""
+
+    status: int
+    message: str
+    retry_after: float = 0.0
+    """seconds; 0 where trying again makes no sense"""
+    redirect: bool = False
+    """whether nothing was generated and another model of the same name, which is there by now, can answer it"""
+    param: str | None = None
+    """the field of the request that is at fault"""
+
+    @classmethod
+    def no_worker(cls, model: str, why: str = "") -> Self:
+        """The request has waited for a decode worker until its deadline."""
+        since = f" ({why})" if why else ""
+        message = f"no decode worker of {model} came up within the request's deadline{since}"
+        return cls(503, message, RETRY_AFTER)
+
+    @classmethod
+    def model_replaced(cls, model: str, redirect: bool) -> Self:
+        """The request waits for a decode worker that has what is no longer served."""
+        why = f"{model} was replaced by another model of this name, and no worker of the one before is left"
+        return cls(503, f"{why}; send the request again", RETRY_AFTER, redirect)
+
+
+SHUTTING_DOWN = RequestFailure(503, "the frontend is shutting down", RETRY_AFTER)
+
+
+class SequenceHops:
+    """The hops of one sequence: held back by the frontend, at a decode worker, held back again... Each method says
+    where the sequence is from then on; none is called for each token."""
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        """monotonic, as all times here"""
+        self._past: list[Hop] = []
+        self._held: tuple[float, str] | None = None
+        """since when, and why"""
+        self._sent: float | None = None
+        """when it was sent to the worker that has it; None: no worker has it"""
+        self._instance = ""
+        self._reported: list[Hop] = []
+        """the hops that this worker reported last"""
+        self._first_output: float | None = None
+        """when this worker's first output came"""
+
+    def held(self, why: str = "") -> None:
+        """The frontend holds it back. Where it does so already, the first reason stays."""
+        if self._held is None:
+            self._held = time.monotonic(), why
+
+    def released(self) -> None:
+        if self._held is not None:
+            self._keep([self._holding(time.monotonic())])
+            self._held = None
+
+    def sent(self, instance: str) -> None:
+        self.released()
+        self._sent, self._instance, self._reported, self._first_output = time.monotonic(), instance, [], None
+
+    def reported(self, hops: Sequence[Hop]) -> None:
+        """Its worker reports hops: all that it knows of."""
+        if self._sent is not None:
+            offset = self._sent - self._started
+            self._reported = [
+                Hop(
+                    hop.name,
+                    offset + _bounded(hop.start),
+                    _bounded(hop.seconds),
+                    hop.instance[:MAX_WHY] or self._instance,
+                    hop.why[:MAX_WHY],
+                )
+                for hop in hops[:MAX_HOPS]
+                if hop.name in HOPS
+            ]
+
+    def decoding(self) -> None:
+        """Its worker's first output is here; further calls do nothing."""
+        if self._first_output is None:
+            self._first_output = time.monotonic()
+
+    def left(self, last_token: float) -> list[Hop]:
+        """No worker has it any more; its last token may be from an earlier worker. Returns the hops at this one."""
+        hops = self._at_worker(last_token)
+        self._keep(hops)
+        self._sent = None
+        return hops
+
+    def migrated(self, why: str) -> None:
+        self._keep([Hop("migration", time.monotonic() - self._started, 0.0, self._instance, why[:MAX_WHY])])
+
+    def until(self, now: float) -> list[Hop]:
+        """Return all hops in the order of their starts; a hop that is not over ends now."""
+        held = [] if self._held is None else [self._holding(now)]
+        return sorted([*self._past, *held, *self._at_worker(now)], key=lambda hop: hop.start)
+
+    def _holding(self, now: float) -> Hop:
+        assert self._held is not None
+        since, why = self._held
+        return Hop("admission", since - self._started, now - since, why=why)
+
+    def _at_worker(self, last_token: float) -> list[Hop]:
+        if self._sent is None:
+            return []
+        if self._first_output is None or last_token < self._first_output:
+            return self._reported
+        since, seconds = self._first_output - self._started, last_token - self._first_output
+        return [*self._reported, Hop("decode", since, seconds, self._instance)]
+
+    def _keep(self, hops: list[Hop]) -> None:
+        self._past += hops[: MAX_HOPS - len(self._past)]
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(0.0, seconds), LONGEST)  # in this order NaN is 0, too
+
+
+@dataclass
+class RequestTrace:
+    request_id: str
+    path: str
+    deadline: float
+    """monotonic, as `started`"""
+    model: str = ""
+    started: float = field(default_factory=time.monotonic)
+    key: str = ""
+    """name of the API key that it came with; empty where no keys are configured"""
+    headers: dict[str, str] = field(default_factory=dict)
+    """of its answer, whatever its status"""
+    usage_headers: Callable[[], Mapping[str, str]] = dict
+    """further headers, made when the answer begins: what its key has left"""
+    promised: Promised = NO_PROMISE
+    """what is promised to its client"""
+    first_token: float | None = None
+    """monotonic, as `started`"""
+    longest_gap: float = 0.0
+    """seconds between two tokens of a sequence"""
+    longest_until: float = 0.0
+    """when that gap ended; monotonic, as `started`"""
+    output_tokens: int = 0
+    failure: RequestFailure | None = None
+    admission: Admission | None = None
+    """that permits its sequences; None: it generates nothing"""
+    deltas: DeltaStream | None = None
+    """of a plain stream"""
+    tools: bool = False
+    """whether a parser looks for calls of tools in its answer"""
+    retries: int = 0
+    """how often a sequence of it went on at another worker"""
+    span: TracedSpan | None = None
+    """None: it is not traced"""
+    client: str = ""
+    """as `client_of` names it"""
+    pixels: int = 0
+    """of its pictures that are read"""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """called by `over`"""
+    hops: SequenceHops = field(init=False)
+    """of its first sequence"""
+    _hops_taken: bool = False
+    _prompts: dict[str, int] = field(default_factory=dict)
+    _cached: dict[str, int] = field(default_factory=dict)
+    _placed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """by generation: how its prompt got its KV and why, as its worker reported last before an output"""
+    _instances: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hops = SequenceHops(self.started)
+
+    def restarted(self) -> "RequestTrace":
+        """Return a new trace for the same request, which keeps nothing but its hops so far."""
+        before = self.model, self.started, self.key, self.headers, self.usage_headers
+        trace = RequestTrace(self.request_id, self.path, self.deadline, *before)
+        trace.hops, trace.retries, trace.span = self.hops, self.retries, self.span
+        trace.client, trace.at_end = self.client, self.at_end
+        return trace
+
+    def over(self) -> None:
+        """Free what the request holds: it is over."""
+        for end in self.at_end:
+            end()
+
+    def sequence_hops(self) -> SequenceHops:
+        """Return the hops for one more sequence; only those of the first are kept."""
+        first, self._hops_taken = not self._hops_taken, True
+        return self.hops if first else SequenceHops(self.started)
+
+    def add_prompt(self, key: str, tokens: int) -> None:
+        """Count a prompt once: the several outputs of n > 1 share one key, and so do beams, which begin as long."""
+        self._prompts.setdefault(key, tokens)
+
+    def sent_to(self, instance: str) -> None:
+        self._instances[instance] = None
+
+    def prefilled(self, generation: str, placed: Placed) -> None:
+        prefill = placed.prefill if placed.prefill in ("local", "remote") else "unknown"
+        self._placed[generation] = prefill, placed.reason[:MAX_WHY]
+
+    def add_cached(self, key: str, tokens: int) -> int:
+        """Count and return the cached tokens of a prompt's first output: the others of n > 1 find what it left."""
+        return self._cached.setdefault(key, tokens)
+
+    def add_tokens(self, count: int, gap: float | None) -> None:
+        """Count tokens that go on to the client, this many seconds after those before."""
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        elif gap is not None and gap > self.longest_gap:
+            self.longest_gap, self.longest_until = gap, time.monotonic()
+        self.output_tokens += count
+
+    @property
+    def spare(self) -> bool:
+        return self.admission is not None and self.admission.spare
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._prompts.values())
+
+    @property
+    def prefill(self) -> str:
+        """`local`, `remote`, or `local,remote` where parts of one request (n > 1, several prompts) differed."""
+        return ",".join(sorted({prefill for prefill, _ in self._placed.values()}))
+
+    @property
+    def reason(self) -> str:
+        """Why, in the decode workers' words and in the order of `prefill`."""
+        return ",".join(dict.fromkeys(reason for _, reason in sorted(set(self._placed.values()))))
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached.values())
+
+    @property
+    def instances(self) -> list[str]:
+        """Every decode worker that worked on it, in order."""
+        return list(self._instances)
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.started
+
+
+current_trace: ContextVar[RequestTrace | None] = ContextVar("pdserve_trace", default=None)
+
+
+def seconds_allowed(asked: str | None, default: float, most: float) -> float:
+    """Return how long a request may take: what its header `x-request-timeout` says, or the default. Raises
+    BadRequest for what is no number of seconds, or more than the configured maximum."""
+    if asked is None:
+        return default
+    try:
+        seconds = float(asked)
+    except ValueError:
+        seconds = 0.0
+    most = max(most, default)
+    if not 0 < seconds <= most:  # also catches NaN
+        message = f"x-request-timeout must be a number of seconds above 0 and up to {most:g}"
+        raise BadRequest(message, "x-request-timeout")
+    return seconds

@@ -1,0 +1,365 @@
+"""vLLM's engine core, on other machines: AsyncLLM talks to this as if it were the engine process beside it.
+
+The life of a generation, from top to bottom: AsyncLLM adds a request (n > 1: several; the first has the permit that
+let the HTTP request in, the others wait for theirs); a decode worker is chosen, and the request submitted to it; its
+outputs are handed back under AsyncLLM's own id; it is finished or aborted. If its worker is lost, or there is none,
+`migration` decides what becomes of it: nothing above this class notices that it goes on elsewhere after its last token.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+from pdserve.contract.messages import Cancel, Failed, Outputs, Placed, ToFrontend, WorkerLoad
+from pdserve.contract.records import ModelCard
+from pdserve.contract.sampling import looks_back
+from pdserve.frontend.admission.wait_estimate import RequestEstimate
+from pdserve.frontend.edge.deltas import DeltaStream
+from pdserve.frontend.edge.request_trace import (
+    PAUSED,
+    SHUTTING_DOWN,
+    RequestFailure,
+    RequestTrace,
+    current_trace,
+)
+from pdserve.frontend.model import ModelContext
+from pdserve.frontend.sequence.generation import Generation
+from pdserve.frontend.sequence.migration import Migration, next_attempt, repeatable
+from pdserve.frontend.sequence.pacing import Pacer, reserve_for
+from pdserve.frontend.vllm.api_server import (
+    VERSION,
+    EngineCoreClient,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    PrefillStats,
+    Unencodable,
+    count_prefix_hit,
+    decode_outputs,
+    in_our_time,
+)
+from pdserve.frontend.vllm.unsupported import unsupported
+from pdserve.frontend.workers.link import Link
+from pdserve.frontend.workers.pool import WorkerPool
+from pdserve.observe.metrics import ITL, TTFT
+from pdserve.util.errors import BadRequest
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises NotImplementedError for the rest, which no route reaches
+    """One per model. All methods run in the event loop. None that AsyncLLM calls waits, except for outputs, so that a
+    cancelled HTTP request cannot leave half of a request behind."""
+
+    def __init__(self, card: ModelCard, context: ModelContext) -> None:
+        self.engine_ranks_managed = [0]
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.fail_request: Callable[[str, str, int], list[str]]
+        """ends a request of AsyncLLM with an error; this and the next two are set when AsyncLLM is made"""
+        self.process: Callable[[EngineCoreOutputs], list[str]]
+        """takes one engine step's outputs; returns the ids of the requests that end with them"""
+        self.stream_deltas: Callable[[str, DeltaStream, bool], None]
+        """lets the ordinary outputs of a request be written without vLLM's app"""
+        self.plain_paths: Mapping[str, bool] = {}
+        """the routes on which that is possible, each with the last argument for it"""
+        self.on_capacity: Callable[[], None] = lambda: None
+        """called when the workers may have more capacity than before"""
+        self.estimate = RequestEstimate()
+        self.workers = WorkerPool(context.router, VERSION, context.connect, self)
+        self._ttft, self._itl = TTFT.labels(card.name), ITL.labels(card.name)
+        self._tasks = tuple(card.supported_tasks)
+        self._migration = Migration(self, card.name, card.max_model_len)
+        self.waiting = self._migration.waiting
+        self._pacer = Pacer[Generation, EngineCoreOutput](self._pass_on)
+        self._generations: dict[str, Generation] = {}
+        """by AsyncLLM's id"""
+        self._emptied = asyncio.Event()
+
+    # what AsyncLLM calls
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
+        trace = current_trace.get()
+        assert trace is not None, "every generation belongs to an HTTP request"
+        generation = Generation(request, trace)
+        self._generations[generation.id] = generation
+        with self.contained(generation):
+            self._begin(generation)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Never return: each step is processed as it comes, and AsyncLLM's task for outputs has nothing to do."""
+        return await asyncio.get_running_loop().create_future()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if generation := self._generations.get(request_id):
+                self._end(generation)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Fail the requests in flight: AsyncLLM would wait for them for ever. May be called twice."""
+        self.resources.engine_dead = True
+        for generation in list(self._generations.values()):
+            self.fail(generation, SHUTTING_DOWN)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return self._tasks
+
+    # a generation, from its beginning to its end
+
+    def _begin(self, generation: Generation) -> None:
+        """Place the generation as soon as admission permits."""
+        request, trace = generation.request, generation.trace
+        assert trace.admission is not None, f"{trace.path} generates, and has no admission"
+        if request.prompt_token_ids is not None:
+            trace.add_prompt(generation.prompt_key, len(generation.prompt))
+        if reason := unsupported(request, trace.prompt_tokens, trace.admission.size.n):
+            self.fail(generation, RequestFailure(400, reason))
+            return
+        generation.replays = looks_back(request.sampling_params) is not None
+        generation.request = repeatable(request)
+        generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
+        if trace.failure is not None:  # a sibling (n > 1, beams) has just ended all of them
+            self._drop(generation)
+            return
+        if trace.deltas is not None and trace.path in self.plain_paths:
+            self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
+        generation.reserve = reserve_for(request, trace)
+        begin, drop = partial(self.place, generation), partial(self._drop, generation)
+        pause = partial(self._pause, generation)
+        generation.permit = trace.admission.permit(begin, drop, pause, fixed=generation.replays)
+        generation.permit.request()
+
+    def place(self, generation: Generation, *, only_others: bool = False) -> None:
+        """Submit the generation to a worker (with `only_others`, to none that lost it), or let it wait. It is encoded
+        before it counts as the worker's: a request that cannot be encoded takes no capacity from others."""
+        with self.contained(generation):
+            link = self.workers.pick(generation, only_others=only_others)
+            if link is None:
+                self._migration.wait(generation, retry=only_others)
+                return
+            generation.begin_span(link.instance)
+            submit = next_attempt(generation)
+            self._migration.stop_waiting(generation)
+            generation.attach(link, submit.request_id)
+            generation.trace.sent_to(link.instance)
+            link.post(submit)
+
+    def received(self, link: Link, message: ToFrontend) -> None:
+        """Handle a worker's message."""
+        match message:
+            case Placed(request_id):
+                if generation := link.generations.get(request_id):
+                    generation.placed = message
+                    generation.hops.reported(message.hops)
+            case Outputs(body):
+                self._take_outputs(link, body)
+            case Failed(request_id):
+                if generation := link.generations.get(request_id):
+                    with self.contained(generation):
+                        self._migration.failed(generation, message)
+            case WorkerLoad():
+                self.on_capacity()
+
+    def _take_outputs(self, link: Link, body: list[bytes]) -> None:
+        """Hand one engine step's outputs to AsyncLLM, together."""
+        try:
+            outputs = decode_outputs(body)
+        except Exception as error:  # it is unknown whose tokens are lost: all at this worker go on at others
+            logger.exception("undecodable outputs from %s", link.instance)
+            link.post(Cancel(list(link.generations)))
+            self.link_lost(link, f"{link.instance} sent outputs that cannot be read: {error}", "unreadable")
+            return
+        taken, now = list[EngineCoreOutput](), time.monotonic()
+        for output in outputs.outputs:
+            generation = link.generations.get(output.request_id)
+            if generation is None:
+                continue  # it was aborted, or went on at another worker
+            in_our_time(output, now - outputs.timestamp)
+            try:  # not `contained`: a generator for each token costs more than all else here
+                taken += self._take(generation, link, output)
+            except Exception as error:
+                self._fail_alone(generation, error)
+        self._process(taken)
+        self.on_capacity()
+
+    def _pass_on(self, held: list[tuple[Generation, EngineCoreOutput]]) -> None:
+        """Hand on outputs that were held back."""
+        for generation, output in held:
+            self._count(generation, output.new_token_ids)
+        self._process([output for _, output in held])
+
+    def _process(self, outputs: list[EngineCoreOutput]) -> None:
+        if not outputs:
+            return
+        for request_id in self.process(EngineCoreOutputs(outputs=outputs, timestamp=time.monotonic())):
+            if generation := self._generations.get(request_id):
+                self._end(generation)
+
+    def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> list[EngineCoreOutput]:
+        """Note an output; return those that AsyncLLM should see now."""
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            why = f"{link.instance} gave it up ({output.finish_reason})"
+            self._migration.lost(generation, why, "gave-up")
+            return []
+        output.request_id = generation.id
+        if generation.placed is not generation.noted:
+            self._note_placed(generation)
+        if output.prefill_stats is not None:
+            self._note_cached(generation, link, output.prefill_stats)
+        if generation.replay_left and not self._migration.replay(generation, output):
+            return []
+        if generation.tokens and output.prefill_stats is not None:
+            output.events = None  # they would overwrite the times that the first engine's events set
+        generation.add_tokens(output.new_token_ids)
+        passed = self._pacer.add(generation, generation.reserve, output, last=output.finished)
+        for each in passed:
+            self._count(generation, each.new_token_ids)
+        if output.finished:
+            generation.detach()
+            unusual = generation.attempt > 1 or generation.trace.spare or generation.beam
+            if generation.tokens and not unusual:
+                self.estimate.learn(*generation.timing)
+            self._end(generation)
+        return passed
+
+    def _note_placed(self, generation: Generation) -> None:
+        """Write the worker's last word on its prefill into the trace: an output has come of it."""
+        generation.noted = generation.placed
+        generation.hops.decoding()
+        if generation.placed is not None:
+            generation.trace.prefilled(generation.id, generation.placed)
+
+    def _note_cached(self, generation: Generation, link: Link, stats: PrefillStats) -> None:
+        count_prefix_hit(stats, generation.placed.cached if generation.placed else 0, link.block_size)
+        stats.num_cached_tokens = generation.trace.add_cached(generation.prompt_key, stats.num_cached_tokens)
+
+    def _count(self, generation: Generation, tokens: list[int]) -> None:
+        trace = generation.trace
+        first = trace.first_token is None
+        gap = generation.pass_on(len(tokens))
+        if gap is not None:
+            self._itl.observe(gap)
+        elif first and trace.ttft is not None:
+            self._ttft.observe(trace.ttft)
+
+    def finish(self, generation: Generation) -> None:
+        """Finish a generation that has all of its tokens, and lost only the output that finishes it."""
+        self._pacer.flush(generation)
+        self._end(generation)
+        self._process([EngineCoreOutput(generation.id, [], finish_reason=FinishReason.LENGTH)])
+
+    def fail(self, generation: Generation, failure: RequestFailure) -> None:
+        """End the generation, and the others of the same HTTP request, with this error for the client."""
+        if held := self._pacer.drop(generation):
+            self._fail_behind(held, generation, failure)
+            return
+        generation.trace.failure = failure
+        for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
+            if other := self._generations.get(request_id):
+                self._end(other)
+
+    def _drop(self, generation: Generation) -> None:
+        """End a generation whose HTTP request is over: if a beam fails, vLLM leaves the tasks of the others."""
+        failure = generation.trace.failure
+        self.fail(generation, failure or RequestFailure(500, "its HTTP request is over"))
+        generation.trace.failure = failure  # where there was none, its client has left
+
+    def _fail_behind(
+        self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
+    ) -> None:
+        """Fail a generation, which is alone in its HTTP request, behind the outputs that were held back: in the same
+        turn of the event loop the error would take their place in AsyncLLM's collector."""
+        generation.trace.failure = failure
+        self._pass_on([(generation, output) for output in held])
+        if generation.id in self._generations:
+            self._end(generation)
+        fail = partial(self.fail_request, generation.id, failure.message, failure.status)
+        asyncio.get_running_loop().call_soon(fail)
+
+    def _end(self, generation: Generation) -> None:
+        """End the generation; a worker that has it stops it."""
+        self._pacer.drop(generation)
+        self._leave_worker(generation)
+        del self._generations[generation.id]
+        self._migration.stop_waiting(generation)
+        if generation.permit is not None:
+            generation.permit.release()
+            generation.permit = None  # a reference cycle would wait for the garbage collector
+        if not self._generations:
+            self._emptied.set()
+        self.on_capacity()
+
+    def _pause(self, generation: Generation) -> bool:
+        """Leave the worker until the permit is granted again; False if that leaves no place there to others."""
+        if not (generation.placed or generation.trace.spare) or not self.workers.takes(generation.link):
+            return False
+        self._leave_worker(generation)
+        generation.hops.held(PAUSED)
+        return True
+
+    def _leave_worker(self, generation: Generation) -> None:
+        if link := generation.detach():
+            link.post(Cancel([generation.attempt_id]))
+
+    @contextmanager
+    def contained(self, generation: Generation) -> Iterator[None]:
+        """Let an error end this generation, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            self._fail_alone(generation, error)
+
+    def _fail_alone(self, generation: Generation, error: Exception) -> None:
+        if isinstance(error, Unencodable | BadRequest):
+            self.fail(generation, RequestFailure(400, str(error)))
+            return
+        logger.error("request %s failed in the frontend", generation.id, exc_info=error)
+        self.fail(generation, RequestFailure(500, "internal error in the frontend"))
+
+    # workers come and go
+
+    def link_up(self, link: Link) -> None:
+        self._migration.place_waiting()
+        self.on_capacity()
+
+    def link_lost(self, link: Link, reason: str, word: str = "gone") -> None:
+        if link.generations:
+            logger.warning("%s: moving %d requests from %s", reason, len(link.generations), link.instance)
+        for generation in list(link.generations.values()):
+            with self.contained(generation):
+                self._migration.lost(generation, reason, word)
+
+    def hand_over(self, link: Link, *, begun: bool, stalled: bool = False) -> None:
+        for generation in list(link.generations.values()):
+            if self.workers.has_place(generation, full=stalled):
+                with self.contained(generation):
+                    self._migration.hand_over(generation, begun=begun, stalled=stalled)
+
+    def replace(self, replaced: bool) -> None:
+        """Note whether another model has this name now, and no worker is left here."""
+        self._migration.replaced = replaced
+        for generation in [waiting for waiting in self._generations.values() if waiting.link is None]:
+            with self.contained(generation):
+                self._migration.give_back(generation)
+
+    # for the HTTP edge
+
+    def generations_of(self, trace: RequestTrace) -> list[Generation]:
+        """The generations of one HTTP request."""
+        return [generation for generation in self._generations.values() if generation.trace is trace]
+
+    @property
+    def running(self) -> int:
+        """How many generations are at workers."""
+        return sum(generation.link is not None for generation in self._generations.values())
+
+    async def idle(self) -> None:
+        """Wait until no generation is left."""
+        while self._generations:
+            self._emptied.clear()
+            await self._emptied.wait()

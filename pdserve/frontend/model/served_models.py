@@ -1,0 +1,366 @@
+"""The models that this frontend serves: each model card in the registry gets a processor, until the card has been gone
+for long."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Container
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from pdserve.config.engine_args.installed import installed_vllm
+from pdserve.config.schema import AdmissionLimits
+from pdserve.contract.live_settings import in_force, promise_in_force
+from pdserve.contract.messages import Load
+from pdserve.contract.records import Adapter, Instance, ModelCard, Role
+from pdserve.contract.reports import LinkState, Watched
+from pdserve.frontend.edge.paths import BY_ID
+from pdserve.frontend.edge.request_trace import RETRY_AFTER
+from pdserve.frontend.edge.response import HttpError
+from pdserve.frontend.model import ModelContext, garbage
+from pdserve.frontend.model.served_model import ServedModel
+from pdserve.frontend.vllm.lora_adapters import served
+from pdserve.observe.graph_state import graph_state
+from pdserve.observe.metrics import INSTANCES, SLOT_READY, USABLE_WORKERS, WORKERS_REPLACED
+from pdserve.observe.problems import nodes, readiness
+from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import Apart, Owner, forever, reraise_fatal
+from pdserve.util.errors import BadRequest, ConfigError, Unavailable
+from pdserve.util.imports import import_large
+
+if TYPE_CHECKING:
+    from pdserve.frontend.model.processor import Processor
+
+logger = logging.getLogger(__name__)
+
+LOOK = 30.0
+"""seconds after which the registry is looked at though it has not changed: a worker that is gone is forgotten"""
+RETRY = 5.0
+"""seconds between attempts to serve a card that could not be served"""
+
+
+@asynccontextmanager
+async def serve_models(
+    view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits
+) -> AsyncIterator["ServedModels"]:
+    """Follow the registry while entered."""
+    async with Owner() as tasks:
+        models = ServedModels(view, context, expected, limits, tasks)
+        tasks.start(_import_early(), "importing vLLM")
+        tasks.forever(models.follow, "served models")
+        tasks.forever(partial(garbage.collect_at_rest, models.load), "full garbage collection")
+        try:
+            yield models
+        finally:
+            models.cancel_removals()
+
+
+class ServedModels:
+    """A model whose card is gone is no longer listed, but for `request_timeout` seconds its requests still wait for a
+    worker, which may just be restarting; then the model is unknown, once it is idle.
+
+    `expected` is the model of this frontend's configuration: before its first worker registers, it is starting, not
+    unknown, and its requests, and those of its adapters, wait in the queue of a model without a card."""
+
+    def __init__(
+        self, view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
+    ) -> None:
+        self._limits = limits
+        self._view = view
+        self._context = context
+        self._expected = expected
+        self._tasks = tasks
+        self._models: dict[str, ServedModel] = {}
+        self._starting: ServedModel | None = None
+        """in which requests for `expected` wait until it has a card"""
+        self._retiring: set[ServedModel] = set()
+        """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
+        self._mixed: dict[str, set[str]] = {}
+        """by model: the fingerprints of its workers"""
+        self._ready: dict[tuple[str, str], bool] = {}
+        """by the names of slot and host, as shown"""
+        self._replaced = Counter[tuple[str, Role]]()
+        """the view's, as counted so far"""
+        USABLE_WORKERS.labels(expected, Role.DECODE).set(0)
+
+    # for requests
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of this name, or the only one. Raises HttpError and BadRequest."""
+        names = [card.name for card in self.known()]
+        if name is None:
+            if len(names) > 1:
+                raise BadRequest(f"model must be named; there are: {', '.join(names)}", "model")
+            name = names[0] if names else self._expected
+        model = self._models.get(name) or self._by_adapter(name)
+        if model is None and (name == self._expected or self._is_kept(name)):
+            card = ModelCard(self._expected, "")
+            model = self._starting = self._starting or ServedModel(card, self._limits)
+        if model is not None and not model.problem:
+            return model
+        if model is not None:
+            message = f"{name} is not being served: {self.missing(name)}"
+            raise HttpError(503, message, retry_after=RETRY_AFTER)
+        there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
+        raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
+
+    def _is_kept(self, name: str) -> bool:
+        """Whether it is an adapter, loaded at run time, of the model that starts."""
+        kept = self._view.adapters(self._expected).get(name)
+        return self._expected not in self._models and kept is not None and bool(kept.path)
+
+    def _by_adapter(self, name: str) -> ServedModel | None:
+        return next((model for model in self._models.values() if name in model.adapters), None)
+
+    def adapters(self) -> list[tuple[ModelCard, Adapter]]:
+        """The adapters of the listed models, each with its model."""
+        return [(card, each) for card in self.listed() for each in self._models[card.name].adapters.values()]
+
+    def any_for(self, path: str) -> str | None:
+        """The name of any model, for a path to which each has the same answer."""
+        return next((card.name for card in self.known() if BY_ID.fullmatch(path)), None)
+
+    def listed(self) -> list[ModelCard]:
+        """The models that would serve a request now, in order of name."""
+        return [card for card in self.known() if self._models[card.name].live]
+
+    def known(self) -> list[ModelCard]:
+        """The models whose requests are served or wait: also those whose processors are being built, or whose workers
+        are being connected."""
+        known = [model for model in self._models.values() if model.removal is None and not model.problem]
+        return sorted((model.card for model in known), key=lambda card: card.name)
+
+    async def settled(self) -> None:
+        """Wait until each model that the registry has now is served, or known not to be."""
+        self._update()
+        for model in list(self._models.values()):
+            await model.settled.wait()
+
+    # for reports
+
+    def missing(self, name: str | None = None) -> str:
+        """Why this model, or any, is not being served; empty if it is."""
+        if name is None:
+            if any(model.live for model in self._models.values()):
+                return ""
+            return "; ".join(f"{known}: {self.missing(known)}" for known in self._models or [self._expected])
+        model = self._models.get(name)
+        if model is None:
+            return "no decode worker has registered"
+        if model.processor is None:
+            return model.problem or "its tokenizer and configuration are being loaded"
+        return "" if model.live else "no decode worker is connected"
+
+    def live(self) -> dict[str, int]:
+        """By model: how many decode workers would take a request now."""
+        return {name: model.live for name, model in sorted(self._models.items())}
+
+    def load(self) -> int:
+        """How many requests of this frontend need a decode worker and are not over."""
+        return sum(model.admission.requests for model in self._all())
+
+    def report(self) -> Load:
+        """This frontend's load."""
+        waiting = sum(model.waiting for model in self._all())
+        backlog = sum(model.backlog for model in self._all())
+        return Load(sum(model.running for model in self._all()), waiting, backlog=round(backlog, 3))
+
+    def links(self) -> list[LinkState]:
+        """The links to the decode workers of all models."""
+        return [link for model in self._all() for link in model.links()]
+
+    # following the registry
+
+    async def follow(self) -> None:
+        async for _ in self._view.changes(LOOK):
+            self._update()
+
+    def cancel_removals(self) -> None:
+        for model in self._models.values():
+            if model.removal is not None:
+                model.removal.cancel()
+
+    def _update(self) -> None:
+        cards = self._view.cards()
+        for name in self._models.keys() - cards.keys():
+            self._miss(name)
+            self._mixed.pop(name, None)
+        for name, model_cards in cards.items():
+            with Apart("served models"):
+                self._add(name, _newest(model_cards))
+                self._warn_if_mixed(name, model_cards)
+        for model in self._all():
+            with Apart("served models"):
+                self._update_model(model)
+        self._count(self._view.instances())
+
+    def _count(self, instances: list[Instance]) -> None:
+        running = Counter(instance.role for instance in instances)
+        for role in Role:
+            INSTANCES.labels(role.value).set(running[role])
+        for each in instances:
+            if each.role is not Role.FRONTEND:
+                WORKERS_REPLACED.labels(each.model, each.role)  # a series that begins at 1 shows no increase
+        for kind, more in (self._view.replaced - self._replaced).items():
+            WORKERS_REPLACED.labels(*kind).inc(more)
+        self._replaced = self._view.replaced.copy()
+        self.show_ready()
+
+    def show_ready(self, silent: Container[str] = ()) -> None:
+        """Show by slot which processes are ready. `silent`: ids of those that do not answer."""
+        answers = {each.id: Watched() for each in self._view.instances() if each.id not in silent}
+        state = graph_state(*self._view.snapshot(), answers | {"": Watched(gone=self._view.gone())})
+        before, self._ready = self._ready, readiness(state, nodes(state, 0.0))
+        for place in before.keys() - self._ready.keys():
+            SLOT_READY.remove(*place)
+        for place, ready in self._ready.items():
+            SLOT_READY.labels(*place).set(ready)
+
+    def _all(self) -> list[ServedModel]:
+        return [*self._models.values(), *self._retiring, *filter(None, [self._starting])]
+
+    def _add(self, name: str, card: ModelCard) -> None:
+        model = self._models.get(name)
+        if model is not None and model.card.alike(card):
+            if model.removal is not None:
+                model.removal.cancel()
+                model.removal = None
+            return
+        if model is not None:
+            logger.info("%s: its model card changed", name)
+            self._remove(name)
+        self._models[name] = model = ServedModel(card, self._limits)
+        model.show()
+        if self._starting is not None and name == self._expected:
+            self._starting.retire()
+            self._starting = None
+        serving = forever(lambda: self._serve(model), f"model: {name}", until_done=True)
+        self._tasks.start(serving, f"model: {name}")
+
+    def _miss(self, name: str) -> None:
+        model = self._models[name]
+        if model.removal is None:
+            grace = self._context.request_timeout
+            logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
+            model.missed = name == self._expected or any(each.model == name for each in self._view.gone())
+            model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        model = self._models.pop(name)
+        model.hide()
+        if model.removal is not None:
+            model.removal.cancel()
+        model.retired.set()
+        self._retiring.add(model)
+
+    def _update_model(self, model: ServedModel) -> None:
+        live = self._view.settings()
+        files = (worker.settings for worker in self._view.instances(model=model.card.name))
+        model.promised = promise_in_force(files, live)
+        workers = self._workers(model.card)
+        places = (each.max_num_seqs for each in workers if not each.stands_in)
+        model.places = max(places, default=0) or model.places
+        kept = self._view.adapters(model.card.name)
+        model.adapters = served(kept, workers, model.adapters)
+        if model.processor is not None:
+            model.processor.adapters.set(model.adapters.values())
+            frontends = len(self._view.instances(Role.FRONTEND))
+            model.processor.workers.update(workers, max(1, frontends), model.adapters | kept)
+            model.processor.workers.policy = in_force({"router": self._context.router}, live)["router"]
+            model.admission.advance()
+        if model.retired.is_set():
+            model.replace(model.card.name in self._models and not model.live)
+
+    def _workers(self, card: ModelCard) -> list[Instance]:
+        """The workers that frontends may connect to for this card."""
+        return [
+            worker
+            for worker in self._view.instances(model=card.name)
+            if worker.fingerprint == card.fingerprint and (worker.role.does(Role.DECODE) or worker.stands_in)
+        ]
+
+    def _warn_if_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
+        by_worker = {worker: card.fingerprint for worker, card in cards}
+        loaded, before = set(by_worker.values()), self._mixed.get(name)
+        self._mixed[name] = loaded
+        if len(loaded) > 1 and loaded != before:
+            text = "%s: its workers loaded different weights or settings (%s): new requests go to those of %s only"
+            logger.warning(text, name, by_worker, _newest(cards).fingerprint)
+
+    # the life of one model
+
+    async def _serve(self, model: ServedModel) -> None:
+        """Build the model's processor, again and again until that succeeds, and keep it until the model is retired and
+        idle."""
+        name = model.card.name
+        try:
+            while not model.retired.is_set():
+                try:
+                    await self._serve_once(model)
+                except (ConfigError, Unavailable) as error:
+                    model.problem = str(error)
+                except Exception as error:
+                    reraise_fatal(error)
+                    logger.exception("%s: building its processor failed", name)
+                    model.problem = f"internal error: {error}"
+                if model.retired.is_set():
+                    return
+                logger.error("%s is not served: %s", name, model.problem)
+                model.settled.set()
+                model.admission.advance()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(model.retired.wait(), RETRY)
+        finally:
+            self._retiring.discard(model)
+            if model.retired.is_set():  # perhaps while its processor was being built, which failed
+                model.retire()
+
+    async def _serve_once(self, model: ServedModel) -> None:
+        name = model.card.name
+        async with AsyncExitStack() as stack:
+            serve = (await asyncio.to_thread(_import_processor)).serve_model
+            serving = serve(model.card, self._context, lambda: self._workers(model.card))
+            processor: Processor = await stack.enter_async_context(serving)
+            processor.core.on_capacity = model.admission.advance
+            try:
+                model.processor, model.problem = processor, ""
+                processor.adapters.look = partial(self._update_model, model)
+                model.settled.set()
+                self._update_model(model)
+                logger.info("%s is being served, up to %d tokens", name, model.card.max_model_len)
+                await model.retired.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(model.idle(), self._context.longest)
+                logger.info("%s is no longer served", name)
+            finally:
+                model.processor = None
+                model.admission.advance()
+
+
+def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
+    """The newest that this vLLM can serve, if there is any: while vLLM is upgraded there are workers of two."""
+    ours = installed_vllm().version
+    return max(
+        (card for _, card in cards),
+        key=lambda card: (card.vllm_version == ours, card.generation, card.created, card.fingerprint),
+    )
+
+
+async def _import_early() -> None:
+    """Import vLLM before the first card comes: workers take longer to start than the import."""
+    try:
+        await asyncio.to_thread(_import_processor)
+    except ImportError:
+        logger.exception("no model can be served: vLLM cannot be imported")
+
+
+@cache
+def _import_processor() -> ModuleType:
+    """Import vLLM (in a thread, so that the frontend answers meanwhile), and freeze all objects of the import: a full
+    garbage collection then takes 20-45 ms instead of 500. Models are not frozen, since those that go would never be
+    collected."""
+    module = import_large("pdserve.frontend.model.processor")
+    garbage.freeze()
+    return module

@@ -1,0 +1,173 @@
+"""`/dashboard`: a page without data of its own, which is open to all, and the state that it asks for each second.
+
+The page is the static files of this folder. Scripts and styles come from there alone, nothing from other hosts, and
+whatever the state or a model says is shown as text."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.contract.records import encode_record
+from pdserve.contract.reports import TICK, LinkState, Receipt
+from pdserve.frontend.keys.auth import Viewer
+from pdserve.frontend.plugins import Rib, RibContext
+from pdserve.observe.graph_state import (
+    GraphState,
+    Moment,
+    decode_workers,
+    graph_state,
+    promise_kept,
+    settings_changed,
+)
+from pdserve.observe.problems import Node, Problem, nodes, problems
+from pdserve.observe.process_pages import read_watched
+from pdserve.util import clock
+
+KEPT = 1.0
+"""seconds for which a state is given again, however many pages are open"""
+PER_SECOND = 50
+"""processes that are asked, at most; so the state of a larger graph is kept for longer"""
+MAX_LINKS = 400
+"""that the page gets; those that are down or fail come first"""
+
+_PAGE, _STATE = "/dashboard", "/dashboard/state"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_FILES = sorted(file for file in Path(__file__).parent.iterdir() if file.suffix in _KINDS)
+SHELL = {_PAGE if file.name == "index.html" else f"{_PAGE}/{file.name}": file for file in _FILES}
+"""files by path, which need no API key: the page asks for one"""
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class DashboardState(Struct, frozen=True):
+    """What the page shows."""
+
+    frontend: str
+    """instance id of the frontend that answers"""
+    key: str
+    everything: bool
+    models: list[str]
+    settings: list[str]
+    """those that are not as in the file, a line each"""
+    promise: str
+    """how many requests kept theirs; empty: none had one"""
+    queue_depth: int
+    queue_limit: int
+    nodes: list[Node]
+    problems: list[Problem]
+    moments: list[Moment]
+    receipts: list[Receipt]
+    tick: float = TICK
+
+
+class Dashboard(Rib):
+    open_paths = frozenset(SHELL)
+
+    def __init__(self, context: RibContext) -> None:
+        self._context = context
+        self._reading = asyncio.Lock()
+        self._state: GraphState
+        self._answers: dict[Viewer, bytes] = {}
+        self._until = 0.0
+        """monotonic, when the state is to be read again"""
+        self.routes = [
+            *(Route(path, _shell(file)) for path, file in SHELL.items()),
+            Route(_STATE, self._answer),
+        ]
+
+    async def _answer(self, request: Request) -> Response:
+        state = await self.state(self._context.keys.viewer(request.headers))
+        return Response(state, media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def state(self, viewer: Viewer) -> bytes:
+        async with self._reading:
+            if time.monotonic() >= self._until:
+                self._state = await self._read()
+                self._until = time.monotonic() + max(KEPT, len(self._state.instances) / PER_SECOND)
+                self._answers = {}
+            if viewer not in self._answers:
+                self._answers[viewer] = encode_record(
+                    shown_to(self._state, viewer, self._context.id, clock.unix(), self._context.model)
+                )
+            return self._answers[viewer]
+
+    async def _read(self) -> GraphState:
+        view, own = self._context.view, self._context.id
+        others = [other for other in view.instances() if other.id != own]
+        watched = await read_watched(others, self._context.http)
+        watched[own] = self._context.watched()
+        return graph_state(*view.snapshot(), watched)
+
+
+def shown_to(state: GraphState, viewer: Viewer, own: str, now: float, model: str) -> DashboardState:
+    """Return what this viewer may see. `now`: Unix seconds, for people. `model`: the frontend's, which has a name also
+    while no worker of it is there. Pure."""
+    if not viewer.everything:
+        state = _public(state, viewer.key)
+    processes = nodes(state, now)
+    if not viewer.everything:
+        processes = [_placeless(node) for node in processes]
+    most = max(1, MAX_LINKS // max(1, len(processes)))
+    wrong = problems(state, processes)
+    if sum(len(node.links) for node in processes) > MAX_LINKS:
+        processes = [replace(node, links=_notable(node)[:most]) for node in processes]
+    return DashboardState(
+        frontend=own,
+        key=viewer.key,
+        everything=viewer.everything,
+        models=sorted({model, *decode_workers(state)}),
+        settings=settings_changed(state),
+        promise=promise_kept(state.moments),
+        queue_depth=state.queue_depth,
+        queue_limit=state.queue_limit,
+        nodes=processes,
+        problems=wrong,
+        moments=state.moments,
+        receipts=state.receipts,
+    )
+
+
+def _public(state: GraphState, key: str) -> GraphState:
+    """Return what any key may see."""
+    return replace(
+        state,
+        receipts=[receipt for receipt in state.receipts if receipt.key == key],
+        slots=[replace(slot, cause="") for slot in state.slots],
+        outages={
+            name: [replace(outage, address="") for outage in outages]
+            for name, outages in state.outages.items()
+        },
+        gone=[replace(each, host="") for each in state.gone],
+    )
+
+
+def _placeless(node: Node) -> Node:
+    """Leave out where the process runs: why a link failed may name addresses."""
+    instance = node.instance and replace(node.instance, address="", metrics="", host="", pid=0, gpus=[])
+    return replace(node, host="", instance=instance, links=[replace(link, failure="") for link in node.links])
+
+
+def _notable(node: Node) -> list[LinkState]:
+    return sorted(node.links, key=lambda link: (link.up, -link.failures, -link.requests))
+
+
+def _shell(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    body, kind = file.read_bytes(), _KINDS[file.suffix]
+
+    async def shell(_: Request) -> Response:
+        return Response(body, media_type=kind, headers=_HEADERS)
+
+    return shell

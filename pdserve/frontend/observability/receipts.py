@@ -1,0 +1,167 @@
+"""The receipts of this frontend's requests, running and lately ended, the pages `/requests`, and ticks that count what
+it served. That costs a record for each request, and nothing for a token."""
+
+import asyncio
+import time
+from collections import Counter, deque
+from itertools import pairwise
+
+import msgspec
+from msgspec.structs import replace
+from prometheus_client import Histogram
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.contract.records import Role
+from pdserve.contract.reports import (
+    BUCKETS,
+    KEPT_FOR,
+    MAX_ASTRAY,
+    MAX_REPORTED,
+    MAX_TICKS,
+    MOST_KEPT,
+    TICK,
+    Receipt,
+    Tick,
+    Watched,
+    newest,
+)
+from pdserve.frontend.edge.request_record import RequestRecord, receipt_of
+from pdserve.frontend.edge.response import HttpError, ResponseWriter
+from pdserve.frontend.plugins import Rib, RibContext
+from pdserve.observe.metrics import ITL, TTFT
+from pdserve.observe.process_pages import read_receipts
+
+MAX_ASKING = 4
+"""requests for receipts that ask the other frontends at the same time"""
+
+
+class Receipts(Rib):
+    def __init__(self, context: RibContext) -> None:
+        self._own, self._running = context.id, context.running
+        self._view, self._keys = context.view, context.keys
+        self.routes = [Route("/requests", self._list), Route("/requests/{id}", self._one)]
+        self.work = {"receipts": self.tick}
+        self._asking = asyncio.Semaphore(MAX_ASKING)
+        self._ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
+        self._over: deque[tuple[float, Receipt]] = deque(maxlen=MOST_KEPT)
+        """with the monotonic time of arrival; in the order of their ends"""
+        self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_ASTRAY)
+        """the last receipts of requests that went astray"""
+        self._counts = Counter[str]()
+        """of the current tick"""
+        self._tokens = 0
+        """output tokens of all requests that are over"""
+
+    def end(self, record: RequestRecord) -> None:
+        if not record.begun:
+            return
+        receipt = record.receipt
+        self._tokens += receipt.output_tokens
+        self._forget(time.monotonic())
+        self._over.append((record.started, receipt))
+        if receipt.astray:
+            self._astray.append((record.started, receipt))
+        self._counts["requests"] += 1
+        self._counts["failed"] += record.code >= 500
+        self._counts["refused"] += record.code == 429
+        self._counts["promised"] += receipt.promise != ""
+        self._counts["kept"] += receipt.promise == "kept"
+
+    def watched(self, watched: Watched) -> Watched:
+        return replace(watched, ticks=list(self._ticks), receipts=self._reported())
+
+    def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
+        now, matching = time.monotonic(), list[tuple[float, Receipt | ResponseWriter]]()
+        self._forget(now)
+        for response in self._running:
+            if key in (None, response.trace.key) and request_id in ("", response.trace.request_id):
+                matching.append((response.trace.started, response))
+        for started, receipt in self._over:
+            if key in (None, receipt.key) and request_id in ("", receipt.request_id):
+                matching.append((started, receipt))
+        matching.sort(key=lambda item: item[0], reverse=True)
+        return [
+            replace(item, age=now - started)
+            if isinstance(item, Receipt)
+            else receipt_of(item, self._own, now, running=True)
+            for started, item in matching[:limit]
+        ]
+
+    def _reported(self) -> list[Receipt]:
+        """Return what dashboards and `status` get: the newest, and older ones of requests that went astray."""
+        now, newest_ones = time.monotonic(), self.receipts(MAX_REPORTED)
+        since = now - newest_ones[-1].age if len(newest_ones) == MAX_REPORTED else 0.0
+        astray = [
+            replace(receipt, age=now - started)
+            for started, receipt in reversed(self._astray)
+            if now - KEPT_FOR < started < since
+        ]
+        return newest_ones + astray
+
+    async def tick(self) -> None:
+        """End a tick every TICK seconds. Never returns."""
+        before = _observed(TTFT), _observed(ITL), self._sent()
+        while True:
+            await asyncio.sleep(TICK)
+            now = _observed(TTFT), _observed(ITL), self._sent()
+            counts, self._counts = self._counts, Counter()
+            ttft, itl = map(_since, before[:2], now[:2])
+            self._ticks.append(Tick(**counts, tokens=now[2] - before[2], ttft=ttft, itl=itl))
+            before = now
+            self._forget(time.monotonic())
+
+    def _sent(self) -> int:
+        """Count the output tokens of all requests so far."""
+        return self._tokens + sum(response.trace.output_tokens for response in self._running)
+
+    def _forget(self, now: float) -> None:
+        while self._over and self._over[0][0] + self._over[0][1].seconds < now - KEPT_FOR:
+            self._over.popleft()
+
+    # its pages
+
+    async def _list(self, request: Request) -> Response:
+        limit = request.query_params.get("limit", "20")
+        if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= MAX_REPORTED:
+            raise HttpError(400, f"limit must be a whole number from 1 to {MAX_REPORTED}", "limit")
+        return _json({"object": "list", "data": await self._find(request, int(limit))})
+
+    async def _one(self, request: Request) -> Response:
+        request_id = request.path_params["id"]
+        if receipts := await self._find(request, 1, request_id):
+            return _json(receipts[0])
+        kept = f"of the last {MOST_KEPT:,} requests of each frontend, for {KEPT_FOR / 60:g} minutes"
+        raise HttpError(404, f"there is no receipt of the request {request_id}: they are kept {kept}")
+
+    async def _find(self, request: Request, limit: int, request_id: str = "") -> list[Receipt]:
+        """Receipts that the request's key may see, of all frontends; of one id, of this frontend if it has it."""
+        viewer = self._keys.viewer(request.headers)
+        asked = limit, None if viewer.everything else viewer.key, request_id
+        receipts = self.receipts(*asked)
+        others = [other for other in self._view.instances(Role.FRONTEND) if other.id != self._own]
+        if others and not (request_id and receipts):
+            async with self._asking:
+                receipts = newest(limit, receipts, await read_receipts(others, *asked))
+        return receipts
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _since(before: list[int], now: list[int]) -> list[int]:
+    counts = [late - early for early, late in zip(before, now, strict=True)]
+    return counts if any(counts) else []
+
+
+def _observed(histogram: Histogram) -> list[int]:
+    """Count the observations in each bucket so far, of all models."""
+    below = Counter[float]()
+    for metric in histogram.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_bucket"):
+                below[float(sample.labels["le"])] += int(sample.value)
+    counts = [0, *(below[bound] for bound in (*BUCKETS, float("inf")))]
+    return [high - low for low, high in pairwise(counts)]

@@ -1,0 +1,137 @@
+"""Ribs: what only watches the requests of a frontend, or adds pages beside them.
+
+The way of a request (`app.py`) answers the same without any rib, and no error of one reaches a client. Each hangs on
+the contract `Rib`, and is loaded by its name in `RIBS`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Self
+
+import httpx
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from pdserve.config.schema import FrontendConfig
+from pdserve.contract.reports import Outage, Receipt, Watched
+from pdserve.frontend.edge.paths import WITH_BODY
+from pdserve.frontend.edge.request_record import RequestRecord
+from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.edge.response import ResponseWriter
+from pdserve.frontend.keys.auth import ApiKeys
+from pdserve.frontend.model.served_models import ServedModels
+from pdserve.observe.tracing import Tracer
+from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import Apart, Work
+
+RIBS = (
+    "pdserve.frontend.observability.request_log:RequestLog",
+    "pdserve.frontend.observability.spans:RequestSpans",
+    "pdserve.frontend.observability.receipts:Receipts",
+    "pdserve.frontend.observability.health:HealthPages",
+    "pdserve.frontend.observability.metrics_page:MetricsPage",
+    "pdserve.frontend.observability.dashboard.page:Dashboard",
+    "pdserve.frontend.batches.routes:Batches",
+)
+
+
+@dataclass(frozen=True)
+class RibContext:
+    """What a rib may use of its frontend."""
+
+    id: str
+    """instance id"""
+    model: str
+    """the configured one"""
+    models: ServedModels
+    keys: ApiKeys
+    view: RegistryView
+    http: httpx.AsyncClient
+    """for pages of other processes"""
+    watched: Callable[[], Watched]
+    """this process now"""
+    tracer: Tracer = field(default_factory=Tracer)
+    running: dict[ResponseWriter, None] = field(default_factory=dict)
+    """the requests to models that generate, which are not over"""
+    app: Callable[[], ASGIApp] = NotImplemented
+    """of this frontend, for requests of its own"""
+    config: FrontendConfig = field(default_factory=FrontendConfig)
+    draining: Callable[[], bool] = lambda: False
+    outages: Callable[[], list[Outage]] = list
+    """of this process's connections to servers"""
+
+
+class Rib:
+    """One rib; what it does not define it does not do."""
+
+    routes: Sequence[Route] = ()
+    open_paths: frozenset[str] = frozenset()
+    """of its routes: need no API key"""
+    local_paths: frozenset[str] = frozenset()
+    """need none from clients on this machine, such as scrapers"""
+    work: Mapping[str, Work] = {}
+    """permanent background work, by name"""
+
+    def __init__(self, context: RibContext) -> None: ...
+
+    def begin(self, request: Request, trace: RequestTrace) -> None:
+        """A request to a model that generates begins; its key is known."""
+
+    def end(self, record: RequestRecord) -> None:
+        """A request of a path in `WITH_BODY` is over."""
+
+    def watched(self, watched: Watched) -> Watched:
+        """Return what this process reports, with the rib's part added."""
+        return watched
+
+    def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
+        """As `Service.receipts`."""
+        return []
+
+
+class Ribs:
+    """The ribs of one frontend."""
+
+    def __init__(self, context: RibContext, ribs: Iterable[Rib] = ()) -> None:
+        self.context, self.ribs = context, list(ribs)
+        self.routes = [route for rib in self.ribs for route in rib.routes]
+        self.open_paths = frozenset(path for rib in self.ribs for path in rib.open_paths)
+        self.local_paths = frozenset(path for rib in self.ribs for path in rib.local_paths)
+        self.work = {name: work for rib in self.ribs for name, work in rib.work.items()}
+
+    @classmethod
+    def load(cls, context: RibContext, names: Iterable[str] = RIBS) -> Self:
+        """`names`: `module:class`."""
+        named = (name.partition(":") for name in names)
+        return cls(context, [getattr(import_module(module), kind)(context) for module, _, kind in named])
+
+    def begin(self, request: Request, response: ResponseWriter) -> None:
+        self.context.running[response] = None
+        for rib in self.ribs:
+            with Apart("rib"):
+                rib.begin(request, response.trace)
+
+    def end(self, response: ResponseWriter) -> None:
+        begun = response in self.context.running
+        self.context.running.pop(response, None)
+        if response.trace.path not in WITH_BODY or not (response.status or response.trace.model):
+            return  # a page; or its client left before the body was complete
+        record = RequestRecord.of(response, self.context.id, begun=begun)
+        for rib in self.ribs:
+            with Apart("rib"):
+                rib.end(record)
+
+    def watched(self, watched: Watched) -> Watched:
+        for rib in self.ribs:
+            with Apart("rib"):
+                watched = rib.watched(watched)
+        return watched
+
+    def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
+        kept: list[Receipt] = []
+        for rib in self.ribs:
+            with Apart("rib"):
+                kept += rib.receipts(limit, key, request_id)
+        return kept

@@ -1,0 +1,172 @@
+"""One sequence that is being generated: an engine-core request of AsyncLLM and its state."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdserve.contract.messages import Placed, ToDecode
+from pdserve.frontend.admission.granted import SequencePermit
+from pdserve.frontend.edge.request_trace import RequestTrace, SequenceHops
+from pdserve.frontend.sequence.pacing import Reserve
+from pdserve.frontend.vllm.api_server import EngineCoreOutput, EngineCoreRequest
+from pdserve.observe.tracing import TracedSpan
+
+
+class WorkerLink(Protocol):
+    """The connection to the worker that has a generation (`frontend/workers/link.py`)."""
+
+    instance: str
+
+    def add(self, generation: "Generation") -> None: ...
+
+    def remove(self, generation: "Generation") -> None: ...
+
+    def touch(self) -> None: ...
+
+    def post(self, message: ToDecode) -> None: ...
+
+
+@dataclass(eq=False)
+class Generation:
+    request: EngineCoreRequest
+    trace: RequestTrace
+    permit: SequencePermit | None = None
+    """None before it begins and after its end"""
+    size: float = 0.0
+    """tokens of KV that it will probably need"""
+    tokens: list[int] = field(default_factory=list)
+    """generated so far, by all workers together"""
+    first_token: float = 0.0
+    last_token: float = 0.0
+    """when they came, in monotonic seconds; 0 before the first token"""
+    reserve: Reserve[EngineCoreOutput] | None = None
+    """of outputs that are held back; None: none is (`pacing.py`)"""
+    passed: float = 0.0
+    """when the last output went on to the client, in monotonic seconds; 0 before"""
+    hops: SequenceHops = field(init=False)
+
+    # the current attempt
+
+    attempt: int = 0
+    """how often it was sent to a worker"""
+    attempt_id: str = ""
+    """its id at the worker: new for each attempt, since a worker may still know an earlier one"""
+    link: WorkerLink | None = None
+    """to the worker that has it"""
+    sent: float = 0.0
+    """monotonic seconds"""
+    span: TracedSpan | None = None
+    """None: it is not traced"""
+    placed: Placed | None = None
+    """the worker's last word on its prefill; None until the worker takes it up"""
+    noted: Placed | None = None
+    """the last `placed` that was written into the trace, with the first output after it"""
+
+    # what became of earlier attempts: the rules are those of `migration`
+
+    replays: bool = False
+    """another worker has to start it again from its prompt, and cannot go on from its tokens"""
+    replay_left: int = 0
+    """how many of its tokens the worker has still to generate again, in a replay"""
+    losses: int = 0
+    """how often a worker lost it after taking it up"""
+    stalls: int = 0
+    """how often it left a stalled worker"""
+    lost_by: set[str] = field(default_factory=set)
+    """instance ids of the workers that lost it"""
+    last_loss: str = ""
+    engines_died: int = 0
+    """how many engines in a row died while they computed its next token, as their workers reported"""
+
+    def __post_init__(self) -> None:
+        self.hops = self.trace.sequence_hops()
+
+    @property
+    def adapter(self) -> int:
+        """The number of its LoRA adapter; 0: it has none."""
+        lora = self.request.lora_request
+        return lora.lora_int_id if lora is not None else 0
+
+    @property
+    def id(self) -> str:
+        request_id: str = self.request.request_id
+        return request_id
+
+    @property
+    def beam(self) -> bool:
+        """Whether it is one step of a beam: a beam search makes new requests for each token."""
+        return not self.request.sampling_params.detokenize
+
+    @property
+    def prompt_key(self) -> str:
+        """The outputs of n > 1 share one, and the beams of a search: vLLM calls them `<key>-<step>-beam-<number>`."""
+        key: str = self.request.external_req_id or self.request.request_id
+        return key.rsplit("-", 3)[0] if self.beam else key
+
+    @property
+    def prompt(self) -> list[int]:
+        prompt: list[int] = self.request.prompt_token_ids
+        return prompt
+
+    @property
+    def max_tokens(self) -> int:
+        most: int = self.request.sampling_params.max_tokens
+        return most
+
+    @property
+    def timing(self) -> tuple[int, float, float]:
+        """Tokens, seconds from sending it to the first token, seconds from there to the last; for a single attempt."""
+        return len(self.tokens), self.first_token - self.sent, self.last_token - self.first_token
+
+    def is_complete(self, max_model_len: int) -> bool:
+        return len(self.tokens) >= min(self.max_tokens, max_model_len - len(self.prompt))
+
+    def begin_span(self, instance: str) -> None:
+        """Begin the span of an attempt at this worker, if the request is traced."""
+        if self.trace.span is not None:
+            self.span = self.trace.span.begin("attempt", time.monotonic(), {"pdserve.instance": instance})
+
+    def attach(self, link: WorkerLink, attempt_id: str) -> None:
+        """Begin an attempt at the link's worker."""
+        self.attempt += 1
+        self.attempt_id = attempt_id
+        self.link = link
+        self.sent = time.monotonic()
+        self.placed = None
+        self.replay_left = len(self.tokens) if self.replays else 0
+        self.hops.sent(link.instance)
+        link.add(self)
+
+    def detach(self, error: str = "") -> WorkerLink | None:
+        """End the attempt, so that its late outputs find no generation. Returns its link."""
+        link, self.link = self.link, None
+        hops = self.hops.left(self.last_token) if link is not None else []
+        span, self.span = self.span, None
+        if span is not None:
+            span.add_hops((hop for hop in hops if hop.name == "decode"), self.trace.started)
+            span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
+        if link is not None:
+            link.remove(self)
+        return link
+
+    def add_tokens(self, tokens: list[int]) -> None:
+        """Count tokens that have come."""
+        if not tokens:
+            return
+        self.last_token = time.monotonic()
+        if not self.first_token:
+            self.first_token = self.last_token
+            if self.link is not None:
+                self.link.touch()  # it is no longer starting
+        self.engines_died = 0
+        self.tokens += tokens
+
+    def pass_on(self, tokens: int) -> float | None:
+        """Count tokens that go on to the client; returns the seconds between two of them, None if the first is among
+        them."""
+        if not tokens:
+            return None
+        before, self.passed = self.passed, time.monotonic()
+        gap = self.passed - before if before else None
+        self.trace.add_tokens(tokens, gap)
+        return None if gap is None else gap / tokens

@@ -1,0 +1,149 @@
+"""Pictures in prompts, as vLLM's app reads them: from where, how many and how large, and what names them.
+
+A picture of 10 KB may have 33 million pixels, of four bytes each. One thread reads them all, one picture at a time, and
+counts the pixels of each before it decodes it, for its request and for all requests together.
+"""
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from functools import partial
+from http import HTTPStatus
+from io import BytesIO
+from typing import Any
+from weakref import finalize
+
+import vllm.envs
+from aiohttp import ClientError
+from PIL import Image
+from vllm.connections import HTTPConnection
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.multimodal.image import open_image
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, connector
+from vllm.multimodal.media.image import ImageMediaIO
+from vllm.renderers.base import BaseRenderer
+
+from pdserve.frontend.edge.body import Budget
+from pdserve.frontend.edge.request_trace import RequestTrace, current_trace
+from pdserve.util.errors import Overloaded, text_of
+
+LIMITS = {"image": 16, "video": 0, "audio": 0}
+"""of a prompt, where the file sets no `limit-mm-per-prompt`"""
+_DEFAULTS = {
+    "VLLM_MAX_IMAGE_PIXELS": 1 << 25,
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": False,
+    "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": 32,
+}
+"""where the environment does not say: 20 KB may hold the 179 million pixels of vLLM's own bound, which cost 6 s of CPU;
+an allowed host may lead to one that is not; and 16 URLs might fetch 4 GiB"""
+
+for name, value in _DEFAULTS.items():
+    if name not in os.environ:
+        setattr(vllm.envs, name, value)
+vllm.envs.VLLM_MEDIA_CONNECTOR = "pdserve"
+connector.global_thread_pool = ThreadPoolExecutor(1, "pictures")
+MAX_PIXELS = vllm.envs.VLLM_MAX_IMAGE_PIXELS if vllm.envs.VLLM_MAX_IMAGE_PIXELS > 0 else 1 << 40
+"""of a request"""
+LEAST = 1 << 20
+"""pixels that a smaller picture counts as: models enlarge it"""
+HELD = 4
+"""requests with MAX_PIXELS each whose pictures are held at a time"""
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow refuses twice as many, also inside of icons
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+held = Budget(HELD * MAX_PIXELS, "pictures of {} pixels are being worked on")
+_freed: deque[tuple[str, int]] = deque()
+"""what the reading thread is to give back to `held`; pictures are freed in any thread"""
+
+
+@MEDIA_CONNECTOR_REGISTRY.register("pdserve")
+class PictureReader(MediaConnector):  # type: ignore[misc]
+    """Fetches nothing where `allowed-media-domains` names no host: vLLM would fetch from any, also from those that only
+    this host reaches."""
+
+    async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
+        if not self.allowed_media_domains and url[:5].lower() not in ("data:", "file:"):
+            raise _refusal("it must be a data: URL; none is fetched, for allowed-media-domains names no host")
+        alone = copy(self)
+        alone.connection = (
+            HTTPConnection()
+        )  # vLLM's belongs to one event loop; there are two (`side_loop.py`)
+        if isinstance(media_io, ImageMediaIO) and (trace := current_trace.get()) is not None:
+            media_io.load_bytes = partial(_read, media_io.load_bytes, trace)
+        try:
+            return await MediaConnector.load_from_url_async(alone, url, media_io, **options)
+        except (RuntimeError, OSError, ClientError) as error:
+            raise _refusal(f"it cannot be read: {text_of(error)}") from error
+        finally:
+            if alone.connection._async_client is not None:
+                await alone.connection._async_client.close()
+
+
+def _read(load: Callable[[bytes], Any], trace: RequestTrace, data: bytes) -> Any:
+    """Decode a picture of the request within the bounds; in the reading thread. Its pixels count until it is freed, or
+    its request is over: the traceback of an error may keep the request's other pictures."""
+    try:
+        pixels = _pixels(data)
+        if pixels is None or pixels > MAX_PIXELS:
+            return load(data)  # which refuses it, in vLLM's words
+        counted = _take(trace, pixels)
+        try:
+            read = load(data)
+        except BaseException:
+            _freed.append(counted)
+            raise
+        freed = finalize(read.media, _freed.append, counted)
+        freed.atexit = False
+        trace.at_end.append(partial(_free, freed))
+        return read
+    except (ValueError, VLLMError):
+        raise
+    except Exception as error:  # of any kind: Pillow's formats do not agree
+        raise _refusal(f"it cannot be read: {str(error) or type(error).__name__}") from error
+
+
+def _pixels(data: bytes) -> int | None:
+    try:
+        with open_image(BytesIO(data)) as head:
+            return int(head.width * head.height)
+    except OSError:  # it is no picture
+        return None
+
+
+def _free(freed: "finalize[..., Image.Image]") -> None:
+    if found := freed.peek():
+        found[0].close()
+    freed()
+
+
+def _take(trace: RequestTrace, pixels: int) -> tuple[str, int]:
+    """Count the pixels; return what to give back when the picture is freed."""
+    while _freed:
+        held.give_back(*_freed.popleft())
+    counted = max(pixels, LEAST)
+    if trace.pixels + counted > MAX_PIXELS:
+        least = f"of which each counts as {LEAST} at least"
+        raise _refusal(f"the pictures of a request may have {MAX_PIXELS} pixels together, {least}")
+    try:
+        held.take(trace.client, counted)
+    except Overloaded as error:
+        raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
+    trace.pixels += counted
+    return trace.client, counted
+
+
+def _refusal(text: str) -> VLLMValidationError:
+    return VLLMValidationError(text, parameter="image_url")
+
+
+def name_by_content(renderer: BaseRenderer[Any]) -> None:
+    """Name each picture by a hash of it, whatever `uuid` a request gives it. vLLM knows it by that in the engine's
+    caches: with the same one for two pictures, the answer is about the first, also to another client."""
+    process = renderer._process_mm_uuids
+
+    def processed(data: Any, items: Any, uuids: dict[str, list[Any]], request: str) -> Any:
+        return process(data, items, {kind: [None] * len(given) for kind, given in uuids.items()}, request)
+
+    renderer._process_mm_uuids = processed

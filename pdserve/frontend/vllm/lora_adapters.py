@@ -1,0 +1,157 @@
+"""LoRA adapters of the served models: which there are, and how a client loads and unloads them at run time, on all
+workers of a model or on none (docs/decisions/0075-lora-adapters.md)."""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from msgspec.structs import replace
+
+from pdserve.contract.records import OF_FILE, Adapter, Instance, encode_record
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
+from pdserve.util.errors import BadRequest, ConfigError, Unavailable
+
+WITHIN = 60.0
+"""seconds for all workers to load an adapter"""
+SEEN_WITHIN = 10.0
+"""seconds for a frontend to see its own claim"""
+
+
+def served(
+    kept: Mapping[str, Adapter], workers: Sequence[Instance], before: Mapping[str, Adapter] = {}
+) -> dict[str, Adapter]:
+    """The adapters that clients may name, by name: what was loaded at run time, and what the workers' files name unless
+    that was unloaded. Where the files of two hosts differ, the one that most workers have. While there is no worker,
+    those of `before`, whose requests wait as the model's own do. Pure."""
+    found: dict[str, Counter[Adapter]] = {}
+    theirs = (each for worker in workers for each in worker.adapters or ())
+    for each in theirs if workers else before.values():
+        if not each.problem and each.asked == (kept[each.name].asked if each.name in kept else OF_FILE):
+            found.setdefault(each.name, Counter())[each] += 1
+    return {name: counts.most_common(1)[0][0] for name, counts in sorted(found.items())}
+
+
+class AdapterStore:
+    """Writes to the registry what all workers of a model shall have."""
+
+    def __init__(self, registry: Registry, view: RegistryView) -> None:
+        self._registry = registry
+        self._view = view
+
+    @asynccontextmanager
+    async def claimed(self, model: str, name: str) -> AsyncIterator[None]:
+        """While entered, no other call loads an adapter of this name, in any frontend and for any model, and the view
+        has what those before it did. Raises BadRequest where the name is another's, and Unavailable.
+
+        The claim is a key under this frontend's lease. The registry's changes come in the server's order: a view that
+        has the claim has all that was written before it."""
+        claim, mine = keys.claim(name), secrets.token_hex(8)
+        if not await self._registry.create(claim, mine.encode()):
+            raise BadRequest(f"The lora adapter '{name}' is being loaded by another call.", "lora_name")
+        try:
+            await self._seen(name, mine)
+            if name in self._view.cards().keys() - {model} or name in self._names_beside(model):
+                taken = f"'{name}' is the name of another model, or of its adapter: choose another name."
+                raise BadRequest(taken, "lora_name")
+            yield
+        finally:
+            await self._registry.delete(claim)
+
+    async def _seen(self, name: str, mine: str) -> None:
+        try:
+            async with asyncio.timeout(SEEN_WITHIN):
+                async for _ in self._view.changes():
+                    if self._view.claim(name) == mine:
+                        return
+        except TimeoutError:
+            raise Unavailable("this frontend does not see the registry's changes") from None
+
+    async def load(self, model: str, name: str, path: str) -> None:
+        """Return when all workers of the model have the adapter, and those that come later will. The name is `claimed`.
+        Raises ConfigError, and Unavailable; then none has it."""
+        asked = Adapter(name, path, asked=secrets.token_hex(8), model=model)
+        await self._registry.put(keys.loading(asked), encode_record(asked))
+        try:
+            async with asyncio.timeout(WITHIN):
+                id = await self._loaded(asked)
+            await self._keep(replace(asked, id=id), keys.claim(name))
+        except TimeoutError:
+            silent = _silent(self._workers(model), asked)
+            left = ", ".join(silent) or f"the workers of {model}, of which none is there,"
+            raise Unavailable(f"{left} did not load adapter {name} within {WITHIN:g} s") from None
+        finally:
+            await self._registry.delete(keys.loading(asked))
+
+    async def unload(self, model: str, name: str) -> None:
+        """Let no request name it any more; those that have it finish. The registry keeps only names that a worker's
+        file may have."""
+        before, workers = self._view.adapters(model).get(name), self._view.instances(model=model)
+        of_files = {
+            each.name for worker in workers for each in worker.adapters or () if each.asked == OF_FILE
+        }
+        if name in of_files or not workers:
+            await self._keep(Adapter(name, asked=secrets.token_hex(8), model=model))
+        elif before is not None:
+            await self._registry.delete(keys.adapter(before))
+            await self._until(lambda: self._view.adapters(model).get(name) != before)
+
+    async def _keep(self, adapter: Adapter, claim: str = "") -> None:
+        """Return when the view has it, or what another frontend has written since. Raises RegistryUnavailable, also
+        where the claim is lost."""
+        before = self._view.adapters(adapter.model).get(adapter.name)
+        key, value = keys.adapter(adapter), encode_record(adapter)
+        await self._registry.put(key, value, leased=False, holding=claim)
+        await self._until(lambda: self._view.adapters(adapter.model).get(adapter.name) != before)
+
+    async def _until(self, done: Callable[[], bool]) -> None:
+        async for _ in self._view.changes():
+            if done():
+                return
+
+    async def _loaded(self, asked: Adapter) -> int:
+        async for _ in self._view.changes():
+            workers = self._workers(asked.model)
+            if workers and not _silent(workers, asked):
+                return _agreed(workers, asked)
+        raise AssertionError("a view ends with its frontend")
+
+    def _names_beside(self, model: str) -> set[str]:
+        """The adapters of other models that clients may name, also while none of their workers is there. Engines may
+        hold more: an adapter that was unloaded, until its last request is done."""
+        found = set[str]()
+        models = {each.model for each in self._view.instances()} | {each.model for each in self._view.kept()}
+        for other in models - {model}:
+            kept = self._view.adapters(other)
+            found.update(served(kept, self._view.instances(model=other)))
+            found.update(each.name for each in kept.values() if each.path)
+        return found
+
+    def _workers(self, model: str) -> list[Instance]:
+        return [worker for worker in self._view.instances(model=model) if not worker.draining]
+
+
+def _silent(workers: Iterable[Instance], asked: Adapter) -> list[str]:
+    """Ids of the workers that have not said what became of it."""
+    return [each.id for each in workers if each.adapters is not None and not _answer(each, asked)]
+
+
+def _answer(worker: Instance, asked: Adapter) -> Adapter | None:
+    return next((each for each in worker.adapters or () if each.asked == asked.asked), None)
+
+
+def _agreed(workers: Iterable[Instance], asked: Adapter) -> int:
+    """The adapter's number, if all of them could load it. Raises ConfigError."""
+    answers = {worker.id: _answer(worker, asked) for worker in workers}
+    for worker, answer in answers.items():
+        if answer is None:
+            raise ConfigError([f"{worker} runs without enable-lora: set it in the sections of all workers"])
+        if answer.problem:
+            raise ConfigError([f"{worker}: {answer.problem}"])
+    ids = {answer.id for answer in answers.values() if answer}
+    if len(ids) > 1:
+        raise ConfigError([f"{asked.path} has not the same files on the hosts of {', '.join(answers)}"])
+    return ids.pop()

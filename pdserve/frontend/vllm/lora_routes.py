@@ -1,0 +1,86 @@
+"""LoRA adapters in vLLM's own app: the names that it knows, and its routes that load and unload them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from http import HTTPStatus
+from typing import Any
+
+from vllm.config import LoRAConfig
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.lora import api_router
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.lora.request import LoRARequest
+
+from pdserve.contract.records import Adapter
+from pdserve.frontend.vllm.lora_adapters import AdapterStore
+from pdserve.runtime.tasks import on_loop
+from pdserve.util.errors import BadRequest, Unavailable
+
+LONGEST_NAME, LONGEST_PATH = 256, 4096
+"""bytes, since all that workers say of an adapter must fit into their records in etcd"""
+Route = Callable[..., Awaitable[ErrorResponse | str]]
+
+
+class AppAdapters:
+    """The adapters of one model in its app: `set` says what there is. The checks, answers and errors of the routes are
+    vLLM's, around what `store` does."""
+
+    def __init__(self, models: OpenAIServingModels, model: str, store: AdapterStore | None) -> None:
+        self.look: Callable[[], None] = lambda: None
+        """calls `set` with what the registry has now"""
+        self._models, self._model, self._store = models, model, store
+        self._home = asyncio.get_running_loop()
+        api_router.router.routes.clear()  # its routes are in the app now; the next model's app would have them twice
+        self._loads, self._unloads = models.load_lora_adapter, models.unload_lora_adapter
+        models.engine_client.input_processor.lora_config = LoRAConfig()  # it refuses adapters without any
+        models.engine_client.add_lora = self._add
+        models.load_lora_adapter, models.unload_lora_adapter = map(self._route, (self._load, self._unload))
+
+    def set(self, adapters: Iterable[Adapter]) -> None:
+        requests = {each.name: LoRARequest(each.name, each.id, each.path) for each in adapters}
+        self._models.lora_requests = requests
+
+    async def _add(self, asked: LoRARequest) -> bool:
+        """What vLLM's route calls to load an adapter."""
+        assert self._store is not None
+        await self._store.load(self._model, asked.lora_name, asked.lora_path)
+        return True
+
+    def _route(self, work: Route) -> Route:
+        """On the frontend's loop, also for requests of the app's other one; errors in vLLM's shape."""
+
+        async def at_home(request: Any) -> ErrorResponse | str:
+            try:
+                return await work(request)
+            except (BadRequest, Unavailable) as error:
+                kind = "InvalidUserInput" if isinstance(error, BadRequest) else "ServiceUnavailableError"
+                return create_error_response(str(error), kind, HTTPStatus(error.status))
+            finally:
+                self.look()
+
+        return lambda request: on_loop(self._home, at_home(request))
+
+    async def _load(self, request: LoadLoRAAdapterRequest) -> ErrorResponse | str:
+        _check_lengths(request)
+        assert self._store is not None
+        async with self._store.claimed(self._model, request.lora_name):
+            self.look()  # vLLM refuses names that it knows
+            answer: ErrorResponse | str = await self._loads(request)
+            self.look()  # vLLM has noted a number of its own, which no worker has
+        return answer
+
+    async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:
+        assert self._store is not None
+        answer: ErrorResponse | str = await self._unloads(request)
+        if not isinstance(answer, ErrorResponse):
+            await self._store.unload(self._model, request.lora_name)
+        return answer
+
+
+def _check_lengths(request: LoadLoRAAdapterRequest) -> None:
+    texts = (("lora_name", request.lora_name, LONGEST_NAME), ("lora_path", request.lora_path, LONGEST_PATH))
+    for key, text, longest in texts:
+        if (size := len(text.encode())) > longest:
+            raise BadRequest(f"'{key}' has {size:,} bytes, but may have {longest:,}.", key)

@@ -1,0 +1,399 @@
+"""The decode workers of one model: a link to each that the registry lists, and the choice among them.
+
+Where none of them is there, prefill workers stand in (docs/decisions/0050-prefill-workers-stand-in.md). They get a link
+then, and keep it until a decode worker is back and has taken over what they still had. Stalled workers get requests
+only where no other is there (docs/decisions/0098-stalled-workers.md)."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from heapq import nlargest
+from typing import Any
+
+from msgspec import UNSET
+
+from pdserve.contract.live_settings import POLICIES
+from pdserve.contract.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
+from pdserve.contract.prefixes import pictures
+from pdserve.contract.records import Adapter, Instance
+from pdserve.contract.reports import LinkState
+from pdserve.frontend.admission.capacity import Capacity, worker_capacity
+from pdserve.frontend.sequence.generation import Generation, WorkerLink
+from pdserve.frontend.sequence.migration import promise_left
+from pdserve.frontend.workers.candidates import WINDOW, Candidates, Prospect, keeping
+from pdserve.frontend.workers.link import Connect, Link, LinkListener
+from pdserve.frontend.workers.prefix_index import PrefixIndex
+from pdserve.frontend.workers.router import choose
+from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
+from pdserve.runtime.tasks import Owner, reraise_fatal
+from pdserve.util.errors import BadRequest, PeerGone, leaves, text_of
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY = 0.5
+LAST_RETRY = 5.0
+"""seconds between attempts to reach a worker that the registry still lists"""
+HAND_OVER = 5.0
+"""seconds that a stand-in's requests may go on there when a decode worker is back: short ones end, and the others delay
+prompts"""
+LOOK = 0.5
+"""seconds between two checks whether a stand-in is still needed"""
+TICK, SILENT = 0.25, 9
+"""seconds between two checks for stalled workers; after so many without a byte, though heartbeats are answered, a
+worker is stalled"""
+
+
+class HandedOver(Exception):
+    """A stand-in is not needed any more."""
+
+
+class WorkerPool:
+    """Holds a link to each decode worker that the registry lists. A worker that leaves the registry gets no new
+    requests, but its link stays until its requests are finished or the stream reports that it is gone."""
+
+    def __init__(self, policy: str, vllm_version: str, connect: Connect, listener: LinkListener) -> None:
+        """`vllm_version` is this frontend's: a worker of another one refuses it."""
+        self._policy = policy
+        self._version = vllm_version
+        self._connect = connect
+        self._listener = listener
+        self._frontends = 1
+        self._instances: dict[str, Instance] = {}
+        """by id, as the registry lists them"""
+        self._adapters: Mapping[str, Adapter] = {}
+        self._links: dict[str, Link] = {}
+        """by instance id: the links that are up"""
+        self._linking: set[str] = set()
+        """ids of the instances to which a task keeps a link"""
+        self._renewing: set[str] = set()
+        """ids of the instances whose links held, were lost, and are made again at once"""
+        self._failures: dict[str, tuple[int, str]] = {}
+        """by id of a listed instance: how often a link was lost or could not be made; the last reason"""
+        self._decode, self._stand_ins, self._stalled = Candidates(), Candidates(), Candidates()
+        self._touched: set[str] = set()
+        """ids of the workers that changed since the candidates were updated"""
+        self._prefixes = PrefixIndex()
+        """empty unless the policy is `kv`"""
+        self._tasks = Owner()
+        self._watching: asyncio.Task[None] | None = None
+        self._last = ""
+
+    async def close(self) -> None:
+        """Leave all workers."""
+        self.update((), self._frontends)
+        await self._tasks.stop()
+
+    @property
+    def policy(self) -> str:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: str) -> None:
+        before, self._policy = self._policy, policy
+        if (before == "kv") != (policy == "kv"):
+            for link in self._links.values():
+                self._prefixes.forget(link.instance)
+                link.post(self._hello)
+
+    @property
+    def _hello(self) -> Hello:
+        return Hello(self._version, follow_cache=self._policy == "kv", follow_load=True)
+
+    # which workers there are
+
+    def update(
+        self, instances: Iterable[Instance], frontends: int, adapters: Mapping[str, Adapter] = {}
+    ) -> None:
+        """Take over the registry's state: this model's decode workers, the prefill workers that may stand in for them,
+        how many frontends share them, and the adapters that clients may name."""
+        self._adapters = adapters
+        self._watching = self._watching or self._tasks.forever(self._watch, "stalled workers")
+        if frontends != self._frontends:
+            self._frontends = frontends
+            self._touched |= self._links.keys()
+        now = {instance.id: instance for instance in instances}
+        for gone in self._instances.keys() - now.keys():
+            self._failures.pop(gone, None)
+            for policy in POLICIES:
+                with suppress(KeyError):
+                    ROUTER_DECISIONS.remove(policy, gone)
+        before, self._instances = self._instances, now
+        self._touched |= {id for id in before.keys() | now.keys() if before.get(id) != now.get(id)}
+        self._make_links()
+        # those that had lost their leases but not their links, have other adapters, or work again: requests may wait
+        able = {id for id in now if id not in before or before[id].adapters != now[id].adapters}
+        able |= {id for id in before.keys() & now.keys() if before[id].stalled > now[id].stalled}
+        for link in [self._links[id] for id in able if id in self._links]:
+            self._listener.link_up(link)
+        self._leave_stalled()
+
+    @property
+    def live(self) -> int:
+        """How many workers would take a request now."""
+        return len(self._ready())
+
+    @property
+    def decode_workers(self) -> int:
+        """How many of these are no stand-ins."""
+        return len(self._decode) if self._ready() is self._decode else 0
+
+    def links(self) -> list[LinkState]:
+        """The links to all listed workers, and to those that left the registry and still work; to stand-ins while they
+        are needed."""
+        listed = {id for id, instance in self._instances.items() if not instance.stands_in}
+        return [self._link_state(id) for id in sorted(listed | self._linking | self._links.keys())]
+
+    def _link_state(self, id: str) -> LinkState:
+        link, (failures, failure) = self._links.get(id), self._failures.get(id, (0, ""))
+        if link is None:
+            return LinkState(id, "requests", up=False, failures=failures, failure=failure)
+        return LinkState(
+            id,
+            "requests",
+            up=not link.refused,
+            requests=link.requests,
+            round_trip=link.round_trip(),
+            failures=failures,
+            failure=failure,
+        )
+
+    def takes(self, link: WorkerLink | None) -> bool:
+        """Whether the link is there, and its worker may get further requests."""
+        return link is not None and link.instance in self._ready()
+
+    @property
+    def capacity(self) -> Capacity:
+        """For further requests, of all workers together."""
+        return self._ready().capacity
+
+    def _ready(self) -> Candidates:
+        """The decode workers that are registered, connected, not draining, not stalled, and have not refused this
+        frontend. Where there is none, the prefill workers of which this is true; at last the stalled workers."""
+        while self._touched:
+            id = self._touched.pop()
+            instance, link = self._instances.get(id), self._links.get(id)
+            kind: Candidates | None = None
+            if not (instance is None or link is None or instance.draining or link.refused):
+                stalled = instance.stalled or link.silent >= SILENT
+                kind = self._stalled if stalled else self._stand_ins if instance.stands_in else self._decode
+                kind.set(id, worker_capacity(instance, link, self._frontends))
+            for other in self._kinds:
+                if other is not kind:
+                    other.set(id, None)
+        return next((kind for kind in self._kinds if len(kind)), self._stalled)
+
+    @property
+    def _kinds(self) -> tuple[Candidates, ...]:
+        """From the first choice to the last."""
+        return self._decode, self._stand_ins, self._stalled
+
+    def _alone(self) -> bool:
+        """Whether no decode worker is there, nor connected just now: after a pause of this process all links are lost,
+        and the workers are there."""
+        return self._ready() is not self._decode and not any(
+            instance.id not in self._links.keys() | self._failures.keys() or instance.id in self._renewing
+            for instance in self._instances.values()
+            if not (instance.stands_in or instance.draining)
+        )
+
+    def _lacking(self, generation: Generation) -> set[str]:
+        """Ids of the listed workers that do not have its adapter."""
+        adapter = generation.adapter
+        return {id for id, worker in self._instances.items() if adapter and not worker.has(adapter)}
+
+    def _check_adapter(self, lora: Any) -> None:
+        """Raises BadRequest if an adapter that no worker has was unloaded, or is of other weights by now."""
+        if lora is not None:
+            known = self._adapters.get(lora.lora_name)
+            if known is None or known.id != lora.lora_int_id:
+                gone = f"The lora adapter '{lora.lora_name}' was unloaded, and no worker has it any more."
+                raise BadRequest(gone, "model")
+
+    def has_place(self, generation: Generation, *, full: bool = False) -> bool:
+        """Whether any worker that has its adapter has capacity for one more request, or may be `full`."""
+        ready = self._ready()
+        found = ready.next(self._last, self._lacking(generation), only_others=True)
+        return bool(found) and (full or not ready.full(found[0]))
+
+    def _touch(self, link: Link) -> None:
+        self._touched.add(link.instance)
+
+    # the choice
+
+    def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
+        """Choose a worker, with capacity if any has; None if there is no worker. The workers that lost this generation
+        are the last resort, or never chosen with `only_others`. Raises BadRequest where no worker will have its adapter
+        any more."""
+        lacking = self._lacking(generation)
+        salt, shown = generation.request.cache_salt, pictures(generation.request.mm_features)
+        cached = self._prefixes.cached(generation.prompt, salt, generation.adapter, shown)
+        best, lost = nlargest(WINDOW, cached, cached.__getitem__), generation.lost_by
+        if lacking:
+            others = self._ready().next(self._last, lacking | lost, only_others=True, preferred=best)
+            ids = others or self._ready().next(self._last, lacking, only_others=True, preferred=best)
+            ids = others if only_others else ids
+        else:
+            ids = self._ready().next(self._last, lost, only_others=only_others, preferred=best)
+        if not ids:
+            if len(lacking) == len(self._instances):
+                self._check_adapter(generation.request.lora_request)
+            return None
+        outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}
+        candidates = [self._instances[id] for id in ids]
+        if (promise := promise_left(generation)) is not UNSET:
+            candidates = keeping(promise, candidates, self._prospects(generation, ids, cached))
+        chosen = choose(self.policy, candidates, outstanding, cached)
+        self._last = chosen.id
+        logger.debug(
+            "%s: %s for a prompt of %d; cached %s, outstanding %s",
+            self.policy,
+            chosen.id,
+            len(generation.prompt),
+            cached,
+            outstanding,
+        )
+        ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()
+        return self._links[chosen.id]
+
+    def _prospects(
+        self, generation: Generation, ids: Iterable[str], cached: Mapping[str, int]
+    ) -> dict[str, Prospect]:
+        """By instance id, of those that have reported their speed. Each other frontend is taken to have sent as much as
+        this one."""
+        prompt = len(generation.prompt) + len(generation.tokens)
+        known = {id: link for id in ids if (link := self._links[id]).load.token_seconds}
+        return {
+            id: Prospect.of(link.load, link.sent * self._frontends, prompt - cached.get(id, 0))
+            for id, link in known.items()
+        }
+
+    # stalled workers
+
+    async def _watch(self) -> None:
+        """Look for stalled workers, for ever. Ticks are counted, not measured, because this process may pause."""
+        while True:
+            await asyncio.sleep(TICK)
+            for link in list(self._links.values()):
+                was = link.silent >= SILENT
+                link.listen()
+                if was != (link.silent >= SILENT):
+                    link.touch()
+                    logger.warning(
+                        "%s %s", link.instance, "works again" if was else "is stalled: it is silent"
+                    )
+                    self._make_links()
+                    self._listener.link_up(link)  # requests may wait for it
+            self._leave_stalled()
+
+    def _leave_stalled(self) -> None:
+        """Let the requests of stalled workers that have no token go on at others, as those of a lost worker do."""
+        if self._ready() is not self._stalled and len(self._stalled):
+            for link in [link for id, link in self._links.items() if id in self._stalled]:
+                self._listener.hand_over(link, begun=False, stalled=True)
+
+    # the links
+
+    def _make_links(self) -> None:
+        """Begin to hold the links that are wanted and not held."""
+        alone = self._alone()
+        for instance in self._instances.values():
+            if instance.id not in self._linking and (alone or not instance.stands_in):
+                self._linking.add(instance.id)
+                self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
+
+    def _wanted(self, instance: Instance) -> bool:
+        return instance.id in self._instances and (not instance.stands_in or self._alone())
+
+    async def _keep_link(self, instance: Instance) -> None:
+        """Hold a link to the worker, and renew it, while it is wanted."""
+        pause = FIRST_RETRY
+        try:
+            while self._wanted(instance):
+                started = time.monotonic()
+                try:
+                    await self._hold_link(instance)
+                except Exception as failed:
+                    reraise_fatal(failed)
+                    causes = [cause for cause in leaves(failed) if not isinstance(cause, PeerGone)]
+                    why = text_of(causes[0]) if causes else f"{instance.id} is gone"
+                    self._note_failure(instance.id, why)
+                    say = logger.exception if causes else logger.warning
+                    say("the link to %s ended; connecting again while it is listed", instance.id)
+                if instance.id not in self._renewing:
+                    await asyncio.sleep(pause)
+                held = time.monotonic() - started > 2 * LAST_RETRY
+                pause = FIRST_RETRY if held else min(2 * pause, LAST_RETRY)
+        finally:
+            self._linking.discard(instance.id)
+            self._renewing.discard(instance.id)
+
+    async def _hold_link(self, instance: Instance) -> None:
+        """Hold one link until the worker is gone; then raise PeerGone, perhaps in a group. The listener is told however
+        it ends."""
+        link, client = Link(instance.id, self._touch, instance.block_size), self._connect(instance.address)
+        reason = f"the connection to {instance.id} was closed"
+        try:
+            async with client, asyncio.TaskGroup() as tasks:
+                tasks.create_task(link.send(client, self._listener), name=f"to {instance.id}")
+                if instance.stands_in:
+                    tasks.create_task(self._hand_over(link), name=f"hand over: {instance.id}")
+                logger.info("connected to %s", instance.id)
+                link.round_trip, link.heard = lambda: client.round_trip, lambda: client.heard
+                self._links[instance.id] = link
+                self._renewing.discard(instance.id)
+                IN_FLIGHT.labels(instance.id).set_function(lambda: link.requests)
+                link.touch()
+                link.post(self._hello)
+                self._listener.link_up(link)
+                await client.deliver(partial(self._received, link))
+        except* HandedOver:
+            logger.info("%s stands in no more: decode workers are back", instance.id)
+        except* PeerGone:
+            reason = f"{instance.id} is gone"
+            raise
+        finally:
+            if self._links.get(instance.id) is link:
+                del self._links[instance.id]
+                with suppress(KeyError):
+                    IN_FLIGHT.remove(instance.id)
+                link.touch()
+                self._prefixes.forget(instance.id)
+                if time.monotonic() - link.made > FIRST_RETRY:
+                    self._renewing.add(instance.id)
+            else:
+                self._renewing.discard(instance.id)
+            self._listener.link_lost(link, reason)
+
+    async def _hand_over(self, link: Link) -> None:
+        """Look whether decode workers are back, and let them take over a stand-in's requests. Raises HandedOver when
+        that is done."""
+        back = 0.0
+        while back < HAND_OVER or link.generations:
+            await asyncio.sleep(LOOK)
+            back = back + LOOK if self._ready() is self._decode else 0.0
+            if back:
+                self._listener.hand_over(link, begun=back >= HAND_OVER)
+        raise HandedOver
+
+    def _note_failure(self, id: str, why: str) -> None:
+        if id in self._instances:
+            self._failures[id] = self._failures.get(id, (0, ""))[0] + 1, why
+            self._make_links()
+
+    def _received(self, link: Link, message: ToFrontend) -> None:
+        if isinstance(message, Refused):
+            link.refused = True
+            link.touch()
+            self._note_failure(link.instance, f"it refuses this frontend: {message.message}")
+            logger.warning("%s refuses this frontend: %s", link.instance, message.message)
+        elif isinstance(message, PrefixesChanged):
+            if self._policy == "kv":
+                self._prefixes.apply(link.instance, message)
+        else:
+            if isinstance(message, WorkerLoad):
+                link.take_load(message.load)
+                link.make_way(message.make_way)
+            self._listener.received(link, message)

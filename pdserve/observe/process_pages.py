@@ -1,0 +1,211 @@
+"""The HTTP pages of each process, its metrics and what it reports about itself, and how those of many are read.
+Anything that reaches `Graph.host` may read them: they change nothing, and contain no text of a request. On loopback,
+web pages whose names lead here (DNS rebinding) are refused."""
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from socketserver import ThreadingMixIn
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlencode
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+import httpx
+import msgspec
+from msgspec import Struct
+from prometheus_client import make_wsgi_app
+
+from pdserve.contract.messages import Load, reader
+from pdserve.contract.records import Instance
+from pdserve.contract.reports import MAX_REPORTED, Receipt, Watched, newest
+from pdserve.observe.metrics import TASKS
+from pdserve.util.errors import ProtocolError
+from pdserve.util.net import is_loopback, names_this_machine
+
+METRICS, WATCH, RECEIPTS = "/metrics", "/watch", "/receipts"
+LIVE, READY = "/live", "/ready"
+"""200, or 503 with what is wrong: whether the process works, and whether it may get requests"""
+ANSWER_WITHIN = 1.0
+"""seconds that a process's event loop has to answer"""
+READ_WITHIN = 2.0
+"""seconds that a process has to answer"""
+AT_ONCE = 128
+"""processes asked at the same time"""
+MAX_OPEN = 32
+"""connections to a process's pages, each with a thread; one more closes the oldest"""
+SILENT_FOR = 5.0
+"""seconds after which a client that sends or reads nothing is disconnected"""
+
+T = TypeVar("T")
+
+_decode_watched = reader(msgspec.json.Decoder(Watched).decode)
+_decode_receipts = reader(msgspec.json.Decoder(list[Receipt]).decode)
+
+
+class ProcessPages:
+    def __init__(self, url: str) -> None:
+        self.metrics = url + METRICS
+        """URL of the metrics; the other pages have the same host and port"""
+        self.fault: Callable[[], str] = str
+        self.unready: Callable[[], str] = lambda: "it starts"
+        self.watched: Callable[[], Watched] = Watched
+        self.receipts: Callable[[int, str | None, str], list[Receipt]] = lambda limit, key, request_id: []
+        """those of the `Service`, which are called in the event loop"""
+
+
+@contextmanager
+def serve_pages(host: str, port: int = 0) -> Iterator[ProcessPages]:
+    """Serve this process's pages from a thread, on a free port if none is given. Call it in the process's event loop,
+    whose tasks the metrics count."""
+    loop = asyncio.get_running_loop()
+    TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
+    server = _PagesServer(host, port)
+    # an engine core is a fork: it must not listen for this process, which it may outlive
+    os.register_at_fork(after_in_child=server.socket.close)
+    at = f"[{host}]" if ":" in host else host
+    pages, metrics = ProcessPages(f"http://{at}:{server.server_port}"), make_wsgi_app()
+    asking = threading.Lock()  # one question at a time, so that the event loop works between two
+
+    def respond(environ: dict[str, Any], start_response: Any) -> Any:
+        path: str = environ["PATH_INFO"]
+        if is_loopback(host) and not names_this_machine(environ.get("HTTP_HOST", "localhost")):
+            start_response("403 Forbidden", [])
+            return []
+        if path not in (WATCH, RECEIPTS, LIVE, READY):
+            return metrics(environ, start_response)
+        try:
+            with asking:
+                answer = _in_loop(loop, _question(pages, path, environ.get("QUERY_STRING", "")))
+        except Exception:  # the process starts, ends or hangs
+            answer = _Status("it does not answer")
+        well = not isinstance(answer, _Status) or answer.status == "ok"
+        status = "200 OK" if well else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json")])
+        return [msgspec.json.encode(answer)]
+
+    server.set_app(respond)
+    thread = threading.Thread(target=server.serve_forever, name="pages", daemon=True)
+    thread.start()
+    try:
+        yield pages
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Status(Struct):
+    status: str
+
+
+def _question(pages: ProcessPages, path: str, query: str) -> Callable[[], Struct | list[Receipt]]:
+    """What the event loop is asked for this page."""
+    if path == WATCH:
+        return pages.watched
+    if path != RECEIPTS:
+        wrong = pages.fault if path == LIVE else pages.unready
+        return lambda: _Status(wrong() or "ok")
+    asked = parse_qs(query, keep_blank_values=True)
+    limit, key, request_id = (asked.get(name, [None])[0] for name in ("limit", "key", "id"))
+    most = int(limit) if limit and limit.isdecimal() and len(limit) < 4 else MAX_REPORTED
+    return partial(pages.receipts, min(most, MAX_REPORTED), key, request_id or "")
+
+
+class _PagesHandler(WSGIRequestHandler):
+    @property
+    def timeout(self) -> float:  # type: ignore[override]
+        return SILENT_FOR
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+class _PagesServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        self.address_family, address = resolved[0][0], str(resolved[0][4][0])
+        self._open: dict[Any, None] = {}
+        super().__init__((address, port), _PagesHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        for oldest in list(self._open)[: max(0, len(self._open) + 1 - MAX_OPEN)]:
+            self._open.pop(oldest, None)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The client is gone, or was too slow."""
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
+    """Call `question` in the event loop. Raises what it raises, and TimeoutError."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:
+            answer.set_exception(error)
+
+    loop.call_soon_threadsafe(call)
+    return answer.result(ANSWER_WITHIN)
+
+
+async def read_watched(
+    instances: Iterable[Instance], client: httpx.AsyncClient | None = None
+) -> dict[str, Watched]:
+    """By instance id, without the processes that do not answer. Give a client to keep connections between calls."""
+    return await _read_all(instances, WATCH, _decode_watched, client)
+
+
+async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
+    return {name: watched.load for name, watched in (await read_watched(instances)).items()}
+
+
+async def read_receipts(
+    instances: Iterable[Instance], limit: int, key: str | None = None, request_id: str = ""
+) -> list[Receipt]:
+    """The newest first; with `key`, those of the API key of this name; with `request_id`, those of this id."""
+    asked = {"limit": limit, "id": request_id} | ({} if key is None else {"key": key})
+    reported = await _read_all(instances, f"{RECEIPTS}?{urlencode(asked)}", _decode_receipts)
+    return newest(limit, *reported.values())
+
+
+async def _read_all(
+    instances: Iterable[Instance],
+    page: str,
+    decode: Callable[[bytes | memoryview], T],
+    client: httpx.AsyncClient | None = None,
+) -> dict[str, T]:
+    if client is None:
+        # trust_env: no proxy of the environment stands between the processes of a graph
+        async with httpx.AsyncClient(trust_env=False, verify=False) as own:
+            return await _read_all(instances, page, decode, own)
+    asking = asyncio.Semaphore(AT_ONCE)
+    answers: dict[str, T] = {}
+
+    async def read(instance: Instance) -> None:
+        try:
+            async with asking, asyncio.timeout(READ_WITHIN):
+                answer = await client.get(instance.metrics.removesuffix(METRICS) + page)
+            if answer.status_code == 200:
+                answers[instance.id] = decode(answer.content)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ProtocolError):
+            pass
+
+    await asyncio.gather(*map(read, instances))
+    return answers

@@ -1,0 +1,117 @@
+"""Sends a prefill worker's answers, and repeats each until its KV is read or rejected.
+
+Answers get lost: with NATS, with a link, with a decode worker that was away. The KV of a lost answer would be kept
+until the end of its lease. A decode worker that gets the answer again reads the KV or rejects it
+(docs/decisions/0007-lost-answers.md)."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from pdserve.contract.messages import PrefillAnswer, PrefillDone
+from pdserve.contract.records import Role
+from pdserve.prefill.running import until
+from pdserve.process.presence import MAX_PAIRS
+from pdserve.queue.base import PrefillQueue
+from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import Apart
+from pdserve.util.errors import QueueUnavailable
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL = 0.5
+"""seconds between two looks for answers to repeat"""
+REPEAT_AFTER = 2.0
+"""seconds after which an answer whose KV was not read is repeated; a read takes milliseconds"""
+FORGET = 2.0
+"""leases after which KV counts as freed even if the engine did not report it"""
+
+
+@dataclass
+class _Kept:
+    decode: str
+    answer: PrefillDone
+    warm_up: bool
+    since: float = field(default_factory=time.monotonic)
+    sent: float = field(default_factory=time.monotonic)
+
+
+class AnswerSender:
+    def __init__(self, queue: PrefillQueue) -> None:
+        self._queue = queue
+        self._kept: dict[str, _Kept] = {}
+        """answers whose KV is kept, by the `request_id` of their handles"""
+        self._warm: set[str] = set()
+        """decode workers whose warm-up is over: they read its KV or rejected it, or it failed"""
+        self._changed = asyncio.Event()
+
+    async def send(self, decode: str, answer: PrefillAnswer, *, warm_up: bool = False) -> None:
+        if isinstance(answer, PrefillDone):
+            self._kept[answer.handle.request_id] = _Kept(decode, answer, warm_up)
+        elif warm_up:
+            self._warm.add(decode)
+            self._changed.set()
+        await unless_away(self._queue.answer(decode, answer))
+
+    async def repeat(self) -> None:
+        """Repeat answers whose KV was not read, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL)
+            for decode, answer in self.untaken():
+                log.info(
+                    "request %s: its KV was not read yet, repeating the answer to %s",
+                    answer.request_id,
+                    decode,
+                )
+                with Apart("repeated answers"):
+                    await unless_away(self._queue.answer(decode, answer))
+
+    def untaken(self) -> Iterator[tuple[str, PrefillDone]]:
+        """Decode worker and answer of those to repeat now; each counts as repeated."""
+        now = time.monotonic()
+        for request_id, kept in list(self._kept.items()):
+            if now > kept.since + FORGET * kept.answer.handle.lease:
+                self.released(request_id)
+            elif now >= kept.sent + REPEAT_AFTER:
+                kept.sent = now
+                yield kept.decode, kept.answer
+
+    def released(self, request_id: str) -> None:
+        """The engine no longer keeps this KV; unknown ids are ignored."""
+        kept = self._kept.pop(request_id, None)
+        if kept is not None and kept.warm_up:
+            self._warm.add(kept.decode)
+        self._changed.set()
+
+    async def empty(self) -> None:
+        """Wait until no KV is kept."""
+        await until(lambda: not self._kept, self._changed)
+
+    async def warm(self, decode_workers: Callable[[], set[str]]) -> None:
+        """Wait until each of these has ended its warm-up with this worker, read or failed
+        (docs/decisions/0008-warm-up.md). Of many, only some warm up with this worker: half of MAX_PAIRS are enough."""
+
+        def enough() -> bool:
+            workers = decode_workers()
+            return workers <= self._warm or (
+                len(workers) > MAX_PAIRS and len(workers & self._warm) >= MAX_PAIRS / 2
+            )
+
+        await until(enough, self._changed, LOOK_INTERVAL)  # decode workers come and go
+
+
+def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
+    """Ids of the decode workers that may read KV of this fingerprint, ready or not yet."""
+    announced = [worker for worker in view.instances(Role.DECODE, model) if not worker.draining]
+    workers = announced + view.newcomers(Role.DECODE, model)
+    return {worker.id for worker in workers if worker.fingerprint == fingerprint}
+
+
+async def unless_away(message: Awaitable[None]) -> None:
+    """Send a message, or nothing while the queue is away: requests that were not acked are delivered again, and answers
+    whose KV was not read are repeated."""
+    with suppress(QueueUnavailable):
+        await message

@@ -1,0 +1,137 @@
+"""The LoRA adapters of a worker: those of its file, and those that frontends load and unload at run time, which the
+registry keeps. What the worker has is in its own record, by which frontends choose where requests go."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from msgspec.structs import replace
+
+from pdserve.config.lora_modules import static_adapters
+from pdserve.contract.records import OF_FILE, Adapter
+from pdserve.engine.base import Engine
+from pdserve.engine.lora import adapter_folder, adapter_id
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
+from pdserve.runtime.tasks import reraise_fatal
+from pdserve.util.errors import ConfigError
+
+log = logging.getLogger(__name__)
+Key = tuple[str, str]
+"""name, and by which call it is there"""
+AGAIN = 30.0
+"""seconds until a wanted adapter that could not be loaded is tried again"""
+HIDDEN = "it is unloaded, or another one is loaded by its name"
+"""problem of an adapter in the worker's file that clients get no more"""
+LONGEST = 500
+"""characters of a problem: it is part of the worker's record"""
+
+
+class WorkerAdapters:
+    """An unloaded adapter stays in the engine until another needs its place, so that the requests that have it finish,
+    and go on here if their worker is lost."""
+
+    def __init__(
+        self, engine: Engine, engine_args: Mapping[str, object], model: str, registry: Registry
+    ) -> None:
+        self._engine = engine
+        self._args = engine_args
+        self._model = model
+        self._registry = registry
+        self._there: dict[Key, Adapter] = {}
+        self._published: list[Adapter] | None = None
+        self._tried = time.monotonic()
+        """when those that could not be loaded were last tried again"""
+
+    @property
+    def there(self) -> list[Adapter] | None:
+        """As in the worker's record: those in the engine, and every name in the file."""
+        hidden = (
+            Adapter(name, path, problem=HIDDEN)
+            for name, path in static_adapters(self._args).items()
+            if (name, OF_FILE) not in self._there
+        )
+        return [*self._there.values(), *hidden] if self._engine.max_adapters else None
+
+    async def start(self) -> None:
+        """Load what is wanted now. Raises ConfigError where an adapter of the file cannot be loaded."""
+        async with self._view() as view:
+            await self._load(self._wanted(view))
+        problems = [each.problem for each in self._there.values() if each.asked == OF_FILE and each.problem]
+        if problems:
+            raise ConfigError(problems)
+        self._published = self.there
+
+    async def follow(self, changed: Callable[[list[Adapter] | None], Awaitable[None]]) -> None:
+        """Load what is wanted as it changes, for ever; `changed` is called with what is there then."""
+        async with self._view() as view:
+            async for _ in view.changes(every=AGAIN):
+                await self._load(self._wanted(view))
+                if self.there != self._published:
+                    await changed(there := self.there)
+                    self._published = there
+
+    def _view(self) -> RegistryView:
+        return RegistryView(self._registry, keys.ADAPTERS, keys.LOADING)
+
+    def _wanted(self, view: RegistryView) -> dict[Key, Adapter]:
+        kept = view.adapters(self._model)
+        of_file = [
+            Adapter(name, path) for name, path in static_adapters(self._args).items() if name not in kept
+        ]
+        wanted = [*of_file, *(each for each in kept.values() if each.path), *view.loading(self._model)]
+        return {(each.name, each.asked): each for each in wanted}
+
+    async def _load(self, wanted: Mapping[Key, Adapter]) -> None:
+        if again := time.monotonic() >= self._tried + AGAIN:
+            self._tried = time.monotonic()
+        for key, adapter in wanted.items():
+            before = self._there.get(key)
+            answered = not adapter.id and adapter.asked != OF_FILE  # a frontend has seen that it failed
+            if before is None or (again and before.problem and not answered):
+                loaded = await self._load_one(replace(adapter, model=""), wanted)
+                self._there[key] = loaded
+                if loaded != before:
+                    level, found = logging.INFO, f"loaded as {loaded.id:x}"
+                    if loaded.problem:
+                        level, found = logging.WARNING, loaded.problem
+                    log.log(level, "adapter %s of %s: %s", adapter.name, adapter.path, found)
+        self._drop(wanted)
+
+    def _drop(self, wanted: Mapping[Key, Adapter]) -> None:
+        """Of those that are not wanted, leave one entry for each adapter that the engine holds."""
+        held = {0} | {each.id for key, each in self._there.items() if key in wanted}
+        for key, each in list(self._there.items()):
+            if key not in wanted and each.id in held:
+                del self._there[key]
+            held.add(each.id)
+
+    async def _load_one(self, adapter: Adapter, wanted: Mapping[Key, Adapter]) -> Adapter:
+        try:
+            folder = adapter_folder(adapter.name, adapter.path)
+            id = await asyncio.to_thread(adapter_id, folder, self._args)
+            if adapter.id and id != adapter.id:
+                raise ConfigError([f"{adapter.path} has other weights here than where it was loaded first"])
+            if not any(each.id == id for each in self._there.values()):
+                await self._make_room(wanted)
+                await self._engine.load_adapter(id, folder)
+                if await asyncio.to_thread(adapter_id, folder, self._args) != id:
+                    await self._engine.unload_adapter(id)
+                    raise ConfigError([f"the files of {adapter.path} changed while they were loaded"])
+            return replace(adapter, id=id)
+        except Exception as error:  # whatever is wrong with its path or its files
+            reraise_fatal(error)
+            return replace(adapter, id=0, problem=(str(error) or repr(error))[:LONGEST])
+
+    async def _make_room(self, wanted: Mapping[Key, Adapter]) -> None:
+        """Unload an adapter that is not wanted and not used, if the engine is full. Raises ConfigError."""
+        ids = {each.id for each in self._there.values() if each.id}
+        if len(ids) < (most := self._engine.max_adapters):
+            return
+        for id in ids - {each.id for key, each in self._there.items() if key in wanted}:
+            if await self._engine.unload_adapter(id):
+                self._there = {key: each for key, each in self._there.items() if each.id != id}
+                return
+        raise ConfigError([f"all places for adapters are taken (max-cpu-loras: {most}): unload one first"])

@@ -1,0 +1,203 @@
+"""The certificates by which the processes of one graph know each other, and with which they encrypt.
+
+A folder holds them: `ca.pem`, the graph's own authority; `node.pem` and `node-key.pem`, the certificate of every
+process of the graph, NATS and etcd included. A process that shows a certificate of this authority belongs to the
+graph; nothing else is checked. All hosts of a graph have a copy of the folder
+(docs/decisions/0032-one-folder-of-credentials.md).
+"""
+
+import hmac
+import os
+import re
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from ipaddress import ip_address
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Self
+
+from pdserve.util import clock
+from pdserve.util.errors import ConfigError
+from pdserve.util.program import command
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+NAME = "pdserve"
+"""DNS name in each certificate of a graph, beside the names of its hosts, for clients that must check a name"""
+LOCAL = ("localhost", "127.0.0.1", "::1")
+_HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([\w-]*\w)?(\.[A-Za-z0-9_]([\w-]*\w)?)*", re.ASCII)
+VALID = timedelta(days=3650)
+SOON = timedelta(days=30)
+"""before a certificate expires, it is warned of"""
+_ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)
+"""start of validity: no clock is before it"""
+_FOR_EVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""end of validity of certificates that do not expire (RFC 5280)"""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    folder: Path
+
+    @classmethod
+    def load(cls, folder: Path | None) -> Self | None:
+        """None without a folder. Raises ConfigError where its files cannot be used, or other users can read its key."""
+        if folder is None:
+            return None
+        credentials = cls(folder)
+        try:
+            if _open_to_others(credentials.key.stat()):
+                raise ConfigError(
+                    [f"{credentials.key} can be read by other users: chmod 600 {credentials.key}."]
+                )
+            _ = credentials.client
+        except OSError as error:  # ssl's errors are OSErrors too
+            text = f"make one with `{command('credentials FOLDER')}`, or copy the graph's from another host."
+            raise ConfigError([f"Security.credentials: {folder} cannot be used ({error}): {text}"]) from error
+        return credentials
+
+    @property
+    def authority(self) -> Path:
+        return self.folder / "ca.pem"
+
+    @property
+    def certificate(self) -> Path:
+        return self.folder / "node.pem"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "node-key.pem"
+
+    def secret(self, purpose: str) -> bytes:
+        """32 bytes that only processes of the graph can derive, for protocols without TLS."""
+        return hmac.digest(self.key.read_bytes(), purpose.encode(), "sha256")
+
+    @cached_property
+    def client(self) -> ssl.SSLContext:
+        """The context of all connections, not to be changed. It stays as it is when the folder is replaced."""
+        return self.client_context()
+
+    def client_context(self) -> ssl.SSLContext:
+        """A new context that shows the node's certificate and accepts any server of the graph, under any name."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        return self._of_graph(context)
+
+    def server_context(self) -> ssl.SSLContext:
+        """A new context that accepts clients with a certificate of the graph."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return self._of_graph(context)
+
+    def _of_graph(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_verify_locations(self.authority)
+        context.load_cert_chain(self.certificate, self.key)
+        return context
+
+
+def _open_to_others(key: os.stat_result) -> bool:
+    """Whether others than this user can read or replace the key. A group may read what root or another user gave to it,
+    as Kubernetes gives the files of a Secret (root:fsGroup, mode 0440)."""
+    given = key.st_uid != os.geteuid() or (key.st_uid == 0 and key.st_gid != 0)
+    return bool(key.st_mode & (0o037 if given else 0o077))
+
+
+def expiring(certificates: Path) -> str | None:
+    """Return when a certificate of this PEM file expired or will within `SOON`, as the end of a sentence that begins
+    with the file; None where none does. Raises OSError, and ValueError where the file has no certificate."""
+    from cryptography import x509
+
+    parsed = x509.load_pem_x509_certificates(certificates.read_bytes())
+    until = min(certificate.not_valid_after_utc for certificate in parsed)
+    now = datetime.fromtimestamp(clock.unix(), UTC)
+    if until - now > SOON:
+        return None
+    return f"{'expired on' if until <= now else 'is valid only until'} {until:%Y-%m-%d %H:%M} UTC"
+
+
+def create(folder: Path, hosts: Iterable[str] = LOCAL, valid: timedelta | None = VALID) -> Credentials:
+    """Write a new authority and a node's certificate, also valid for `hosts`, to the folder, in place of what is there.
+    Only this user can read it. The authority's key is not kept: a new certificate means a new folder on all hosts.
+    With `valid` None it never expires: credentials of a single run must outlive a clock that is set right meanwhile.
+    Raises OSError, and ValueError for a name that no host can have."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Credentials(Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent)))  # mode 0700
+    try:
+        until = _FOR_EVER if valid is None else datetime.fromtimestamp(clock.unix(), UTC) + valid
+        _write(fresh, hosts, until)
+        if folder.exists():
+            rmtree(folder)
+        fresh.folder.rename(folder)
+    except BaseException:
+        rmtree(fresh.folder, ignore_errors=True)
+        raise
+    return Credentials(folder)
+
+
+def _write(to: Credentials, hosts: Iterable[str], until: datetime) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    authority_key, node_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pdserve graph")])
+    node_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+
+    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(authority_name)
+        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        return builder.not_valid_before(_ALWAYS).not_valid_after(until)
+
+    signs = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    authority = (
+        certificate(authority_name, authority_key)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(signs, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key()), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    node = (
+        certificate(node_name, node_key)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(NAME), *map(_alternative, hosts)]), critical=False
+        )
+        .add_extension(usages, critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    to.authority.write_bytes(authority.public_bytes(Encoding.PEM))
+    to.certificate.write_bytes(node.public_bytes(Encoding.PEM))
+    to.key.touch(mode=0o600)
+    to.key.write_bytes(node_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
+def _alternative(host: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        if not _HOST_NAME.fullmatch(host):
+            raise ValueError(f"{host!r} is no host name or IP address") from None
+        return x509.DNSName(host)

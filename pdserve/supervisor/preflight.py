@@ -1,0 +1,153 @@
+"""What `serve` refuses at this moment, beside the plan's problems (`plan/checks.py`): state directory, disk space and
+ports. `plan` and `doctor` ask for the same."""
+
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from pdserve.config.schema import Config
+from pdserve.contract.records import Role
+from pdserve.plan.graph import SLOT_VARIABLE
+from pdserve.plan.machine import MIB, free_disk
+from pdserve.plan.slots import Slot
+from pdserve.supervisor import state
+from pdserve.supervisor.processes.exits import family
+from pdserve.util.errors import ConfigError
+from pdserve.util.net import addresses_of, port_holder
+
+ETCD_SPACE = 160 * MIB
+"""that an etcd takes when it starts: two WAL files of 64 MB, allocated before they are needed"""
+
+
+def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) -> Iterator[tuple[str, str]]:
+    """Why `serve` would refuse the graph now: a subject (`state`, `disk`, `ports`) and a sentence. The ports of a
+    running graph of this file are its own, as those of its roles that run alone on this host, and of the processes
+    `ours` (pids)."""
+    running, problem = running_graph(config)
+    if problem:
+        yield "state", problem
+    ours = {*running, *roles_alone(config), *ours}
+    yield from _refused_now(config, slots, ours, etcd_runs=bool(running))
+
+
+def running_graph(config: Config) -> tuple[set[int], str]:
+    """The processes of the graph that runs on the state directory, and a sentence where it is the graph of another
+    file, or the directory cannot be used: `serve` would be refused."""
+    graph = state.read(config.state_dir)
+    if graph is None:
+        folder = next(path for path in (config.state_dir, *config.state_dir.parents) if path.exists())
+        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+            return set(), ""
+        return set(), f"The state directory {config.state_dir} cannot be written (Graph: state-dir)."
+    if graph.config == str(config.path.resolve()):
+        return family(graph.pid), ""
+    return family(graph.pid), (
+        f"Another graph runs on {config.state_dir} (of {graph.config}, pid {graph.pid}): stop it, or give this one a "
+        "folder of its own (Graph: state-dir)."
+    )
+
+
+@contextmanager
+def held_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
+    """Hold the graph's fixed ports against other graphs of this machine, by an abstract Unix socket named after each:
+    its processes listen on them seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is
+    busy or held, or the disk full. Of graphs that start at the same moment one gets all it needs, since each takes the
+    lowest first."""
+    if refused := [text for _, text in _refused_now(config, slots)]:
+        raise ConfigError(refused)
+    with ExitStack() as held:
+        for port in sorted(_fixed_ports(config, slots)):
+            for claim in port.claims():
+                try:
+                    held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(f"\0{claim}")
+                except OSError:
+                    raise ConfigError([port.is_held_by("another graph that starts here")]) from None
+        yield
+
+
+def _refused_now(
+    config: Config, slots: Sequence[Slot], ours: Collection[int] = (), etcd_runs: bool = False
+) -> Iterator[tuple[str, str]]:
+    if config.etcd is None and not etcd_runs and (text := _disk(config)):
+        yield "disk", text
+    try:
+        claims = defaultdict[str, set[int]](
+            set
+        )  # a process that is being started has its parent's sockets, too
+        for each in psutil.net_connections("unix"):
+            claims[str(each.laddr).removeprefix("@")].add(each.pid or 0)
+        yield from (("ports", text) for text in busy_ports(_fixed_ports(config, slots), ours, claims))
+    except ConfigError as error:
+        yield from (("ports", text) for text in error.problems)
+
+
+def _disk(config: Config) -> str:
+    """What an earlier etcd left there is removed first."""
+    left = [path for path in (config.state_dir / "servers").rglob("*") if path.is_file()]
+    _, free = free_disk(config.state_dir) or (0, ETCD_SPACE)
+    room = free + sum(path.stat().st_blocks * 512 for path in left)
+    text = f"etcd needs {ETCD_SPACE // MIB} MiB on the disk of {config.state_dir}, where {room // MIB} MiB are free:"
+    return f"{text} make room, or set another Graph.state-dir." if room < ETCD_SPACE else ""
+
+
+class FixedPort(NamedTuple):
+    number: int
+    host: str
+    use: str
+    """its key in the file, and the slot"""
+
+    def is_held_by(self, holder: str) -> str:
+        where = f"Port {self.number} on {self.host} ({self.use})"
+        return f"{where} is held by {holder}: stop that, or set another."
+
+    def claims(self) -> list[str]:
+        """The names of the abstract sockets that hold it, for each address that a server on `host` listens on."""
+        addresses = addresses_of(self.host)
+        if self.host in ("0.0.0.0", "::"):
+            addresses = [self.host, *(each.address for of in psutil.net_if_addrs().values() for each in of)]
+        return sorted({f"pdserve-fixed-{self.number}-{address}" for address in addresses})
+
+
+def _fixed_ports(config: Config, slots: Iterable[Slot]) -> list[FixedPort]:
+    web = config.frontend
+    ports = [FixedPort(web.port, web.host, "Frontend.port")] if web and web.port else []
+    return [*ports, *(port for slot in slots for port in slot_ports(config, slot))]
+
+
+def slot_ports(config: Config, slot: Slot) -> list[FixedPort]:
+    """Without that of its side channel an engine would hang at start for ever."""
+    ports = {"kv": slot.kv_port, "stream": slot.stream_port, "pages": slot.pages_port}
+    use = "Graph.{}-port, {}".format
+    return [FixedPort(port, config.host, use(kind, slot.name)) for kind, port in ports.items() if port]
+
+
+def busy_ports(
+    ports: Iterable[FixedPort], ours: Collection[int] = (), claims: Mapping[str, set[int]] = {}
+) -> Iterator[str]:
+    """A sentence for each port on which another process listens, most likely an orphan, or which another graph claims:
+    none of `ours` (pids). Raises ConfigError where this user cannot listen on one."""
+    for port in sorted(ports):
+        pids = (claims.get(claim, set()) for claim in port.claims())
+        graphs = (min(found) for found in pids if found and found.isdisjoint(ours))
+        holders = (f"another graph (pid {pid or 'unknown'})" for pid in graphs)
+        if holder := port_holder(port.host, port.number, ours) or next(holders, None):
+            yield port.is_held_by(holder)
+
+
+def roles_alone(config: Config) -> set[int]:
+    """The processes of this file's roles that run alone on this host, also where they start and are not registered."""
+    found, file = set[int](), config.path.resolve()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            files = {Path(process.cwd(), word.removeprefix("--file=")).resolve() for word in words}
+            ours = "doctor" not in words and any("pdserve" in word for word in words) and file in files
+            if ours and not set(words).isdisjoint(Role) and SLOT_VARIABLE not in process.environ():
+                found |= family(process.pid)  # with the variable: an orphan of `serve`, or in its family
+    return found

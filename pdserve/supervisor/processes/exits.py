@@ -1,0 +1,124 @@
+"""The ends of processes: wait for them, kill what is left of a process group, and keep a guardian, a small process that
+stops the graph when the supervisor was killed."""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Collection
+from typing import Self
+
+import psutil
+
+from pdserve.supervisor.processes import guardian
+from pdserve.supervisor.processes.guardian import kill, members
+
+log = logging.getLogger(__name__)
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan below it, so that `end_group` can reap them: in a container, process
+    1 may not."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def family(pid: int) -> set[int]:
+    """The process and all below it; empty where it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    return set()
+
+
+async def exit_of(process: "subprocess.Popen[bytes]") -> int:
+    """Wait for a child's end; return its exit code, negative for a signal. A pidfd works under every event loop,
+    without child watchers or threads, and does not depend on the child's pipes."""
+    if process.poll() is None:
+        loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
+        loop.add_reader(pidfd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+    return process.wait()
+
+
+async def end_group(group: int, memory: Collection[str] = ()) -> None:
+    """Kill what is left of a process group whose leader is gone, and return when nothing is. `memory`: as in `kill`."""
+
+    def left() -> list[int]:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-group, os.WNOHANG)[0]:
+                pass
+        return members(group)
+
+    for _ in kill(left, memory):
+        await asyncio.sleep(0.02)
+
+
+class Guardian:
+    """The guardian's process, kept by the supervisor. Each wave of roles gets `patience` seconds to stop. `lock` is the
+    descriptor of an open file that the guardian keeps open until nothing is left. `run` marks what it watches, for the
+    next supervisor, if the guardian is killed too."""
+
+    def __init__(self, patience: float, lock: int | None = None, run: str = "") -> None:
+        self.run = run
+        self._patience = patience
+        self._lock = lock
+        self._groups: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+        self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, group: int, wave: int = 0) -> None:
+        """Let the guardian stop this process group when the supervisor is gone, lower waves first."""
+        self._groups[group] = wave
+        self._send(f"+{group} {wave}")
+
+    def forget(self, group: int) -> None:
+        self._groups.pop(group, None)
+        self._send(f"-{group}")
+
+    async def keep(self) -> None:
+        """Start the guardian again whenever it ends; never returns."""
+        while True:
+            code = await exit_of(self._process)
+            log.warning("the guardian ended (%s), starts again", code)
+            with contextlib.suppress(OSError):
+                self._stdin.close()
+            self._start()
+            await asyncio.sleep(1)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guardian.__file__, str(self._patience)],
+            stdin=subprocess.PIPE,
+            process_group=0,
+            pass_fds=() if self._lock is None else (self._lock,),
+        )
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        for group, wave in self._groups.items():
+            self._send(f"+{group} {wave}")
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # the guardian was killed: `keep` sends everything to its successor
+            self._stdin.write(f"{line}\n".encode())
+            self._stdin.flush()

@@ -1,0 +1,67 @@
+"""The keys of the graph's own etcd that no lease holds, live settings and LoRA adapters, kept in `settings.json` of the
+state directory: each etcd that `serve` starts is empty, and gets them first (decisions/0099-servers-start-empty.md).
+"""
+
+import logging
+from contextlib import suppress
+
+import msgspec
+
+from pdserve.config.schema import Config
+from pdserve.registry import connect, keys
+from pdserve.registry.base import Registry, apply
+from pdserve.security.credentials import Credentials
+from pdserve.supervisor.state import StateFolder
+from pdserve.util.errors import ConfigError, RegistryUnavailable
+
+log = logging.getLogger(__name__)
+
+_NAME = "settings.json"
+
+
+class KeptKeys:
+    def __init__(self, folder: StateFolder, config: Config, credentials: Credentials | None) -> None:
+        self._folder, self._namespace, self._credentials = folder, config.namespace, credentials
+        self._file = str(config.path.resolve())
+        self._kept: dict[str, str] | None = None
+        """by key; None: not read yet"""
+
+    async def fill(self, etcd: str) -> None:
+        """Write the keys into an empty etcd, `keys.FILE` last. Raises ConfigError where it does not take them."""
+        if self._kept is None:
+            self._kept = self._of_earlier_run()
+        try:
+            async with connect(etcd, self._namespace, self._credentials) as registry:
+                for key, value in (*self._kept.items(), (keys.FILE, self._file)):
+                    await registry.put(key, value.encode(), leased=False)
+        except RegistryUnavailable as error:
+            raise ConfigError([f"etcd takes no keys: {error}"]) from error
+
+    async def follow(self, registry: Registry) -> None:
+        """Keep each change; never returns. An etcd without `keys.FILE` is not filled yet."""
+        found: dict[str, bytes] = {}
+        async for changes in registry.watch(keys.SETTINGS, keys.ADAPTERS, keys.FILE):
+            apply(changes, found)
+            if keys.FILE in found:
+                kept = {key: value.decode(errors="replace") for key, value in sorted(found.items())}
+                self._folder.keep(_NAME, msgspec.json.format(msgspec.json.encode(kept)))
+                del kept[keys.FILE]
+                self._kept = kept
+
+    def _of_earlier_run(self) -> dict[str, str]:
+        """Live settings mean nothing to another file. What cannot be read, as after a power cut, is set aside."""
+        path, kept = self._folder.path / _NAME, dict[str, str]()
+        try:
+            kept = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            aside = path.with_name(f"{_NAME}.damaged")
+            log.error("%s cannot be read (%s): live settings are lost; keeping it as %s", path, error, aside)
+            with suppress(OSError):
+                path.replace(aside)
+        before = kept.pop(keys.FILE, "another file")
+        for key in [key for key in kept if key.startswith(keys.SETTINGS) and before != self._file]:
+            setting = f"{key.removeprefix(keys.SETTINGS)}={kept.pop(key)}"
+            log.warning("live setting %s dropped: it was set on %s", setting, before)
+        return kept

@@ -1,0 +1,69 @@
+"""Which live settings are in force, and how that is told (`pdserve/contract/live_settings.py`)."""
+
+import pytest
+
+from pdserve.contract.live_settings import SETTINGS, changed, explained, of_files, problem
+
+PROMISED = {"slo-ttft": "500ms", "slo-gap": "60ms"}
+ADAPTIVE = {"policy": "adaptive", "max-local-prefill-length": "512", "max-prefill-queue-size": "10"}
+THRESHOLD = {**ADAPTIVE, "policy": "threshold", "router": "kv"}
+LENGTH = "max-local-prefill-length"
+
+
+def test_what_is_no_number_is_refused() -> None:
+    for text in ["\uff15", "٣", "5\n", "\n5", " 5", "+5", "5_0", "5.0", "-1", "", "2147483648", "²"]:
+        assert problem(LENGTH, text) == "a whole number from 0 to 2147483647"
+    assert problem("router", "5") == "one of round-robin, least-loaded, kv"
+    assert not problem(LENGTH, "2147483647")
+
+
+@pytest.mark.parametrize(
+    ("file", "live", "lines"),
+    [
+        (THRESHOLD, {"router": "kv"}, []),
+        (THRESHOLD, {"router": "round-robin"}, ["router = round-robin (file: kv)"]),
+        (
+            ADAPTIVE,
+            {LENGTH: "0"},
+            [f"policy = threshold (file: adaptive), since {LENGTH} is set", f"{LENGTH} = 0 (file: 512)"],
+        ),
+        (
+            THRESHOLD,
+            {LENGTH: "0", "policy": "adaptive"},
+            [
+                "policy = adaptive (file: threshold)",
+                f"{LENGTH} = 0 (file: 512), without effect under policy adaptive",
+            ],
+        ),
+        (ADAPTIVE, {"router": "kv"}, ["router = kv, without effect: no process that runs goes by it"]),
+        (
+            ADAPTIVE,
+            {LENGTH: "\uff15"},
+            [
+                f"{LENGTH} = 512; '\uff15', which was set, is ignored: it takes a whole number from 0 to 2147483647"
+            ],
+        ),
+        (PROMISED, {"slo-gap": "off"}, ["slo-gap = off (file: 60ms)"]),
+        (
+            of_files([ADAPTIVE, THRESHOLD]),
+            {"policy": "adaptive"},
+            ["policy = adaptive (file: adaptive or threshold)"],
+        ),
+    ],
+)
+def test_what_is_not_as_in_the_file_is_told(
+    file: dict[str, str], live: dict[str, str], lines: list[str]
+) -> None:
+    assert changed(file, live) == lines
+
+
+def test_each_setting_has_its_value() -> None:
+    assert explained({**THRESHOLD, "slo-gap": "off"}, {"router": "kv"}) == {
+        "policy": "threshold (as in the file)",
+        LENGTH: "512 (as in the file)",
+        "max-prefill-queue-size": "10 (as in the file)",
+        "router": "kv (set, as in the file)",
+        "slo-ttft": "(as in the file)",
+        "slo-gap": "off (as in the file)",
+    }
+    assert explained({}, {}) == dict.fromkeys(SETTINGS, "(as in the file)")

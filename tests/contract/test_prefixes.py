@@ -1,0 +1,96 @@
+"""Names of prefixes: equal exactly where the prompts are, and told sparingly."""
+
+import pytest
+
+from pdserve.contract.prefixes import MAX_REPORTED, CachedPrefixes, names, root
+
+
+def cached(blocks: int, block_size: int, prompt: list[int], salt: str | None = None) -> CachedPrefixes:
+    prefixes = CachedPrefixes()
+    prefixes.resize(blocks, block_size)
+    prefixes.followed = True
+    for depth, name in enumerate(names(prompt, block_size, root(salt)), 1):
+        prefixes.add(name, depth)
+    return prefixes
+
+
+def test_a_name_stands_for_its_block_and_all_before_it() -> None:
+    prompt = list(range(40))
+    whole = list(names(prompt, 8))
+    assert len(whole) == len(set(whole)) == 5
+    assert list(names([*prompt, 7, 7], 8)) == whole
+    assert list(names(prompt, 8, end=39)) == whole[:4]
+    other = list(names([*prompt[:16], 99, *prompt[17:]], 8))
+    assert other[:2] == whole[:2]
+    assert not set(other[2:]) & set(whole)
+    assert not set(names([99, *prompt[1:]], 8)) & set(whole)
+    assert not set(names(prompt, 8, root("salt"))) & set(whole)
+    assert list(names(prompt[16:], 8, whole[1])) == whole[2:]
+
+
+def test_names_are_the_same_in_every_process_and_version() -> None:
+    assert [name.hex() for name in names([1, 2, 3, 151_642], 2)] == ["2be61d6b44e007e6", "53476d83208bf5a6"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "salt", "hit"),
+    [
+        (list(range(40)), None, 32),  # the last token is computed in any case
+        (list(range(41)), None, 40),
+        ([*range(16), 99, *range(17, 40)], None, 16),
+        (list(range(41)), "salt", 0),
+        ([], None, 0),
+    ],
+)
+def test_hit(prompt: list[int], salt: str | None, hit: int) -> None:
+    assert cached(100, 8, list(range(40))).hit(prompt, salt) == hit
+    assert cached(100, 8, list(range(40)), "other").hit(prompt, salt) == 0
+    if salt:
+        assert cached(100, 8, list(range(40)), salt).hit(prompt, salt) == 40
+
+
+def test_what_has_changed_is_told_once_and_copies_count_as_one() -> None:
+    prefixes = cached(100, 8, list(range(24)))
+    first, second, third = names(list(range(24)), 8)
+    prefixes.add(first, 1)  # computed twice at once
+    assert [sorted(part) for part in prefixes.changes()] == [sorted([first, second, third]), []]
+    assert prefixes.changes() == ([], [])
+    assert not prefixes.remove(first)
+    assert prefixes.remove(third)
+    prefixes.add(b"newcomer", 1)
+    prefixes.remove(b"newcomer")
+    added, gone = prefixes.changes()
+    assert (added, set(gone)) == ([], {third, b"newcomer"})
+    assert set(prefixes.known()) == {first, second}
+    prefixes.clear()
+    assert set(prefixes.changes()[1]) == {first, second}
+    assert prefixes.hit(list(range(24)), None) == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stride"), [(1, 1), (MAX_REPORTED, 1), (MAX_REPORTED + 1, 2), (40_000, 16)]
+)
+def test_a_large_cache_tells_of_every_nth_block(blocks: int, stride: int) -> None:
+    prefixes = cached(blocks, 1, list(range(64)))
+    assert prefixes.stride == stride
+    told = list(names(list(range(64)), 1))[stride - 1 :: stride]
+    assert set(prefixes.known()) == set(told)
+    assert prefixes.hit(list(range(64)), None) == 63
+
+
+def test_of_what_only_host_memory_has_the_last_to_leave_the_cache_are_told() -> None:
+    """However large it is: each block of the cache is told."""
+    prefixes = CachedPrefixes()
+    prefixes.resize(MAX_REPORTED, 1)
+    everything = [number.to_bytes(8) for number in range(MAX_REPORTED + 3)]
+    for name in everything:
+        for host in (False, True):
+            prefixes.add(name, 1, host=host)
+    for name in everything:
+        prefixes.remove(name)
+    assert set(prefixes.known()) == set(everything[3:])
+    prefixes.add(everything[0], 1)
+    assert set(prefixes.known()) == {everything[0], *everything[3:]}
+    assert not prefixes.remove(everything[0])
+    assert prefixes.remove(everything[9], host=True)
+    assert set(prefixes.known()) == {everything[0], *everything[4:]} - {everything[9]}

@@ -1,0 +1,100 @@
+"""What a decode worker reports of its links to prefill workers, and of its connection to NATS."""
+
+from dataclasses import replace
+
+import pytest
+from prometheus_client import REGISTRY
+
+from pdserve.contract.reports import LinkState
+from pdserve.decode.peers.prefill_workers import AVOID_FOR
+from tests.conditions import until
+from tests.decode.graph import LONG, SHORT, FrontendStream, Prefill, WorkerGraph
+
+
+def links(graph: WorkerGraph) -> dict[str, LinkState]:
+    return {link.to: link for link in graph.decode.watched().links}
+
+
+def handshake_failures(worker: str) -> float | None:
+    labels = {"model": "demo", "worker": worker}
+    return REGISTRY.get_sample_value("pdserve_kv_handshake_failures_total", labels)
+
+
+async def test_requests_that_are_there_and_what_was_read(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
+    prefill.engine.faults.going.clear()
+    request = await frontend.submit(LONG)
+    await until(lambda: links(graph)["prefill-0"].requests == 1)
+    prefill.engine.faults.going.set()
+    await frontend.end_of(request)
+    await frontend.ask(SHORT)
+    link = links(graph)["prefill-0"]
+    assert (link.requests, link.pulls, link.failures, link.up) == (0, 1, 0, True)
+    assert 0 < (link.pull_seconds or 0) < 5
+    assert (link.bytes_per_second or 0) > 0
+
+
+async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_tried_again(
+    graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
+) -> None:
+    prefill.engine.faults.deaf = True
+    assert (await frontend.ask(LONG)).way[0] == "local"
+    link = links(graph)["prefill-0"]
+    assert (link.pulls, link.failures, link.up) == (0, 1, False)
+    assert link.failure.startswith("transfer: prefill-0 hangs up")
+    assert handshake_failures("prefill-0") == 1
+    assert (await frontend.ask(LONG[1:])).way == ("local", "no-prefill-worker")
+    await graph.prefill("prefill-1")
+    for number in range(2, 6):  # whichever of the two pulls it
+        await frontend.ask(LONG[number:])
+    prefill.engine.faults.deaf = False
+    graph.decode._workers._avoided["prefill-0"] -= AVOID_FOR
+    assert len(graph.decode._workers.available()) == 2
+    prefill.life.cancel()
+    await until(lambda: links(graph).keys() == {"prefill-1"})
+    await until(lambda: handshake_failures("prefill-0") is None)
+
+
+async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
+    """Within a few requests, beside one that was as slow before."""
+    for number in range(3):
+        await frontend.ask([number, *LONG])
+    before = links(graph)["prefill-0"]
+    graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.5)
+    for number in range(3, 5):
+        await frontend.ask([number, *LONG])
+    after = links(graph)["prefill-0"]
+    assert (after.pull_seconds or 0) > (before.pull_seconds or 1)
+    assert (after.bytes_per_second or 0) < (before.bytes_per_second or 0)
+
+
+async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(
+    graph: WorkerGraph, frontend: FrontendStream
+) -> None:
+    """Which is given up a moment after its link was forgotten."""
+    acted = await graph.act_prefill("prefill-left")
+    assert links(graph) == {"prefill-left": LinkState("prefill-left", "kv")}, "nothing before it is used"
+    request = await frontend.submit(LONG)
+    await acted.pull()
+    await acted.start(request)
+    await acted.leave()
+    assert (await frontend.end_of(request)).way == ("local", "fallback")
+    assert handshake_failures("prefill-left") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, 4),
+        ({"policy": "adaptive"}, 0),
+        ({"conditional_disagg": False}, 0),
+        ({"remote_prefill": False}, 0),
+    ],
+    ids=["threshold", "adaptive", "always", "never"],
+)
+async def test_the_limit_of_the_queue(settings: dict[str, object], limit: int) -> None:
+    async with WorkerGraph(**settings) as graph:  # type: ignore[arg-type]
+        assert graph.decode.load().queue_limit == limit
+        await graph.act_prefill()
+        assert bool(links(graph)) is settings.get("remote_prefill", True)

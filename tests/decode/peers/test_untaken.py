@@ -1,0 +1,37 @@
+from typing import Any
+
+import pytest
+
+from pdserve.decode.peers.untaken import TRY_AGAIN, UntakenPrompts
+from pdserve.decode.policy.decision import FLOOR
+
+
+@pytest.mark.parametrize(
+    ("events", "silent"),
+    [
+        ([], False),
+        ([("untaken", 10, 13)], False),
+        ([("untaken", 10, 13), ("untaken", 10, 14)], True),
+        ([("untaken", 10, 13), ("untaken", 10, 10 + FLOOR / 2)], False),  # its deadline came first
+        ([("untaken", 10, 13), ("heard", 13.5), ("untaken", 14, 17)], False),
+        ([("untaken", 10, 13), ("untaken", 10, 14), ("heard", 14.5)], False),
+        ([("heard", 12), ("untaken", 10, 13), ("untaken", 10, 14)], False),  # others were taken meanwhile
+        ([("heard", 9), ("untaken", 10, 13), ("untaken", 10, 14), ("heard", 9)], True),
+    ],
+)
+def test_two_untaken_prompts_in_a_row_are_silence_until_there_is_news(
+    events: list[Any], silent: bool
+) -> None:
+    prompts = UntakenPrompts()
+    for event, *times in events:
+        getattr(prompts, event)(*times)
+    assert prompts.silent(15.0) is silent
+
+
+def test_after_a_silence_one_more_untaken_prompt_is_enough() -> None:
+    prompts = UntakenPrompts()
+    prompts.untaken(10, 13)
+    prompts.untaken(10, 14)
+    assert not prompts.silent(14 + TRY_AGAIN)
+    prompts.untaken(50, 53)
+    assert prompts.silent(54)

@@ -1,0 +1,90 @@
+"""What both ways cost, from speeds and what is under way."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve.contract.messages import PrefillLoad
+from pdserve.decode.policy.cost import BEHIND, Estimates, SeenLoad, estimate
+
+FAST, SLOW = 1 / 20_000, 1 / 2_000
+"""seconds for a token"""
+
+
+def found(
+    *,
+    compute: int = 1000,
+    streams: int = 0,
+    ahead: int = 0,
+    queued: float = 0,
+    rate: float = 0.0,
+    lost: float = 0.0,
+    there: Sequence[tuple[float, float]],
+) -> Estimates:
+    return estimate(
+        compute,
+        1000,
+        streams=streams,
+        ahead_here=ahead,
+        here=FAST,
+        queued=queued,
+        there=there,
+        handover=0.02,
+        rate=rate,
+        lost=lost,
+    )
+
+
+def test_a_local_prompt_waits_for_earlier_prompts_and_delays_streams() -> None:
+    costs = found(compute=400, streams=3, ahead=600, there=[(0, FAST)])
+    parts = (costs.wait_here, costs.compute_here, costs.streams)
+    assert parts == pytest.approx((0.03, 0.02, 3))
+    assert not costs.idle
+
+
+@pytest.mark.parametrize(
+    ("queued", "there", "wait", "compute"),
+    [
+        (0, [(0, FAST)], 0.0, 0.05),
+        (2000, [(0, FAST)], 0.1, 0.05),
+        (1000, [(1000, FAST)], 0.1, 0.05),
+        (2000, [(0, FAST), (0, FAST)], 0.05, 0.05),
+        (0, [(2000, FAST), (0, FAST)], 0.05, 0.05),
+        (0, [(0, SLOW)], 0.0, 0.5),
+        (2200, [(0, FAST), (0, SLOW)], 0.1, 2 / 22),
+    ],
+    ids=["idle", "queued", "in hand", "two workers", "one is busy", "slow", "fast and slow"],
+)
+def test_prefill_workers_share_what_is_before_a_prompt(
+    queued: float, there: Sequence[tuple[float, float]], wait: float, compute: float
+) -> None:
+    costs = found(queued=queued, there=there)
+    assert (costs.wait_there, costs.compute_there, costs.handover) == pytest.approx((wait, compute, 0.02))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "age", "own", "left", "token_seconds"),
+    [
+        (2000, 0.0, 0, 2000, FAST),
+        (2000, 0.05, 0, 1000, FAST),
+        (2000, 9.0, 0, 0, FAST),
+        (2000, 0.05, 2000, 1000, FAST),
+        (2000, 0.11, 1000, 200, 0.11 / 2000),
+        (2000, 1.0, 1000, 1000, 1.0 / 2000),
+        (0, 1.0, 1000, 1000, FAST),
+    ],
+    ids=["just pulled", "half done", "long done", "half done, mine", "a little late", "late", "told nothing"],
+)
+def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
+    tokens: int, age: float, own: int, left: float, token_seconds: float
+) -> None:
+    seen = SeenLoad(PrefillLoad(tokens, FAST), age)
+    assert seen.left(own, FAST) == pytest.approx((left, token_seconds))
+
+
+def test_a_second_of_any_request_costs_the_same() -> None:
+    alone, beside = found(there=[(0, FAST)]), found(streams=3, there=[(0, FAST)])
+    assert beside.local - alone.local == pytest.approx(3 * alone.compute_here)
+    seldom, often = (found(queued=1000, rate=rate, there=[(0, FAST)]) for rate in (0.0, 20.0))
+    assert seldom.remote == pytest.approx(0.05 + 0.05 + 0.02)
+    assert often.remote - seldom.remote == pytest.approx(BEHIND * 20.0 * 0.05 * 0.05), "those that come"

@@ -1,0 +1,25 @@
+"""What a decode worker reports of its prompts, in virtual time. (Routing by it: frontend/workers/test_router.)"""
+
+import pytest
+
+from pdserve.contract.slo import is_spare
+from tests.decode.virtual import ADAPTIVE, VirtualGraph, VirtualRequest
+
+
+def test_prompts_that_wait_are_a_backlog_which_ends_with_them() -> None:
+    graph = VirtualGraph(ADAPTIVE, decode=2)
+    assert [each.estimator.outlook().backlog for each in graph.decode] == [0.0, 0.0]
+    for client in ["", "~spare"] * 20:
+        for worker in graph.decode:
+            worker.submit(VirtualRequest(1300, 64, 0.0, worker, client))
+    backlogs = [each.estimator.outlook().backlog for each in graph.decode]
+    tokens = sum(
+        each.prompt
+        for worker in graph.decode
+        for each in worker.live
+        if not (each.prefiller or each.since or is_spare(each.client))
+    )
+    assert sum(backlogs) == pytest.approx(tokens / 5000), "each prompt counts once, at its own worker"
+    graph.run(60.0)
+    assert len(graph.done) == 80
+    assert [each.estimator.outlook().backlog for each in graph.decode] == [0.0, 0.0]

@@ -1,0 +1,135 @@
+"""The expected number of broken promises, and what decisions by it keep in virtual time."""
+
+import math
+from dataclasses import replace
+from itertools import product
+from random import Random
+from statistics import median
+
+import pytest
+
+from pdserve.config.schema import DecodeSection
+from pdserve.contract.messages import Promise
+from pdserve.contract.slo import MATTERS, late, torn
+from pdserve.decode.policy.cost import Estimates
+from pdserve.decode.policy.slo_risk import Stakes
+from tests.conditions import until
+from tests.decode.graph import LONG, ActedPrefill, FrontendStream, WorkerGraph
+from tests.decode.virtual import ADAPTIVE, ALL_LOCAL, ALL_REMOTE, NO_PROMISE, Promised, VirtualGraph
+
+INF = math.inf
+NOTHING = Stakes(left=INF, gap=INF, plain=0.01, step=0.05)
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(1.0, 0.0), (1.0, -1.0), (1.0, 0.5)])
+def test_what_cannot_come_in_time_is_late(seconds: float, left: float) -> None:
+    assert late(seconds, left) == 1.0
+
+
+def test_what_is_not_promised_does_not_break() -> None:
+    assert late(1e9, INF) == torn(1e9, INF) == 0.0
+    assert NOTHING.broken_here(9.0, 9.0) == NOTHING.broken_there(9.0, 9.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "here", "there"),
+    [
+        pytest.param({"left": 1.0}, 0.5, 0.5, id="its own first token"),
+        pytest.param({"gaps": [0.05, 0.05, 0.2]}, 2.0, 0.0, id="gaps of streams"),
+        pytest.param({"gap": 0.01}, 1.0, 1.0, id="steps are too long in any case"),
+        pytest.param({"here": [(0.5, 1.0)]}, 1.0, 0.0, id="first tokens of those that wait here"),
+        pytest.param({"there": [(0.5, 1.0)]}, 0.0, 1.0, id="of those that wait there"),
+    ],
+)
+def test_the_broken_promises(changes: dict[str, object], here: float, there: float) -> None:
+    stakes = replace(NOTHING, **changes)  # type: ignore[arg-type]
+    assert stakes.broken_here(0.0, 1.0) == pytest.approx(here)
+    assert stakes.broken_there(1.0, 1.0) == pytest.approx(there)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "streams", "better"),
+    [
+        ((0.0, 1.0), 1, "there"),
+        ((0.0, 2.5), 1, "here"),
+        ((1.0, 0.0), 0, "there"),
+        ((MATTERS / 2, 0.0), 1, "there"),
+    ],
+)
+def test_costs_decide_where_promises_do_not(breaks: tuple[float, float], streams: int, better: str) -> None:
+    assert Estimates(0.0, 1.0, streams, 0.0, 0.5, 0.1, 1.0, breaks=breaks).better == better
+
+
+def run(
+    settings: DecodeSection,
+    promised: Promised,
+    prompt: int,
+    slow: tuple[float, float],
+    rate: float,
+    known: bool,
+) -> tuple[float, float]:
+    """The share of requests within the promise, after the first, from which speeds are learned, and the median of the
+    seconds to the last token."""
+    graph = VirtualGraph(settings, promised=promised if known else NO_PROMISE, slow=slow)
+    at, arrivals = 0.0, Random(1)
+    for _ in range(120):
+        at += arrivals.expovariate(rate)
+        graph.after(at, lambda: graph.ask(prompt))
+    graph.run(at + 600)
+    assert len(graph.done) == 120
+    found = sorted(graph.done, key=lambda request: request.begun)[20:]
+    finish = median(each.times[-1] - each.begun for each in found)
+    return sum(each.keeps(promised) for each in found) / len(found), finish
+
+
+PROMISES = {
+    "chat": (Promised(0.5, 0.06), 1300),
+    "agent": (Promised(0.2, 0.1), 1300),
+    "RAG": (Promised(2, 0.04), 3000),
+}
+
+
+@pytest.mark.parametrize(("promise", "load"), [("chat", 0.5), ("chat", 1.0), ("agent", 1.0), ("RAG", 0.5)])
+def test_no_way_alone_keeps_more_however_fast_the_workers_are(promise: str, load: float) -> None:
+    """Decode and prefill workers ten times as fast, and ten times as slow."""
+    knows = blind = 0.0
+    promised, prompt = PROMISES[promise]
+    for decode, prefill in product((0.1, 1.0, 10.0), repeat=2):
+        rate = load * (10 / decode + 14 / prefill) * 1300 / prompt
+        args = promised, prompt, (decode, prefill), rate
+        both = [run(settings, *args, known=False)[0] for settings in (ALL_LOCAL, ALL_REMOTE)]
+        share, _ = run(ADAPTIVE, *args, known=True)
+        assert share >= max(both) - 0.12, (decode, prefill)
+        knows, blind = knows + share, blind + run(ADAPTIVE, *args, known=False)[0]
+    assert knows >= blind - 0.05
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.parametrize(
+    ("slow", "rate"),
+    [((1, 1), 5), ((1, 1), 20), ((1, 0.1), 20), ((10, 0.1), 2), ((10, 1), 2), ((1, 10), 4), ((1, 10), 10)],
+)
+def test_answers_end_as_soon_as_without_the_promise(
+    promise: str, slow: tuple[float, float], rate: float
+) -> None:
+    promised, prompt = PROMISES[promise]
+    args = ADAPTIVE, promised, prompt, slow, rate * 1300 / prompt
+    (blind, without), (knows, finish) = (run(*args, known=known) for known in (False, True))
+    assert finish <= 1.05 * without
+    assert knows >= blind - 0.01
+
+
+async def test_the_earliest_is_published_first(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    names = [
+        await frontend.submit(LONG[number:], promise=Promise(ttft))
+        for number, ttft in enumerate((25, 20, 15))
+    ]
+    await until(lambda: graph.depth == 3)
+    pulled = []
+    for _ in names:
+        [delivery] = await acted.pull()
+        pulled.append(delivery.request.request_id)
+        await acted.start(pulled[-1])
+    assert pulled == [names[0], names[2], names[1]]

@@ -1,0 +1,174 @@
+"""Prompts of a greedy client and of others at the prefill queue."""
+
+import pytest
+
+from pdserve.config.schema import DecodeSection
+from pdserve.contract.messages import PrefillDone
+from pdserve.decode.remote.publisher import AHEAD, enough
+from tests.conditions import until
+from tests.decode.graph import LONG, ActedPrefill, FrontendStream, WorkerGraph, failing, handle, shared_queue
+from tests.decode.virtual import PULL_BELOW, SPEED, VirtualGraph
+
+REMOTE = DecodeSection(
+    remote_prefill=True, policy="threshold", max_local_prefill_length=0, max_prefill_queue_size=9999
+)
+
+
+async def flood(graph: WorkerGraph, frontend: FrontendStream, count: int = 4) -> list[str]:
+    """Send so many prompts of a client; return their ids when they wait for a prefill worker."""
+    names = [await frontend.submit(LONG[number:], client="greedy") for number in range(count)]
+    await until(lambda: graph.depth == count)
+    return names
+
+
+async def take(graph: WorkerGraph, acted: ActedPrefill) -> str:
+    """Pull a prompt, as a prefill worker does; return its id."""
+    [delivery] = await acted.pull()
+    await delivery.ack()
+    await acted.start(delivery.request.request_id)
+    return delivery.request.request_id
+
+
+async def test_a_clients_only_prompt_passes_another_clients_next(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    greedy = await flood(graph, frontend, 3)
+    assert await take(graph, acted) == greedy[0]
+    await until(lambda: shared_queue(graph.broker).stored == 1)
+    honest = await frontend.submit(LONG[9:], client="honest")
+    await until(lambda: graph.depth == 3)
+    assert await take(graph, acted) == greedy[1]
+    await until(lambda: shared_queue(graph.broker).stored == 2)
+    deliveries = await acted.pull() + await acted.pull()
+    took = {each.request.request_id: each.request.behind for each in deliveries}
+    assert took == {greedy[2]: 2, honest: 0}
+
+
+async def test_a_prompt_waits_for_about_one_of_another_client_and_for_no_spare_one(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    first, *greedy = await flood(graph, frontend)
+    spare = await frontend.submit(LONG[9:], client="~batch")
+    honest = await frontend.submit(LONG[50:], client="honest")
+    await until(lambda: graph.depth == 5)
+    assert [await take(graph, acted) for _ in range(6)] == [first, greedy[0], honest, *greedy[1:], spare]
+
+
+async def test_spare_prompts_are_computed_one_at_a_time(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    spare = [await frontend.submit(LONG[number:], client="~batch") for number in range(2)]
+    await until(lambda: graph.decode.requests.remote == 2)
+    assert graph.decode.load().queue_depth < 2, "others do not wait for a held one"
+    assert await take(graph, acted) == spare[0]
+    ordinary = await frontend.submit(LONG[9:], client="honest")
+    assert await take(graph, acted) == ordinary
+    await acted.answer(PrefillDone(ordinary, handle(LONG[9:])))
+    await until(lambda: frontend.answered[ordinary].placed is not None)
+    assert shared_queue(graph.broker).stored == 0
+    await acted.answer(PrefillDone(spare[0], handle(LONG)))
+    assert await take(graph, acted) == spare[1]
+
+
+async def test_what_is_held_counts_as_queued_and_is_in_the_receipt(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    names = await flood(graph, frontend)
+    assert graph.decode.load().queue_depth == 4
+    assert shared_queue(graph.broker).stored == 1
+    assert (await frontend.end_of(await frontend.submit(LONG[9:], client="greedy"))).way == (
+        "local",
+        "queue-full",
+    )
+    for _ in names[1:]:
+        await take(graph, acted)
+    [delivery] = await acted.pull()
+    await acted.answer(PrefillDone(names[3], handle(LONG[3:])))
+    await until(lambda: frontend.answered[names[3]].placed is not None)
+    placed = frontend.answered[names[3]].placed
+    assert placed is not None
+    assert placed.hops[0].name == "queue"
+    assert placed.hops[0].seconds >= delivery.request.held > 0
+
+
+async def test_a_held_prompt_that_is_cancelled_never_enters_the_queue(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
+) -> None:
+    names = await flood(graph, frontend, 3)
+    await frontend.cancel(names[1])
+    await until(lambda: graph.depth == 2)
+    assert [await take(graph, acted) for _ in range(2)] == [names[0], names[2]]
+    assert graph.depth == 0
+
+
+@pytest.mark.parametrize("reason", ["queue-down", "no-prefill-worker"])
+async def test_held_prompts_are_computed_here_when_none_will_take_them(
+    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, reason: str
+) -> None:
+    names = await flood(graph, frontend)
+    with failing(reason, 3 if reason == "queue-down" else 4):
+        await (graph.broker.down() if reason == "queue-down" else acted.leave())
+        for name in names[1:]:
+            assert (await frontend.end_of(name)).way == ("local", "fallback")
+
+
+@pytest.mark.usefixtures("acted", "hasty")
+async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_hangs(
+    graph: WorkerGraph, frontend: FrontendStream
+) -> None:
+    """Each has the time that it would have had in the queue."""
+    for name in await flood(graph, frontend):
+        assert (await frontend.end_of(name)).way == ("local", "fallback")
+    [queue] = [queue for queue in graph.broker._queues.values() if queue.ids]
+    assert len(queue.ids) <= 2
+
+
+@pytest.mark.parametrize(
+    ("queued", "own", "tokens", "workers", "full"),
+    [
+        (0, [], 5000, 1, False),
+        (9, [], 5000, 1, False),  # of other decode workers: one of each is always there
+        (1, [1300], 1300, 1, True),
+        (1, [1300], 1300, 2, False),
+        (2, [1300], 1300, 2, True),
+        (1, [50], 50, 1, False),  # short ones, as many as take `AHEAD` together
+        (9, [50] * 9, 50, 1, False),
+        (9, [50] * 9, 51, 1, True),
+        (9, [50] * 3, 50, 1, False),
+        (12, [50] * 3, 50, 1, True),
+    ],
+)
+def test_as_much_is_published_as_keeps_the_prefill_workers_busy(
+    queued: int, own: list[int], tokens: int, workers: int, full: bool
+) -> None:
+    assert enough(queued, own, tokens, workers, AHEAD / 500) is full
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prefill", "decode"),
+    [(60, 1, 1), (300, 3, 1), (300, 1, 2), (1300, 1, 1), (1300, 2, 3), (4000, 3, 1), (4000, 1, 2)],
+)
+def test_a_flood_is_prefilled_as_fast_and_others_wait_for_little(
+    prompt: int, prefill: int, decode: int
+) -> None:
+    """In virtual time."""
+
+    def flood(seed: int, *, turns: bool) -> tuple[float, float]:
+        """Return when the last prompt was done, and the longest wait of the honest client's for a prefill worker."""
+        graph = VirtualGraph(REMOTE, prefill=prefill, decode=decode, turns=turns, seed=seed)
+        for _ in range(count):
+            graph.ask(prompt, 2, "greedy")
+        for number in range(10):
+            graph.after(one * (5 + 10 * number / prefill), lambda: graph.ask(prompt, 2, "honest"))
+        graph.run(300)
+        assert len(graph.done) == count + 10
+        honest = [request for request in graph.done if request.client == "honest"]
+        return max(each.times[0] for each in graph.done), max(each.pulled - each.begun for each in honest)
+
+    count, one = prefill * max(160, 20_000 // prompt), 1.25 * prompt / SPEED.prefill_rate
+    before, now = ([flood(seed, turns=turns) for seed in range(3)] for turns in (False, True))
+    engine = 1.25 * (2 * PULL_BELOW + prompt) / SPEED.prefill_rate
+    assert sum(ends for ends, _ in now) < 1.04 * sum(ends for ends, _ in before)
+    for (_, waited), (_, waits) in zip(before, now, strict=True):
+        assert waits < engine + (AHEAD + 2 * one) * max(1, decode / prefill)
+        assert waits < 0.5 * waited

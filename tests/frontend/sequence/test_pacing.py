@@ -1,0 +1,128 @@
+"""When the outputs of a stream leave: the policy in virtual time."""
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve.contract.slo import Promised
+from pdserve.frontend.sequence.pacing import GRAIN, LAST_MARGIN, LONGEST, MOST, Reserve
+
+CHAT, AGENT, RAG = Promised(0.5, 0.06), Promised(0.2, 0.1), Promised(2.0, 0.04)
+STARTED = 1000.0
+PREFILL = 0.1
+"""seconds from a request to its first output"""
+
+
+def left(
+    promised: Promised, arrivals: Sequence[float], deadline: float = math.inf, started: float = STARTED
+) -> list[float]:
+    """When each output leaves that comes at these times; the last of them ends the answer."""
+    reserve = Reserve[int].of(promised, started, deadline)
+    assert reserve is not None
+    leaves, times = list[int](), list[float]()
+    for number, arrival in enumerate(arrivals):
+        while reserve.due < arrival:
+            now = reserve.due
+            new = reserve.take(now)
+            assert new, "due, and nothing leaves"
+            leaves, times = leaves + new, times + [now] * len(new)
+        last = number == len(arrivals) - 1
+        new = [*reserve.flush(), number] if last else reserve.add(number, arrival)
+        assert len(reserve) <= MOST
+        leaves, times = leaves + new, times + [arrival] * len(new)
+    assert leaves == list(range(len(arrivals))), "lost, or out of order"
+    return times
+
+
+def come(interval: float, outputs: int = 64, stalls: dict[int, float] | None = None) -> list[float]:
+    """When outputs come, one each `interval`, with further seconds before those in `stalls`."""
+    steps = [PREFILL] + [interval + (stalls or {}).get(number, 0.0) for number in range(1, outputs)]
+    return [STARTED + passed for passed in itertools.accumulate(steps)]
+
+
+def longest(times: Sequence[float]) -> float:
+    return max(after - before for before, after in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize(("promised", "stall"), [(CHAT, 0.4), (AGENT, 0.6), (RAG, 0.25)])
+@pytest.mark.parametrize("speed", [0.1, 0.3, 1.0, 3.0, 10.0])
+def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
+    promised: Promised, stall: float, speed: float
+) -> None:
+    """At the speed of the demo model (10 ms a token), and at 10 times less and more: where no token comes within the
+    promised gap there is no reserve, nor anything to keep."""
+    assert promised.gap is not None
+    interval = 0.01 / speed
+    arrivals = come(interval, 128, {100: stall})
+    paced = left(promised, arrivals)
+    assert longest(arrivals) > promised.gap
+    if 2 * interval < promised.gap:
+        assert longest(paced) <= promised.gap
+    assert longest(paced) <= longest(arrivals)
+    assert paced[-1] == arrivals[-1]
+
+
+@pytest.mark.parametrize("promised", [CHAT, AGENT, RAG, Promised(gap=0.06)])
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_comes_no_answer_ends_later_and_no_gap_grows_beyond_the_pace(
+    promised: Promised, seed: int
+) -> None:
+    assert promised.gap is not None
+    chance = random.Random(seed)
+    interval = 10 ** chance.uniform(-3, -1)
+    stalls = {number: chance.expovariate(5) for number in range(1, 100) if chance.random() < 0.1}
+    arrivals = come(interval, 100, stalls)
+    paced = left(promised, arrivals)
+    assert paced[-1] == arrivals[-1]
+    assert all(after >= before for before, after in zip(arrivals, paced, strict=True))
+    assert longest(paced) <= max(longest(arrivals), promised.gap * 2 / 3) + 1e-9
+    first = STARTED + (promised.ttft or PREFILL + LONGEST)
+    assert paced[0] <= max(first, arrivals[0]) + 1e-9
+
+
+@pytest.mark.parametrize("interval", [0.001, 0.01, 0.03])
+def test_what_is_held_is_bounded(interval: float) -> None:
+    """By `MOST` outputs (see `left`), and in seconds while outputs come."""
+    arrivals = come(interval, 500)
+    held = [after - before for before, after in zip(arrivals, left(CHAT, arrivals), strict=True)]
+    assert max(held) <= LONGEST + interval
+    assert max(held[100:]) > 5 * interval, "there is a reserve"
+
+
+def test_an_answer_that_is_no_faster_than_its_promise_waits_for_nothing() -> None:
+    arrivals = come(0.045)
+    paced = left(CHAT, arrivals)
+    assert paced[0] == arrivals[1], "but for the first, which the second has to follow in time"
+    assert sum(after - before for before, after in zip(arrivals[12:], paced[12:], strict=True)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("promised", "expected"),
+    [(CHAT, 0.4), (AGENT, 0.16), (Promised(0.05, 0.06), PREFILL), (Promised(gap=0.06), PREFILL + LONGEST)],
+    ids=["as its TTFT allows", "short", "late already", "without a TTFT"],
+)
+def test_the_first_token_waits_for_the_second_as_long_as_it_may(promised: Promised, expected: float) -> None:
+    assert left(promised, come(5.0, 2))[0] == pytest.approx(STARTED + expected)
+
+
+def test_nothing_is_held_when_the_deadline_is_near() -> None:
+    deadline = STARTED + 2.0
+    arrivals = come(0.01, 150)
+    paced = left(CHAT, arrivals, deadline)
+    late = [pair for pair in zip(arrivals, paced, strict=True) if pair[0] >= deadline - LAST_MARGIN]
+    assert late
+    assert all(before == after for before, after in late)
+    assert left(CHAT, come(5.0, 2), STARTED + 1.3)[0] == pytest.approx(STARTED + 0.3)
+
+
+def test_an_output_may_leave_a_little_early_and_only_so() -> None:
+    reserve = Reserve[int].of(CHAT, STARTED, math.inf)
+    assert reserve is not None
+    assert reserve.add(0, STARTED) == []
+    assert reserve.add(1, STARTED) == [0]
+    assert reserve.take(reserve.due - GRAIN - 0.001) == []
+    assert reserve.take(reserve.due - GRAIN + 0.001) == [1]
+    assert reserve.due == math.inf

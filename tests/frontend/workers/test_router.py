@@ -1,0 +1,187 @@
+"""Which decode worker gets a request: those that may, what each has cached and to do, and the choice among them. What
+is kept up as workers change is what a look at all of them would find."""
+
+from random import Random
+
+import pytest
+
+from pdserve.contract.live_settings import POLICIES
+from pdserve.contract.messages import Load, Promise
+from pdserve.contract.records import Instance, Role
+from pdserve.frontend.admission.capacity import Capacity
+from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.sequence.generation import Generation
+from pdserve.frontend.vllm.api_server import EngineCoreRequest
+from pdserve.frontend.workers.candidates import WINDOW, Candidates, Prospect, keeping
+from pdserve.frontend.workers.link import Link
+from pdserve.frontend.workers.router import choose
+
+# the choice
+
+
+def worker(name: str, *, kv_tokens: int = 10_000) -> Instance:
+    return Instance(name, Role.DECODE, kv_tokens=kv_tokens)
+
+
+A, B, C = worker("a"), worker("b"), worker("c")
+
+
+@pytest.mark.parametrize(
+    ("policy", "candidates", "outstanding", "cached", "expected"),
+    [
+        *((policy, [B, C, A], {}, {}, "b") for policy in POLICIES),  # in turn
+        ("least-loaded", [A, B], {"a": 300, "b": 100}, {}, "b"),
+        ("least-loaded", [A, B], {"a": 100}, {}, "b"),
+        ("least-loaded", [B, A], {"a": 100, "b": 100}, {}, "b"),
+        ("least-loaded", [worker("a", kv_tokens=20_000), B], {"a": 400, "b": 300}, {}, "a"),  # of what fits its cache
+        ("least-loaded", [worker("a", kv_tokens=0), worker("b", kv_tokens=0)], {"b": 1}, {}, "a"),
+        ("kv", [A, B, C], {"a": 300, "b": 100, "c": 200}, {}, "b"),
+        ("kv", [A, B, C], {"c": 100}, {"a": 100, "b": 900}, "b"),
+        # what is to be computed elsewhere weighs more than a few requests here
+        ("kv", [A, B, C], {"b": 9900}, {"b": 1000}, "b"),
+        ("kv", [A, B, C], {"b": 10_100}, {"b": 1000}, "a"),
+        ("kv", [A, B, C], {"a": 1000, "b": 11_000, "c": 11_000}, {"b": 1000}, "a"),  # the same cost: the less loaded
+        ("kv", [A, B, C], {"a": 40, "b": 20, "c": 30}, {"a": 500, "b": 500, "c": 500}, "b"),
+        ("kv", [A, B, C], {}, {"gone": 900}, "a"),
+    ],
+)  # fmt: skip
+def test_the_choice(
+    policy: str,
+    candidates: list[Instance],
+    outstanding: dict[str, float],
+    cached: dict[str, int],
+    expected: str,
+) -> None:
+    assert choose(policy, candidates, outstanding, cached).id == expected
+
+
+KEEPS, SLOW, BUSY = Load(), Load(gap_seconds=0.1), Load(prompt_wait=2.0, token_seconds=0.0001)
+
+
+@pytest.mark.parametrize(
+    ("promise", "expected"),
+    [
+        (Promise(0.5, 0.06), "a"),
+        (Promise(0.5), "ab"),
+        (Promise(None, 0.06), "ac"),
+        (Promise(5.0, 0.2), "abc"),
+        (Promise(-1.0, 0.06), "abc"),  # late everywhere
+        (Promise(0.001, 0.001), "a"),
+    ],
+)
+def test_a_promise_is_for_the_workers_that_are_expected_to_keep_it(promise: Promise, expected: str) -> None:
+    loads = {"a": KEEPS, "b": SLOW, "c": BUSY}
+    prospects = {name: Prospect.of(load, 0, 100) for name, load in loads.items()}
+    assert "".join(each.id for each in keeping(promise, [A, B, C], prospects)) == expected
+
+
+def test_a_worker_of_which_nothing_is_known_is_neither_the_best_nor_left_out() -> None:
+    """One of an older build, or before its first report."""
+    prospects = {"a": Prospect(0.45, 0.01), "b": Prospect(3.0, 0.01)}
+    assert [each.id for each in keeping(Promise(0.5, 0.06), [A, B, C], prospects)] == ["a", "c"]
+    assert keeping(Promise(0.5, 0.06), [A, B], {}) == [A, B]
+
+
+def test_prompts_sent_since_the_report_count() -> None:
+    load = Load(prompt_wait=0.25, token_seconds=0.125, gap_seconds=0.04)
+    assert Prospect.of(load, 3, 1) == Prospect(0.75, 0.04)
+
+
+# those that may
+
+
+FREE, FULL = Capacity(10, 3, 100), Capacity(10, 0, 900)
+
+
+def candidates(workers: dict[str, Capacity]) -> Candidates:
+    found = Candidates()
+    for name, capacity in workers.items():
+        found.set(name, capacity)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("avoid", "only_others", "expected"),
+    [({"a"}, False, "b"), ({"a", "b"}, False, "a"), ({"a", "b"}, True, ""), ({"b"}, True, "a")],
+)
+def test_where_it_failed_is_the_last_resort_even_with_capacity(
+    avoid: set[str], only_others: bool, expected: str
+) -> None:
+    found = candidates({"a": FREE, "b": FULL}).next("", avoid, only_others=only_others)
+    assert "".join(found) == expected
+
+
+def test_a_choice_looks_at_a_window() -> None:
+    names = [f"{number:03}" for number in range(100)]
+    found = candidates(dict.fromkeys(names, FREE))
+    assert found.next("097", {"099", "001"}, only_others=False) == ["098", "000", *names[2:WINDOW]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "avoid", "expected"),
+    [
+        ({}, (), ["97", "05"]),
+        ({}, {"97"}, ["05"]),
+        ({"97": FULL}, (), ["05"]),
+        ({"97": None}, (), ["05"]),
+        (dict.fromkeys([f"{number:02}" for number in range(100)], FULL), (), ["97", "05"]),
+    ],
+)
+def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
+    changed: dict[str, Capacity | None], avoid: set[str], expected: list[str]
+) -> None:
+    found = candidates({f"{number:02}": FREE for number in range(100)})
+    for name, capacity in changed.items():
+        found.set(name, capacity)
+    chosen = found.next("20", avoid, only_others=False, preferred=["97", "21", "05", "gone"])
+    assert chosen == [*(f"{number}" for number in range(21, 21 + WINDOW)), *expected]
+
+
+def test_after_any_changes() -> None:
+    chance, there, found = Random(5), dict[str, Capacity](), Candidates()
+    for _ in range(3000):
+        name = f"{chance.randrange(40):02}"
+        if chance.random() < 0.3:
+            there.pop(name, None)
+            found.set(name, None)
+        else:
+            there[name] = Capacity(10, chance.randrange(3), chance.choice([0.0, 0.1, 7.3, float("inf")]))
+            found.set(name, there[name])
+        free = {each: capacity for each, capacity in there.items() if capacity.available}
+        assert len(found) == len(there)
+        assert {each for each in there if not found.full(each)} == free.keys()
+        total = found.capacity
+        assert total.max_requests == 10 * len(there)
+        assert total.free_requests == sum(capacity.free_requests for capacity in free.values())
+        assert total.free_tokens == pytest.approx(sum(capacity.free_tokens for capacity in free.values()))
+        last = f"{chance.randrange(40):02}"
+        order = sorted(free or there)
+        turn = [name for name in order if name > last] + [name for name in order if name <= last]
+        assert found.next(last, (), only_others=False) == turn[:WINDOW]
+
+
+# what each has to do
+
+
+def generation(prompt: list[int], **fields: float) -> Generation:
+    request = EngineCoreRequest("r", prompt, None, None, None, 0.0, None, None, None)
+    return Generation(request, RequestTrace("r", "/v1/completions", 0.0), **fields)  # type: ignore[arg-type]
+
+
+def test_outstanding_tokens_include_what_other_frontends_chose_since_the_report() -> None:
+    link = Link("decode-0", lambda _: None)
+    first, second = generation([1] * 50, size=60.0), generation([1] * 50, size=70.0)
+    first.attach(link, "1")
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [60, 3 * 60]
+    first.add_tokens([5] * 4)
+    link.take_load(Load(tokens=1054))
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [1060, 1060]
+    second.attach(link, "2")
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [1130, 1130 + 2 * 70]
+    first.detach()
+    link.take_load(Load(tokens=20))  # it does not know of the second yet
+    assert link.outstanding(3) == 70
+    generation([1] * 50, size=80.0).attach(link, "3")
+    second.detach()
+    link.generations["3"].detach()
+    assert (link.outstanding(3), link.sent) == (0, 0), "nothing is reported while the load stays the same"

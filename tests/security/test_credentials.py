@@ -1,0 +1,135 @@
+"""The certificates of a graph: made, kept from others, and checked by both sides."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.setup.credentials import make_credentials
+from pdserve.queue import server_info
+from pdserve.security.credentials import NAME, Credentials, create, expiring
+from pdserve.supervisor.servers.embedded import nats_binary
+from pdserve.util import clock
+from pdserve.util.errors import ConfigError
+from pdserve.util.net import free_port
+from tests.conditions import until
+from tests.tcp import tcp_server
+
+
+def make(folder: Path) -> Credentials:
+    found = Credentials.load(create(folder).folder)
+    assert found is not None
+    return found
+
+
+@asynccontextmanager
+async def greeter(credentials: Credentials) -> AsyncIterator[int]:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    async with tcp_server(greet, credentials.server_context()) as port:
+        yield port
+
+
+async def greeted(port: int, context: ssl.SSLContext) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=NAME)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def test_only_their_user_can_read_them(tmp_path: Path) -> None:
+    credentials = make(tmp_path / "credentials")
+    assert credentials.folder.stat().st_mode & 0o777 == 0o700
+    assert credentials.key.stat().st_mode & 0o777 == 0o600
+    credentials.key.chmod(0o640)
+    with pytest.raises(ConfigError, match="can be read by other users"):
+        Credentials.load(credentials.folder)
+    with pytest.raises(ConfigError, match="pdserve credentials FOLDER"):
+        Credentials.load(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+@pytest.mark.parametrize(
+    ("mode", "group", "loads"),
+    [(0o440, 65534, True), (0o444, 65534, False), (0o460, 65534, False), (0o440, 0, False)],
+)
+def test_a_secret_of_kubernetes_is_read_by_its_group(
+    tmp_path: Path, mode: int, group: int, loads: bool
+) -> None:
+    """The kubelet writes it as root, for the group of the pod, behind links that it moves when the Secret changes."""
+    written = make(tmp_path / "..2026_11_23").folder
+    (tmp_path / "..data").symlink_to(written.name)
+    for path in written.iterdir():
+        os.chown(path, 0, group)
+        path.chmod(mode)
+        (tmp_path / path.name).symlink_to(f"..data/{path.name}")
+    if loads:
+        assert Credentials.load(tmp_path) is not None
+    else:
+        with pytest.raises(ConfigError, match="can be read by other users"):
+            Credentials.load(tmp_path)
+
+
+@pytest.mark.parametrize("years", [-30, 30])
+async def test_those_of_a_run_hold_when_the_clock_is_set_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: float
+) -> None:
+    now = clock.unix()
+    monkeypatch.setattr(clock, "unix", lambda: now + years * 365 * 24 * 3600)
+    credentials = create(tmp_path / "credentials", valid=None)
+    monkeypatch.undo()
+    assert expiring(credentials.certificate) is None
+    async with greeter(credentials) as port:
+        assert await greeted(port, credentials.client_context()) == b"hello"
+
+
+async def test_a_process_keeps_what_it_began_with(tmp_path: Path) -> None:
+    """New ones are for the processes that start after them: what runs goes on until then."""
+    credentials = make(tmp_path / "credentials")
+    before = credentials.authority.read_bytes()
+    async with greeter(credentials) as port:
+        create(credentials.folder)
+        assert credentials.authority.read_bytes() != before
+        assert os.listdir(tmp_path) == ["credentials"]
+        assert await greeted(port, credentials.client) == b"hello"
+
+
+def test_a_host_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    for host in ("", "a b", "[::1]", "10.0.0.5:2379", "a..b", "\u00fc.example.com"):
+        with pytest.raises(ConfigError, match=r"--host: '.*' is no host name or IP address"):
+            make_credentials(tmp_path / "new", host=[host])
+    assert not list(tmp_path.iterdir())
+
+
+async def test_the_servers_start_as_the_command_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With messages as large as those of the servers that `serve` starts."""
+    make_credentials(tmp_path / "secrets")
+    text = capsys.readouterr().out.replace("\\\n", "")
+    said = [line.split("  #")[0].strip() for line in text.splitlines()]
+    port = free_port("127.0.0.1")
+    conf = next(line for line in said if line.startswith("echo"))
+    command = next(line for line in said if line.startswith("nats-server"))
+    assert command.endswith(" ...")
+    command = f"{command.removesuffix('...')} --addr 127.0.0.1 --port {port} --store_dir {tmp_path}"
+    script = f"cd {tmp_path} && {conf} && exec {nats_binary().parent}/{command}"
+    server = await asyncio.create_subprocess_exec("bash", "-c", script, stderr=asyncio.subprocess.DEVNULL)
+
+    async def largest() -> bool:
+        with suppress(OSError, EOFError):
+            return (await server_info(f"nats://127.0.0.1:{port}")).get("max_payload") == 8 << 20
+        return False
+
+    try:
+        await until(largest)
+    finally:
+        server.kill()
+        await server.wait()

@@ -1,0 +1,119 @@
+"""The supervisor itself is killed: nothing that it started may be left. (A real graph under load, its guardian killed
+too: chaos, `serve-kill` and `serve-guardian-kill`.)"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.supervisor import state
+from pdserve.supervisor.processes.exits import Guardian
+from pdserve.supervisor.processes.guardian import RUN_VARIABLE, alive, stop_in_waves
+from tests.conditions import holds, until
+
+WAITS = "trap 'touch $0/told' TERM; touch $0/up; until [ -e $0/go ]; do sleep 0.02; done"
+
+
+def _role(folder: Path) -> "subprocess.Popen[bytes]":
+    """One that ends when it was told and may go."""
+    folder.mkdir()
+    return _process("bash", "-c", WAITS, str(folder))
+
+
+def _process(*command: str, run: str = "") -> "subprocess.Popen[bytes]":
+    """Of this run of a graph, in its first wave."""
+    env = {"PATH": os.environ["PATH"], RUN_VARIABLE: f"{run} 0"}
+    return subprocess.Popen(command, process_group=0, env=env)
+
+
+def _with_pid(pid: int) -> "subprocess.Popen[bytes]":
+    """A process that has this pid, which is free."""
+    for _ in range(1000):
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        process = _process("sleep", "600")
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.wait()
+    raise AssertionError(f"no process got the pid {pid}")
+
+
+async def test_a_guardian_that_was_killed_has_a_successor_that_knows_the_graph() -> None:
+    process = _process("sleep", "600")
+    with Guardian(patience=30) as guardian:
+        guardian.watch(process.pid)
+        keeping, first = asyncio.create_task(guardian.keep()), guardian.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: guardian.pid != first)
+        keeping.cancel()
+    assert process.wait(30) == -signal.SIGTERM, "this supervisor is gone"
+
+
+def test_what_a_killed_guardian_left_is_stopped_by_the_next_graph(tmp_path: Path) -> None:
+    """Not a process of another graph, nor those of a graph that runs, on a copy of whose folder this one is. And not
+    before a guardian that lives has done it, which keeps the lock so long."""
+    with state.locked(tmp_path) as folder:
+        ours, stranger = _process("sleep", "600", run=folder.run), _process("sleep", "600", run="another")
+        of_the_folder = (tmp_path / "lock").read_text()
+    with state.locked(tmp_path) as copy:
+        assert alive(ours.pid), "the supervisor of that run, this process, is there"
+        guardian = subprocess.Popen(["sleep", "0.5"], pass_fds=(copy.lock,))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (tmp_path / "lock").write_text(of_the_folder.replace(str(os.getpid()), str(dead.pid)))
+    with state.locked(tmp_path, patience=30):
+        assert not alive(guardian.pid)
+        assert not alive(ours.pid)
+        assert alive(stranger.pid)
+    stranger.kill()
+    assert [each.wait() for each in (guardian, ours, stranger)] == [0, -signal.SIGTERM, -signal.SIGKILL]
+
+
+async def test_a_wave_is_stopped_after_the_one_before_has_ended(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("frontend", "decode")]
+    roles = [_role(folder) for folder in folders]
+    await until(lambda: all((folder / "up").exists() for folder in folders))
+    waves = {role.pid: wave for wave, role in enumerate(roles)}
+    stopping = asyncio.create_task(asyncio.to_thread(stop_in_waves, waves, 30))
+    await until((folders[0] / "told").exists)
+    await holds(lambda: not (folders[1] / "told").exists())
+    (folders[0] / "go").touch()
+    await until((folders[1] / "told").exists)
+    (folders[1] / "go").touch()
+    await stopping
+    assert [role.wait() for role in roles] == [0, 0]
+
+
+def test_a_process_that_got_the_pid_of_one_that_ended_is_not_stopped(tmp_path: Path) -> None:
+    """As where a worker ends by itself while the frontends, which are stopped before it, still drain. In a namespace of
+    pids, of which no other process of the machine takes one."""
+    code = "import asyncio, pathlib, sys; from tests.supervisor import test_killed as tests; "
+    code += "asyncio.run(tests.stop_beside_a_stranger(pathlib.Path(sys.argv[1])))"
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*command, str(tmp_path / "frontend")], env=env, stderr=subprocess.PIPE, text=True)
+    if done.stderr.startswith("unshare:"):
+        pytest.skip("needs root")
+    assert done.returncode == 0, done.stderr
+
+
+async def stop_beside_a_stranger(folder: Path) -> None:
+    first, second = _role(folder), _process("sleep", "600")
+    await until((folder / "up").exists)
+    stopping = asyncio.create_task(asyncio.to_thread(stop_in_waves, {first.pid: 0, second.pid: 1}, 30))
+    await until((folder / "told").exists)
+    second.kill()
+    second.wait()
+    stranger = _with_pid(second.pid)
+    try:
+        (folder / "go").touch()
+        await stopping
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+        first.wait()

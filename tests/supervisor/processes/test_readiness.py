@@ -1,0 +1,100 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdserve.contract.records import Instance, ModelCard, Role, encode_record
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
+from pdserve.supervisor.processes import readiness
+from pdserve.supervisor.processes.readiness import RegisteredInstances
+from tests.conditions import holds, until
+from tests.memory.registry import MemoryRegistry, MemoryServer
+
+HERE = "10.0.0.1"
+WORKER = Instance("decode-0-ab12cd34", Role.DECODE, model="demo", host=HERE, pid=4711)
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[Registry]:
+    async with MemoryRegistry(MemoryServer()) as entered:
+        yield entered
+
+
+async def register(registry: Registry, instance: Instance) -> None:
+    await registry.put(keys.instance(instance), encode_record(instance))
+
+
+async def test_waits_for_the_process_that_was_started(registry: Registry) -> None:
+    """In a container that was killed and started again, processes have the pids of those of which the leases still
+    live; two containers of one host have the same pids all the time."""
+    await register(registry, Instance("decode-0-ffffffff", Role.DECODE, host=HERE, pid=WORKER.pid))
+    async with RegistryView(registry) as view:
+        waiting = asyncio.create_task(
+            RegisteredInstances(registry, view, HERE).until_registered(WORKER.id, WORKER.pid)
+        )
+        await register(registry, Instance("decode-1-eeeeeeee", Role.DECODE, host=HERE, pid=WORKER.pid))
+        done, _ = await asyncio.wait([waiting], timeout=0.1)
+        assert not done
+        await register(registry, WORKER)
+        assert await asyncio.wait_for(waiting, 30) == WORKER
+
+
+async def test_removes_the_instance_and_its_card_alone(registry: Registry) -> None:
+    other = Instance("decode-1-eeeeeeee", Role.DECODE, model="demo", host=HERE, pid=2)
+    for instance in (WORKER, other):
+        await register(registry, instance)
+        await registry.put(keys.card("demo", instance.id), encode_record(ModelCard("demo", "demo")))
+    async with RegistryView(registry) as view:
+        await RegisteredInstances(registry, view, HERE).remove(WORKER)
+    assert set(await registry.read("")) == {keys.instance(other), keys.card("demo", other.id)}
+
+
+async def test_an_instance_counts_as_missing_after_long_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And after the time that it may drain without being registered."""
+    monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(readiness, "MISSING", 0.05)
+    server = MemoryServer()
+    async with MemoryRegistry(server) as ours, MemoryRegistry(server) as theirs, RegistryView(ours) as view:
+        await register(theirs, WORKER)
+        await until(lambda: bool(view.instances()))
+        instances = RegisteredInstances(ours, view, HERE, leaving=0.05)
+        waiting = asyncio.create_task(instances.until_missing(WORKER))
+        await holds(lambda: not waiting.done(), 0.2)
+        await server.down()  # an outage tells nothing
+        await holds(lambda: not waiting.done(), 0.2)
+        await server.up(lose_data=True)  # it registers again
+        await holds(lambda: not waiting.done(), 0.2)
+        await server.kill(theirs)
+        assert await asyncio.wait_for(waiting, 30) >= 0.1
+
+
+async def test_each_frontend_of_the_port_has_to_be_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them answers is chance: one that answers again and again says nothing about the other."""
+    answers = iter(
+        [("a", ""), ("a", ""), ("b", "no worker"), ("a", ""), ("", "refused"), ("b", ""), ("a", "")]
+    )
+
+    async def ask(*_: object) -> tuple[str, str]:
+        return next(answers)
+
+    monkeypatch.setattr(readiness, "_ask", ask)
+    monkeypatch.setattr(readiness, "FRONTEND_CHECK_EVERY", 0.0)
+    missing = [what async for what in readiness.until_frontends_ready("", 2)]
+    assert missing == ["1 of 2 frontends have answered", "no worker", "refused"]
+
+
+async def test_a_frontend_of_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"frontend": "a"}')
+        writer.close()
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with asyncio.timeout(30):
+            assert [what async for what in readiness.until_frontends_ready(url, 1)] == []

@@ -1,0 +1,16 @@
+"""The time of day, and how tests make it wrong."""
+
+import time
+
+import pytest
+
+from pdserve.util import clock
+
+
+def test_the_clock_of_a_process_and_that_of_one_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"{clock.VARIABLE}_PREFILL", "-40")
+    monkeypatch.setenv(clock.VARIABLE, "")
+    clock.skew_role("decode")
+    assert clock.unix() - time.time() == pytest.approx(0, abs=1)
+    clock.skew_role("prefill")
+    assert clock.unix() - time.time() == pytest.approx(-40, abs=1)

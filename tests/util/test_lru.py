@@ -1,0 +1,11 @@
+from pdserve.util.lru import RecentKeys
+
+
+def test_the_oldest_keys_are_forgotten_first() -> None:
+    recent: RecentKeys[int] = RecentKeys(3)
+    for number, key in enumerate("abcad"):
+        recent[key] = number
+    assert dict(recent) == {"c": 2, "a": 3, "d": 4}
+    assert "b" not in recent
+    recent.update(dict.fromkeys("xyzw", 0))
+    assert list(recent) == ["y", "z", "w"]

@@ -1,0 +1,55 @@
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from pdserve.util import net
+from pdserve.util.errors import ConfigError
+from pdserve.util.net import free_port, port_holder
+
+LOOPBACKS = pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+
+
+@LOOPBACKS
+def test_free_ports_are_below_those_of_connections(host: str) -> None:
+    """Otherwise an outgoing connection may hold a port before its server has started, or while it is down."""
+    assert all(15000 <= free_port(host, 32) <= 30000 for _ in range(20))
+
+
+def test_no_port_is_given_twice_also_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that start at the same time would else meet on a port on which none of them listens yet."""
+    first = 10000 + 12 * (os.getpid() % 400)  # where nothing else of ours looks
+    last = first + 11
+    code = (
+        "import sys; from pdserve import ports; ports._FIRST, ports._LAST = map(int, sys.argv[1:]);"
+        "print(*(ports.free_port('127.0.0.1') for _ in range(5)), flush=True); input()"
+    )
+    monkeypatch.setattr(net, "_FIRST", first)
+    monkeypatch.setattr(net, "_LAST", last)
+    command = [sys.executable, "-c", code, str(first), str(last)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = set(map(int, other.stdout.readline().split()))
+        ours = {free_port("127.0.0.1") for _ in range(3)}
+        other.communicate("\n")
+    assert len(theirs) == 5
+    assert len(ours) == 3
+    assert not ours & theirs
+
+
+@LOOPBACKS
+def test_the_holder_of_a_port(host: str) -> None:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+        port = server.getsockname()[1]
+        assert "pid" in (port_holder(host, port) or "")
+    assert port_holder(host, port) is None
+    assert port_holder("::", free_port("::")) is None
+
+
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^192\.0\.2\.1:8000 cannot be listened on: Cannot assign requested"
+    ):
+        port_holder("192.0.2.1", 8000)
