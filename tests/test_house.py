@@ -103,8 +103,8 @@ ARROWS = {
     "frontend/workers": "frontend/admission frontend/sequence observe runtime stream",
     "frontend/model": "frontend/admission frontend/edge frontend/sequence frontend/vllm frontend/workers config "
     "registry runtime observe stream",
-    "frontend": "frontend/admission frontend/edge frontend/keys frontend/model frontend/vllm process config plan registry "
-    "stream observe runtime",
+    "frontend": "frontend/admission frontend/edge frontend/keys frontend/model frontend/vllm process config plan "
+    "registry stream observe runtime",
     "frontend/batches": "frontend frontend/edge frontend/keys runtime",
     "frontend/observability": "frontend frontend/edge frontend/keys config observe",
     "supervisor": "process config plan queue registry observe runtime",

@@ -19,7 +19,7 @@ from pdserve.runtime.tasks import Lifetime
 from pdserve.supervisor.state import GraphRecord
 from pdserve.util.errors import RegistryUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 0.25
 TELL_EVERY = 15.0
@@ -63,7 +63,7 @@ class GraphWatch(Lifetime):
         try:
             found = await self.registry.read(keys.INSTANCES)
         except RegistryUnavailable as error:
-            log.debug("%s", error)
+            logger.debug("%s", error)
             return []
         instances = [decode_instance(value) for value in found.values()]
         return [found for found in instances if not roles or any(map(found.role.does, roles))]

@@ -21,7 +21,7 @@ from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import Work
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class StandIn(BothWorker):
@@ -83,6 +83,8 @@ class StandIn(BothWorker):
             if ours.get(name, default := arguments()[name].default) != theirs.get(name, default)
         ]
         if differ:
-            log.warning("this worker does not stand in: its %s is not that of %s", ", ".join(differ), owner)
+            logger.warning(
+                "this worker does not stand in: its %s is not that of %s", ", ".join(differ), owner
+            )
         await self._presence.move("" if differ else self._stream.address)
         await self._presence.keep(None if differ else card)

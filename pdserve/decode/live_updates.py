@@ -7,7 +7,7 @@ from dataclasses import replace
 from pdserve.config.schema import DecodeSection
 from pdserve.contract.live_settings import THRESHOLDS, in_force, problem
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _LIVE = ("policy", *THRESHOLDS)
 
@@ -33,9 +33,9 @@ class LiveSettings:
         self._seen = relevant
         for key, text in relevant.items():
             if wanted := problem(key, text):
-                log.warning("setting %s=%.40r ignored: it takes %s", key, text, wanted)
+                logger.warning("setting %s=%.40r ignored: it takes %s", key, text, wanted)
         now = in_force({}, relevant)
         numbers = {key.replace("-", "_"): int(now[key]) for key in THRESHOLDS if key in now}
         policy = now.get("policy", self._configured.policy)
         self.current = replace(self._configured, policy=policy, **numbers)  # type: ignore[arg-type]
-        log.info("settings now: policy %s, %s", policy, thresholds(self.current))
+        logger.info("settings now: policy %s, %s", policy, thresholds(self.current))

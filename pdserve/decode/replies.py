@@ -22,7 +22,7 @@ from pdserve.runtime.tasks import Apart
 from pdserve.stream.tcp import TcpStreamServer
 from pdserve.util.errors import EngineDead, PeerGone, ProtocolError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOAD_INTERVAL = 0.5
 """seconds between two looks at the load; nothing is sent while it stays the same"""
@@ -94,7 +94,7 @@ class Frontends:
                     await self.send_outputs(frontend, [output])
                 return
             request_id = outputs[0].request_id
-            log.warning("request %s: its output is too large: %s", request_id, error)
+            logger.warning("request %s: its output is too large: %s", request_id, error)
             await self.send(frontend, Failed(request_id, f"its output is too large: {error}", invalid=True))
             if request := self.requests.get(request_id):
                 await self.cancel(request)
@@ -149,7 +149,7 @@ class Frontends:
         self._follow(frontend, wanted=False)
         gone = [request for request in self.requests.of(frontend) if not request.cancelled]
         if gone:
-            log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
+            logger.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
         for request in gone:
             with Apart("requests of a frontend that is gone"):
                 await self.cancel(request)

@@ -29,7 +29,7 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.runtime.tasks import Apart
 from pdserve.util.errors import ProtocolError, Unavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class RequestRunner:
             try:
                 await self._place(request)
             except (ProtocolError, Unavailable) as error:
-                log.warning("request %s refused: %s", request.id, error)
+                logger.warning("request %s refused: %s", request.id, error)
                 await self.frontends.fail(request, str(error), retry=isinstance(error, Unavailable))
         if one.error is not None:
             with Apart("requests"):
@@ -151,7 +151,7 @@ class RequestRunner:
         request.awaits_tokens, request.computes = (prompt, 0) if remote else (0, prompt - hit)
         text = "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s"
         numbers = prompt, hit, depth, workers, estimates or thresholds(settings)
-        log.info(text, request.id, decision.mode, decision.reason, *numbers)
+        logger.info(text, request.id, decision.mode, decision.reason, *numbers)
         return decision
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:

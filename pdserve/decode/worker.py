@@ -33,7 +33,7 @@ from pdserve.runtime.tasks import Apart, Work
 from pdserve.stream.archives import ModelArchive
 from pdserve.util.errors import EngineDead
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GAP_STEP = 0.005
 """seconds to which the gap is reported: an idle worker, whose gap fades, soon has nothing to report"""
@@ -114,12 +114,12 @@ class DecodeWorker(EngineWorker):
         for request in self.requests:
             if request.warms:
                 await self._frontends.cancel(request)
-        log.info("draining: %d requests to finish", len(self.requests))
+        logger.info("draining: %d requests to finish", len(self.requests))
         await self._presence.drain()
         try:
             await asyncio.wait_for(self.requests.empty(), self._config.drain_timeout)
         except TimeoutError:
-            log.warning("%d requests did not finish within the drain timeout", len(self.requests))
+            logger.warning("%d requests did not finish within the drain timeout", len(self.requests))
         for request in self.requests:
             await self._frontends.end(request, f"{self.id} is shutting down", retry=True)
 

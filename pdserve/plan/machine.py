@@ -17,7 +17,7 @@ from pdserve.config.files.yaml_tree import or_nearest
 from pdserve.util.errors import ConfigError
 from pdserve.util.net import addresses_of, is_loopback
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 MIB = 2**20
@@ -158,7 +158,7 @@ def _nvml_gpus() -> list[Gpu]:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return []
     except pynvml.NVMLError as error:
-        log.warning("NVML does not answer (%s): taking this machine for one without GPUs", error)
+        logger.warning("NVML does not answer (%s): taking this machine for one without GPUs", error)
         return []
     try:
         return [_nvml_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]

@@ -20,7 +20,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import Apart
 from pdserve.util.errors import QueueUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 0.5
 """seconds between two looks for answers to repeat"""
@@ -61,7 +61,7 @@ class AnswerSender:
         while True:
             await asyncio.sleep(LOOK_INTERVAL)
             for decode, answer in self.untaken():
-                log.info(
+                logger.info(
                     "request %s: its KV was not read yet, repeating the answer to %s",
                     answer.request_id,
                     decode,

@@ -30,7 +30,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import Apart, Work
 from pdserve.util.errors import EngineDead, ProtocolError, QueueUnavailable, Unavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL = 5.0
 """seconds between two `in_progress` for each running prompt: well below any sensible ack_wait"""
@@ -79,13 +79,13 @@ class PromptRunner:
     async def drain(self) -> None:
         """Wait until the running prompts are done and the decode workers have read their KV, within the drain
         timeout."""
-        log.info("draining: %d prompts to finish", len(self._running))
+        logger.info("draining: %d prompts to finish", len(self._running))
         try:
             async with asyncio.timeout(self._config.drain_timeout):
                 await until(lambda: not (self._running or self.pulling.held), self._running.changed, TICK)
                 await self._answers.empty()
         except TimeoutError:
-            log.warning("leaving %d prompts to another worker", len(self._running))
+            logger.warning("leaving %d prompts to another worker", len(self._running))
 
     async def engine_died(self, death: EngineDead) -> None:
         """Return prompts that may have killed the engine to their decode workers, not to another prefill worker."""
@@ -128,7 +128,7 @@ class PromptRunner:
     async def _begin(self, delivery: Delivery) -> None:
         request = delivery.request
         if running := self._running.of_request(request.request_id):
-            log.info("request %s delivered again while it runs here", request.request_id)
+            logger.info("request %s delivered again while it runs here", request.request_id)
             running.delivery = delivery
             return
         if self.pulling.draining or self.pulling.stalled:
@@ -142,7 +142,9 @@ class PromptRunner:
             await delivery.ack()
             return
         if delivery.redelivered:
-            log.info("request %s: delivered again, the worker that had it did not ack it", request.request_id)
+            logger.info(
+                "request %s: delivered again, the worker that had it did not ack it", request.request_id
+            )
         if not request.warm_up and not delivery.redelivered:
             QUEUE_WAIT.labels(self._config.served_model_name).observe(request.held + delivery.queued)
         if refusal := self._refusal(delivery):
@@ -201,7 +203,7 @@ class PromptRunner:
         seconds = time.monotonic() - running.started
         if output.failed or output.handle is None:
             return PrefillFailed(name, "engine", "the prefill engine failed this request")
-        log.info("request %s: %d tokens prefilled in %.3f s", name, tokens, seconds)
+        logger.info("request %s: %d tokens prefilled in %.3f s", name, tokens, seconds)
         first = self._engine.pack([output]) if output.tokens else []
         waited = running.engine_queued
         return PrefillDone(name, output.handle, seconds, running.queued, first=first, engine_queued=waited)
@@ -211,7 +213,9 @@ class PromptRunner:
         rejected. The other order could lose the prompt."""
         request = delivery.request
         if isinstance(answer, PrefillFailed):
-            log.warning("request %s not prefilled: %s %s", request.request_id, answer.reason, answer.message)
+            logger.warning(
+                "request %s not prefilled: %s %s", request.request_id, answer.reason, answer.message
+            )
         await self._answers.send(request.decode, answer, warm_up=request.warm_up)
         await delivery.ack()
 

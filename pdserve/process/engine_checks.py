@@ -20,7 +20,7 @@ from pdserve.plan.plan import worker_memory
 from pdserve.plan.slots import Slot
 from pdserve.util.errors import EngineDead
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL = 0.5
 """seconds between two probes"""
@@ -62,7 +62,7 @@ def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
         return
     factor = facts.kv_blocks / planned.blocks if planned.blocks else float("inf")
     off = abs(factor - 1) > TOLERANCE
-    log.log(
+    logger.log(
         logging.WARNING if off else logging.INFO,
         "KV blocks, found / planned: %s / %s (x %.2f)%s",
         f"{facts.kv_blocks:,}",
@@ -92,8 +92,8 @@ async def self_test(engine: Engine) -> None:
             task.cancel()
         await asyncio.gather(work, watch, return_exceptions=True)
     if not await engine.all_blocks_free():
-        log.warning("KV blocks are still held after the engine's self-test")
-    log.info("the engine did its first work in %.2f s", time.monotonic() - began)
+        logger.warning("KV blocks are still held after the engine's self-test")
+    logger.info("the engine did its first work in %.2f s", time.monotonic() - began)
 
 
 def unique_prompt(facts: EngineFacts) -> list[int]:
@@ -163,9 +163,9 @@ class EngineWatch:
             return
         self.stalled = stalled
         if stalled:
-            log.warning("engine stalled: it neither answers nor computes; no new requests until it does")
+            logger.warning("engine stalled: it neither answers nor computes; no new requests until it does")
         else:
-            log.info("engine works again")
+            logger.info("engine works again")
         self.on_change()
 
     async def _gpus_compute(self) -> bool:
@@ -195,7 +195,7 @@ async def watch_side_channel(engine: Engine) -> None:
             await engine.reach()
         except TimeoutError as error:
             failures += 1
-            log.warning("%s (%d of %d)", error, failures, MAX_UNREACHED)
+            logger.warning("%s (%d of %d)", error, failures, MAX_UNREACHED)
             if failures >= MAX_UNREACHED:
                 raise EngineDead(f"its KV cannot be read: {error}") from error
         else:

@@ -21,7 +21,7 @@ from pdserve.runtime.tasks import Work
 from pdserve.security.credentials import Credentials
 from pdserve.util.errors import EngineDead
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 ENDS_WITHIN = 15.0
 """seconds beyond its drain timeout that a leader gets to end"""
@@ -66,7 +66,7 @@ class FollowerService(Service):
         return {"leader": self._node.watch, "ranks": self._watch_ranks}
 
     async def announce(self) -> None:
-        log.info("this host's part of %s is ready", self._node.leader.id)
+        logger.info("this host's part of %s is ready", self._node.leader.id)
 
     async def drain(self) -> None:
         """The engine is whole until the leader has finished its requests."""
@@ -74,7 +74,7 @@ class FollowerService(Service):
             async with asyncio.timeout(self._config.drain_timeout + ENDS_WITHIN):
                 await self._node.stop()
         except TimeoutError:
-            log.warning("%s is still there: ending without it", self._node.leader.id)
+            logger.warning("%s is still there: ending without it", self._node.leader.id)
 
     async def _watch_ranks(self) -> None:
         """They may end with the leader's."""

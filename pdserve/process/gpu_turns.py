@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOK = 0.1
 """seconds between two tries"""
@@ -30,7 +30,7 @@ async def _lock(file: Path, held: ExitStack) -> None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        log.warning("cannot wait for other engines that start on this GPU: %s", error)
+        logger.warning("cannot wait for other engines that start on this GPU: %s", error)
         return
     held.callback(os.close, number)
     held.callback(fcntl.flock, number, fcntl.LOCK_UN)  # an engine that was forked meanwhile has the file too
@@ -41,6 +41,6 @@ async def _lock(file: Path, held: ExitStack) -> None:
             return
         except BlockingIOError:
             if not waits:
-                log.info("another engine starts on this GPU: this one is next (%s)", file)
+                logger.info("another engine starts on this GPU: this one is next (%s)", file)
             waits = True
             await asyncio.sleep(LOOK)

@@ -26,7 +26,7 @@ from pdserve.process.signals import DRAINS, ENGINE_KILLED, SERVES, STARTS, STOPP
 from pdserve.runtime.tasks import Owner, Work, forever, process_owner
 from pdserve.util.errors import ConfigError, EngineDead, PdserveError, death_in, leaves
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 Beat = Callable[[bytes], None]
 """takes a sign of life"""
 
@@ -177,15 +177,15 @@ def exit_code(name: str, error: Exception) -> int:
     causes = leaves(error)
     if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
-            log.error("%s", problem)
+            logger.error("%s", problem)
         return 2
     if dead := death_in(error):
-        log.error("the engine is gone, and this worker with it: %s", dead)
+        logger.error("the engine is gone, and this worker with it: %s", dead)
         return ENGINE_KILLED if dead.killed else 1
     if all(isinstance(leaf, PdserveError) for leaf in causes):
-        log.error("%s failed: %s", name, "; ".join(map(str, causes)))
+        logger.error("%s failed: %s", name, "; ".join(map(str, causes)))
     else:
-        log.error("%s failed", name, exc_info=error)
+        logger.error("%s failed", name, exc_info=error)
     return 1
 
 
@@ -228,12 +228,12 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
             service.stop()
         else:
             why = "second signal" if again else service.fault or "stopped while starting"
-            log.info("%s: ending at once", why)
+            logger.info("%s: ending at once", why)
             life.cancel()
             loop.call_later(AT_ONCE, over.set)
 
     def orphaned() -> None:
-        log.error("the supervisor was killed; its guardian stops the graph")
+        logger.error("the supervisor was killed; its guardian stops the graph")
         stops.count = 0  # the guardian repeats the supervisor's signal
         loop.call_later(3 * drain_timeout + LAST_RESORT, stop, signal.SIGTERM)
 

@@ -29,7 +29,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import Lifetime
 from pdserve.util.errors import ConfigError, EngineDead
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GROUP_VARIABLE = "PDSERVE_NODE_GROUP"
@@ -83,7 +83,7 @@ class Leader(Lifetime):
             taken = await self._joined()
             self.record = msgspec.structs.replace(self.record, followers=taken)
             await self._write()
-            log.info("spans %d hosts, with %s", self.record.nodes, ", ".join(taken))
+            logger.info("spans %d hosts, with %s", self.record.nodes, ", ".join(taken))
             yield
 
     async def watch(self, stop: Callable[[], None] = lambda: None, patience: float = AWAY) -> None:
@@ -101,7 +101,7 @@ class Leader(Lifetime):
             if not missing:
                 return [by_rank[rank] for rank in ranks]
             if missing != before:
-                log.info("waits for the hosts with --node-rank %s", ", ".join(map(str, missing)))
+                logger.info("waits for the hosts with --node-rank %s", ", ".join(map(str, missing)))
         raise AssertionError("a view's changes never end")
 
     def _followers(self) -> dict[str, NodeFollower]:
@@ -128,7 +128,7 @@ class Follower(Lifetime):
     async def _lifetime(self) -> AsyncIterator[None]:
         async with self._view:
             self.leader = await self._taken()
-            log.info("node %d of %s, which %s leads", self.record.rank, self.leader.id, self.leader.host)
+            logger.info("node %d of %s, which %s leads", self.record.rank, self.leader.id, self.leader.host)
             yield
 
     async def watch(self, patience: float = AWAY) -> None:
@@ -145,7 +145,7 @@ class Follower(Lifetime):
 
     async def _taken(self) -> NodeLeader:
         """Raises ConfigError where the leader runs other arguments than this host's file has."""
-        log.info("waits for a leader: `pdserve` with the same file on the first host")
+        logger.info("waits for a leader: `pdserve` with the same file on the first host")
         async for _ in self._view.changes():
             leaders = self._leaders()
             ours = leaders.get(self.record.leader)

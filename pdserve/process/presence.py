@@ -34,7 +34,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.util import clock
 from pdserve.util.errors import RegistryUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WARM_UP_WITHIN = 5.0
 """seconds that a worker may spend on warming up with others before it is announced"""
@@ -180,7 +180,7 @@ class Presence:
                 if not (why := refusal(there.instances())):
                     break
                 if why != slot.cause:
-                    log.error("not registered: %s", why)
+                    logger.error("not registered: %s", why)
                     slot = msgspec.structs.replace(slot, cause=why)
                     await self._registry.put(keys.slot(slot), encode_record(slot))
         if slot.cause:
@@ -199,7 +199,9 @@ class Presence:
                 await self._seen(view)
                 await warm()
         except TimeoutError:
-            log.warning("not warm with every worker of the other role after %g s; going on", WARM_UP_WITHIN)
+            logger.warning(
+                "not warm with every worker of the other role after %g s; going on", WARM_UP_WITHIN
+            )
 
     async def _seen(self, view: RegistryView) -> None:
         async for _ in view.changes():

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 STOPPERS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
@@ -50,5 +50,5 @@ def end_while_starting() -> None:
 
 def _end(number: int, _frame: object) -> None:
     """End at once: nothing is there yet that would have to be closed."""
-    log.info("stopped while starting (%s)", signal.Signals(number).name)
+    logger.info("stopped while starting (%s)", signal.Signals(number).name)
     os._exit(0)

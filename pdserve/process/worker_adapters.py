@@ -18,7 +18,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import reraise_fatal
 from pdserve.util.errors import ConfigError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 Key = tuple[str, str]
 """name, and by which call it is there"""
 AGAIN = 30.0
@@ -97,7 +97,7 @@ class WorkerAdapters:
                     level, found = logging.INFO, f"loaded as {loaded.id:x}"
                     if loaded.problem:
                         level, found = logging.WARNING, loaded.problem
-                    log.log(level, "adapter %s of %s: %s", adapter.name, adapter.path, found)
+                    logger.log(level, "adapter %s of %s: %s", adapter.name, adapter.path, found)
         self._drop(wanted)
 
     def _drop(self, wanted: Mapping[Key, Adapter]) -> None:

@@ -25,7 +25,7 @@ from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ConfigError, RegistryUnavailable
 from pdserve.util.net import servers_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LEASE_TTL = 10
 """seconds after which others see that this process is gone"""
@@ -98,7 +98,7 @@ class EtcdRegistry(Registry):
         except TimeoutError:
             if not self.patient:
                 raise RegistryUnavailable(self._silence(self._cause)) from None
-            log.warning("%s", self._silence(f"; waiting for it{self._cause}"))
+            logger.warning("%s", self._silence(f"; waiting for it{self._cause}"))
             await self._live_session()
 
     def _silence(self, why: str) -> str:
@@ -186,7 +186,7 @@ class EtcdRegistry(Registry):
                 session = self._now()
                 if key in self._leased and not await session.holds(self._root + key, self._leased[key]):
                     if key not in self._refused:
-                        log.warning(
+                        logger.warning(
                             "%s was deleted or changed in etcd, or its lease ran out; writing it again", key
                         )
                     await self._write(session, key)
@@ -201,7 +201,7 @@ class EtcdRegistry(Registry):
         """Write a leased key. A value that the server refuses is tried again, and costs no other key."""
         why = await session.put(self._root + key, self._leased[key], leased=True)
         if why and key not in self._refused:
-            log.error("etcd refuses %s%s: %s; trying again", self._root, key, why)
+            logger.error("etcd refuses %s%s: %s; trying again", self._root, key, why)
         (self._refused.add if why else self._refused.discard)(key)
 
     async def read(self, prefix: str) -> dict[str, bytes]:
@@ -228,7 +228,7 @@ class EtcdRegistry(Registry):
             worked = self._session is session
             await self._end(session)
             if worked:
-                log.warning("etcd is away (%s); the last known topology stands", error)
+                logger.warning("etcd is away (%s); the last known topology stands", error)
             else:
                 self._cause = f" ({session.reason})"
                 await asyncio.sleep(RETRY)
@@ -252,7 +252,7 @@ class EtcdRegistry(Registry):
                     await self._write(session, key)
             self._deleted.clear()
             self._session, self._lease, self._cause = session, session.lease, ""
-        log.info("etcd at %s answers, %d keys registered", session.target, len(self._leased))
+        logger.info("etcd at %s answers, %d keys registered", session.target, len(self._leased))
         async with self._session_made:
             self._session_made.notify_all()
 
@@ -281,7 +281,7 @@ class EtcdRegistry(Registry):
                     apply(changes, known)
                     yield changes
             except SessionLost as error:
-                log.debug("watch of %s: %s; reading it anew", " ".join(prefixes) or "all", error)
+                logger.debug("watch of %s: %s; reading it anew", " ".join(prefixes) or "all", error)
 
 
 def _endpoints(etcd: str) -> list[tuple[str, int]]:

@@ -29,7 +29,7 @@ from pdserve.registry.base import Change, Registry
 from pdserve.runtime.tasks import Lifetime, Owner
 from pdserve.util.errors import ProtocolError, RegistryUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_READ_WITHIN = 5.0
@@ -250,4 +250,4 @@ class _Records(dict[str, T]):
         try:
             self[change.key] = self._decode(change.value)
         except (ProtocolError, UnicodeDecodeError) as error:
-            log.warning("registry: %s is left out, its value cannot be read: %s", change.key, error)
+            logger.warning("registry: %s is left out, its value cannot be read: %s", change.key, error)

@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar
 from pdserve.observe.metrics import TASK_FAILURES
 from pdserve.util.errors import death_in
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
 """seconds before a failed task starts again; doubled with each failure"""
@@ -113,7 +113,7 @@ class Owner:
         def ended(task: asyncio.Task[None]) -> None:
             if (error := _failure(task)) is not None:
                 TASK_FAILURES.labels(_kind_of(name)).inc()
-                log.error("%s failed", name, exc_info=error)
+                logger.error("%s failed", name, exc_info=error)
                 if on_failure is not None:
                     on_failure(error)
 
@@ -165,7 +165,9 @@ async def forever(
         what = _fingerprint(failure)
         if what not in seen and len(seen) < _REMEMBERED:
             seen.add(what)
-            log.error("%s failed and starts again (the same failure is logged once)", name, exc_info=failure)
+            logger.error(
+                "%s failed and starts again (the same failure is logged once)", name, exc_info=failure
+            )
         await asyncio.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)
 
@@ -202,7 +204,7 @@ class Apart:
         self.error = error
         TASK_FAILURES.labels(_kind_of(self._name)).inc()
         # logged as of the line of the block, by which repetitions are left out
-        log.error("%s: failed for one of them, the others go on", self._name, exc_info=error, stacklevel=2)
+        logger.error("%s: failed for one of them, the others go on", self._name, exc_info=error, stacklevel=2)
         return True
 
 

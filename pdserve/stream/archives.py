@@ -18,7 +18,7 @@ from pdserve.runtime.tasks import Apart
 from pdserve.stream.tcp import TcpStreamClient
 from pdserve.util.errors import Unavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz", ".tflite",
@@ -113,7 +113,7 @@ def unpack(archive: bytes, folder: Path) -> Path:
         raise Unavailable(f"the model archive cannot be unpacked: {error}") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    log.info("unpacked a model archive to %s", target)
+    logger.info("unpacked a model archive to %s", target)
     return target
 
 

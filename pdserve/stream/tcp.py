@@ -34,7 +34,7 @@ from pdserve.stream.tls import Tls
 from pdserve.util.errors import PeerGone, ProtocolError
 from pdserve.util.lru import RecentKeys
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GREETING = b"pdserve-stream/1"
@@ -210,7 +210,7 @@ class TcpStreamServer(Lifetime):
             message = decode_to_decode(body)
         except ProtocolError as error:
             if not connection.unreadable:
-                log.warning("message of frontend %s skipped (said once): %s", connection.name, error)
+                logger.warning("message of frontend %s skipped (said once): %s", connection.name, error)
             connection.unreadable += 1
             return
         self._unread.put((connection.name, message), len(body), connection)
@@ -221,7 +221,7 @@ class TcpStreamServer(Lifetime):
             self._complain(connection)
         elif self._frontends.get(connection.name) is connection:
             del self._frontends[connection.name]
-            log.info("connection of frontend %s %s", connection.name, connection.ended)
+            logger.info("connection of frontend %s %s", connection.name, connection.ended)
             self._unread.put((connection.name, None))
 
     def _welcome(self, connection: FramedConnection, greeting: bytes) -> None:
@@ -240,12 +240,12 @@ class TcpStreamServer(Lifetime):
             connection.check()
         else:
             connection.write(GREETING)
-        log.info("frontend %s connected", name)
+        logger.info("frontend %s connected", name)
 
     def _complain(self, connection: FramedConnection) -> None:
         """Warn once for each address: a port scan or a flood must not fill the disk."""
         count = self._refused[connection.host] = self._refused.get(connection.host, 0) + 1
-        log.log(
+        logger.log(
             logging.DEBUG if count > 1 else logging.WARNING,
             "connection %d from %s that is no frontend's %s (said once for each address)",
             count,
@@ -291,7 +291,7 @@ class TcpStreamClient(Lifetime):
                 await loop.create_connection(lambda: self._connection, host, port)
                 await self._greeted.wait()
         except (OSError, ValueError) as error:
-            log.info("no connection to the worker: %s", error)
+            logger.info("no connection to the worker: %s", error)
             raise PeerGone(self._address) from error
         if self._connection.ended:
             raise PeerGone(self._address)
@@ -343,7 +343,9 @@ class TcpStreamClient(Lifetime):
         except ProtocolError as error:
             if kind := newer_kind(body):
                 if not connection.unreadable:
-                    log.info("the worker at %s sends %s, which is skipped: it is newer", self._address, kind)
+                    logger.info(
+                        "the worker at %s sends %s, which is skipped: it is newer", self._address, kind
+                    )
                 connection.unreadable += 1
                 return
             # it may have held tokens: the requests of this connection must go on at another worker
@@ -353,7 +355,7 @@ class TcpStreamClient(Lifetime):
 
     def connection_ended(self, connection: FramedConnection) -> None:
         """Messages that were received before can still be read."""
-        log.info("connection to the worker at %s %s", self._address, connection.ended)
+        logger.info("connection to the worker at %s %s", self._address, connection.ended)
         self._greeted.set()
         self._unread.close()
 

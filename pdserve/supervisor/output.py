@@ -17,7 +17,7 @@ from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
 from pdserve.supervisor.state import make_private, private
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FILE_LIMIT = 64 << 20
 """bytes; a log file that reaches it is renamed to `<name>.log.1`, which replaces the one before"""
@@ -67,7 +67,7 @@ class ProcessOutput:
         """Store and show a line that process `name` wrote."""
         line = logs.parse(raw, name)
         if name not in self._files:
-            self._files[name] = LogFile(self.log_dir / f"{name}.log", partial(log.warning, "%s"))
+            self._files[name] = LogFile(self.log_dir / f"{name}.log", partial(logger.warning, "%s"))
         self._files[name].write(logs.text(line))
         if self._verbose or not (line.noise or (line.level in "DI" and line.logger.startswith("vllm"))):
             self.show(line)

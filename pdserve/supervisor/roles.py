@@ -28,7 +28,7 @@ from pdserve.supervisor.processes.restarts import (
     failed_starts,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 REMIND = 10.0
 """seconds between two lines about what the start waits for"""
@@ -154,11 +154,11 @@ class RoleSupervisor:
     def stop(self) -> None:
         """Let all roles drain and end; the second call kills them."""
         if self._stop.is_set():
-            log.warning("killing what still runs")
+            logger.warning("killing what still runs")
             for loop in self._loops:
                 loop.kill()
         else:
-            log.info("stopping: frontends, then decode, then prefill workers (Ctrl-C again: at once)")
+            logger.info("stopping: frontends, then decode, then prefill workers (Ctrl-C again: at once)")
             self._stop.set()
 
     async def _start(
@@ -174,19 +174,19 @@ class RoleSupervisor:
                 reminding.cancel()
             roles = [loop.process for loop in self._loops]
             if absent := [role.name for role in roles if not role.instance]:
-                log.warning("ready, but without %s", ", ".join(absent))
+                logger.warning("ready, but without %s", ", ".join(absent))
             on_ready([role.instance for role in roles if role.instance], time.monotonic() - self._began)
 
     async def _remind(self) -> None:
         names = [loop.process.name for loop in self._loops]
-        log.info("starting %s (Ctrl-C stops)", ", ".join(names))
+        logger.info("starting %s (Ctrl-C stops)", ", ".join(names))
         while True:
             await asyncio.sleep(REMIND)
             waiting = [
                 f"{loop.process.name} ({loop.state})" for loop in self._loops if not loop.settled.is_set()
             ]
             seconds = time.monotonic() - self._began
-            log.info("%.0f s so far, waiting for %s", seconds, ", ".join(waiting) or self._missing)
+            logger.info("%.0f s so far, waiting for %s", seconds, ", ".join(waiting) or self._missing)
 
     async def _run(self, loop: RestartLoop[SupervisedRole]) -> None:
         try:
@@ -212,9 +212,9 @@ class RoleSupervisor:
     def _on_change(self, loop: RestartLoop[SupervisedRole]) -> None:
         self._changed.set()
         if loop.state is ProcessState.READY and any(run.ready for run in loop.history):
-            log.info("%s is ready again", loop.process.name)
+            logger.info("%s is ready again", loop.process.name)
         elif loop.state is ProcessState.READY:
-            log.info("%s is ready after %.0f s", loop.process.name, time.monotonic() - self._began)
+            logger.info("%s is ready after %.0f s", loop.process.name, time.monotonic() - self._began)
 
     async def _report(self) -> None:
         """Write each change of a role's state to the registry; never returns."""

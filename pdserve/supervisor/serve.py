@@ -34,7 +34,7 @@ from pdserve.supervisor.summary import summary
 from pdserve.util.errors import ConfigError, RegistryUnavailable
 from pdserve.util.program import command
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 AFTER_DRAIN = 10.0
 """seconds that a role gets to end beyond its drain timeout"""
@@ -56,16 +56,16 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
         allow_many_files()
         adopt_orphans()
         for note in filter(None, (*plan.notes, plan.unknown)):
-            log.info("%s", note)
+            logger.info("%s", note)
         try:
             asyncio.run(_serve(config, plan.slots, output, folder))
         except CannotStart as cause:
-            log.error("%s", cause)
+            logger.error("%s", cause)
             return cause.exit_code
         except asyncio.CancelledError:
-            log.info("stopped before anything was ready")
+            logger.info("stopped before anything was ready")
             return 0
-        log.info("stopped, nothing is left running")
+        logger.info("stopped, nothing is left running")
     return 0
 
 
@@ -99,7 +99,7 @@ async def _serve(
 
         def show_ready(instances: Sequence[Instance], seconds: float) -> None:
             if output.json:
-                log.info("Ready after %.0f s: %s at %s", seconds, graph.model, graph.url)
+                logger.info("Ready after %.0f s: %s at %s", seconds, graph.model, graph.url)
             output.print(summary(config, instances, seconds, output.log_dir, registered.view.settings()))
 
         frontends = config.frontend.processes if config.frontend else 0
@@ -113,7 +113,9 @@ def _credentials(config: Config, folder: state.StateFolder) -> Credentials | Non
         return folder.fresh_credentials()
     credentials = Credentials.load(config.security.credentials)
     if credentials and (text := expiring(credentials.certificate)):
-        log.warning("%s %s: make new credentials with %s", credentials.folder, text, command("credentials"))
+        logger.warning(
+            "%s %s: make new credentials with %s", credentials.folder, text, command("credentials")
+        )
     return credentials
 
 

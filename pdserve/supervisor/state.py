@@ -24,7 +24,7 @@ from pdserve.supervisor.processes.exits import family
 from pdserve.supervisor.processes.guardian import alive, began, groups_of, stop_in_waves
 from pdserve.util.errors import ConfigError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 KNOWN_EVERY = 1.0
 """seconds between two writings of what is registered, at least"""
@@ -138,7 +138,7 @@ class StateFolder:
             except (OSError, ConfigError) as error:
                 problem = str(error)
             if problem and problem != self._problem:
-                log.error("what the graph needs of %s cannot be made anew: %s", self.path, problem)
+                logger.error("what the graph needs of %s cannot be made anew: %s", self.path, problem)
             self._problem = problem
 
     def mend(self) -> None:
@@ -151,7 +151,7 @@ class StateFolder:
             if not _holds(path, data):
                 make_private(path.parent)
                 _write(path, data)
-                log.warning("%s had vanished or changed: written again", path)
+                logger.warning("%s had vanished or changed: written again", path)
 
     async def keep_known(self, view: RegistryView) -> None:
         """Write down what is registered, for commands while etcd does not answer; never returns."""
@@ -181,7 +181,7 @@ class StateFolder:
             raise ConfigError([f"{self.path} was removed, and another graph runs there now."])
         os.dup2(lock, self.lock, inheritable=False)
         os.close(lock)
-        log.warning("%s had vanished: made anew", self.path)
+        logger.warning("%s had vanished: made anew", self.path)
 
 
 def _until_locked(state_dir: Path) -> int:
@@ -196,7 +196,7 @@ def _until_locked(state_dir: Path) -> int:
                 ]
             )
         if not waiting:
-            log.warning(
+            logger.warning(
                 "waiting for the graph on %s to end: its supervisor (pid %s) was killed", state_dir, pid
             )
         waiting = True
@@ -242,7 +242,7 @@ def _stop_leftovers(pid: int, run: str, patience: float) -> None:
     this folder is a copy of its folder."""
     left = groups_of(run) if run else {}
     if left and not left.keys() & family(pid):
-        log.warning(
+        logger.warning(
             "stopping what is left of a graph whose supervisor and guardian were killed (process groups %s)",
             ", ".join(map(str, left)),
         )

@@ -24,7 +24,7 @@ from pdserve_bench.sections import Shape, read_sections, reshape, with_model
 from pdserve_bench.simulated import write
 from pdserve_bench.watch import GraphWatch, listed
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CALM = "none"
 WARM_WITHIN = 60.0
@@ -163,7 +163,7 @@ async def _played(fault: Fault, scene: Scene) -> float | None:
     except Exception as error:
         if isinstance(error, Cannot) and not scene.amiss:
             raise
-        log.exception("%s broke off", fault.name)
+        logger.exception("%s broke off", fault.name)
         scene.amiss.append(f"it broke off: {error!r}")
         scene.load.resume()
         return await scene.recovery()

@@ -21,7 +21,7 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.registry.view import RegistryView
 from pdserve.util.errors import QueueUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LAST_WORDS = 0.2
 """seconds that a prefill worker's answers may take after the registry says it is gone: they use another connection"""
@@ -114,7 +114,7 @@ class PrefillWorkers:
         queue is shared), are prefilled locally at once."""
         for worker in workers:
             if not self.avoided(worker):
-                log.error("KV of %s cannot be read: avoiding it for %g s", worker, AVOID_FOR)
+                logger.error("KV of %s cannot be read: avoiding it for %g s", worker, AVOID_FOR)
             self._avoided[worker] = time.monotonic() + AVOID_FOR
             for request in self.requests:
                 if request.prefiller == worker:
@@ -143,7 +143,7 @@ class PrefillWorkers:
         before = self._silent()
         self._untaken.untaken(request.asked, time.monotonic())
         if self._silent() and not before:
-            log.warning("no prefill worker takes prompts: they are prefilled here until one is heard of")
+            logger.warning("no prefill worker takes prompts: they are prefilled here until one is heard of")
             self._give_up(list(self.requests))
 
     def _silent(self) -> bool:
@@ -179,7 +179,7 @@ class PrefillWorkers:
         except TimeoutError:  # its process hangs
             self._unheard[worker] = max(before, UNHEARD)
         if before < UNHEARD <= self._unheard[worker]:
-            log.warning("%s does not answer on NATS: nothing is asked of it until it does", worker)
+            logger.warning("%s does not answer on NATS: nothing is asked of it until it does", worker)
         if not self._unheard[worker]:
             del self._unheard[worker]
 

@@ -21,7 +21,7 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.runtime.tasks import Apart
 from pdserve.util.errors import ProtocolError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class AnswerReader:
             if handle.num_tokens > len(request.submit.prompt):
                 raise ProtocolError(f"KV of {handle.num_tokens} tokens, more than its prompt has")
         except ProtocolError as error:
-            log.warning("request %s: not read ahead: %s", request.id, error)
+            logger.warning("request %s: not read ahead: %s", request.id, error)
             return
         before, request.ahead = request.ahead, handle
         if before is not None and source(before) != source(handle):
@@ -88,7 +88,7 @@ class AnswerReader:
         worker's, which repeats its answer until it is known or the lease is over."""
         worker = answer.handle.engine_id
         if not self.workers.known(worker):
-            log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
+            logger.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
             if request is not None:
                 request.resolve(UNKNOWN)
             return
@@ -97,5 +97,5 @@ class AnswerReader:
         if request is not None and request.awaits and request.published:
             request.resolve(answer)
         elif request is None or not request.took(answer.handle):
-            log.info("request %s: late answer of %s rejected", answer.request_id, worker)
+            logger.info("request %s: late answer of %s rejected", answer.request_id, worker)
             await self.engine.reject(answer.handle)

@@ -22,7 +22,7 @@ from pdserve.process.learned import SHORTEST
 from pdserve.queue.base import PrefillQueue
 from pdserve.util.errors import ProtocolError, QueueFull, QueueUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WARM_UP = 5.0
 """seconds that the prefill of a warm-up may take: the worker may have long prompts to compute first"""
@@ -92,11 +92,11 @@ class RemotePrefill:
         if failure.reason not in (OWN, CANCELLED):
             self.links.failed(request, str(failure))
         if request.warms:
-            log.info("warm-up with %s: no KV came: %s", request.warms, failure)
+            logger.info("warm-up with %s: no KV came: %s", request.warms, failure)
         elif failure.reason == OWN:
-            log.info("request %s: no other worker had time, prefilling locally", request.id)
+            logger.info("request %s: no other worker had time, prefilling locally", request.id)
         elif failure.reason != CANCELLED:
-            log.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
+            logger.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
 
     async def _ask(self, request: DecodeRequest) -> PrefillDone:
         tokens = len(request.submit.prompt)
@@ -176,4 +176,4 @@ class RemotePrefill:
         try:
             await self.queue.cancel([request_id])
         except QueueUnavailable:
-            log.info("request %s: not withdrawn, the queue is away; it ends at its deadline", request_id)
+            logger.info("request %s: not withdrawn, the queue is away; it ends at its deadline", request_id)

@@ -25,7 +25,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import forever
 from pdserve.util.errors import ProtocolError, text_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WITHIN = 15.0
 """seconds that a whole warm-up may take; a stalled read is given up earlier"""
@@ -80,14 +80,14 @@ class WarmUp:
             async with asyncio.timeout(WITHIN):
                 warm = await self._read(request)
         except (TimeoutError, ProtocolError) as error:
-            log.warning("warm-up with %s: %s", peer, text_of(error, "it took too long"))
+            logger.warning("warm-up with %s: %s", peer, text_of(error, "it took too long"))
             warm = False
         finally:
             if not request.over.is_set():
                 self.requests.drop(request)
                 await self.engine.cancel([request.id])
         WARM_UPS.labels(self.workers.model, "ok" if warm else "failed").inc()
-        log.info("%s with %s after %.2f s", "warm" if warm else "not warm", peer, time.monotonic() - began)
+        logger.info("%s with %s after %.2f s", "warm" if warm else "not warm", peer, time.monotonic() - began)
         self._tried.add(peer)
         self._change.set()
         return warm

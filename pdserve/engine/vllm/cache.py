@@ -15,7 +15,7 @@ from pdserve.contract.prefixes import CachedPrefixes, key, names, root
 from pdserve.engine.vllm import api
 from pdserve.runtime.tasks import Lifetime, Owner
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
@@ -57,7 +57,7 @@ class CacheMirror(Lifetime):
                 for event in _decode(frames[-1]).events:
                     self._apply(event)
             except (ValueError, TypeError, RecursionError) as error:
-                log.warning("a KV event is skipped, it cannot be read: %s", error)
+                logger.warning("a KV event is skipped, it cannot be read: %s", error)
 
     def _apply(self, event: object) -> None:
         match event:

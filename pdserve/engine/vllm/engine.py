@@ -24,7 +24,7 @@ from pdserve.kv import COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, 
 from pdserve.kv.handles import check_handle
 from pdserve.util.errors import ConfigError, EngineDead, ProtocolError, Unavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REACH_WITHIN = 5.0
@@ -359,7 +359,7 @@ class VllmEngine(Engine):
             return
         self._note_unread(request, "the read stalled")
         self._requests.restart(request)
-        log.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
+        logger.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
         await self._call(self._core.abort_requests_async([engine_id]))
         again = translation.to_generate(request.engine_id, request.prompt, request.body, None, request.after)
         self._set_adapter(again)

@@ -26,7 +26,7 @@ from pdserve.kv.side_channel import CurveKey
 from pdserve.util.errors import ConfigError, EngineDead, Unavailable
 from pdserve.util.net import free_port, port_holder
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LEASE = 30
 """seconds for which a prefill engine keeps KV blocks for a decode engine"""
@@ -92,7 +92,7 @@ class VllmProcess:
             await asyncio.to_thread(self.ranks.shutdown)
         _remove(self._meeting)
         _remove(f"/dev/shm/{Path(self._meeting).name}")  # of ranks that were killed
-        log.info("the engine's processes are gone")
+        logger.info("the engine's processes are gone")
 
     @property
     def asked_for_kv(self) -> str:

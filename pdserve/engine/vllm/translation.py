@@ -19,7 +19,7 @@ from pdserve.util import clock
 from pdserve.util.errors import ProtocolError
 from pdserve.util.lru import RecentKeys
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _KV = "kv_transfer_params"
 _KNOWN = {
@@ -176,7 +176,7 @@ def first_output(packed: list[bytes], shown: float) -> api.EngineCoreOutput | No
         (raw,) = step.outputs
         (_,) = raw.new_token_ids
     except Exception:  # of many kinds: there may be tensors in it
-        log.warning("a first token that cannot be read", exc_info=True)
+        logger.warning("a first token that cannot be read", exc_info=True)
         return None
     for event in raw.events or ():
         event.timestamp += shown - step.timestamp

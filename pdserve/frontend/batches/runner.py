@@ -18,7 +18,7 @@ from pdserve.frontend.keys.auth import OWNER
 from pdserve.frontend.plugins import RibContext
 from pdserve.runtime.tasks import Apart, Owner
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOK = 1.0
 """seconds between two looks at the open batches, and between two writes of results"""
@@ -164,7 +164,7 @@ class BatchRun:
             except HttpError as error:
                 if error.status < 500 or self._context.draining():
                     raise
-                log.warning("%s: cannot write results: %s; trying again", self._name, error)
+                logger.warning("%s: cannot write results: %s; trying again", self._name, error)
                 await asyncio.sleep(PAUSE)
         self._batch, self._left = written
         del self._results[:count]

@@ -22,7 +22,7 @@ from pdserve.frontend.edge.response import HttpError
 from pdserve.util import clock
 from pdserve.util.errors import BadRequest, PdserveError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_FILES, MAX_STORED, MAX_OPEN, MAX_CLOSED = 1000, 10 << 30, 100, 1000
 """of a key: files, their bytes, open batches, and closed ones, of which older ones are forgotten"""
@@ -298,7 +298,7 @@ class Store:
                     raise PdserveError(f"{path} has version {version}; this pdserve reads {VERSION}")
                 if version < VERSION:
                     if list(self._folder.glob("*/batches")):
-                        log.warning("%s holds files of an older pdserve, which are not read", self._folder)
+                        logger.warning("%s holds files of an older pdserve, which are not read", self._folder)
                     for statement in SCHEMA:
                         now.execute(statement)
                 now.execute(f"BEGIN {mode}")
@@ -311,7 +311,7 @@ class Store:
                 aside = self._folder / f"damaged-{inode}"
                 with suppress(OSError):  # another process was first
                     self._data.rename(aside)
-                    log.error(
+                    logger.error(
                         "the database of batches is damaged (%s): moved to %s; starting anew", error, aside
                     )
             raise refusal from None

@@ -14,7 +14,7 @@ from pdserve.util.errors import ConfigError, QueueUnavailable, text_of
 from pdserve.util.net import servers_of, without_passwords
 from pdserve.util.program import command
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 2
 PASSING = (nats.errors.Error, OSError, TimeoutError)
@@ -113,9 +113,9 @@ async def discard(client: GraphClient) -> None:
 async def _on_error(error: Exception) -> None:
     """nats-py also reports here what a message handler raised."""
     if isinstance(error, PASSING):
-        log.debug("nats: %s", error)
+        logger.debug("nats: %s", error)
     else:
-        log.error("a message of NATS could not be handled", exc_info=error)
+        logger.error("a message of NATS could not be handled", exc_info=error)
 
 
 @asynccontextmanager

@@ -33,7 +33,7 @@ from pdserve.runtime.tasks import Lifetime, Owner
 from pdserve.util.errors import ConfigError, ProtocolError, QueueUnavailable
 from pdserve.util.net import servers_of, without_passwords
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PING_INTERVAL = 1.0
@@ -58,7 +58,7 @@ class SubjectMessages:
         try:
             self._waiting.put_nowait(message)
         except asyncio.QueueFull:
-            log.warning("%s is not read: message dropped", self.subject)
+            logger.warning("%s is not read: message dropped", self.subject)
 
     async def next(self) -> Msg:
         return await self._waiting.get()
@@ -172,7 +172,7 @@ class NatsConnection(Lifetime):
             try:
                 yield decode(message.data)
             except ProtocolError as error:
-                log.warning("message on %s skipped: %s", inbox.subject, error)
+                logger.warning("message on %s skipped: %s", inbox.subject, error)
 
     async def flush_subscriptions(self) -> None:
         """Return when the server has all subscriptions. Raises QueueUnavailable."""
@@ -193,17 +193,17 @@ class NatsConnection(Lifetime):
         try:
             await self._use(client, tried)
             self._complaint = ""
-            log.warning("NATS at %s is away; %s until it is back", client.url, self._meanwhile)
+            logger.warning("NATS at %s is away; %s until it is back", client.url, self._meanwhile)
         except ConfigError as error:
             if not tried.done():
                 tried.set_exception(error)
             self._complain(str(error))
         except nats.js.errors.ServiceUnavailableError as error:
-            log.debug("NATS at %s: %s", client.url, error.description)  # a cluster without a leader
+            logger.debug("NATS at %s: %s", client.url, error.description)  # a cluster without a leader
         except nats.js.errors.APIError as error:
             self._complain(f"NATS at {client.url} refuses what is needed of it: {error.description}")
         except PASSING as error:
-            log.debug("NATS at %s: %s", client.url, error)
+            logger.debug("NATS at %s: %s", client.url, error)
         except asyncio.CancelledError:
             leaving = True
             raise
@@ -216,7 +216,7 @@ class NatsConnection(Lifetime):
 
     def _complain(self, text: str) -> None:
         if text != self._complaint:
-            log.error("%s", text)
+            logger.error("%s", text)
         self._complaint = text
 
     async def _use(self, client: GraphClient, tried: "asyncio.Future[None]") -> None:
@@ -236,7 +236,7 @@ class NatsConnection(Lifetime):
         self._client = client
         await self.subscribe()
         self._answers.set()
-        log.info("NATS at %s answers", client.url)
+        logger.info("NATS at %s answers", client.url)
         if not tried.done():
             tried.set_result(None)
         await _until_lost(client, lost)

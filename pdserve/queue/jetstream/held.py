@@ -13,7 +13,7 @@ from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.util.errors import ProtocolError, QueueUnavailable
 from pdserve.util.lru import RecentKeys
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 INTERVAL = 0.1
 """seconds between two reports, at least"""
@@ -47,7 +47,7 @@ class HeldCounts:
         try:
             held = decode_held_requests(message.data)
         except ProtocolError as error:
-            log.warning("count of held requests skipped: %s", error)
+            logger.warning("count of held requests skipped: %s", error)
             return
         if held.sender != self._name:
             self._others[held.sender] = held.count, time.monotonic()

@@ -55,7 +55,7 @@ from pdserve.util.errors import ProtocolError, QueueUnavailable
 from pdserve.util.lru import RecentKeys
 from pdserve.util.net import servers_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _CANCELLED = 20_000
 """ids of cancelled requests that are remembered"""
@@ -152,7 +152,7 @@ class JetStreamQueue(PrefillQueue):
         try:
             state = decode_queue_state(message.data)
         except ProtocolError as error:
-            log.warning("queue state skipped: %s", error)
+            logger.warning("queue state skipped: %s", error)
             return
         self._depth = self._depth.reported(state)
         if state.worker:
@@ -186,7 +186,7 @@ class JetStreamQueue(PrefillQueue):
                 elif self.stored and time.monotonic() - self._reported_at >= self._limits.resync:
                     await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
-                log.debug("queue depth: %s", error)
+                logger.debug("queue depth: %s", error)
                 self._connection.leave(client)
 
     async def _measure_clock(self, client: Client) -> None:
@@ -276,7 +276,7 @@ class JetStreamQueue(PrefillQueue):
         try:
             request = decode_prefill_request(message.data)
         except ProtocolError as error:
-            log.error(
+            logger.error(
                 "prefill request %d dropped, it cannot be read: %s", message.metadata.sequence.stream, error
             )
             await self._connection.publish(message.reply, b"+TERM")
@@ -284,13 +284,13 @@ class JetStreamQueue(PrefillQueue):
         delivery = JetStreamDelivery(self._acks, self._clock, message, request)
         deliveries = message.metadata.num_delivered
         if deliveries > self._limits.max_deliver:
-            log.error(
+            logger.error(
                 "request %s dropped after %d deliveries without an answer", request.request_id, deliveries - 1
             )
         elif delivery.deadline <= time.monotonic():
-            log.info("request %s dropped: its deadline is over", request.request_id)
+            logger.info("request %s dropped: its deadline is over", request.request_id)
         elif request.request_id in self._cancelled:
-            log.debug("request %s dropped: cancelled", request.request_id)
+            logger.debug("request %s dropped: cancelled", request.request_id)
         else:
             return delivery
         await delivery.ack()

@@ -31,7 +31,7 @@ from pdserve.contract.messages import QueueState
 from pdserve.queue.jetstream.client import available, require_cluster, short_connection
 from pdserve.util.errors import ConfigError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
 REPLICAS = 3
@@ -226,12 +226,12 @@ async def _ensure_stream(
     if changed == ["max_bytes"] and current.max_bytes == -1:
         return  # the server could not reserve them
     if changed:
-        log.warning("the stream %s has another %s than pdserve's: mending it", stream, ", ".join(changed))
+        logger.warning("the stream %s has another %s than pdserve's: mending it", stream, ", ".join(changed))
         try:
             # keep what an administrator has set beside them (replicas, placement)
             await _apply(js.update_stream, current, settings)
         except nats.js.errors.APIError as error:
-            log.warning("the stream %s is made anew: %s", stream, error.description)
+            logger.warning("the stream %s is made anew: %s", stream, error.description)
             await js.delete_stream(stream)
             await _add(js, new, settings)
 
@@ -242,7 +242,9 @@ async def _add(js: JetStreamContext, new: StreamConfig, settings: dict[str, Any]
     except nats.js.errors.APIError as error:
         if new.num_replicas == 1 or error.err_code in _NO_LEADER:
             raise
-        log.warning("%s is kept by one server, not by %d: %s", new.name, new.num_replicas, error.description)
+        logger.warning(
+            "%s is kept by one server, not by %d: %s", new.name, new.num_replicas, error.description
+        )
         await _apply(js.add_stream, replace(new, num_replicas=1), settings)
 
 
@@ -251,7 +253,7 @@ async def _replicate(js: JetStreamContext, current: StreamConfig, replicas: int)
     try:
         return (await js.update_stream(current, num_replicas=replicas)).config
     except nats.js.errors.APIError as error:
-        log.debug("%s is not kept by %d servers: %s", current.name, replicas, error.description)
+        logger.debug("%s is not kept by %d servers: %s", current.name, replicas, error.description)
         return current
 
 
@@ -282,7 +284,7 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: ConsumerCo
         "deliver_subject",
     )
     if changed := [name for name in settings if getattr(current, name) != getattr(wanted, name)]:
-        log.warning(
+        logger.warning(
             "the consumer of %s has another %s than pdserve's: mending it", stream, ", ".join(changed)
         )
         try:
@@ -302,7 +304,7 @@ async def remove_abandoned(client: Client, names: QueueNames, limits: StreamLimi
             if name.startswith(names.streams) and name != names.stream and not stream.state.messages:
                 await _remove_if_idle(client, name, limits.abandoned)
     except (nats.js.errors.APIError, TimeoutError) as error:
-        log.debug("abandoned streams of %s stay: %s", names.model, error)
+        logger.debug("abandoned streams of %s stay: %s", names.model, error)
 
 
 async def _remove_if_idle(client: Client, stream: str, after: float) -> None:
@@ -314,7 +316,7 @@ async def _remove_if_idle(client: Client, stream: str, after: float) -> None:
     if any(consumer.num_waiting for consumer in await js.consumers_info(stream)):
         return
     await js.delete_stream(stream)
-    log.info("removed the stream %s: no worker has used it for %g s", stream, after)
+    logger.info("removed the stream %s: no worker has used it for %g s", stream, after)
 
 
 async def _stream_info(client: Client, stream: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pdserve.process.signals import DRAINS, SERVES, STOPPERS
 from pdserve.supervisor.processes.exits import adopt_orphans
 from pdserve.supervisor.processes.guardian import kill
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TICK = 1.0
 """seconds"""
@@ -137,7 +137,9 @@ class _Above:
         return True
 
     def _end_hung(self) -> int:
-        log.error("no sign of life for %g s: the role hangs and is killed; this is what it does", HANGS_AFTER)
+        logger.error(
+            "no sign of life for %g s: the role hangs and is killed; this is what it does", HANGS_AFTER
+        )
         os.kill(self._child, _SHOWS_ITS_THREADS)
         time.sleep(TICK)
         os.kill(self._child, signal.SIGKILL)

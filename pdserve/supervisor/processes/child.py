@@ -24,7 +24,7 @@ from pdserve.supervisor.processes.exits import Guardian, end_group, exit_of
 from pdserve.supervisor.processes.guardian import RUN_VARIABLE, members, shared_memory
 from pdserve.util.tied_child import tied
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CONFIG_ERROR = 2
 """exit code of a role whose configuration is wrong: starting it again would change nothing"""
@@ -154,7 +154,7 @@ class Child:
             async with asyncio.timeout(patience):
                 await exit_of(self._process)
         except TimeoutError:
-            log.warning("%s did not stop within %g s and is killed", self.name, patience)
+            logger.warning("%s did not stop within %g s and is killed", self.name, patience)
         finally:
             self.kill()
 
@@ -196,4 +196,4 @@ class Child:
             try:
                 on_line(line)
             except Exception:  # the pipe must be read on, or the child hangs in its next line
-                log.exception("a line of %s could not be taken", self.name)
+                logger.exception("a line of %s could not be taken", self.name)

@@ -16,7 +16,7 @@ import psutil
 from pdserve.supervisor.processes import guardian
 from pdserve.supervisor.processes.guardian import kill, members
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -98,7 +98,7 @@ class Guardian:
         """Start the guardian again whenever it ends; never returns."""
         while True:
             code = await exit_of(self._process)
-            log.warning("the guardian ended (%s), starts again", code)
+            logger.warning("the guardian ended (%s), starts again", code)
             with contextlib.suppress(OSError):
                 self._stdin.close()
             self._start()

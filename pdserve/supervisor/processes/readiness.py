@@ -13,7 +13,7 @@ from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.util.errors import RegistryUnavailable, text_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MISSING = 60.0
 """seconds that a live process may be missing from the registry before it counts as hung: far more than a lease (10),
@@ -75,7 +75,7 @@ class RegisteredInstances:
             if instance.model:
                 await self.registry.delete(keys.card(instance.model, instance.id))
         except RegistryUnavailable:
-            log.debug("%s stays listed until its lease runs out: etcd is away", instance.id)
+            logger.debug("%s stays listed until its lease runs out: etcd is away", instance.id)
 
     async def report(self, state: SlotState) -> None:
         """Publish the state of a process."""

@@ -21,7 +21,7 @@ from pdserve.supervisor.processes.child import CONFIG_ERROR, Child, Exit
 from pdserve.util import clock
 from pdserve.util.errors import PdserveError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOADING_PATIENCE = 2.0
 """seconds to stop for a process that is not ready: it has nothing to drain"""
@@ -260,7 +260,7 @@ class RestartLoop(Generic[AnyProcess]):
             what = "hangs" if was_ready else "does not become ready"
             patience = self.process.patience if was_ready else 0.0
             how = f"stopping it, and killing it after {patience:g} s" if patience else "killing it"
-            log.error("%s %s: %s; %s", self.process.name, what, problem, how)
+            logger.error("%s %s: %s; %s", self.process.name, what, problem, how)
             self._failed_start = None if was_ready else Exit(1, (problem,))
             await child.stop(patience)
 
@@ -272,7 +272,7 @@ class RestartLoop(Generic[AnyProcess]):
         if isinstance(decision, NoRestart):
             text = f"{name} ended ({exit_}); not started again, for {decision.reason}.{exit_.tail()}"
             raise CannotStart(text, CONFIG_ERROR if exit_.code == CONFIG_ERROR else 1)
-        log.error("%s ended (%s), starts again in %g s%s", name, exit_, decision.delay, exit_.tail(5))
+        logger.error("%s ended (%s), starts again in %g s%s", name, exit_, decision.delay, exit_.tail(5))
         if kind_was_ready and failed_starts(self.history) >= self._policy.failed_starts:
             self.settled.set()
         self._become(ProcessState.WAITING)

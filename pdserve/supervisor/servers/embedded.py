@@ -38,7 +38,7 @@ from pdserve.supervisor.state import StateFolder, make_private
 from pdserve.util.errors import ConfigError
 from pdserve.util.net import free_port, port_holder
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 READY_WITHIN = 20.0
 """seconds from its start to its first answer"""
@@ -67,7 +67,7 @@ async def embedded_servers(
     def changed(loop: RestartLoop["EmbeddedServer"]) -> None:
         name = loop.process.name
         if loop.state is ProcessState.READY and loop.restarts:
-            log.info("%s is back at %s, started on an empty folder", name, loop.process.url)
+            logger.info("%s is back at %s, started on an empty folder", name, loop.process.url)
             folder.server_changed(name, "")
         elif loop.state is ProcessState.WAITING:
             exit_ = loop.history[-1].exit
@@ -146,7 +146,7 @@ class EmbeddedServer(SupervisedProcess):
         except BaseException:
             await self.stop()
             raise
-        log.info("%s answers at %s after %.1f s", self.name, self.url, time.monotonic() - started)
+        logger.info("%s answers at %s after %.1f s", self.name, self.url, time.monotonic() - started)
         return child
 
     async def stop(self) -> None:
@@ -189,7 +189,7 @@ class EmbeddedServer(SupervisedProcess):
 
     @cached_property
     def _log(self) -> LogFile:
-        return LogFile(self.log_path, partial(log.warning, "%s"))
+        return LogFile(self.log_path, partial(logger.warning, "%s"))
 
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
         try:

@@ -14,7 +14,7 @@ from pdserve.security.credentials import Credentials
 from pdserve.supervisor.state import StateFolder
 from pdserve.util.errors import ConfigError, RegistryUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NAME = "settings.json"
 
@@ -57,11 +57,13 @@ class KeptKeys:
             pass
         except (OSError, ValueError) as error:
             aside = path.with_name(f"{_NAME}.damaged")
-            log.error("%s cannot be read (%s): live settings are lost; keeping it as %s", path, error, aside)
+            logger.error(
+                "%s cannot be read (%s): live settings are lost; keeping it as %s", path, error, aside
+            )
             with suppress(OSError):
                 path.replace(aside)
         before = kept.pop(keys.FILE, "another file")
         for key in [key for key in kept if key.startswith(keys.SETTINGS) and before != self._file]:
             setting = f"{key.removeprefix(keys.SETTINGS)}={kept.pop(key)}"
-            log.warning("live setting %s dropped: it was set on %s", setting, before)
+            logger.warning("live setting %s dropped: it was set on %s", setting, before)
         return kept
