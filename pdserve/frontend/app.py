@@ -3,7 +3,7 @@ key, the limits of that key, the body, the model that the body names, this model
 model's own app.
 
 That app is vLLM's (`frontend/model`): it reads the body again and writes the answer, chunk by chunk, into a
-`ResponseWriter`. What only watches requests, or adds pages beside them, is a rib (`plugins.py`).
+`ResponseWriter`. What only watches requests, or adds pages beside them, is a plugin (`plugins.py`).
 """
 
 import logging
@@ -36,7 +36,7 @@ from pdserve.frontend.keys.usage import KeyUse
 from pdserve.frontend.model.run import admitted, run
 from pdserve.frontend.model.served_models import ServedModels
 from pdserve.frontend.plugin_pages import FrontendPages
-from pdserve.frontend.plugins import Ribs
+from pdserve.frontend.plugins import Plugins
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class FrontendApp:
         self,
         models: ServedModels,
         keys: ApiKeys,
-        ribs: Ribs,
+        plugins: Plugins,
         request_timeout: float,
         max_request_timeout: float = FrontendConfig.max_request_timeout,
     ) -> None:
-        self._models, self._keys, self._ribs = models, keys, ribs
-        self._pages = FrontendPages(models, ribs.routes)
-        self._open_paths, self._local_paths = ribs.open_paths, ribs.local_paths
+        self._models, self._keys, self._plugins = models, keys, plugins
+        self._pages = FrontendPages(models, plugins.routes)
+        self._open_paths, self._local_paths = plugins.open_paths, plugins.local_paths
         self._request_timeout, self._max_request_timeout = request_timeout, max_request_timeout
         self._bodies = BodyReader()
 
@@ -75,7 +75,7 @@ class FrontendApp:
             await response.fail(RequestFailure(500, "internal error"))
         finally:
             response.trace.over()
-            self._ribs.end(response)
+            self._plugins.end(response)
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
         trace = response.trace
@@ -107,7 +107,7 @@ class FrontendApp:
             trace.headers["allow"] = "POST"
             raise HttpError(405, f"{path} takes POST")
         if path in GENERATING:
-            self._ribs.begin(request, response)
+            self._plugins.begin(request, response)
         # the model is known only when the body has been read: the bound is that of the longest context
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)

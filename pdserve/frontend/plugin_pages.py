@@ -1,4 +1,4 @@
-"""The pages beside the models' apps: the list of models, and those of the ribs."""
+"""The pages beside the models' apps: the list of models, and those of the plugins."""
 
 from collections.abc import Sequence
 

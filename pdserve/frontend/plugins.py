@@ -1,7 +1,7 @@
-"""Ribs: what only watches the requests of a frontend, or adds pages beside them.
+"""Plugins: what only watches the requests of a frontend, or adds pages beside them.
 
-The way of a request (`app.py`) answers the same without any rib, and no error of one reaches a client. Each hangs on
-the contract `Rib`, and is loaded by its name in `RIBS`.
+The way of a request (`app.py`) answers the same without any plugin, and no error of one reaches a client. Each hangs on
+the contract `Plugin`, and is loaded by its name in `PLUGINS`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from pdserve.observe.tracing import Tracer
 from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import Apart, Work
 
-RIBS = (
+PLUGINS = (
     "pdserve.frontend.observability.request_log:RequestLog",
     "pdserve.frontend.observability.spans:RequestSpans",
     "pdserve.frontend.observability.receipts:Receipts",
@@ -38,8 +38,8 @@ RIBS = (
 
 
 @dataclass(frozen=True)
-class RibContext:
-    """What a rib may use of its frontend."""
+class PluginContext:
+    """What a plugin may use of its frontend."""
 
     id: str
     """instance id"""
@@ -63,8 +63,8 @@ class RibContext:
     """of this process's connections to servers"""
 
 
-class Rib:
-    """One rib; what it does not define it does not do."""
+class Plugin:
+    """One plugin; what it does not define it does not do."""
 
     routes: Sequence[Route] = ()
     open_paths: frozenset[str] = frozenset()
@@ -74,7 +74,7 @@ class Rib:
     work: Mapping[str, Work] = {}
     """permanent background work, by name"""
 
-    def __init__(self, context: RibContext) -> None: ...
+    def __init__(self, context: PluginContext) -> None: ...
 
     def begin(self, request: Request, trace: RequestTrace) -> None:
         """A request to a model that generates begins; its key is known."""
@@ -83,7 +83,7 @@ class Rib:
         """A request of a path in `WITH_BODY` is over."""
 
     def watched(self, watched: Watched) -> Watched:
-        """Return what this process reports, with the rib's part added."""
+        """Return what this process reports, with the plugin's part added."""
         return watched
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
@@ -91,27 +91,27 @@ class Rib:
         return []
 
 
-class Ribs:
-    """The ribs of one frontend."""
+class Plugins:
+    """The plugins of one frontend."""
 
-    def __init__(self, context: RibContext, ribs: Iterable[Rib] = ()) -> None:
-        self.context, self.ribs = context, list(ribs)
-        self.routes = [route for rib in self.ribs for route in rib.routes]
-        self.open_paths = frozenset(path for rib in self.ribs for path in rib.open_paths)
-        self.local_paths = frozenset(path for rib in self.ribs for path in rib.local_paths)
-        self.work = {name: work for rib in self.ribs for name, work in rib.work.items()}
+    def __init__(self, context: PluginContext, plugins: Iterable[Plugin] = ()) -> None:
+        self.context, self.plugins = context, list(plugins)
+        self.routes = [route for plugin in self.plugins for route in plugin.routes]
+        self.open_paths = frozenset(path for plugin in self.plugins for path in plugin.open_paths)
+        self.local_paths = frozenset(path for plugin in self.plugins for path in plugin.local_paths)
+        self.work = {name: work for plugin in self.plugins for name, work in plugin.work.items()}
 
     @classmethod
-    def load(cls, context: RibContext, names: Iterable[str] = RIBS) -> Self:
+    def load(cls, context: PluginContext, names: Iterable[str] = PLUGINS) -> Self:
         """`names`: `module:class`."""
         named = (name.partition(":") for name in names)
         return cls(context, [getattr(import_module(module), kind)(context) for module, _, kind in named])
 
     def begin(self, request: Request, response: ResponseWriter) -> None:
         self.context.running[response] = None
-        for rib in self.ribs:
-            with Apart("rib"):
-                rib.begin(request, response.trace)
+        for plugin in self.plugins:
+            with Apart("plugin"):
+                plugin.begin(request, response.trace)
 
     def end(self, response: ResponseWriter) -> None:
         begun = response in self.context.running
@@ -119,19 +119,19 @@ class Ribs:
         if response.trace.path not in WITH_BODY or not (response.status or response.trace.model):
             return  # a page; or its client left before the body was complete
         record = RequestRecord.of(response, self.context.id, begun=begun)
-        for rib in self.ribs:
-            with Apart("rib"):
-                rib.end(record)
+        for plugin in self.plugins:
+            with Apart("plugin"):
+                plugin.end(record)
 
     def watched(self, watched: Watched) -> Watched:
-        for rib in self.ribs:
-            with Apart("rib"):
-                watched = rib.watched(watched)
+        for plugin in self.plugins:
+            with Apart("plugin"):
+                watched = plugin.watched(watched)
         return watched
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
         kept: list[Receipt] = []
-        for rib in self.ribs:
-            with Apart("rib"):
-                kept += rib.receipts(limit, key, request_id)
+        for plugin in self.plugins:
+            with Apart("plugin"):
+                kept += plugin.receipts(limit, key, request_id)
         return kept

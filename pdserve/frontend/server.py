@@ -29,7 +29,7 @@ from pdserve.frontend.keys.origins import CrossOrigin
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.run import GRACE
 from pdserve.frontend.model.served_models import serve_models
-from pdserve.frontend.plugins import RibContext, Ribs
+from pdserve.frontend.plugins import PluginContext, Plugins
 from pdserve.frontend.vllm.lora_adapters import AdapterStore
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
@@ -88,8 +88,8 @@ class Frontend(Service):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
         self._models, self._view = models, view
         keys, model = self._keys.keys, config.served_model_name
-        self._ribs = ribs = Ribs.load(
-            RibContext(
+        self._plugins = plugins = Plugins.load(
+            PluginContext(
                 self.id,
                 model,
                 models,
@@ -104,13 +104,13 @@ class Frontend(Service):
                 outages=self.connections.outages,
             )
         )
-        app = FrontendApp(models, keys, ribs, config.request_timeout, frontend.max_request_timeout)
+        app = FrontendApp(models, keys, plugins, config.request_timeout, frontend.max_request_timeout)
         edge = CrossOrigin(
             app,
             keys,
             frontend.allowed_origins,
             host=frontend.host,
-            open_paths=ribs.open_paths | ribs.local_paths,
+            open_paths=plugins.open_paths | plugins.local_paths,
         )
         files_left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
         self._connections = ClientConnections(
@@ -126,7 +126,7 @@ class Frontend(Service):
         return {
             "client connections": self._connections.watch,
             "API keys": self._keys.follow,
-            **self._ribs.work,
+            **self._plugins.work,
             **({"certificate": self._certificate.watch} if self._certificate else {}),
         }
 
@@ -137,10 +137,10 @@ class Frontend(Service):
             outages=self.connections.outages(),
             gone=self._view.gone(),
         )
-        return self._ribs.watched(own)
+        return self._plugins.watched(own)
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
-        return self._ribs.receipts(limit, key, request_id)
+        return self._plugins.receipts(limit, key, request_id)
 
     async def announce(self) -> None:
         self._serving = self.tasks.create_task(self._serve_http(), name="uvicorn")

@@ -28,7 +28,7 @@ from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor
 from pdserve.frontend.model.served_models import ServedModels, serve_models
-from pdserve.frontend.plugins import RIBS, RibContext, Ribs
+from pdserve.frontend.plugins import PLUGINS, PluginContext, Plugins
 from pdserve.frontend.server import QuietServer, http_config
 from pdserve.frontend.vllm.lora_adapters import AdapterStore
 from pdserve.observe.tracing import Tracer
@@ -82,8 +82,8 @@ class Graph:
         self.id, self.registry = id, registry or MemoryServer()
         self._count = 0
         self.models: ServedModels
-        self.context: RibContext
-        self.ribs: Ribs
+        self.context: PluginContext
+        self.plugins: Plugins
         self.app: FrontendApp
         self.url = ""
         self.http: httpx.AsyncClient
@@ -102,7 +102,7 @@ class Graph:
         )
         self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
         http = await enter(httpx.AsyncClient(trust_env=False))
-        self.context = RibContext(
+        self.context = PluginContext(
             self.id,
             "demo",
             self.models,
@@ -112,24 +112,24 @@ class Graph:
             lambda: self.watched,
             tracer or Tracer(),
         )
-        self.ribs = Ribs.load(self.context)
-        self.app = FrontendApp(self.models, self.context.keys, self.ribs, 20.0)
+        self.plugins = Plugins.load(self.context)
+        self.app = FrontendApp(self.models, self.context.keys, self.plugins, 20.0)
         self.url = await serve(self.app, stack)
         self.http = await enter(httpx.AsyncClient(base_url=self.url, timeout=30))
 
     @property
     def watched(self) -> Watched:
-        return self.ribs.watched(Watched())
+        return self.plugins.watched(Watched())
 
     def processor(self, model: str = "demo") -> Processor:
         found = self.models.find(model).processor
         assert found is not None
         return found
 
-    def app_with(self, keys: ApiKeys, ribs: Iterable[str] = RIBS) -> FrontendApp:
+    def app_with(self, keys: ApiKeys, plugins: Iterable[str] = PLUGINS) -> FrontendApp:
         """A further app of the same models, with these keys."""
         context = replace(self.context, keys=keys, running={})
-        return FrontendApp(self.models, keys, Ribs.load(context, ribs), 20.0)
+        return FrontendApp(self.models, keys, Plugins.load(context, plugins), 20.0)
 
     @asynccontextmanager
     async def worker(

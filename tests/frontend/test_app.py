@@ -152,10 +152,10 @@ async def test_too_much_is_429_before_anything_is_answered_and_has_receipts(grap
         admission = graph.models.find("demo").admission
         waiting = asyncio.create_task(complete(graph, stream=True, headers={"x-request-id": "waits"}))
         await until(lambda: len(admission) == 1)
-        (receipt,) = graph.ribs.receipts(1)
+        (receipt,) = graph.plugins.receipts(1)
         assert [hop.name for hop in receipt.hops] == ["admission"]
         refused = await complete(graph, stream=True)
-        (receipt,) = graph.ribs.receipts(1)
+        (receipt,) = graph.plugins.receipts(1)
         assert (receipt.status, "wait" in receipt.error) == (429, True)
         counted = await graph.http.post("/tokenize", json={"model": "demo", "prompt": "a b"})
         assert len(worker.seen) == 2
@@ -168,7 +168,7 @@ async def test_too_much_is_429_before_anything_is_answered_and_has_receipts(grap
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "RateLimitError"
     assert counted.status_code == 200  # needs no engine
-    (receipt,) = graph.ribs.receipts(1, None, "waits")
+    (receipt,) = graph.plugins.receipts(1, None, "waits")
     assert (receipt.hops[0].name, receipt.hops[0].why) == ("admission", "")
     assert receipt.hops[0].seconds > 0
 

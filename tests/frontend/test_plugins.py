@@ -12,7 +12,7 @@ from pdserve.frontend.edge.request_record import RequestRecord
 from pdserve.frontend.edge.request_trace import RequestTrace
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.observability.receipts import Receipts
-from pdserve.frontend.plugins import Rib, RibContext, Ribs
+from pdserve.frontend.plugins import Plugin, PluginContext, Plugins
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import chat, completion
 
@@ -45,21 +45,21 @@ ASKED = [
 ]
 
 
-async def test_without_ribs_requests_are_answered_identically_and_there_are_no_pages(graph: Graph) -> None:
+async def test_without_plugins_requests_are_answered_identically_and_there_are_no_pages(graph: Graph) -> None:
     async with (
         graph.worker(),
-        client(graph.app_with(ApiKeys())) as all_ribs,
-        client(graph.app_with(ApiKeys(), ribs=())) as bare,
+        client(graph.app_with(ApiKeys())) as with_plugins,
+        client(graph.app_with(ApiKeys(), plugins=())) as bare,
     ):
         for path, body in ASKED:
-            expected = comparable(await all_ribs.post(path, json=body, headers=OWN))
+            expected = comparable(await with_plugins.post(path, json=body, headers=OWN))
             assert comparable(await bare.post(path, json=body, headers=OWN)) == expected
         assert [model["id"] for model in (await bare.get("/v1/models")).json()["data"]] == ["demo"]
         for path in ("/health", "/metrics", "/requests", "/dashboard", "/load", "/version"):
             assert (await bare.get(path)).status_code == 404
 
 
-class Broken(Rib):
+class Broken(Plugin):
     def begin(self, request: Request, trace: RequestTrace) -> None:
         raise RuntimeError("begin")
 
@@ -73,15 +73,15 @@ class Broken(Rib):
         raise RuntimeError("receipts")
 
 
-async def test_an_error_of_a_rib_reaches_no_client_and_no_other_rib(
+async def test_an_error_of_a_plugin_reaches_no_client_and_no_other_plugin(
     graph: Graph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ribs = Ribs(graph.context, [Broken(graph.context), Receipts(graph.context)])
-    app = FrontendApp(graph.models, ApiKeys(), ribs, 20.0)
+    plugins = Plugins(graph.context, [Broken(graph.context), Receipts(graph.context)])
+    app = FrontendApp(graph.models, ApiKeys(), plugins, 20.0)
     async with graph.worker(), client(app) as http:
         assert (await http.post("/v1/completions", json=completion(), headers=OWN)).status_code == 200
-    assert [receipt.request_id for receipt in ribs.receipts(1)] == ["the-same"]
-    assert ribs.watched(Watched(Load(running=1))).load.running == 1
+    assert [receipt.request_id for receipt in plugins.receipts(1)] == ["the-same"]
+    assert plugins.watched(Watched(Load(running=1))).load.running == 1
     for call in ("begin", "end", "watched", "receipts"):
         assert f"RuntimeError: {call}" in caplog.text
 
@@ -107,8 +107,8 @@ async def test_pages_that_need_no_key(graph: Graph, address: str) -> None:
     assert schemes == dict.fromkeys(needs_one, "Bearer")
 
 
-class Kept(Rib):
-    def __init__(self, context: RibContext) -> None:
+class Kept(Plugin):
+    def __init__(self, context: PluginContext) -> None:
         self.records: list[RequestRecord] = []
 
     def end(self, record: RequestRecord) -> None:
@@ -117,7 +117,7 @@ class Kept(Rib):
 
 async def test_each_request_has_one_record(graph: Graph) -> None:
     kept = Kept(graph.context)
-    app = FrontendApp(graph.models, ApiKeys([ApiKey.of("secret")]), Ribs(graph.context, [kept]), 20.0)
+    app = FrontendApp(graph.models, ApiKeys([ApiKey.of("secret")]), Plugins(graph.context, [kept]), 20.0)
     async with graph.worker(), client(app) as http:
         await http.post("/v1/completions", json=completion())
         http.headers["authorization"] = "Bearer secret"

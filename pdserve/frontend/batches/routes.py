@@ -18,7 +18,7 @@ from pdserve.frontend.batches.store import Record, Store, refused
 from pdserve.frontend.edge.body import BodyReader, discard_rest
 from pdserve.frontend.edge.response import REFUSALS, HttpError, error_response
 from pdserve.frontend.keys.auth import client_of
-from pdserve.frontend.plugins import Rib, RibContext
+from pdserve.frontend.plugins import Plugin, PluginContext
 
 MAX_FILE, MAX_BODY = 100 << 20, 1 << 20
 """bytes of an upload, and of what makes a batch"""
@@ -40,10 +40,10 @@ class _Wanted(msgspec.Struct):
     metadata: _Metadata | None = None
 
 
-class Batches(Rib):
+class Batches(Plugin):
     """Functions that are not `async` may block: Starlette runs them in threads."""
 
-    def __init__(self, context: RibContext) -> None:
+    def __init__(self, context: PluginContext) -> None:
         self._keys = context.keys
         if context.config.batches is None:
             return

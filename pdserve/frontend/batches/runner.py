@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.frontend.batches.store import OPEN, Record, Store, parse
 from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys.auth import OWNER
-from pdserve.frontend.plugins import RibContext
+from pdserve.frontend.plugins import PluginContext
 from pdserve.runtime.tasks import Apart, Owner
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ TRIES = 3
 class BatchWork:
     """All open batches. Those of one key run one after another, those of several keys side by side."""
 
-    def __init__(self, context: RibContext, store: Store) -> None:
+    def __init__(self, context: PluginContext, store: Store) -> None:
         self._context, self._store = context, store
         self._running: dict[str, str | None] = {}
         """id of a batch -> its owner; None while it pauses after an error"""
@@ -81,7 +81,7 @@ class BatchWork:
 class BatchRun:
     """What is left of a batch. A refused line is sent again after all others, so that it keeps no place from them."""
 
-    def __init__(self, context: RibContext, store: Store, owner: str, batch_id: str) -> None:
+    def __init__(self, context: PluginContext, store: Store, owner: str, batch_id: str) -> None:
         self._context, self._store, self._name = context, store, (owner, batch_id)
         self._batch: Record = {}
         self._left = 0.0

@@ -12,7 +12,7 @@ import pdserve
 from pdserve.config.engine_args.installed import installed_vllm
 from pdserve.contract.reports import Outage, Watched
 from pdserve.frontend.keys.auth import is_local
-from pdserve.frontend.plugins import Rib, RibContext
+from pdserve.frontend.plugins import Plugin, PluginContext
 from pdserve.observe.graph_state import graph_state
 from pdserve.observe.problems import nodes, problems
 
@@ -20,12 +20,12 @@ KEPT = 1.0
 """seconds for which problems are given again: of hundreds of processes they take milliseconds, and anyone may ask"""
 
 
-class HealthPages(Rib):
+class HealthPages(Plugin):
     open_paths = frozenset({"/health", "/ping"})
     """a probe from elsewhere, without a key, gets the status alone"""
     local_paths = frozenset({"/load", "/version"})
 
-    def __init__(self, context: RibContext) -> None:
+    def __init__(self, context: PluginContext) -> None:
         self._own, self._models = context.id, context.models
         self._keys, self._view, self._context = context.keys, context.view, context
         self._problems: list[str] = []
@@ -67,7 +67,7 @@ class HealthPages(Rib):
         return JSONResponse(_versions())
 
 
-def known_problems(context: RibContext) -> list[str]:
+def known_problems(context: PluginContext) -> list[str]:
     """What is wrong with the graph by the registry and by this process's connections alone, since a probe must not wait
     for other processes; without addresses and causes, which should not be public."""
     view = context.view

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from pdserve.contract.records import Instance
 from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys.auth import is_local
-from pdserve.frontend.plugins import Rib, RibContext
+from pdserve.frontend.plugins import Plugin, PluginContext
 from pdserve.observe.metrics import MergedPage, SlotMetrics
 
 FETCH_WITHIN = 0.5
@@ -24,13 +24,13 @@ MAX_MERGED = 100
 and each has its own page (`Instance.metrics`) for a scraper that finds them all"""
 
 
-class MetricsPage(Rib):
+class MetricsPage(Plugin):
     """Of this process and of every other one that the registry has, with hosts and the use of each key: from elsewhere
     it needs a key that may see everything."""
 
     local_paths = frozenset({"/metrics"})
 
-    def __init__(self, context: RibContext) -> None:
+    def __init__(self, context: PluginContext) -> None:
         self._view, self._own, self._client = context.view, context.id, context.http
         self._keys, self._models = context.keys, context.models
         self.routes = [Route("/metrics", self._answer)]

@@ -29,7 +29,7 @@ from pdserve.contract.reports import (
 )
 from pdserve.frontend.edge.request_record import RequestRecord, receipt_of
 from pdserve.frontend.edge.response import HttpError, ResponseWriter
-from pdserve.frontend.plugins import Rib, RibContext
+from pdserve.frontend.plugins import Plugin, PluginContext
 from pdserve.observe.metrics import ITL, TTFT
 from pdserve.observe.process_pages import read_receipts
 
@@ -37,8 +37,8 @@ MAX_ASKING = 4
 """requests for receipts that ask the other frontends at the same time"""
 
 
-class Receipts(Rib):
-    def __init__(self, context: RibContext) -> None:
+class Receipts(Plugin):
+    def __init__(self, context: PluginContext) -> None:
         self._own, self._running = context.id, context.running
         self._view, self._keys = context.view, context.keys
         self.routes = [Route("/requests", self._list), Route("/requests/{id}", self._one)]

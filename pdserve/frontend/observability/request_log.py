@@ -3,13 +3,13 @@
 import logging
 
 from pdserve.frontend.edge.request_record import RequestRecord
-from pdserve.frontend.plugins import Rib
+from pdserve.frontend.plugins import Plugin
 from pdserve.observe.metrics import E2E, KEY_REQUESTS, KEY_TOKENS, REQUESTS, SLO
 
 logger = logging.getLogger(__name__)
 
 
-class RequestLog(Rib):
+class RequestLog(Plugin):
     def end(self, record: RequestRecord) -> None:
         _count(record)
         receipt = record.receipt

@@ -4,7 +4,7 @@ from starlette.requests import Request
 
 from pdserve.frontend.edge.request_record import RequestRecord
 from pdserve.frontend.edge.request_trace import CLIENT_LEFT, RequestTrace
-from pdserve.frontend.plugins import Rib, RibContext
+from pdserve.frontend.plugins import Plugin, PluginContext
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -14,8 +14,8 @@ _OPERATIONS = {
 }
 
 
-class RequestSpans(Rib):
-    def __init__(self, context: RibContext) -> None:
+class RequestSpans(Plugin):
+    def __init__(self, context: PluginContext) -> None:
         self._tracer = context.tracer
 
     def begin(self, request: Request, trace: RequestTrace) -> None:

@@ -26,7 +26,7 @@ from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.batches import routes, runner, store
 from pdserve.frontend.edge import body as bodies
 from pdserve.frontend.keys.auth import ApiKeys
-from pdserve.frontend.plugins import Ribs
+from pdserve.frontend.plugins import Plugins
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of, serve
 from tests.full_disk import small_disk
@@ -64,8 +64,8 @@ class Served:
             config=config,
             draining=lambda: self.drains,
         )
-        ribs = Ribs.load(self.context)
-        self.app, self.rib = FrontendApp(graph.models, self.context.keys, ribs, 20.0), ribs.ribs[-1]
+        plugins = Plugins.load(self.context)
+        self.app, self.plugin = FrontendApp(graph.models, self.context.keys, plugins, 20.0), plugins.plugins[-1]
         self.url = ""
         self.clients: dict[str, AsyncOpenAI] = {}
 
@@ -127,7 +127,7 @@ async def served(graph: Graph, folder: Path, keys: list[ApiKey] = KEYS) -> Async
     async with AsyncExitStack() as stack:
         one = Served(graph, folder, keys)
         one.url = await serve(one.app, stack)
-        working = asyncio.ensure_future(one.rib.work["batches"]())
+        working = asyncio.ensure_future(one.plugin.work["batches"]())
         try:
             yield one
         finally:
@@ -466,8 +466,8 @@ async def test_bodies_that_do_not_come_leave_room_for_others_and_end(
         "content-type: multipart/form-data; boundary=x\r\n\r\n--x"
     )
     async with served(graph, tmp_path) as one:
-        assert isinstance(one.rib, routes.Batches)
-        one.rib._uploads = one.rib._bodies = bodies.BodyReader(grace=2.0)
+        assert isinstance(one.plugin, routes.Batches)
+        one.plugin._uploads = one.plugin._bodies = bodies.BodyReader(grace=2.0)
         silent = [await asyncio.open_connection(*address_of(one.url)) for _ in range(16)]
         for _, writer in silent:
             writer.write(head.encode())

@@ -74,7 +74,7 @@ async def test_a_wrong_request_is_answered_as_without_stream(
     await until(lambda: counted(400) > before[0])
     assert (whole.status_code, counted(200)) == (400, before[1])
     assert (stream.status_code, stream.json()) == (whole.status_code, whole.json())
-    assert graph.ribs.receipts(1)[0].status == 400
+    assert graph.plugins.receipts(1)[0].status == 400
     assert [line for line in caplog.messages if " code=400 " in line]
     assert not [line for line in caplog.records if line.levelno >= logging.ERROR]
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -90,13 +90,13 @@ async def test_an_error_within_a_stream_is_no_success(
         asking = asyncio.create_task(post(graph, path, stream=True))
         await worker.until(lambda: worker.jobs)
         await worker.step()
-        await until(lambda: graph.ribs.receipts(1)[0].output_tokens == 1)
+        await until(lambda: graph.plugins.receipts(1)[0].output_tokens == 1)
         await worker.send(Failed(worker.seen[0].request_id, "its weights melted"))
         answer = await asking
     assert answer.status_code == 200
     assert "its weights melted" in str(events(answer)[-1]["error"]), answer.text
     await until(lambda: (counted(200), counted(500)) == (before[0], before[1] + 1))
-    receipt = graph.ribs.receipts(1)[0]
+    receipt = graph.plugins.receipts(1)[0]
     assert (receipt.status, receipt.error) == (500, "its weights melted")
     assert [line for line in caplog.messages if " code=500 " in line]
 

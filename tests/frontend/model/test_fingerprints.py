@@ -109,7 +109,7 @@ async def test_several_outputs_begin_anew_together(graph: Graph) -> None:
             answer = await asyncio.wait_for(asked, 8)
     assert answer.status_code == 200, answer.text
     assert len(new.seen) == len(answer.json()["choices"]) == 4
-    (receipt,) = graph.ribs.receipts(1)
+    (receipt,) = graph.plugins.receipts(1)
     assert receipt.instances == [new.id]
     assert [hop.name for hop in receipt.hops] == ["admission", "migration", "admission", "decode"]
 

@@ -104,7 +104,7 @@ async def test_promises_are_counted(graph: Graph) -> None:
         await worker.send(Failed(worker.seen[0].request_id, "no more"))
         assert (await request).status_code == 500
     await until(lambda: all(told(outcome) == before[outcome] + 1 for outcome in before))
-    failed, gap, ttft, kept, none = graph.ribs.receipts(5)
+    failed, gap, ttft, kept, none = graph.plugins.receipts(5)
     assert [each.promise for each in (failed, gap, ttft, kept, none)] == ["failed", "gap", "ttft", "kept", ""]
     assert (gap.broken_by, kept.broken_by) == ("decode", "")
     assert kept.longest_gap > 0

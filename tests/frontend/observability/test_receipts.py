@@ -40,7 +40,7 @@ THERE = ["queue prefill-0", "prefill prefill-0"]
 
 
 def newest(graph: Graph) -> Receipt:
-    (receipt,) = graph.ribs.receipts(1)
+    (receipt,) = graph.plugins.receipts(1)
     return receipt
 
 
@@ -69,7 +69,7 @@ async def test_a_receipt_and_the_headers_of_an_answer_have_each_hop_with_its_pla
         whole = await complete(graph, headers=named)
         stream = await complete(graph, stream=True, headers=named)
         wrong = await complete(graph, temperature=-1)
-    _, _, receipt = graph.ribs.receipts(3)
+    _, _, receipt = graph.plugins.receipts(3)
     assert way(receipt) == ["admission", *THERE, f"first-step {worker.id}", f"decode {worker.id}"]
     assert receipt.hops[1].start >= HOPS[0].start + receipt.hops[0].start + receipt.hops[0].seconds
     assert (receipt.request_id, receipt.frontend) == ("my-id.7", "frontend-0-test")
@@ -157,7 +157,7 @@ async def test_a_receipt_quotes_no_request_and_300_characters_of_a_failure(graph
 
 async def test_receipts_are_bounded_in_number_and_age(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = receipts.Receipts(graph.context)
-    monkeypatch.setattr(graph.ribs, "ribs", [kept])
+    monkeypatch.setattr(graph.plugins, "plugins", [kept])
     monkeypatch.setattr(kept, "_over", type(kept._over)(maxlen=3))
     async with graph.worker():
         for number in range(5):
@@ -173,7 +173,7 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = receipts.Receipts(graph.context)
-    monkeypatch.setattr(graph.ribs, "ribs", [kept])
+    monkeypatch.setattr(graph.plugins, "plugins", [kept])
     monkeypatch.setattr(receipts, "TICK", 0.01)
     ticking = asyncio.create_task(kept.tick())
     async with graph.worker() as worker:

@@ -42,7 +42,7 @@ class TracedGraph(Graph):
         return sim_workers(self, decode, prefill, traces=self.url_of_traces)
 
     def receipt(self, request_id: str) -> Receipt | None:
-        return next(iter(self.ribs.receipts(1, None, request_id)), None)
+        return next(iter(self.plugins.receipts(1, None, request_id)), None)
 
     def ended(self, trace_id: str) -> bool:
         return ROUTE in {span.name for span in self.collector.of(trace_id)}

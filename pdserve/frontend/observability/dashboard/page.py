@@ -17,7 +17,7 @@ from starlette.routing import Route
 from pdserve.contract.records import encode_record
 from pdserve.contract.reports import TICK, LinkState, Receipt
 from pdserve.frontend.keys.auth import Viewer
-from pdserve.frontend.plugins import Rib, RibContext
+from pdserve.frontend.plugins import Plugin, PluginContext
 from pdserve.observe.graph_state import (
     GraphState,
     Moment,
@@ -73,10 +73,10 @@ class DashboardState(Struct, frozen=True):
     tick: float = TICK
 
 
-class Dashboard(Rib):
+class Dashboard(Plugin):
     open_paths = frozenset(SHELL)
 
-    def __init__(self, context: RibContext) -> None:
+    def __init__(self, context: PluginContext) -> None:
         self._context = context
         self._reading = asyncio.Lock()
         self._state: GraphState
