@@ -4,6 +4,8 @@ worker is lost: model/test_moving.py.)"""
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,6 +25,12 @@ from tests.conditions import until
 from tests.frontend.conftest import MODEL, card
 from tests.frontend.model.echo import EchoWorker
 from tests.frontend.test_generate import completion
+
+
+def test_a_frontend_starts_without_vllm() -> None:
+    """Importing vLLM takes 6 to 7 seconds of CPU; the frontend imports it in a thread, once a model is served."""
+    code = "import sys, pdserve.frontend.server; sys.exit(str({'vllm', 'torch', 'numpy'} & set(sys.modules) or ''))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == ""
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.frontend.vllm.lora_adapters import AdapterStore
-from pdserve.frontend.workers.link import Connect
+from pdserve.frontend.workers import Connect
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ from pdserve.frontend.sequence.generation import Generation
 from pdserve.stream.tcp import TcpStreamClient
 from pdserve.util.errors import PeerGone, ProtocolError
 
-Connect = Callable[[str], TcpStreamClient]
-"""makes a client for a decode worker's address, not yet entered"""
-
 
 class Link:
     """One connection to a decode worker, and the requests of this frontend there."""

@@ -23,8 +23,9 @@ from pdserve.contract.reports import LinkState
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.sequence.generation import Generation, WorkerLink
 from pdserve.frontend.sequence.migration import promise_left
+from pdserve.frontend.workers import Connect
 from pdserve.frontend.workers.candidates import WINDOW, Candidates, Prospect, keeping
-from pdserve.frontend.workers.link import Connect, Link, LinkListener
+from pdserve.frontend.workers.link import Link, LinkListener
 from pdserve.frontend.workers.prefix_index import PrefixIndex
 from pdserve.frontend.workers.router import choose
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
