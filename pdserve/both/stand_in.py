@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from pdserve.both.worker import BothWorker
-from pdserve.config.engine_args.arguments import ANSWERS, arguments
+from pdserve.config.engine_args.arguments import RESPONSE_ARGUMENTS, arguments
 from pdserve.config.schema import DecodeConfig
 from pdserve.contract.records import ModelCard, Role
 from pdserve.engine.base import Engine
@@ -79,7 +79,7 @@ class StandIn(BothWorker):
         ours, theirs = self._config.decode.engine_args, card.engine_args
         differ = [
             name
-            for name in sorted(ANSWERS)
+            for name in sorted(RESPONSE_ARGUMENTS)
             if ours.get(name, default := arguments()[name].default) != theirs.get(name, default)
         ]
         if differ:

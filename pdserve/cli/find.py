@@ -127,14 +127,14 @@ def _on(state_dir: Path) -> GraphAddress:
     return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials(), state_dir)
 
 
-def find_place(role: Role, file: Path, index: int, node: int = 0) -> tuple[Config, Slot]:
+def find_slot(role: Role, file: Path, index: int, node: int = 0) -> tuple[Config, Slot]:
     """Return the configuration, with the addresses of NATS and etcd, and the slot: both from the supervisor, or from
     the file with a plan for this process alone. Raises ConfigError."""
     return from_environment(os.environ) or _planned(role, file, index, node)
 
 
 @contextmanager
-def occupied(config: Config, slot: Slot) -> Iterator[None]:
+def claim_slot(config: Config, slot: Slot) -> Iterator[None]:
     """Occupy the slot on this host, by an abstract Unix socket, which ends with its process: two processes of one slot
     and model have one name in logs, metrics and `status`, and workers one KV port. Raises ConfigError where another
     process has the slot, or a port of it is taken."""

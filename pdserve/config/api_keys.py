@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from pdserve.config.files.yaml_tree import Entry, Findings, or_nearest, parse_tree
+from pdserve.config.files.yaml_tree import Entry, Findings, did_you_mean, parse_tree
 from pdserve.config.schema import SecuritySection
 from pdserve.util.errors import ConfigError
 
-VARIABLE = "PDSERVE_API_KEYS"
+KEYS_VARIABLE = "PDSERVE_API_KEYS"
 MOST = 10**12
 """the largest limit"""
 SHORT = 16
@@ -87,21 +87,23 @@ class FoundKeys:
     """warnings, full sentences"""
 
 
-def configured(security: SecuritySection, env: Mapping[str, str]) -> bool:
+def requires_key(security: SecuritySection, env: Mapping[str, str]) -> bool:
     """Whether the API requires a key. (If configured keys cannot be read, the frontend does not start.)"""
-    return security.api_keys is not None or bool(env.get(VARIABLE))
+    return security.api_keys is not None or bool(env.get(KEYS_VARIABLE))
 
 
 def read_keys(file: Path | None, env: Mapping[str, str]) -> FoundKeys:
     """The keys of the file and of the environment; none if neither is set. Raises ConfigError, also for a file or value
     without a key: a mistake must not open the API to all."""
-    read, value = FoundKeys(), env.get(VARIABLE, "")
+    read, value = FoundKeys(), env.get(KEYS_VARIABLE, "")
     if value.startswith("@"):
         _read_file(Path(value[1:]), read)
     elif value:
-        _read_lines([(VARIABLE, text) for text in value.split(",")], read)
+        _read_lines([(KEYS_VARIABLE, text) for text in value.split(",")], read)
         if not read.keys:
-            raise ConfigError([f"{VARIABLE} is set and holds no key: set KEY1,KEY2 or @FILE, or unset it."])
+            raise ConfigError(
+                [f"{KEYS_VARIABLE} is set and holds no key: set KEY1,KEY2 or @FILE, or unset it."]
+            )
     if file is not None:
         _read_file(file, read)
     _check_unique(read.keys)
@@ -115,7 +117,7 @@ def _read_file(path: Path, into: FoundKeys) -> None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
-            [f"{path}: the API keys cannot be read ({reason}): correct Security.api-keys or {VARIABLE}."]
+            [f"{path}: the API keys cannot be read ({reason}): correct Security.api-keys or {KEYS_VARIABLE}."]
         ) from None
     lines = [
         (f"{path}:{number}", line)
@@ -183,7 +185,7 @@ def _values(entry: Entry, findings: Findings) -> dict[str, Any]:
     for name, field_ in entry.children.items():
         valid, rule = _FIELDS.get(name, (None, ""))
         if valid is None:
-            hint = or_nearest(name, _FIELDS, f"remove it, or use one of: {', '.join(_FIELDS)}.")
+            hint = did_you_mean(name, _FIELDS, f"remove it, or use one of: {', '.join(_FIELDS)}.")
             findings.problem(field_, f"is not a key of an API key: {hint}")
         elif valid(field_.value):
             values[name] = field_.value

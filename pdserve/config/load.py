@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pdserve.config.addresses import collector_url, traces_url
-from pdserve.config.api_keys import configured
-from pdserve.config.engine_args.arguments import arguments, shapes_answers
-from pdserve.config.engine_args.installed import resolve_model, with_home
-from pdserve.config.engine_args.removed import is_flat
+from pdserve.config.api_keys import requires_key
+from pdserve.config.engine_args.arguments import arguments, shapes_response
+from pdserve.config.engine_args.installed import expand_home, resolve_model
+from pdserve.config.engine_args.removed import is_vllm_config
 from pdserve.config.env_overrides import with_environment
 from pdserve.config.exposure import openings
 from pdserve.config.files.dynamo import from_dynamo, is_dynamo
@@ -29,8 +29,8 @@ from pdserve.config.files.shared_args import (
     values_of,
     without_stand_in,
 )
-from pdserve.config.files.yaml_tree import Entry, Findings, or_nearest, read_tree
-from pdserve.config.lora_modules import most_adapters, static_adapters
+from pdserve.config.files.yaml_tree import Entry, Findings, did_you_mean, read_tree
+from pdserve.config.lora_modules import adapter_capacity, static_adapters
 from pdserve.config.schema import (
     Config,
     DecodeConfig,
@@ -98,8 +98,8 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
     addresses = {"Graph": graph.own, "Frontend": frontend.own}
-    requires_key = configured(security.values, env)
-    for section, key, problem in openings(places, frontend_config, security.values, requires_key):
+    needs_key = requires_key(security.values, env)
+    for section, key, problem in openings(places, frontend_config, security.values, needs_key):
         findings.problem(addresses[section][key], problem)
     findings.raise_if_any()
     return Config(
@@ -126,7 +126,7 @@ def _check_replicas(graph: SectionRead[GraphSection], findings: Findings) -> Non
 def _check_format(tree: Mapping[str, Entry], path: Path) -> None:
     """Raise ConfigError for files of other tools, of which one sentence says more than one for each key."""
     manifest = "apiVersion" in tree and "kind" in tree
-    if manifest or (is_flat(tree) and tree.keys().isdisjoint(_SECTIONS)):
+    if manifest or (is_vllm_config(tree) and tree.keys().isdisjoint(_SECTIONS)):
         what = "a Kubernetes manifest" if manifest else "a file of `vllm serve --config`"
         way = command(f"init graph.yaml --from {path}")
         raise ConfigError([f"{path} is {what}, not a graph: `{way}` makes a graph of it."])
@@ -135,7 +135,7 @@ def _check_format(tree: Mapping[str, Entry], path: Path) -> None:
 def _check_names(tree: Mapping[str, Entry], findings: Findings) -> None:
     for name, entry in tree.items():
         if name not in _SECTIONS:
-            hint = or_nearest(name, _SECTIONS, f"remove it, or use one of: {', '.join(_SECTIONS)}.")
+            hint = did_you_mean(name, _SECTIONS, f"remove it, or use one of: {', '.join(_SECTIONS)}.")
             findings.problem(entry, f"is not a section: {hint}")
 
 
@@ -206,7 +206,7 @@ def _follow_processor(processor: Arguments, worker: Arguments, findings: Finding
     """Give the worker the Processor's templates and parsers, which its model card brings to the frontends. Any other
     argument of the Processor must be equal to the worker's."""
     for name, entry in processor.items():
-        if shapes_answers(name) and name not in worker:
+        if shapes_response(name) and name not in worker:
             worker[name] = entry
         elif (
             "model" in worker and effective(worker, name) != entry.value
@@ -224,7 +224,7 @@ def _check_parsers(args: Arguments, findings: Findings) -> None:
     ):
         entry, known = args.get(name), arguments()[name].names
         if entry and entry.value not in known and plugin not in args:
-            hint = or_nearest(str(entry.value), known, f"use one of: {', '.join(known)}.")
+            hint = did_you_mean(str(entry.value), known, f"use one of: {', '.join(known)}.")
             whose = f"no parser of vLLM's (a plugin's needs {plugin})"
             findings.problem(entry, f"is {entry.value}, {whose}: {hint}")
     auto = args.get("enable-auto-tool-choice")
@@ -240,7 +240,7 @@ def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
     if (entry := args.get("lora-modules")) is None:
         return
     found = static_adapters({"lora-modules": entry.value})
-    most = most_adapters(values_of(args))
+    most = adapter_capacity(values_of(args))
     if not all(found) or not all(found.values()):
         findings.problem(entry, "must be a list of name=folder, or of mappings with name and path.")
     elif isinstance(entry.value, list) and len(found) < len(entry.value):
@@ -354,7 +354,7 @@ def _check_security(security: SectionRead[SecuritySection], findings: Findings) 
 
 def _state_dir(graph: GraphSection, findings: Findings) -> Path:
     try:
-        return with_home(graph.state_dir).resolve()
+        return expand_home(graph.state_dir).resolve()
     except ValueError as error:  # of the default
         findings.whole(str(error), of="Graph.state-dir")
         return graph.state_dir

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-READ_BY = (
+LORA_ARGUMENTS = (
     "enable-mixed-moe-lora-format",
     "enable-moe-shared-loras",
     "enable-tower-connector-lora",
@@ -12,7 +12,7 @@ READ_BY = (
 """engine arguments that change what is computed with the same adapter"""
 
 
-def most_adapters(engine_args: Mapping[str, object]) -> int:
+def adapter_capacity(engine_args: Mapping[str, object]) -> int:
     """How many adapters an engine with these arguments holds."""
     most = engine_args.get("max-cpu-loras") or engine_args.get("max-loras", 1)
     return int(str(most)) if engine_args.get("enable-lora") else 0

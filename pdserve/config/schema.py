@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic_core import PydanticCustomError
 
 from pdserve.config.addresses import each, etcd_address, nats_url, own_address, traces_url
-from pdserve.config.engine_args.installed import with_home
+from pdserve.config.engine_args.installed import expand_home
 from pdserve.contract.live_settings import PrefillPolicy, RouterPolicy
 from pdserve.contract.slo import DURATION, NO_PROMISE, Promised, seconds
 from pdserve.util.net import in_url
@@ -90,7 +90,7 @@ def _origin(origin: str) -> str:
 
 def _absolute(path: Path, info: ValidationInfo) -> Path:
     """A relative path counts from the file's folder, which is the context."""
-    return Path(info.context or "", with_home(path)).resolve()
+    return Path(info.context or "", expand_home(path)).resolve()
 
 
 Text = Annotated[str, BeforeValidator(_text)]

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pdserve.config.engine_args.arguments import arguments, canonical, parse, refusal
 from pdserve.config.engine_args.removed import removed
-from pdserve.config.files.yaml_tree import Entry, Findings, or_nearest
+from pdserve.config.files.yaml_tree import Entry, Findings, did_you_mean
 from pdserve.config.schema import (
     DecodeSection,
     FrontendSection,
@@ -124,7 +124,7 @@ class SectionReader:
             if name in self._common:
                 entries[name] = self._common[name]
             else:
-                hint = or_nearest(name, self._common, f"add {name} to Common, or take it off the list.")
+                hint = did_you_mean(name, self._common, f"add {name} to Common, or take it off the list.")
                 self._findings.problem(listed, f"lists {written}, which Common does not have: {hint}")
         self._listed |= entries.keys()
         return entries
@@ -197,7 +197,7 @@ class SectionReader:
             self._findings.problem(entry, f"is not a key of {owner}: move it to {home}.")
             return
         names = ", ".join(sorted(own, key=str.lower))
-        hint = or_nearest(name, [*own, *beside], f"remove it, or use one of: {names}.")
+        hint = did_you_mean(name, [*own, *beside], f"remove it, or use one of: {names}.")
         nor = f"neither a key of {owner} nor a vLLM argument" if beside else f"not a key of {owner}"
         self._findings.problem(entry, f"is {nor}: {hint}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.config.engine_args.arguments import arguments, canonical
-from pdserve.config.engine_args.removed import is_flat, removed
+from pdserve.config.engine_args.removed import is_vllm_config, removed
 from pdserve.config.files.yaml_tree import read_documents
 from pdserve.config.schema import kebab
 from pdserve.convert.shell import Unset, commands_of, script_in, substituted
@@ -116,7 +116,7 @@ def servers_of(source: str) -> list[Server]:
         raise ConfigError([f"{source} cannot be read: {error}."]) from error
     if path.suffix in (".yaml", ".yml", ".json"):
         documents = [each for each in read_documents(text, path) if isinstance(each, dict)]
-        if len(documents) == 1 and is_flat(documents[0]):
+        if len(documents) == 1 and is_vllm_config(documents[0]):
             return [_of_mapping(documents[0])]
         try:
             found = [server for document in documents for server in _of_manifest(document)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdserve.config.engine_args.arguments import arguments, refusal, shapes_answers
+from pdserve.config.engine_args.arguments import arguments, refusal, shapes_response
 from pdserve.convert.servers import Server
 
 _FRONTEND = {"host": "host", "port": "port", "allowed-origins": "allowed-origins"}
@@ -149,7 +149,7 @@ def _write_workers(graph: Graph, parts: Sequence[Server], counts: tuple[int, int
     engine = {
         name: value
         for name, value in decode.args.items()
-        if not shapes_answers(name) or name == "lora-modules"
+        if not shapes_response(name) or name == "lora-modules"
     }
     common |= {name: value for name, value in engine.items() if prefill.args.get(name) == value}
     for name, server, count in (("VllmWorker", decode, counts[0]), ("PrefillWorker", prefill, counts[1])):
@@ -162,7 +162,7 @@ def _write_workers(graph: Graph, parts: Sequence[Server], counts: tuple[int, int
                 for key, value in own.items()
                 if arguments()[key].group != "api" and key in prefill.args
             }
-            own = {key: value for key, value in own.items() if not shapes_answers(key)}
+            own = {key: value for key, value in own.items() if not shapes_response(key)}
         elif counts[1]:
             sections[name]["remote-prefill"] = True
         sections[name] |= own | {"ServiceArgs": {"workers": count}, "common-configs": list(common)}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.config.engine_args.arguments import arguments
-from pdserve.config.lora_modules import READ_BY
+from pdserve.config.lora_modules import LORA_ARGUMENTS
 from pdserve.engine.fingerprint import whole_digest
 from pdserve.util.errors import ConfigError
 
@@ -60,7 +60,7 @@ def adapter_folder(name: str, path: str) -> str:
 def adapter_id(folder: str, engine_args: Mapping[str, object]) -> int:
     """The number of the adapter that this folder holds now."""
     known = arguments()
-    settings = {name: engine_args.get(name, known[name].default) for name in READ_BY}
+    settings = {name: engine_args.get(name, known[name].default) for name in LORA_ARGUMENTS}
     paths = (path for path in Path(folder).iterdir() if _FILES.fullmatch(path.name) and path.is_file())
     files = {path.name: whole_digest(path) for path in paths}
     facts = json.dumps([files, settings], sort_keys=True, default=str)

@@ -25,7 +25,7 @@ from pdserve.plan.memory import (
     tensor_size,
 )
 from pdserve.plan.model_folder import ModelFacts, has_weights
-from pdserve.plan.slots import PlannedWorker, Slot, card_of, disk_folder, hosts_of
+from pdserve.plan.slots import PlannedWorker, Slot, by_host, disk_folder, smallest_gpu
 from pdserve.plan.transfer import kv_moves, layers_move, one_length, ranks_meet
 from pdserve.security.certificate import ServerCertificate
 from pdserve.security.credentials import Credentials
@@ -65,7 +65,7 @@ def problems(
         yield from _memory_fits(worker, model, machine)
     for worker in _one_per_role(workers):
         yield from _offload(worker, model)
-    for host in hosts_of(real):
+    for host in by_host(real):
         yield from _shared_gpus(host)
         yield from _ram(machine, host, len(frontends))
         yield from _shared_memory(machine, host)
@@ -229,7 +229,7 @@ def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str
 
 
 def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machine) -> Iterator[str]:
-    memory, role, card = worker.memory, worker.slot.role.value, card_of(worker, machine)
+    memory, role, card = worker.memory, worker.slot.role.value, smallest_gpu(worker, machine)
     if model is None or memory is None or memory.kv_space is None or memory.fits:
         return
     if memory.kv_space <= 0 and card:

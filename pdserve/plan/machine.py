@@ -13,7 +13,7 @@ import psutil
 import pynvml
 
 from pdserve.config.engine_args.installed import installed_vllm
-from pdserve.config.files.yaml_tree import or_nearest
+from pdserve.config.files.yaml_tree import did_you_mean
 from pdserve.util.errors import ConfigError
 from pdserve.util.net import addresses_of, is_loopback
 
@@ -131,7 +131,7 @@ def _kind(text: str, gpus: str) -> tuple[str, int]:
         return plain, int(_KNOWN_GPUS[plain] * GIB)
     known = ", ".join(_KNOWN_GPUS)
     alike = [name for name in _KNOWN_GPUS if _digits(name)[:1] == _digits(plain)[:1]]  # A11 is not an A10
-    hint = or_nearest(plain, alike, f"give its memory, as in 4x24GiB, or use one of: {known}.")
+    hint = did_you_mean(plain, alike, f"give its memory, as in 4x24GiB, or use one of: {known}.")
     raise ConfigError([f"--gpus {gpus} names a GPU that pdserve does not know: {hint}"])
 
 

@@ -18,12 +18,12 @@ from pdserve.plan.slots import (
     PlannedWorker,
     Selection,
     Slot,
-    card_of,
     frontend_slots,
     gpus_needed,
     place_workers,
-    section_of,
+    smallest_gpu,
     start_commands,
+    worker_config,
 )
 from pdserve.util.errors import ConfigError
 
@@ -88,7 +88,7 @@ def make_plan(
 def worker_memory(config: Config, slot: Slot) -> Memory | None:
     """The planned memory of a worker that has its slot already; None if sizes are unknown."""
     machine = Machine.detect({})  # all GPUs: a slot's numbers are NVML's, CUDA_VISIBLE_DEVICES hides some
-    worker = PlannedWorker(slot, section_of(config, slot), len(slot.gpus))
+    worker = PlannedWorker(slot, worker_config(config, slot), len(slot.gpus))
     return _memory(worker, _model(config, []), machine, os.environ)
 
 
@@ -221,7 +221,7 @@ def _memory(
         return None
     args = worker.config.engine_args
     return size(
-        model, args, card_of(worker, machine), cpu_kv=None if worker.gpus else cpu_kv_bytes(args, env)
+        model, args, smallest_gpu(worker, machine), cpu_kv=None if worker.gpus else cpu_kv_bytes(args, env)
     )
 
 

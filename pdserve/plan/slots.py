@@ -43,7 +43,7 @@ class Slot:
         return f"{self.worker}-node-{self.node}" if self.node else self.worker
 
 
-def section_of(config: Config, slot: Slot) -> WorkerConfig:
+def worker_config(config: Config, slot: Slot) -> WorkerConfig:
     section = config.decode if slot.role.does(Role.DECODE) else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     return section
@@ -64,7 +64,7 @@ class PlannedWorker:
     """None for a simulated engine, and if sizes are unknown (see the plan's notes)"""
 
 
-def card_of(worker: PlannedWorker, machine: Machine) -> Gpu | None:
+def smallest_gpu(worker: PlannedWorker, machine: Machine) -> Gpu | None:
     """The worker's GPU with the least memory, which bounds all its ranks; None if it has none."""
     cards = [gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus]
     return min(cards, key=lambda gpu: gpu.memory, default=None)
@@ -114,7 +114,7 @@ def place_workers(
     return placed, problems
 
 
-def hosts_of(workers: Sequence[PlannedWorker]) -> list[list[PlannedWorker]]:
+def by_host(workers: Sequence[PlannedWorker]) -> list[list[PlannedWorker]]:
     """The workers by the machine for which they were placed."""
     if not any(worker.config.nodes > 1 for worker in workers):
         return [list(workers)]

@@ -11,7 +11,7 @@ from pdserve import registry
 from pdserve.config.schema import Config
 from pdserve.contract.records import NodeFollower
 from pdserve.engine.spec import EngineNode, import_ranks
-from pdserve.plan.slots import Slot, section_of
+from pdserve.plan.slots import Slot, worker_config
 from pdserve.process.life import Service
 from pdserve.process.nodes import Follower, meeting_place, node_leader, start_while_there
 from pdserve.process.presence import new_instance_id
@@ -39,7 +39,7 @@ class FollowerService(Service):
         super().__init__(config, slot, new_instance_id(slot), metrics_url)
         self._credentials = credentials
         self._registry = connected
-        self._section = section_of(config, slot)
+        self._section = worker_config(config, slot)
         self._make_ranks = import_ranks(self._section.engine)
         expected = node_leader(config, self._section, EngineNode(0, "", 0), "")
         record = NodeFollower(self.id, "", slot.node, config.host)

@@ -16,7 +16,7 @@ from pdserve.contract.reports import LinkState, Watched
 from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineNode, EngineSpec, make_engine
 from pdserve.observe.metrics import ENGINE_REQUESTS, ENGINE_STALLED, KV_USAGE
-from pdserve.plan.slots import Slot, disk_folder, section_of
+from pdserve.plan.slots import Slot, disk_folder, worker_config
 from pdserve.process.engine_checks import EngineWatch, log_memory, self_test
 from pdserve.process.gpu_turns import gpu_turns
 from pdserve.process.life import Service
@@ -72,7 +72,7 @@ class EngineWorker(Service):
         assert config.nats is not None
         credentials = Credentials.load(config.security.credentials)
         instance_id, decodes = new_instance_id(slot), cls.work.does(Role.DECODE)
-        section, node, leader = section_of(config, slot), None, None
+        section, node, leader = worker_config(config, slot), None, None
         connected = registry.connect(config.etcd, config.namespace, credentials, patient=True)
         if section.nodes > 1:
             node = EngineNode(0, config.host, free_port(config.host))
@@ -121,7 +121,7 @@ class EngineWorker(Service):
         log_memory(self._config, self._slot, facts)
         await self_test(self._engine)
         address = self._stream.address if self._stream is not None else ""
-        section = section_of(self._config, self._slot)
+        section = worker_config(self._config, self._slot)
         self._adapters = WorkerAdapters(
             self._engine, section.engine_args, self._config.served_model_name, self._registry
         )
@@ -206,14 +206,14 @@ def engine_spec(
         instance=instance_id,
         model=config.model,
         served_model_name=config.served_model_name,
-        engine_args=section_of(config, slot).engine_args,
+        engine_args=worker_config(config, slot).engine_args,
         disaggregated=slot.role.does(Role.PREFILL)
         or (config.decode is not None and config.decode.remote_prefill),
         host=config.host,
         credentials=credentials,
-        kv_offload=section_of(config, slot).kv_offload,
-        kv_offload_disk=section_of(config, slot).kv_offload_disk,
-        kv_offload_folder=str(disk_folder(config, section_of(config, slot))),
+        kv_offload=worker_config(config, slot).kv_offload,
+        kv_offload_disk=worker_config(config, slot).kv_offload_disk,
+        kv_offload_folder=str(disk_folder(config, worker_config(config, slot))),
         kv_port=slot.kv_port,
         node=node,
     )

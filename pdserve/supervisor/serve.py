@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from pdserve.config.api_keys import VARIABLE
+from pdserve.config.api_keys import KEYS_VARIABLE
 from pdserve.config.schema import Config
 from pdserve.contract.records import Instance, Role
 from pdserve.plan.graph import process_spec, to_environment
@@ -156,7 +156,7 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[s
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         SOCKETS: str(config.state_dir),  # each process gets a folder of its own there
         "PYTHONUNBUFFERED": "1",
-        **({} if slot.role is Role.FRONTEND else {VARIABLE: ""}),  # not for workers
+        **({} if slot.role is Role.FRONTEND else {KEYS_VARIABLE: ""}),  # not for workers
     }
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pdserve.config.api_keys import configured
+from pdserve.config.api_keys import requires_key
 from pdserve.config.schema import Config
 from pdserve.contract.live_settings import changed, of_files
 from pdserve.contract.records import Instance
@@ -68,6 +68,6 @@ def curl(config: Config) -> str:
     # Keys on lines of their own, so that it can be read and edited.
     text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
     unverified = "k" * (config.scheme == "https")  # the certificate need not be for this address
-    key = '-H "Authorization: Bearer $KEY" ' if configured(config.security, os.environ) else ""
+    key = '-H "Authorization: Bearer $KEY" ' if requires_key(config.security, os.environ) else ""
     program = f"curl -Ni{unverified} {config.url}/v1/chat/completions {key}"
     return f"{program}-H 'Content-Type: application/json' -d " + shlex.quote(f"{{\n  {text}\n}}")

@@ -14,7 +14,7 @@ import pytest
 from cryptography import x509
 
 from pdserve.cli import COMMANDS, main
-from pdserve.cli.find import find_place
+from pdserve.cli.find import find_slot
 from pdserve.cli.operate.trace import not_found, requests
 from pdserve.contract.records import Role
 from pdserve.contract.reports import Receipt
@@ -277,7 +277,7 @@ def test_credentials_are_made_and_not_lost(pdserve: Run, tmp_path: Path) -> None
 @pytest.mark.usefixtures("pdserve")
 def test_a_role_that_cannot_run_alone_says_why(role: Role, index: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        find_place(role, LOCAL, index, 0)
+        find_slot(role, LOCAL, index, 0)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config.api_keys import ApiKey, KeyLimits, configured, read_keys
+from pdserve.config.api_keys import ApiKey, KeyLimits, read_keys, requires_key
 from pdserve.config.schema import SecuritySection
 from pdserve.util.errors import ConfigError
 
@@ -53,9 +53,9 @@ def test_the_environment(file: Path) -> None:
 
 def test_whether_keys_are_configured(file: Path) -> None:
     """Also where they cannot be read: then the frontend does not start."""
-    assert not configured(SecuritySection(), {"PDSERVE_API_KEYS": ""})
-    assert configured(SecuritySection(), {"PDSERVE_API_KEYS": ","})
-    assert configured(SecuritySection(api_keys=file), {})
+    assert not requires_key(SecuritySection(), {"PDSERVE_API_KEYS": ""})
+    assert requires_key(SecuritySection(), {"PDSERVE_API_KEYS": ","})
+    assert requires_key(SecuritySection(api_keys=file), {})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from pdserve.config.load import load
-from pdserve.config.lora_modules import most_adapters, static_adapters
+from pdserve.config.lora_modules import adapter_capacity, static_adapters
 from pdserve.config.schema import (
     ENGINES,
     Config,
@@ -279,7 +279,7 @@ def test_prefill_workers_have_the_adapters_of_decode_workers(tmp_path: Path) -> 
     both = workers(read(tmp_path, adapters("lora-modules: [red=/red, {name: blue, path: /blue}]")))
     for each in both:
         assert static_adapters(each.engine_args) == {"red": "/red", "blue": "/blue"}
-    assert most_adapters(both[1].engine_args) == 2
+    assert adapter_capacity(both[1].engine_args) == 2
 
 
 @pytest.mark.parametrize("stand_in", [True, False])

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from pdserve.cli import main
-from pdserve.config.engine_args.removed import is_flat
+from pdserve.config.engine_args.removed import is_vllm_config
 from pdserve.config.load import load
 from pdserve.convert.servers import Server, servers_of
 from pdserve.convert.writer import graph_for
@@ -219,7 +219,7 @@ def test_odd_manifests_are_a_sentence(
 
 
 def test_a_key_that_is_no_text_is_no_argument() -> None:
-    assert not is_flat([True, 3, "model"])
+    assert not is_vllm_config([True, 3, "model"])
 
 
 def test_a_graph_without_a_model_says_so(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from pdserve.cli.find import GraphAddress, find_graph
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
-from pdserve.config.files.yaml_tree import or_nearest
+from pdserve.config.files.yaml_tree import did_you_mean
 from pdserve.contract.live_settings import SETTINGS, explained, of_files, problem
 from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
@@ -60,7 +60,7 @@ def _key(name: str) -> str:
 
 def _problem(name: str, value: str | None) -> str | None:
     if name not in SETTINGS:
-        hint = or_nearest(name, SETTINGS, f"use one of {', '.join(SETTINGS)}.")
+        hint = did_you_mean(name, SETTINGS, f"use one of {', '.join(SETTINGS)}.")
         return f"{name} is no live setting: {hint}"
     if value is not None and (wanted := problem(name, value)):
         return f"{name}={value[:40]!r}: it takes {wanted}."

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pdserve.cli.find import GraphAddress, find_graph, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
-from pdserve.config.files.yaml_tree import or_nearest
+from pdserve.config.files.yaml_tree import did_you_mean
 from pdserve.contract.records import Role
 from pdserve.contract.reports import KEPT_FOR, MAX_REPORTED, MOST_KEPT, Receipt
 from pdserve.observe.graph_state import slot_name
@@ -103,7 +103,7 @@ def not_found(wanted: str, last: Iterable[Receipt]) -> str:
             f"{wanted} is too short: give at least {_LEAST} characters; `{command('trace')}` lists the last."
         )
     kept = f"of the last {MOST_KEPT:,} requests that generate, for {KEPT_FOR / 60:.0f} minutes and as long as it runs"
-    hint = or_nearest(
+    hint = did_you_mean(
         wanted, [receipt.request_id for receipt in last], f"`{command('trace')}` lists the last."
     )
     return f"no frontend has a receipt of {wanted}. Each keeps those {kept}: {hint}"

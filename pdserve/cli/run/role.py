@@ -57,9 +57,9 @@ def role(
 def _run(
     role: Role, file: Path, index: int, node_rank: int, beat: Callable[[bytes], None] | None = None
 ) -> int:
-    from pdserve.cli.find import find_place, occupied
+    from pdserve.cli.find import claim_slot, find_slot
     from pdserve.process import life
 
-    config, slot = find_place(role, file, index, node_rank)
-    with occupied(config, slot):
+    config, slot = find_slot(role, file, index, node_rank)
+    with claim_slot(config, slot):
         return life.run(config, slot, beat)

@@ -88,7 +88,7 @@ _REFUSED = {
 """vLLM arguments that a file may not set, and the reason as the end of a sentence that begins with the key"""
 
 
-SAMPLING = {
+SAMPLING_ARGUMENTS = {
     "enable-return-routed-experts",
     "logits-processors",
     "logprobs-mode",
@@ -97,7 +97,7 @@ SAMPLING = {
     "watermark-config",
 }
 """engine arguments with which an engine may sample other tokens than another engine, or other logprobs of them"""
-SPECULATION = {
+SPECULATION_ARGUMENTS = {
     "speculative-config": "",
     "spec-method": "method",
     "spec-model": "model",
@@ -106,7 +106,7 @@ SPECULATION = {
 """engine arguments of speculative decoding -> the key of the first one that they set"""
 _LOOKED_UP = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
 """methods that look drafts up in the tokens so far"""
-ANSWERS = SAMPLING | {
+RESPONSE_ARGUMENTS = SAMPLING_ARGUMENTS | {
     "max-logprobs",
     "reasoning-config",
     "reasoning-parser",
@@ -154,7 +154,7 @@ def refusal(name: str) -> str | None:
     return None
 
 
-def shapes_answers(name: str) -> bool:
+def shapes_response(name: str) -> bool:
     """Whether frontends need the argument too (the worker's model card brings it there). Decode engines need the
     reasoning arguments as well: a grammar applies only after the reasoning."""
     return arguments()[name].group == "api" or name.startswith("reasoning-")
@@ -169,7 +169,7 @@ def speculation(args: Mapping[str, object]) -> dict[str, object]:
     """vLLM's speculative-config, with what the other arguments of speculative decoding set; empty: there is none."""
     given = args.get("speculative-config")
     found = dict(given) if isinstance(given, dict) else {}
-    return found | {key: args[name] for name, key in SPECULATION.items() if key and name in args}
+    return found | {key: args[name] for name, key in SPECULATION_ARGUMENTS.items() if key and name in args}
 
 
 def draft_model(args: Mapping[str, object]) -> dict[str, object] | None:

@@ -45,7 +45,7 @@ def resolve_model(model: str, beside: Path) -> str:
         from pdserve.demo import MODEL_DIR
 
         return str(MODEL_DIR)
-    folder = beside / with_home(Path(model))
+    folder = beside / expand_home(Path(model))
     if folder.is_dir() or model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
         return str(folder.resolve())
     if _HUB_ID.fullmatch(model):
@@ -53,7 +53,7 @@ def resolve_model(model: str, beside: Path) -> str:
     raise ValueError(f"is {model!r}, but must be demo, a model folder or a hub id, as in Qwen/Qwen3-0.6B.")
 
 
-def with_home(path: Path) -> Path:
+def expand_home(path: Path) -> Path:
     """The path with `~` expanded. Raises ValueError, with the end of a sentence, if that user is unknown."""
     try:
         return path.expanduser()

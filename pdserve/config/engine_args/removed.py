@@ -63,7 +63,7 @@ _INSTEAD = {
 }
 
 
-def is_flat(names: Iterable[object]) -> bool:
+def is_vllm_config(names: Iterable[object]) -> bool:
     """Whether these are the keys of a file of `vllm serve --config`: vLLM's arguments, not sections of a graph."""
     written = [str(name).replace("_", "-") for name in names]
     known = [name for name in written if canonical(name) or removed(name) or name == "model-tag"]

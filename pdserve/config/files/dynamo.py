@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pdserve.config.engine_args.arguments import canonical, shapes_answers
+from pdserve.config.engine_args.arguments import canonical, shapes_response
 from pdserve.config.engine_args.removed import removed
 from pdserve.config.files.yaml_tree import Entry, Findings
 
@@ -152,7 +152,7 @@ def _move_to_others(read: dict[str, Entry], sections: dict[str, Section], findin
         processor["router"] = replace(chosen, value=_ROUTERS[str(chosen.value)])
     worker = sections.get("VllmWorker") or sections.get("PrefillWorker") or {}
     for name, entry in list(processor.items()):
-        of_worker = name != "model" and canonical(name) == name and not shapes_answers(name)
+        of_worker = name != "model" and canonical(name) == name and not shapes_response(name)
         if of_worker and (name not in worker or worker[name].value != entry.value):
             findings.note(processor.pop(name), " has no meaning here: the processor follows its workers.")
     for name, section in (("Processor", processor), ("Frontend", frontend)):

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pdserve.config.engine_args.arguments import ANSWERS, SPECULATION, arguments, draft_model
+from pdserve.config.engine_args.arguments import (
+    RESPONSE_ARGUMENTS,
+    SPECULATION_ARGUMENTS,
+    arguments,
+    draft_model,
+)
 from pdserve.config.files.yaml_tree import Entry, Findings
-from pdserve.config.lora_modules import READ_BY
+from pdserve.config.lora_modules import LORA_ARGUMENTS
 from pdserve.config.schema import PrefillSection
 from pdserve.config.sections import SectionRead
 
@@ -24,7 +29,7 @@ _ALIKE = {
     "kv-cache-dtype": "KV blocks are moved byte by byte",
     "quantization": "KV blocks are moved byte by byte",
     "block-size": "unequal KV blocks give wrong tokens",
-    **dict.fromkeys(("enable-lora", *READ_BY), "both compute with the same adapters"),
+    **dict.fromkeys(("enable-lora", *LORA_ARGUMENTS), "both compute with the same adapters"),
 }
 """vLLM arguments that must be equal in decode and prefill workers, because KV blocks move from one engine's cache into
 the other's, and the reason"""
@@ -78,7 +83,9 @@ def compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -
             findings.problem(prefill.get(name) or decode[name], text)
     ours, theirs = (draft_model(values_of(args)) for args in (decode, prefill))
     if ours != theirs:
-        entry = next(args[name] for args in (prefill, decode) for name in SPECULATION if name in args)
+        entry = next(
+            args[name] for args in (prefill, decode) for name in SPECULATION_ARGUMENTS if name in args
+        )
         text = (
             f"makes the draft model {ours or 'none'} in VllmWorker but {theirs or 'none'} in PrefillWorker; KV blocks "
             "have its KV, too: set it once in Common and list it in the common-configs of both (n-gram has no KV)."
@@ -88,7 +95,7 @@ def compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -
 
 def follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
     """Give prefill workers, which may stand in for decode workers, the arguments on which answers depend."""
-    for name in sorted(ANSWERS & (decode.keys() | prefill.keys())):
+    for name in sorted(RESPONSE_ARGUMENTS & (decode.keys() | prefill.keys())):
         if name not in prefill:
             prefill[name] = decode[name]
         elif (theirs := effective(decode, name)) != prefill[name].value:

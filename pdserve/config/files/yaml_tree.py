@@ -77,7 +77,7 @@ _OPPOSITES = (
 )
 
 
-def or_nearest(name: str, valid: Iterable[str], otherwise: str) -> str:
+def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
     """`did you mean …?` with the valid name that `name` abbreviates or misspells; `otherwise` if there is none. A name
     that means the opposite, or has words that `name` lacks, is not offered."""
     names = list(valid)

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 
-from pdserve.config.lora_modules import most_adapters
+from pdserve.config.lora_modules import adapter_capacity
 from pdserve.engine.base import EngineFacts
 from pdserve.engine.lora import AdapterEngine, with_adapter
 from pdserve.engine.sim import wire
@@ -19,7 +19,7 @@ class SimAdapters(AdapterEngine):
     _running: list[SimRequest]
 
     def __init__(self, engine_args: Mapping[str, object]) -> None:
-        self.max_adapters = most_adapters(engine_args)
+        self.max_adapters = adapter_capacity(engine_args)
         self._adapters: set[int] = set()
 
     @property

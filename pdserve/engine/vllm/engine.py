@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pdserve.config.engine_args.arguments import SAMPLING
+from pdserve.config.engine_args.arguments import SAMPLING_ARGUMENTS
 from pdserve.contract.messages import KvHandle
 from pdserve.contract.prefixes import pictures
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
@@ -46,7 +46,7 @@ class VllmEngine(Engine):
         self._unread: dict[str, str] = {}
         """request id -> why its KV could not be read; since the last step"""
         self._timestamp = 0.0
-        self._own_token = not SAMPLING & spec.engine_args.keys()
+        self._own_token = not SAMPLING_ARGUMENTS & spec.engine_args.keys()
         self._spans_hosts = spec.node is not None
         self._offloads = spec.kv_offload > 0
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from ssl import SSLContext, TLSVersion
 from typing import Self
 
-from pdserve.config.api_keys import VARIABLE
+from pdserve.config.api_keys import KEYS_VARIABLE
 from pdserve.config.schema import Config
 from pdserve.queue import server_info
 from pdserve.runtime.tasks import Owner, forever
@@ -177,7 +177,7 @@ class EmbeddedServer(SupervisedProcess):
                 self.name,
                 self.command(),
                 self._log.write,
-                env={VARIABLE: ""},  # the API keys are not for them
+                env={KEYS_VARIABLE: ""},  # the API keys are not for them
                 guardian=self._guardian,
                 wave=SERVERS,
                 parent_death=None if self._guardian else signal.SIGKILL,
