@@ -301,7 +301,7 @@ def test_no_handler_keeps_a_cancellation_or_the_death_of_an_engine() -> None:
 
 
 def test_no_exception_is_asked_whether_it_is_true() -> None:
-    """It always is, also one without a text: `error or "it took too long"` never says that. See `text_of`."""
+    """It always is, also one without a text: `error or "it took too long"` never says that. See `error_text`."""
     found = []
     for path in (*SOURCES, *BENCH):
         for handler in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler)):

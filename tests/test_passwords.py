@@ -9,7 +9,7 @@ from pdserve.cli import main
 from pdserve.cli.setup.doctor import check_nats
 from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.util.errors import QueueUnavailable
-from pdserve.util.net import free_port, without_passwords
+from pdserve.util.net import free_port, strip_passwords
 from tests.conditions import until
 from tests.servers import kill, nats_server
 
@@ -18,10 +18,10 @@ AS = "nats://user:sword@fish@"
 
 def test_addresses_without_passwords() -> None:
     assert (
-        without_passwords(f"{AS}10.0.0.5:4222,tls://b:4222,c:2379")
+        strip_passwords(f"{AS}10.0.0.5:4222,tls://b:4222,c:2379")
         == "nats://10.0.0.5:4222,tls://b:4222,c:2379"
     )
-    assert without_passwords("") == ""
+    assert strip_passwords("") == ""
 
 
 async def test_neither_a_server_that_answers_nor_one_that_does_not_shows_it(

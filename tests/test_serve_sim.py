@@ -19,7 +19,7 @@ import pytest
 from pdserve_bench.launch import PDSERVE
 
 from pdserve.contract.records import Role
-from pdserve.util.net import free_port, port_holder
+from pdserve.util.net import find_port_holder, free_port
 from tests.deploy.dashboard import expressions
 from tests.deploy.prometheus import promtool, scraping
 from tests.listeners import listeners
@@ -74,7 +74,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServe]:
         yield serve
     assert "nothing is left running" in serve.text
     assert serve.processes() == []
-    assert port_holder("127.0.0.1", port) is None
+    assert find_port_holder("127.0.0.1", port) is None
     assert serve.pdserve("status").returncode == 1
 
 

@@ -22,7 +22,7 @@ from pdserve.supervisor import state
 from pdserve.supervisor.processes.exits import Guardian, end_group, exit_of
 from pdserve.util.errors import ConfigError, Unavailable
 from pdserve.util.net import free_port
-from pdserve.util.tied_child import tied
+from pdserve.util.tied_child import tied_command
 from pdserve_bench.clusters import Clusters
 from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write
@@ -73,7 +73,7 @@ class ServerRun:
         """Start it in a process group of its own, in this session: a session would get its own scheduling group."""
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                tied(self.command),
+                tied_command(self.command),
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -22,7 +22,7 @@ from pdserve.supervisor import state
 from pdserve.supervisor.preflight import busy_ports, slot_ports
 from pdserve.supervisor.state import GraphRecord
 from pdserve.util.errors import ConfigError, RegistryUnavailable, Unavailable
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 _NOTHING = Snapshot([], [], {}, {})
 
@@ -121,7 +121,7 @@ def _on(state_dir: Path) -> GraphAddress:
     graph = state.read(state_dir)
     if graph is None:
         raise NoGraph(
-            f"no graph runs on {state_dir}: start one with `{command('serve -f FILE')}`, or say which one with "
+            f"no graph runs on {state_dir}: start one with `{pdserve_command('serve -f FILE')}`, or say which one with "
             "-f FILE or --etcd HOST:PORT."
         )
     return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials(), state_dir)
@@ -170,8 +170,9 @@ def _with_servers(config: Config) -> Config:
         missing = " and ".join(name for name in ("nats", "etcd") if getattr(config, name) is None)
         raise ConfigError(
             [
-                f"{config.path} names no {missing}, and no graph runs on {config.state_dir}: set them in "
-                f"Graph, or PDSERVE_NATS and PDSERVE_ETCD, or use `{command('serve')}`, which starts both itself."
+                f"{config.path} names no {missing}, and no graph runs on {config.state_dir}: set them "
+                f"in Graph, or PDSERVE_NATS and PDSERVE_ETCD, or use `{pdserve_command('serve')}`, "
+                "which starts both itself."
             ]
         )
     return graph.serving(config)

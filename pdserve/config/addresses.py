@@ -6,7 +6,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic_core import PydanticCustomError
 
-from pdserve.util.net import servers_of, without_passwords
+from pdserve.util.net import split_servers, strip_passwords
 
 
 def nats_url(url: str) -> str:
@@ -14,11 +14,9 @@ def nats_url(url: str) -> str:
     parts = _split(url := _lower_scheme(url))
     if parts is not None and parts.scheme in ("ws", "wss"):
         text = "NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
-        raise ValueError(f"is {without_passwords(url)!r}, but {text}")
+        raise ValueError(f"is {strip_passwords(url)!r}, but {text}")
     if parts is None or parts.scheme not in ("nats", "tls") or not parts.hostname or parts.path.strip("/"):
-        raise ValueError(
-            f"is {without_passwords(url)!r}, but must be a NATS URL, as in nats://10.0.0.5:4222."
-        )
+        raise ValueError(f"is {strip_passwords(url)!r}, but must be a NATS URL, as in nats://10.0.0.5:4222.")
     return url
 
 
@@ -33,7 +31,7 @@ def etcd_address(address: str) -> str:
         or not (parts.hostname and parts.port)
     ):
         text = "must be etcd's client address, as in 10.0.0.5:2379."
-        raise ValueError(f"is {without_passwords(address)!r}, but {text}")
+        raise ValueError(f"is {strip_passwords(address)!r}, but {text}")
     return address.removeprefix("http://").rstrip("/")
 
 
@@ -41,12 +39,12 @@ def each(check: Callable[[str], str]) -> Callable[[object], str]:
     """The check of one address, several separated by commas, or a list of them: it returns all, separated by commas."""
 
     def check_each(value: object) -> str:
-        texts = servers_of(value) if isinstance(value, str) else value
+        texts = split_servers(value) if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
             raise PydanticCustomError("addresses", "not addresses")
         servers = [check(text.strip()) for text in texts]
         if twice := {server for server in servers if servers.count(server) > 1}:
-            raise ValueError(f"names {without_passwords(min(twice))!r} twice: name each server once.")
+            raise ValueError(f"names {strip_passwords(min(twice))!r} twice: name each server once.")
         return ",".join(servers)
 
     return check_each
@@ -70,7 +68,7 @@ def collector_url(url: str) -> str:
     parts = _split(url := _lower_scheme(url))
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         text = "must be a collector's URL for OTLP over HTTP, as in http://127.0.0.1:4318."
-        raise ValueError(f"is {without_passwords(url)!r}, but {text}")
+        raise ValueError(f"is {strip_passwords(url)!r}, but {text}")
     return url
 
 

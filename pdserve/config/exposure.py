@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from pdserve.config.schema import Allowance, FrontendConfig, GraphSection, SecuritySection
-from pdserve.util.net import is_loopback, servers_of, without_passwords
-from pdserve.util.program import command
+from pdserve.util.net import is_loopback, split_servers, strip_passwords
+from pdserve.util.program import pdserve_command
 
-_MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"
+_MAKE = f"make credentials (`{pdserve_command('credentials FOLDER')}`) and set Security.credentials"
 Opening = tuple[str, str, str]
 """the section and the key of the address, and the problem, as the end of a sentence that begins with the key"""
 
@@ -37,14 +37,14 @@ def openings(
 def _of_graph(graph: GraphSection, allowed: bool) -> Iterator[Opening]:
     """`allowed`: that the graph is not encrypted. An address that asks for TLS cannot be accepted."""
     plain = f"{_MAKE}, {_or_accept('plain-graph')}."
-    named = [("nats", "tls", each) for each in servers_of(graph.nats)]
-    named += [("etcd", "https", each) for each in servers_of(graph.etcd)]
+    named = [("nats", "tls", each) for each in split_servers(graph.nats)]
+    named += [("etcd", "https", each) for each in split_servers(graph.etcd)]
     for key, scheme, address in named:
         if address.startswith(f"{scheme}://"):
             yield (
                 "Graph",
                 key,
-                f"is {without_passwords(address)}, which asks for TLS, but the graph has no credentials: {_MAKE}.",
+                f"is {strip_passwords(address)}, which asks for TLS, but the graph has no credentials: {_MAKE}.",
             )
         elif not allowed and not is_loopback(_host(address)):
             what = f"is {_host(address)}, which is reached over the network, but nothing there would be encrypted"

@@ -50,7 +50,7 @@ from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.contract.live_settings import THRESHOLDS
 from pdserve.contract.slo import Promised
 from pdserve.util.errors import ConfigError
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 W = TypeVar("W", bound=WorkerConfig)
 _SECTIONS = ("Common", *KINDS)
@@ -128,7 +128,7 @@ def _check_format(tree: Mapping[str, Entry], path: Path) -> None:
     manifest = "apiVersion" in tree and "kind" in tree
     if manifest or (is_vllm_config(tree) and tree.keys().isdisjoint(_SECTIONS)):
         what = "a Kubernetes manifest" if manifest else "a file of `vllm serve --config`"
-        way = command(f"init graph.yaml --from {path}")
+        way = pdserve_command(f"init graph.yaml --from {path}")
         raise ConfigError([f"{path} is {what}, not a graph: `{way}` makes a graph of it."])
 
 
@@ -168,7 +168,7 @@ def _check_split(
     remote = decode.own.get("remote-prefill")
     if not decode.entry and not prefill.entry:
         findings.whole(
-            f"there is no VllmWorker section: add one; `{command('init graph.yaml')}` writes a file with one."
+            f"there is no VllmWorker section: add one; `{pdserve_command('init graph.yaml')}` writes a file with one."
         )
     both = decode.own.get("role") if decode.values.role == "both" else None
     if remote and decode.values.remote_prefill and not prefill.entry and not both and not elsewhere:

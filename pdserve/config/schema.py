@@ -19,7 +19,7 @@ from pdserve.config.addresses import each, etcd_address, nats_url, own_address, 
 from pdserve.config.engine_args.installed import expand_home
 from pdserve.contract.live_settings import PrefillPolicy, RouterPolicy
 from pdserve.contract.slo import DURATION, NO_PROMISE, Promised, seconds
-from pdserve.util.net import in_url
+from pdserve.util.net import url_host
 
 WorkerRole = Literal["decode", "both"]
 Allowance = Literal["no-keys", "plain-http", "plain-graph"]
@@ -392,4 +392,4 @@ class Config(GraphSection):
         """Of the frontends of this machine; empty where it has none."""
         if self.frontend is None:
             return ""
-        return f"{self.scheme}://{in_url(self.frontend.host, '127.0.0.1')}:{self.frontend.port}"
+        return f"{self.scheme}://{url_host(self.frontend.host, '127.0.0.1')}:{self.frontend.port}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from pdserve.contract.messages import Hop, Load
-from pdserve.util.net import servers_of, without_passwords
+from pdserve.util.net import split_servers, strip_passwords
 
 DETOURS = ("fallback", "migration")
 """hops without a duration, which say that something failed and the request took another way"""
@@ -198,7 +198,7 @@ class Connections:
         """by server: monotonic time of the first look that found it lost"""
 
     def add(self, server: str, url: str, connected: Callable[[], bool]) -> None:
-        hosts = [each.rpartition("://")[2] for each in servers_of(without_passwords(url))]
+        hosts = [each.rpartition("://")[2] for each in split_servers(strip_passwords(url))]
         self._servers.append((server, ",".join(hosts), connected))
 
     def outages(self) -> list[Outage]:

@@ -18,7 +18,7 @@ from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Ph
 from pdserve.decode.scheduling.quarantine import Quarantine
 from pdserve.engine.base import Engine, Output
 from pdserve.process.engine_checks import may_have_killed
-from pdserve.runtime.tasks import Apart
+from pdserve.runtime.tasks import isolate_errors
 from pdserve.stream.tcp import TcpStreamServer
 from pdserve.util.errors import EngineDead, PeerGone, ProtocolError
 
@@ -122,7 +122,7 @@ class Frontends:
             stored, gone = self.engine.prefixes.changes()
             if stored or gone:
                 for frontend in list(self._followers):
-                    with Apart("prefixes"):
+                    with isolate_errors("prefixes"):
                         await self.send(frontend, self._prefixes(stored, gone))
 
     async def report_load(self, look: Callable[[], Load]) -> None:
@@ -140,7 +140,7 @@ class Frontends:
             if (load := look()) != reported:
                 reported = load
                 for frontend in list(self._load_followers):
-                    with Apart("load"):
+                    with isolate_errors("load"):
                         await self.send(frontend, WorkerLoad(load))
 
     async def forget(self, frontend: str) -> None:
@@ -151,7 +151,7 @@ class Frontends:
         if gone:
             logger.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
         for request in gone:
-            with Apart("requests of a frontend that is gone"):
+            with isolate_errors("requests of a frontend that is gone"):
                 await self.cancel(request)
 
     async def cancel(self, request: DecodeRequest) -> None:
@@ -183,7 +183,7 @@ class Frontends:
     async def lose(self, frontend: str, outputs: list[Output]) -> None:
         """These outputs cannot be sent: their requests go on elsewhere, after the tokens that were sent before."""
         for output in outputs:
-            with Apart("outputs"):
+            with isolate_errors("outputs"):
                 await self.send(frontend, Failed(output.request_id, INTERNAL, retry=True))
                 if request := self.requests.get(output.request_id):
                     request.failure = INTERNAL
@@ -196,7 +196,7 @@ class Frontends:
             self.workers.give_up_lost()
             for request in self.requests:
                 if time.monotonic() >= request.deadline:
-                    with Apart("deadlines"):
+                    with isolate_errors("deadlines"):
                         await self.end(request, "the request's deadline passed", retry=False)
 
     async def engine_died(self, death: EngineDead) -> None:
@@ -206,7 +206,7 @@ class Frontends:
             blamed = death.crashed and running and may_have_killed(len(request.submit.prompt), request.since)
             text, died = f"the engine died: {death}", request.engines_died + blamed
             request.failure = text
-            with Apart("requests of a dead engine"), suppress(PeerGone):
+            with isolate_errors("requests of a dead engine"), suppress(PeerGone):
                 self.requests.drop(request)
                 await self.stream.send(
                     request.frontend, Failed(request.id, text, retry=True, engines_died=died)

@@ -12,7 +12,7 @@ from pdserve.decode.hops import RequestHops
 from pdserve.decode.policy.decision import Decision
 from pdserve.kv.handles import source
 from pdserve.observe.tracing import Attributes, Tracer
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 _REMEMBERED = 50_000
 
@@ -150,7 +150,7 @@ class DecodeRequests:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._live: dict[str, DecodeRequest] = {}
-        self._recent: RecentKeys[None] = RecentKeys(_REMEMBERED)
+        self._recent: LruDict[None] = LruDict(_REMEMBERED)
         self._empty = asyncio.Event()
         self._empty.set()
 

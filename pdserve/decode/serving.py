@@ -26,7 +26,7 @@ from pdserve.engine.base import Engine, Output, Step
 from pdserve.kv.handles import prefix_hit
 from pdserve.observe.metrics import PREFILL
 from pdserve.queue.base import PrefillQueue
-from pdserve.runtime.tasks import Apart
+from pdserve.runtime.tasks import isolate_errors
 from pdserve.util.errors import ProtocolError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -67,14 +67,14 @@ class RequestRunner:
             self.start(self._run(request))
 
     async def _run(self, request: DecodeRequest) -> None:
-        with Apart("requests") as one:
+        with isolate_errors("requests") as one:
             try:
                 await self._place(request)
             except (ProtocolError, Unavailable) as error:
                 logger.warning("request %s refused: %s", request.id, error)
                 await self.frontends.fail(request, str(error), retry=isinstance(error, Unavailable))
         if one.error is not None:
-            with Apart("requests"):
+            with isolate_errors("requests"):
                 await self.frontends.fail(request, INTERNAL, retry=True)
 
     async def _place(self, request: DecodeRequest) -> None:
@@ -185,14 +185,14 @@ class RequestRunner:
     async def read_step(self, step: Step) -> None:
         """Send the outputs of an engine step to their frontends. Outputs of warm-ups, and of the prefill half of role
         `both`, may be among them. A request whose output is lost goes on elsewhere."""
-        with Apart("transfers"):
+        with isolate_errors("transfers"):
             if step.transfers is not None:
                 self.links.read(step.transfers)
             self.links.unreachable(step.unreachable)
             self.workers.avoid(step.unreachable)
             self._note_unread(step.unread)
         for frontend, outputs in (await self._by_frontend(step.outputs)).items():
-            with Apart("outputs") as one:
+            with isolate_errors("outputs") as one:
                 await self.frontends.send_outputs(frontend, outputs)
             if one.error is not None:
                 await self.frontends.lose(frontend, outputs)
@@ -204,7 +204,7 @@ class RequestRunner:
         for output in outputs:
             if (request := self.requests.get(output.request_id)) is None:
                 continue  # cancelled, or a prefill of role `both`
-            with Apart("outputs") as one:
+            with isolate_errors("outputs") as one:
                 if await self._note(request, output, now):
                     by_frontend[request.frontend].append(output)
             if one.error is not None:

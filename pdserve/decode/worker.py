@@ -29,7 +29,7 @@ from pdserve.process.presence import model_card
 from pdserve.process.worker import EngineWorker
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Apart, Work
+from pdserve.runtime.tasks import Work, isolate_errors
 from pdserve.stream.archives import ModelArchive
 from pdserve.util.errors import EngineDead
 
@@ -156,7 +156,7 @@ class DecodeWorker(EngineWorker):
     async def _read_frontends(self) -> None:
         assert self._stream is not None
         async for frontend, message in self._stream.received():
-            with Apart("messages of frontends") as one:
+            with isolate_errors("messages of frontends") as one:
                 await self._handle(frontend, message)
             if one.error is not None and isinstance(message, Submit):
                 await self._frontends.send(frontend, Failed(message.request_id, INTERNAL, retry=True))
@@ -191,7 +191,7 @@ class DecodeWorker(EngineWorker):
 
     async def _follow_registry(self) -> None:
         async for _ in self.view.changes():
-            with Apart("live settings"):
+            with isolate_errors("live settings"):
                 self.settings.read(self.view.settings())
             self._workers.give_up_gone()
             self._links.forget_gone()

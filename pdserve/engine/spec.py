@@ -7,7 +7,7 @@ from typing import Any
 from pdserve.contract.records import Role
 from pdserve.engine.base import Engine, Ranks
 from pdserve.security.credentials import Credentials
-from pdserve.util.imports import import_large
+from pdserve.util.imports import import_without_gc
 
 ENGINES = {"vllm": "pdserve.engine.vllm.engine:VllmEngine", "sim": "pdserve.engine.sim.engine:SimEngine"}
 """by the `engine` key of a worker's section; import strings, so that only the chosen module is loaded"""
@@ -69,4 +69,4 @@ def import_ranks(kind: str) -> Callable[[EngineSpec], Ranks]:
 
 def _imported(implementation: str) -> Any:
     module, _, name = implementation.partition(":")
-    return getattr(import_large(module), name)
+    return getattr(import_without_gc(module), name)

@@ -24,7 +24,7 @@ from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model.served_models import ServedModels
 from pdserve.observe.tracing import Tracer
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Apart, Work
+from pdserve.runtime.tasks import Work, isolate_errors
 
 PLUGINS = (
     "pdserve.frontend.observability.request_log:RequestLog",
@@ -110,7 +110,7 @@ class Plugins:
     def begin(self, request: Request, response: ResponseWriter) -> None:
         self.context.running[response] = None
         for plugin in self.plugins:
-            with Apart("plugin"):
+            with isolate_errors("plugin"):
                 plugin.begin(request, response.trace)
 
     def end(self, response: ResponseWriter) -> None:
@@ -120,18 +120,18 @@ class Plugins:
             return  # a page; or its client left before the body was complete
         record = RequestRecord.of(response, self.context.id, begun=begun)
         for plugin in self.plugins:
-            with Apart("plugin"):
+            with isolate_errors("plugin"):
                 plugin.end(record)
 
     def watched(self, watched: Watched) -> Watched:
         for plugin in self.plugins:
-            with Apart("plugin"):
+            with isolate_errors("plugin"):
                 watched = plugin.watched(watched)
         return watched
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
         kept: list[Receipt] = []
         for plugin in self.plugins:
-            with Apart("plugin"):
+            with isolate_errors("plugin"):
                 kept += plugin.receipts(limit, key, request_id)
         return kept

@@ -40,7 +40,7 @@ from pdserve.runtime.tasks import Owner, Work
 from pdserve.security.certificate import ServerCertificate
 from pdserve.security.credentials import Credentials
 from pdserve.stream.tcp import TcpStreamClient
-from pdserve.util.net import in_url
+from pdserve.util.net import url_host
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class Frontend(Service):
     def _instance(self) -> Instance:
         config, frontend = self._config, self._config.frontend
         assert frontend is not None
-        host = in_url(frontend.host, config.host)
+        host = url_host(frontend.host, config.host)
         return Instance(
             id=self.id,
             role=self._slot.role,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pdserve.util.errors import Unavailable
-from pdserve.util.tied_child import tied
+from pdserve.util.tied_child import tied_command
 
 LOCKS = Path(__file__).parent
 PLATFORMS = {
@@ -229,7 +229,7 @@ def _run(command: Sequence[str], advice: str = _AGAIN, sources: Mapping[str, str
     """With uv's progress on a terminal; elsewhere without its line for each package."""
     pipe = None if sys.stderr.isatty() else subprocess.PIPE
     env, quiet = {**os.environ, **(sources or {})}, subprocess.DEVNULL
-    with subprocess.Popen(tied(command), env=env, stdout=quiet, stderr=pipe, text=True) as process:
+    with subprocess.Popen(tied_command(command), env=env, stdout=quiet, stderr=pipe, text=True) as process:
         for line in process.stderr or ():
             if not re.match(r" [+~-] ", line):
                 sys.stderr.write(line)

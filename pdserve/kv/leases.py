@@ -4,7 +4,7 @@ A read does not check what it reads, and a decode engine cannot judge the lease:
 paused VM). So after each read, and before the KV is used, the decode engine asks the prefill engine whether it held the
 blocks until now (`side_channel.py`; docs/decisions/0095-the-owner-judges-the-lease.md)."""
 
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 REMEMBERED = 10_000
 """prefills whose KV was read; a question comes milliseconds after the read"""
@@ -15,7 +15,7 @@ class Leases:
 
     def __init__(self) -> None:
         self._held: set[str] = set()
-        self._read: RecentKeys[None] = RecentKeys(REMEMBERED)
+        self._read: LruDict[None] = LruDict(REMEMBERED)
         """freed because all readers reported the end of their reads"""
 
     def begin(self, prefill: str) -> None:

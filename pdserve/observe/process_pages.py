@@ -25,7 +25,7 @@ from pdserve.contract.records import Instance
 from pdserve.contract.reports import MAX_REPORTED, Receipt, Watched, newest
 from pdserve.observe.metrics import TASKS
 from pdserve.util.errors import ProtocolError
-from pdserve.util.net import is_loopback, names_this_machine
+from pdserve.util.net import is_local_host_header, is_loopback
 
 METRICS, WATCH, RECEIPTS = "/metrics", "/watch", "/receipts"
 LIVE, READY = "/live", "/ready"
@@ -73,7 +73,7 @@ def serve_pages(host: str, port: int = 0) -> Iterator[ProcessPages]:
 
     def respond(environ: dict[str, Any], start_response: Any) -> Any:
         path: str = environ["PATH_INFO"]
-        if is_loopback(host) and not names_this_machine(environ.get("HTTP_HOST", "localhost")):
+        if is_loopback(host) and not is_local_host_header(environ.get("HTTP_HOST", "localhost")):
             start_response("403 Forbidden", [])
             return []
         if path not in (WATCH, RECEIPTS, LIVE, READY):

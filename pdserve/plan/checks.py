@@ -30,7 +30,7 @@ from pdserve.plan.transfer import kv_moves, layers_move, one_length, ranks_meet
 from pdserve.security.certificate import ServerCertificate
 from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ConfigError
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 
 def problems(
@@ -80,7 +80,8 @@ def _vllm(machine: Machine) -> Iterator[str]:
             "uninstall both, then install pdserve[cpu] or pdserve[cuda]."
         )
     elif not machine.build:
-        yield f"no engine is installed for {sys.executable}: install vLLM {VLLM_VERSION} with `{command('install')}`."
+        remedy = f"install vLLM {VLLM_VERSION} with `{pdserve_command('install')}`"
+        yield f"no engine is installed for {sys.executable}: {remedy}."
 
 
 def _build(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:

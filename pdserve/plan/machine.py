@@ -15,7 +15,7 @@ import pynvml
 from pdserve.config.engine_args.installed import installed_vllm
 from pdserve.config.files.yaml_tree import did_you_mean
 from pdserve.util.errors import ConfigError
-from pdserve.util.net import addresses_of, is_loopback
+from pdserve.util.net import is_loopback, resolve_host
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Machine:
 
     def device(self, host: str) -> str | None:
         """The network device with an address of that host; None if this machine has none."""
-        found = (self.devices.get("127.0.0.1" if is_loopback(each) else each) for each in addresses_of(host))
+        found = (self.devices.get("127.0.0.1" if is_loopback(each) else each) for each in resolve_host(host))
         return next(filter(None, found), None)
 
 

@@ -16,7 +16,7 @@ from pdserve.plan.machine import GIB, in_gib
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import PlannedWorker, disk_folder
-from pdserve.util.net import without_passwords
+from pdserve.util.net import strip_passwords
 
 _SECRET = {"hf-token"}
 _TITLE = {"title_justify": "left", "title_style": "bold"}
@@ -48,8 +48,8 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "explained": list(plan.explained),
         "url": _url(plan),
-        "nats": config.nats and without_passwords(config.nats),
-        "etcd": config.etcd and without_passwords(config.etcd),
+        "nats": config.nats and strip_passwords(config.nats),
+        "etcd": config.etcd and strip_passwords(config.etcd),
         "state_dir": str(config.state_dir),
         "from_environment": list(config.from_environment),
         "machine": dataclasses.asdict(plan.machine),
@@ -91,7 +91,7 @@ def _derived(memory: Memory) -> dict[str, Any]:
 
 def _heading(plan: Plan) -> Text:
     config, machine = plan.config, plan.machine
-    nats, etcd = (without_passwords(each or "") or "started by serve" for each in (config.nats, config.etcd))
+    nats, etcd = (strip_passwords(each or "") or "started by serve" for each in (config.nats, config.etcd))
     cards = ", ".join(f"{gpu.index}: {gpu.name} ({gpu.memory / GIB:.1f} GiB)" for gpu in machine.gpus)
     imagined = " (what if)" if machine.imagined else ""
     lines = [

@@ -9,7 +9,7 @@ from pdserve.config.schema import Config, WorkerConfig
 from pdserve.contract.records import Role
 from pdserve.plan.machine import Gpu, Machine
 from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE, Memory
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 ROUNDING = 1e-6
 """of sums of shares"""
@@ -170,7 +170,7 @@ def start_commands(config: Config) -> str:
     lines = []
     for slot in slots:
         numbers = f" --index {slot.index}" * bool(slot.index) + f" --node-rank {slot.node}" * bool(slot.node)
-        lines.append(f"`{command(f'{slot.role.value} -f {config.path}{numbers}')}`")
+        lines.append(f"`{pdserve_command(f'{slot.role.value} -f {config.path}{numbers}')}`")
     return f"start, in any order and each host of a worker on its own: {', '.join(lines)}."
 
 

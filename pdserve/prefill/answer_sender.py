@@ -17,7 +17,7 @@ from pdserve.prefill.running import until
 from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Apart
+from pdserve.runtime.tasks import isolate_errors
 from pdserve.util.errors import QueueUnavailable
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class AnswerSender:
                     answer.request_id,
                     decode,
                 )
-                with Apart("repeated answers"):
+                with isolate_errors("repeated answers"):
                     await unless_away(self._queue.answer(decode, answer))
 
     def untaken(self) -> Iterator[tuple[str, PrefillDone]]:

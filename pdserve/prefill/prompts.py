@@ -27,7 +27,7 @@ from pdserve.prefill.running import RunningPrefill, RunningPrefills, until
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Apart, Work
+from pdserve.runtime.tasks import Work, isolate_errors
 from pdserve.util.errors import EngineDead, ProtocolError, QueueUnavailable, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class PromptRunner:
             await self._take(Delivery(request))
 
     async def _take(self, delivery: Delivery) -> None:
-        with Apart("prompts") as one:
+        with isolate_errors("prompts") as one:
             await self._begin(delivery)
         if one.error is not None:  # a prompt that goes back to the queue would do this to each worker
             request = delivery.request
@@ -181,7 +181,7 @@ class PromptRunner:
                 await self._answers.send(request.decode, PrefillProgress(request.request_id, kv))
         for output in step.outputs:
             if output.finished:
-                with Apart("finished prompts"):
+                with isolate_errors("finished prompts"):
                     await self._finished(output)
         for request_id in step.released:
             self._answers.released(request_id)
@@ -223,7 +223,7 @@ class PromptRunner:
 
     async def _read_notices(self) -> None:
         async for notice in self._queue.notices():
-            with Apart("notices"):
+            with isolate_errors("notices"):
                 await self._cancel(notice.request_ids)
 
     async def _cancel(self, request_ids: list[str]) -> None:
@@ -239,5 +239,5 @@ class PromptRunner:
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL)
             for running in self._running:
-                with Apart("progress reports"):
+                with isolate_errors("progress reports"):
                     await unless_away(running.delivery.in_progress())

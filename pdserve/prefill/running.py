@@ -13,7 +13,7 @@ from pdserve.contract.messages import PrefillRequest
 from pdserve.contract.reports import BRIEF
 from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import Delivery
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 LONGEST = 1.0
 """seconds to wait for what was in the engine before a prompt that is to have a step of its own"""
@@ -50,7 +50,7 @@ class RunningPrefills:
         self._tracer = tracer
         self._by_engine: dict[str, RunningPrefill] = {}
         self._by_request: dict[str, RunningPrefill] = {}
-        self._cancelled: RecentKeys[PrefillRequest] = RecentKeys(_REMEMBERED)
+        self._cancelled: LruDict[PrefillRequest] = LruDict(_REMEMBERED)
         self._numbers = itertools.count()
         self.changed = asyncio.Event()
         """set when a prompt ended, or the engine did a step"""

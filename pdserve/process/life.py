@@ -24,7 +24,7 @@ from pdserve.plan.graph import service_of
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import DRAINS, ENGINE_KILLED, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
 from pdserve.runtime.tasks import Owner, Work, forever, process_owner
-from pdserve.util.errors import ConfigError, EngineDead, PdserveError, death_in, leaves
+from pdserve.util.errors import ConfigError, EngineDead, PdserveError, find_engine_death, leaf_errors
 
 logger = logging.getLogger(__name__)
 Beat = Callable[[bytes], None]
@@ -96,7 +96,7 @@ class Service(ABC):
                         self._fail("it ends")
                         raise
             except BaseExceptionGroup as failures:
-                if death := death_in(failures):
+                if death := find_engine_death(failures):
                     await self.engine_died(death)
                     raise death from failures
                 raise
@@ -174,12 +174,12 @@ def run(config: Config, slot: Slot, beat: Beat | None = None) -> int:
 def exit_code(name: str, error: Exception) -> int:
     """Log why the role ended, in a sentence where the error is one of our own, and return its exit code: 2 for a wrong
     configuration, however late it was found, since the supervisor must not try it again; `ENGINE_KILLED`."""
-    causes = leaves(error)
+    causes = leaf_errors(error)
     if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
             logger.error("%s", problem)
         return 2
-    if dead := death_in(error):
+    if dead := find_engine_death(error):
         logger.error("the engine is gone, and this worker with it: %s", dead)
         return ENGINE_KILLED if dead.killed else 1
     if all(isinstance(leaf, PdserveError) for leaf in causes):

@@ -29,7 +29,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import Lifetime, Work
 from pdserve.security.credentials import Credentials
 from pdserve.stream.tcp import TcpStreamServer
-from pdserve.util.errors import EngineDead, text_of
+from pdserve.util.errors import EngineDead, error_text
 from pdserve.util.net import free_port
 
 
@@ -181,7 +181,7 @@ class EngineWorker(Service):
             except EngineDead:
                 raise
             except Exception as error:
-                why = f"a step of it cannot be read: {text_of(error)}"
+                why = f"a step of it cannot be read: {error_text(error)}"
                 raise EngineDead(why, crashed=True) from error
             await self._read_step(step)
 

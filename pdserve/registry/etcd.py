@@ -20,10 +20,10 @@ from itertools import cycle
 
 from pdserve.registry.base import Change, Registry, apply, difference
 from pdserve.registry.etcd_session import FULL, UNMET, EtcdSession, SessionLost, channel_credentials
-from pdserve.runtime.tasks import Owner, asked_to_stop
+from pdserve.runtime.tasks import Owner, is_cancelled
 from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ConfigError, RegistryUnavailable
-from pdserve.util.net import servers_of
+from pdserve.util.net import split_servers
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class EtcdRegistry(Registry):
                 self._cause = f" ({session.reason})"
                 await asyncio.sleep(RETRY)
         except BaseException:
-            if self._session is not session or not asked_to_stop():  # else `_lifetime` revokes its lease
+            if self._session is not session or not is_cancelled():  # else `_lifetime` revokes its lease
                 await self._end(session)
             raise
 
@@ -287,7 +287,7 @@ class EtcdRegistry(Registry):
 def _endpoints(etcd: str) -> list[tuple[str, int]]:
     """Parse `host:port,host:port`. A leading `http://` or `https://` means nothing: credentials alone mean TLS."""
     endpoints = []
-    for address in servers_of(etcd) or [etcd]:
+    for address in split_servers(etcd) or [etcd]:
         host, _, port = address.removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")
         if not host or not port.isdecimal():
             raise ConfigError([f"etcd: {address!r} is not host:port."])

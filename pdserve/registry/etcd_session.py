@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
 
 from pdserve.registry.base import Change
-from pdserve.runtime.tasks import asked_to_stop
+from pdserve.runtime.tasks import is_cancelled
 from pdserve.security.credentials import NAME, Credentials
 
 # gRPC's fork handlers only get in the way of a supervisor that starts processes
@@ -209,7 +209,7 @@ class EtcdSession:
             raise self._fail(_say(error)) from error
         except asyncio.CancelledError:
             # grpc.aio also raises this when the channel is closed during a call; then this task was not cancelled
-            if self.lost.is_set() and not asked_to_stop():
+            if self.lost.is_set() and not is_cancelled():
                 raise self._fail("the session was closed") from None
             raise
 

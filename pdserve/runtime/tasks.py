@@ -4,7 +4,7 @@ A background task is a task that nothing awaits while it runs: heartbeats, watch
 ends by mistake, its process goes on without a part of itself and looks healthy. So such tasks are made here and
 nowhere else (`tests/test_house.py` checks it); a task that the next lines await may be made anywhere.
 
-`forever` restarts work that must not end. `Apart` keeps an error about one of many, such as one connection of all, from
+`forever` restarts work that must not end. `isolate_errors` keeps an error about one item, such as one connection, from
 the others. `Owner` holds the tasks of one object, `process_owner` those of all objects of a process. `Lifetime` is the
 base class of objects that are entered with `async with`.
 
@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
 from pdserve.observe.metrics import TASK_FAILURES
-from pdserve.util.errors import death_in
+from pdserve.util.errors import find_engine_death
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 Work = Callable[[], Awaitable[None]]
 
 
-async def on_loop(loop: asyncio.AbstractEventLoop, work: Awaitable[T]) -> T:
+async def run_on_loop(loop: asyncio.AbstractEventLoop, work: Awaitable[T]) -> T:
     """Await `work` on this loop, which may be another thread's. Context variables go with it."""
     if asyncio.get_running_loop() is loop:
         return await work
@@ -186,9 +186,9 @@ async def _until_it_ends(work: Work) -> None:
     task.result()
 
 
-class Apart:
-    """Handle one of many (a connection, a request, a message) apart from the others: an error in the block is logged
-    and counted, ends the block and is kept in `error`. What must not be kept passes (`reraise_fatal`)."""
+class isolate_errors:
+    """Log and count an error in the block instead of raising it, so that one bad item (a connection, a request, a
+    message) does not stop the loop. `error` holds it after the block. Fatal errors are raised (`reraise_fatal`)."""
 
     def __init__(self, name: str) -> None:
         self.error: Exception | None = None
@@ -203,21 +203,21 @@ class Apart:
         reraise_fatal(error)
         self.error = error
         TASK_FAILURES.labels(_kind_of(self._name)).inc()
-        # logged as of the line of the block, by which repetitions are left out
-        logger.error("%s: failed for one of them, the others go on", self._name, exc_info=error, stacklevel=2)
+        # stacklevel: the log filter drops repetitions by the line of the block
+        logger.error("error in %s; continuing", self._name, exc_info=error, stacklevel=2)
         return True
 
 
 def reraise_fatal(error: BaseException | None) -> None:
     """Raise EngineDead if `error` is one or contains one, and CancelledError if the current task was asked to stop,
     whatever `error` replaced it. A handler that keeps any error calls this first."""
-    if (death := death_in(error)) is not None:
+    if (death := find_engine_death(error)) is not None:
         raise death
-    if asked_to_stop():
+    if is_cancelled():
         raise asyncio.CancelledError from error
 
 
-def asked_to_stop() -> bool:
+def is_cancelled() -> bool:
     """Whether something cancelled the current task, and not only what it awaits."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 from pdserve.util import clock
 from pdserve.util.errors import ConfigError
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -57,7 +57,7 @@ class Credentials:
                 )
             _ = credentials.client
         except OSError as error:  # ssl's errors are OSErrors too
-            text = f"make one with `{command('credentials FOLDER')}`, or copy the graph's from another host."
+            text = f"make one with `{pdserve_command('credentials FOLDER')}`, or copy the graph's from another host."
             raise ConfigError([f"Security.credentials: {folder} cannot be used ({error}): {text}"]) from error
         return credentials
 

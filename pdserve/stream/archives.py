@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pdserve.contract.messages import ArchivePart, GetArchive
-from pdserve.runtime.tasks import Apart
+from pdserve.runtime.tasks import isolate_errors
 from pdserve.stream.tcp import TcpStreamClient
 from pdserve.util.errors import Unavailable
 
@@ -70,7 +70,7 @@ class ModelArchive:
 
     async def send(self, send: Callable[[ArchivePart], Awaitable[None]]) -> None:
         """Answer a `GetArchive`."""
-        with Apart("model archive"):
+        with isolate_errors("model archive"):
             for start in range(0, len(self._data), PART):
                 await send(ArchivePart(self._data[start : start + PART]))
             await send(ArchivePart())

@@ -27,12 +27,12 @@ from pdserve.contract.messages import (
     encode_to_decode,
     reader,
 )
-from pdserve.runtime.tasks import Apart, Lifetime, Owner
+from pdserve.runtime.tasks import Lifetime, Owner, isolate_errors
 from pdserve.security.credentials import Credentials
 from pdserve.stream.framing import MAX_MESSAGE, FramedConnection, beats, bounded
 from pdserve.stream.tls import Tls
 from pdserve.util.errors import PeerGone, ProtocolError
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class TcpStreamServer(Lifetime):
         self._ungreeted: dict[FramedConnection, None] = {}
         self._frontends: dict[str, FramedConnection] = {}
         self._unread: UnreadMessages[tuple[str, ToDecode | None]] = UnreadMessages()
-        self._refused: RecentKeys[int] = RecentKeys(_ADDRESSES)
+        self._refused: LruDict[int] = LruDict(_ADDRESSES)
         """address -> number of its connections that were not a frontend's"""
 
     @asynccontextmanager
@@ -184,7 +184,7 @@ class TcpStreamServer(Lifetime):
     async def _keep_beating(self) -> None:
         async for stalled in beats():
             for connection in list(self._frontends.values()):
-                with Apart("stream heartbeats") as one:
+                with isolate_errors("stream heartbeats") as one:
                     connection.beat(self._silence, stalled=stalled)
                 if one.error is not None:
                     connection.cut(f"cannot be written to: {one.error}")

@@ -19,7 +19,7 @@ from pdserve.plan.slots import Slot
 from pdserve.supervisor import state
 from pdserve.supervisor.processes.exits import family
 from pdserve.util.errors import ConfigError
-from pdserve.util.net import addresses_of, port_holder
+from pdserve.util.net import find_port_holder, resolve_host
 
 ETCD_SPACE = 160 * MIB
 """that an etcd takes when it starts: two WAL files of 64 MB, allocated before they are needed"""
@@ -108,7 +108,7 @@ class FixedPort(NamedTuple):
 
     def claims(self) -> list[str]:
         """The names of the abstract sockets that hold it, for each address that a server on `host` listens on."""
-        addresses = addresses_of(self.host)
+        addresses = resolve_host(self.host)
         if self.host in ("0.0.0.0", "::"):
             addresses = [self.host, *(each.address for of in psutil.net_if_addrs().values() for each in of)]
         return sorted({f"pdserve-fixed-{self.number}-{address}" for address in addresses})
@@ -136,7 +136,7 @@ def busy_ports(
         pids = (claims.get(claim, set()) for claim in port.claims())
         graphs = (min(found) for found in pids if found and found.isdisjoint(ours))
         holders = (f"another graph (pid {pid or 'unknown'})" for pid in graphs)
-        if holder := port_holder(port.host, port.number, ours) or next(holders, None):
+        if holder := find_port_holder(port.host, port.number, ours) or next(holders, None):
             yield port.is_held_by(holder)
 
 

@@ -12,7 +12,7 @@ from pdserve.contract.records import Instance, Role, SlotState
 from pdserve.plan.graph import BOOT_VARIABLE, GRAPH, ProcessSpec
 from pdserve.process.presence import instance_id, new_boot
 from pdserve.process.signals import SUPERVISOR_DIED
-from pdserve.runtime.tasks import Apart, forever
+from pdserve.runtime.tasks import forever, isolate_errors
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.processes.alone import SOCKETS, make_sockets_folder
 from pdserve.supervisor.processes.child import Child, Exit
@@ -165,7 +165,7 @@ class RoleSupervisor:
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
         """Log what is awaited, again and again, until all is ready; then call `on_ready`."""
-        with Apart("the report of the start"):
+        with isolate_errors("the report of the start"):
             async with asyncio.TaskGroup() as group:
                 reminding = group.create_task(self._remind())
                 await asyncio.gather(*(loop.settled.wait() for loop in self._loops))

@@ -32,7 +32,7 @@ from pdserve.supervisor.servers.embedded import embedded_servers
 from pdserve.supervisor.servers.kept_keys import KeptKeys
 from pdserve.supervisor.summary import summary
 from pdserve.util.errors import ConfigError, RegistryUnavailable
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _credentials(config: Config, folder: state.StateFolder) -> Credentials | Non
     credentials = Credentials.load(config.security.credentials)
     if credentials and (text := expiring(credentials.certificate)):
         logger.warning(
-            "%s %s: make new credentials with %s", credentials.folder, text, command("credentials")
+            "%s %s: make new credentials with %s", credentials.folder, text, pdserve_command("credentials")
         )
     return credentials
 

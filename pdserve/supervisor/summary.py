@@ -12,7 +12,7 @@ from pdserve.contract.live_settings import changed, of_files
 from pdserve.contract.records import Instance
 from pdserve.demo import FILE
 from pdserve.observe.graph_state import slot_name
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 _DEMO_PROMPT = (
     "The code of the red box is 4711. The code of the blue box is 2093. The code of the green box is 8150. "
@@ -31,7 +31,7 @@ def summary(
     if config.frontend:
         lines += ["Try it:", curl(config)]
     file = "" if config.path == FILE else f" -f {shlex.quote(str(config.path))}"
-    return "\n".join([*lines, "Look at it:", command(f"status{file}")])
+    return "\n".join([*lines, "Look at it:", pdserve_command(f"status{file}")])
 
 
 def _facts(

@@ -83,7 +83,7 @@ class Overloaded(PdserveError):
     status = 429
 
     def __str__(self) -> str:
-        return f"{self.what}; try again in {whole_seconds(self.retry_after)} s"
+        return f"{self.what}; try again in {retry_after_seconds(self.retry_after)} s"
 
 
 class EngineDead(PdserveError):
@@ -101,24 +101,24 @@ class ProtocolError(PdserveError):
     pass
 
 
-def whole_seconds(seconds: float) -> int:
+def retry_after_seconds(seconds: float) -> int:
     """Return seconds for HTTP's Retry-After, rounded up, since a client that comes too early is refused again."""
     return max(1, math.ceil(seconds))
 
 
-def text_of(error: BaseException, otherwise: str = "") -> str:
+def error_text(error: BaseException, otherwise: str = "") -> str:
     """What it says; where it says nothing (as a TimeoutError), `otherwise` or the name of its type."""
     return str(error) or otherwise or type(error).__name__
 
 
-def leaves(error: BaseException) -> list[BaseException]:
+def leaf_errors(error: BaseException) -> list[BaseException]:
     """Return the errors inside exception groups, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+        return [leaf for inner in error.exceptions for leaf in leaf_errors(inner)]
     return [error]
 
 
-def death_in(error: BaseException | None) -> EngineDead | None:
+def find_engine_death(error: BaseException | None) -> EngineDead | None:
     """Return the engine's death that this error is, or that is inside its exception group."""
-    found = (leaf for leaf in leaves(error) if isinstance(leaf, EngineDead)) if error is not None else ()
+    found = (leaf for leaf in leaf_errors(error) if isinstance(leaf, EngineDead)) if error is not None else ()
     return next(iter(found), None)

@@ -5,7 +5,7 @@ from importlib import import_module
 from types import ModuleType
 
 
-def import_large(name: str) -> ModuleType:
+def import_without_gc(name: str) -> ModuleType:
     """Import without garbage collection: an import makes no garbage, but so many objects that full collections, each
     longer than the one before, take a quarter of the time."""
     gc.disable()

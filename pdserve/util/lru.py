@@ -6,7 +6,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class RecentKeys(OrderedDict[str, T]):
+class LruDict(OrderedDict[str, T]):
     """Keeps the `bound` keys that were set last; a key that is set again counts as new."""
 
     def __init__(self, bound: int) -> None:

@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback
 
 
-def addresses_of(host: str) -> list[str]:
+def resolve_host(host: str) -> list[str]:
     """The IP addresses that a host's name stands for, or the address itself; none where the name cannot be resolved."""
     try:
         return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
@@ -43,7 +43,7 @@ def addresses_of(host: str) -> list[str]:
         return []
 
 
-def names_this_machine(authority: str) -> bool:
+def is_local_host_header(authority: str) -> bool:
     """Whether the `Host` header of a request is localhost or an IP address, and not a name that a web page could have
     made to resolve to this machine (DNS rebinding)."""
     try:
@@ -53,20 +53,20 @@ def names_this_machine(authority: str) -> bool:
         return False
 
 
-def in_url(host: str, everywhere: str) -> str:
+def url_host(host: str, everywhere: str) -> str:
     """Return `host` as it is written in a URL; `everywhere` in its place where it listens on all addresses."""
     host = everywhere if host in ("0.0.0.0", "::", "") else host
     return f"[{host}]" if ":" in host else host
 
 
-def servers_of(text: str | None) -> list[str]:
+def split_servers(text: str | None) -> list[str]:
     """The addresses of a server or, separated by commas, of all servers of a cluster; none for an empty text."""
     return [server.strip() for server in text.split(",")] if text else []
 
 
-def without_passwords(addresses: str) -> str:
+def strip_passwords(addresses: str) -> str:
     """The addresses of servers without the user names and passwords before an `@`: for logs, errors and pages."""
-    parts = (server.rpartition("://") for server in servers_of(addresses))
+    parts = (server.rpartition("://") for server in split_servers(addresses))
     return ",".join(f"{scheme}{colon}{rest.rpartition('@')[2]}" for scheme, colon, rest in parts)
 
 
@@ -100,7 +100,7 @@ def _claim(ports: Iterable[int]) -> bool:
     return True
 
 
-def port_holder(host: str, port: int, ours: Collection[int] = ()) -> str | None:
+def find_port_holder(host: str, port: int, ours: Collection[int] = ()) -> str | None:
     """Return the name and pid of the process that listens on this port, as far as this user may know; None where it is
     free, or held by one of `ours` (pids). Raises ConfigError where this user cannot listen at all: the address is not
     this machine's, or the port is reserved for root."""

@@ -11,13 +11,13 @@ PROGRAM_VARIABLE = "PDSERVE_PROGRAM"
 """environment variable with the program that the user ran, where it went on in another environment"""
 
 
-def command(text: str) -> str:
+def pdserve_command(text: str) -> str:
     """`pdserve TEXT`, with the path of this installation's program where the shell would not find it."""
-    return f"{program()} {text}"
+    return f"{program_path()} {text}"
 
 
 @cache
-def program() -> str:
+def program_path() -> str:
     if given := os.environ.get(PROGRAM_VARIABLE):
         return given
     script = Path(sys.executable).parent / "pdserve"

@@ -14,7 +14,7 @@ os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 
-def tied(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
+def tied_command(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
     """A command that gets this signal when the process that runs it dies: the thread that starts it must be the main
     thread. Not by Popen's `preexec_fn`: beside threads of gRPC, code between fork and exec crashes now and then."""
     return [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), str(int(number)), *command]

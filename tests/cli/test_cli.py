@@ -24,7 +24,7 @@ from pdserve.registry import etcd
 from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ConfigError, EngineDead, RegistryUnavailable
 from pdserve.util.net import free_port
-from pdserve.util.program import PROGRAM_VARIABLE, program
+from pdserve.util.program import PROGRAM_VARIABLE, program_path
 
 LOCAL = Path(__file__).parents[2] / "configs/local.yaml"
 ALL = [
@@ -191,7 +191,7 @@ def test_output_suggests_a_program_that_the_shell_finds(
         monkeypatch.setattr("sys.executable", str(python))
         monkeypatch.setenv("PATH", path)
         monkeypatch.chdir(cwd)
-        return program.__wrapped__()
+        return program_path.__wrapped__()
 
     assert suggested(python, f"{folder}:{usual}", tmp_path) == "pdserve"
     assert suggested(python, usual, tmp_path) == f"{folder}/pdserve"

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.util.net import is_loopback
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 from tests.config.test_load import GOOD, problems, read
 
-MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"
+MAKE = f"make credentials (`{pdserve_command('credentials FOLDER')}`) and set Security.credentials"
 ALLOW = "or accept it with Security.allow"
 PLAIN = f"{MAKE}, {ALLOW}: [plain-graph]."
 STREAMS = "other machines reach the workers' streams"

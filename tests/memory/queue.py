@@ -18,7 +18,7 @@ from pdserve.contract.messages import (
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
 from pdserve.util.errors import QueueFull, QueueUnavailable
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class _ModelQueue:
 
     entries: list[_Entry] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
-    cancelled: RecentKeys[None] = field(default_factory=lambda: RecentKeys(20_000))
+    cancelled: LruDict[None] = field(default_factory=lambda: LruDict(20_000))
     loads: dict[str, tuple[PrefillLoad, float]] = field(default_factory=dict)
     held: dict["MemoryQueue", int] = field(default_factory=dict)
     listeners: dict[str, list[asyncio.Queue[Any]]] = field(default_factory=lambda: defaultdict(list))

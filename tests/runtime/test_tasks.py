@@ -81,7 +81,7 @@ async def test_an_engine_that_died_inside_a_group_ends_what_waits_for_it() -> No
         raise EngineDead("dead")
 
     async def work() -> None:
-        with tasks.Apart("some members"):
+        with tasks.isolate_errors("some members"):
             async with asyncio.TaskGroup() as group:
                 group.create_task(tasks.forever(dead, "inner work"))
 
@@ -97,7 +97,7 @@ async def _lost_in_a_finally() -> None:
 
 
 async def _lost_in_a_block() -> None:
-    with tasks.Apart("some members"):
+    with tasks.isolate_errors("some members"):
         await _lost_in_a_finally()
     await asyncio.Event().wait()
 
@@ -169,7 +169,7 @@ async def test_a_single_run_that_fails_is_reported(
 async def test_one_of_many_fails_apart(caplog: pytest.LogCaptureFixture) -> None:
     before, done = failures("some members"), []
     for member in range(5):
-        with tasks.Apart("some members: of a test") as one:
+        with tasks.isolate_errors("some members: of a test") as one:
             if member % 2:
                 raise KeyError(member)
             done.append(member)
@@ -181,7 +181,7 @@ async def test_one_of_many_fails_apart(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("passes", [EngineDead("dead"), asyncio.CancelledError()])
 async def test_dead_engines_and_cancellations_are_no_members(passes: BaseException) -> None:
-    with pytest.raises(type(passes)), tasks.Apart("some members"):
+    with pytest.raises(type(passes)), tasks.isolate_errors("some members"):
         raise passes
 
 

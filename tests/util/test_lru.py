@@ -1,8 +1,8 @@
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 
 def test_the_oldest_keys_are_forgotten_first() -> None:
-    recent: RecentKeys[int] = RecentKeys(3)
+    recent: LruDict[int] = LruDict(3)
     for number, key in enumerate("abcad"):
         recent[key] = number
     assert dict(recent) == {"c": 2, "a": 3, "d": 4}

@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.util import net
 from pdserve.util.errors import ConfigError
-from pdserve.util.net import free_port, port_holder
+from pdserve.util.net import find_port_holder, free_port
 
 LOOPBACKS = pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 
@@ -43,13 +43,13 @@ def test_no_port_is_given_twice_also_to_another_process(monkeypatch: pytest.Monk
 def test_the_holder_of_a_port(host: str) -> None:
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
         port = server.getsockname()[1]
-        assert "pid" in (port_holder(host, port) or "")
-    assert port_holder(host, port) is None
-    assert port_holder("::", free_port("::")) is None
+        assert "pid" in (find_port_holder(host, port) or "")
+    assert find_port_holder(host, port) is None
+    assert find_port_holder("::", free_port("::")) is None
 
 
 def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(
         ConfigError, match=r"^192\.0\.2\.1:8000 cannot be listened on: Cannot assign requested"
     ):
-        port_holder("192.0.2.1", 8000)
+        find_port_holder("192.0.2.1", 8000)

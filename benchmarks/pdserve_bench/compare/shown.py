@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 from pdserve_bench.compare.candidates import Candidate
 from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict
@@ -101,10 +101,10 @@ def _next_step(comparison: Comparison, found: Recommendation, written: Path | No
         return ""
     if written is not None:
         threads = f"OMP_NUM_THREADS={candidate.threads} " if candidate.threads else ""
-        return f"Run it: {threads}{command(f'serve -f {written}')}"
+        return f"Run it: {threads}{pdserve_command(f'serve -f {written}')}"
     if (candidate.shape.prefill, candidate.shape.decode) == comparison.maker.own_split:
-        return f"Run it: {command(f'serve -f {comparison.options.file}')}"
-    return f"Add --write FILE to have its file written, for {command('serve -f FILE')}."
+        return f"Run it: {pdserve_command(f'serve -f {comparison.options.file}')}"
+    return f"Add --write FILE to have its file written, for {pdserve_command('serve -f FILE')}."
 
 
 def winning_file(comparison: Comparison, candidate: Candidate, found: Recommendation) -> str:

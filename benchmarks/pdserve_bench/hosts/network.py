@@ -21,7 +21,7 @@ import psutil
 
 from pdserve.supervisor.processes.exits import exit_of
 from pdserve.util.errors import Unavailable
-from pdserve.util.tied_child import tied
+from pdserve.util.tied_child import tied_command
 from pdserve_bench.hosts.cable import Cable, run
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class Host:
         shift = str(number * MONOTONIC)
         spaces = (*_SPACES, "--monotonic", shift, "--boottime", shift, "--fork", "--kill-child=SIGKILL")
         self._holder = subprocess.Popen(
-            tied(["unshare", *spaces, "sh", "-c", _FIRST, name, *_shared(folder)], signal.SIGKILL),
+            tied_command(["unshare", *spaces, "sh", "-c", _FIRST, name, *_shared(folder)], signal.SIGKILL),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

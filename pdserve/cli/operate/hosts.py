@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pdserve.contract.records import Instance, Role, decode_instance
 from pdserve.observe.graph_state import slot_name
 from pdserve.plan.plan import Plan
-from pdserve.util.errors import ProtocolError, text_of
+from pdserve.util.errors import ProtocolError, error_text
 
 KNOCK_WITHIN = 3.0
 """seconds; all doors are tried at the same time"""
@@ -103,7 +103,7 @@ async def _knock(door: Door) -> Knocked:
     except ConnectionRefusedError:
         return Knocked(problem="refused: nothing listens there now, or a firewall rejects it")
     except OSError as error:
-        return Knocked(problem=text_of(error))
+        return Knocked(problem=error_text(error))
     writer.close()
     return Knocked(time.perf_counter() - began)
 

@@ -21,7 +21,7 @@ from pdserve.observe.graph_state import slot_name
 from pdserve.observe.problems import duration
 from pdserve.observe.process_pages import read_receipts
 from pdserve.observe.tables import show, table
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 _LEAST = 6
 """characters of an id that find a request"""
@@ -99,12 +99,10 @@ def matching(receipts: Iterable[Receipt], wanted: str) -> list[Receipt]:
 def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     """Say why there may be no such receipt. Pure."""
     if len(wanted) < _LEAST:
-        return (
-            f"{wanted} is too short: give at least {_LEAST} characters; `{command('trace')}` lists the last."
-        )
+        return f"{wanted} is too short: give at least {_LEAST} characters; `{pdserve_command('trace')}` lists the last."
     kept = f"of the last {MOST_KEPT:,} requests that generate, for {KEPT_FOR / 60:.0f} minutes and as long as it runs"
     hint = did_you_mean(
-        wanted, [receipt.request_id for receipt in last], f"`{command('trace')}` lists the last."
+        wanted, [receipt.request_id for receipt in last], f"`{pdserve_command('trace')}` lists the last."
     )
     return f"no frontend has a receipt of {wanted}. Each keeps those {kept}: {hint}"
 

@@ -21,8 +21,8 @@ from pdserve.registry import connect, keys
 from pdserve.security.credentials import Credentials
 from pdserve.supervisor.preflight import refusals
 from pdserve.supervisor.processes.exits import family
-from pdserve.util.errors import ConfigError, QueueUnavailable, RegistryUnavailable, text_of
-from pdserve.util.net import servers_of, without_passwords
+from pdserve.util.errors import ConfigError, QueueUnavailable, RegistryUnavailable, error_text
+from pdserve.util.net import split_servers, strip_passwords
 
 _WITHIN = 5.0
 """seconds for an answer"""
@@ -100,14 +100,14 @@ def check_moment(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Fin
 
 async def check_nats(urls: str, credentials: Credentials | None) -> list[Finding]:
     """A cluster serves while most of its servers do."""
-    servers = servers_of(urls)
+    servers = split_servers(urls)
     found = [await _check_nats(url, credentials, len(servers) > 1) for url in servers]
     serves = 2 * sum(each.grade == "ok" for each in found) > len(found)
     return [each._replace(grade="warn") if serves and each.grade == "fail" else each for each in found]
 
 
 async def _check_nats(url: str, credentials: Credentials | None, of_cluster: bool) -> Finding:
-    shown = without_passwords(url)
+    shown = strip_passwords(url)
     try:
         async with asyncio.timeout(_WITHIN):
             await queue.check(url, credentials, of_cluster)
@@ -115,7 +115,7 @@ async def _check_nats(url: str, credentials: Credentials | None, of_cluster: boo
         return Finding("fail", "NATS", error.problems[0])
     except (QueueUnavailable, TimeoutError) as error:
         advice = "start it, or correct Graph.nats or Security.credentials."
-        return Finding("fail", "NATS", f"{text_of(error, f'{shown}: no answer')}: {advice}")
+        return Finding("fail", "NATS", f"{error_text(error, f'{shown}: no answer')}: {advice}")
     return Finding("ok", "NATS", f"{shown} answers, JetStream is on")
 
 

@@ -16,7 +16,7 @@ from pdserve.convert.writer import graph_for as converted
 from pdserve.demo import FILE
 from pdserve.plan.machine import Machine, in_gib
 from pdserve.util.errors import ConfigError
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 Source = Annotated[
     str | None,
@@ -50,7 +50,7 @@ def init(
     if source is not None:
         return _convert(source, file, gpus, had)
     _write(file, graph_for(gpus, file, had))
-    print(f"Wrote {file}. Set your model in it, then: {command(f'serve -f {file}')}")
+    print(f"Wrote {file}. Set your model in it, then: {pdserve_command(f'serve -f {file}')}")
     return 0
 
 
@@ -75,7 +75,7 @@ def _convert(source: str, file: Path, gpus: int, machine: str) -> int:
         for problem in error.problems:
             print(f"  {problem}")
         return 1
-    print(f"Then: {command(f'plan -f {named}')}, and {command(f'serve -f {named}')}")
+    print(f"Then: {pdserve_command(f'plan -f {named}')}, and {pdserve_command(f'serve -f {named}')}")
     return 0
 
 

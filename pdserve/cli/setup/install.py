@@ -12,7 +12,7 @@ from pdserve.config.engine_args.installed import installed_vllm
 from pdserve.install import engine_venv
 from pdserve.install.engine_venv import PLATFORMS
 from pdserve.util.errors import ConfigError
-from pdserve.util.program import PROGRAM_VARIABLE, command, program
+from pdserve.util.program import PROGRAM_VARIABLE, pdserve_command, program_path
 
 Gpu = Annotated[
     bool | None, typer.Option("--gpu/--cpu", help="for GPUs or without (default: as this machine has them)")
@@ -57,13 +57,13 @@ def need_engine(yes: bool = False) -> None:
     if not yes and sys.stdin.isatty() and sys.stderr.isatty():
         yes = typer.confirm(f"pdserve: no engine is installed. Install {what}?", default=True, err=True)
     if not yes:
-        raise ConfigError([f"no engine is installed: run `{command('install')}` ({what})."])
+        raise ConfigError([f"no engine is installed: run `{pdserve_command('install')}` ({what})."])
     _go_on_in(installed(platform))
 
 
 def _go_on_in(folder: Path) -> None:
     """Run this command with the environment's Python and this installation's pdserve."""
-    os.environ[PROGRAM_VARIABLE] = program()
+    os.environ[PROGRAM_VARIABLE] = program_path()
     paths = [str(code_folder()), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.stdout.flush()

@@ -13,7 +13,7 @@ import yaml
 
 from pdserve.config.schema import kebab
 from pdserve.util.errors import ConfigError
-from pdserve.util.program import command
+from pdserve.util.program import pdserve_command
 
 MOST_ALIASED = 100_000
 """values of a file by aliases (`*name`), beside those that it writes out"""
@@ -110,7 +110,7 @@ def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path} is not UTF-8 text: give the path of a YAML file with -f."]) from error
-    return parse_tree(text, findings, f"`{command('init graph.yaml')}` writes one to start from")
+    return parse_tree(text, findings, f"`{pdserve_command('init graph.yaml')}` writes one to start from")
 
 
 def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry]:

@@ -18,7 +18,7 @@ from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
 from pdserve.kv.handles import check_handle, source
 from pdserve.queue.base import PrefillQueue
-from pdserve.runtime.tasks import Apart
+from pdserve.runtime.tasks import isolate_errors
 from pdserve.util.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class AnswerReader:
     async def read(self) -> None:
         """Hand each answer to the request that waits for it, for ever."""
         async for answer in self.queue.answers(self.instance):
-            with Apart("prefill answers"):
+            with isolate_errors("prefill answers"):
                 await self._take(answer)
 
     async def _take(self, answer: PrefillAnswer) -> None:

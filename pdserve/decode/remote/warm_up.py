@@ -23,7 +23,7 @@ from pdserve.observe.metrics import WARM_UPS
 from pdserve.process.engine_checks import unique_prompt
 from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import forever
-from pdserve.util.errors import ProtocolError, text_of
+from pdserve.util.errors import ProtocolError, error_text
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class WarmUp:
             async with asyncio.timeout(WITHIN):
                 warm = await self._read(request)
         except (TimeoutError, ProtocolError) as error:
-            logger.warning("warm-up with %s: %s", peer, text_of(error, "it took too long"))
+            logger.warning("warm-up with %s: %s", peer, error_text(error, "it took too long"))
             warm = False
         finally:
             if not request.over.is_set():

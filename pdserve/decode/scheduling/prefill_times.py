@@ -20,7 +20,7 @@ from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.decode.scheduling.fair_order import rank
 from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, revised
 from pdserve.queue.base import PrefillQueue
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 FIRST_TOKEN_SECONDS = 1 / 5000
 """seconds for a token of a prompt, until an engine was measured"""
@@ -114,7 +114,7 @@ class Estimator:
     _spacing: float = 1.0
     """mean seconds between two of them"""
     _handover: LearnedMean = field(default_factory=lambda: LearnedMean(FIRST_HANDOVER))
-    _answered: RecentKeys[tuple[float, float]] = field(default_factory=lambda: RecentKeys(1000))
+    _answered: LruDict[tuple[float, float]] = field(default_factory=lambda: LruDict(1000))
     """by prefill worker: seconds for a token of the last prompt that it answered, and when; an upper bound, since that
     prompt may have waited for others in the engine"""
 

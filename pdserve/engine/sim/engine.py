@@ -24,7 +24,7 @@ from pdserve.kv.handles import check_handle, source
 from pdserve.kv.read_ahead.blocks import PIECE
 from pdserve.runtime.tasks import Owner
 from pdserve.util.errors import EngineDead, ProtocolError, Unavailable
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 _LATE = 0.005
 """seconds that a late step may take from the next: timers are coarse, and the simulation's work is no part of it"""
@@ -47,7 +47,7 @@ class SimEngine(SimAdapters, Engine):
         self._ahead: dict[tuple[str, str], int] = {}
         """by `handles.source`: how many blocks were read of prefills that are still running"""
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
-        self._seen: RecentKeys[None] = RecentKeys(100_000)
+        self._seen: LruDict[None] = LruDict(100_000)
         self._work = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._computed, self._step = 0.0, (0.0, 0.0)

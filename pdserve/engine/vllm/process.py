@@ -24,7 +24,7 @@ from pdserve.engine.vllm import api
 from pdserve.kv import connectors, nixl_connector
 from pdserve.kv.side_channel import CurveKey
 from pdserve.util.errors import ConfigError, EngineDead, Unavailable
-from pdserve.util.net import free_port, port_holder
+from pdserve.util.net import find_port_holder, free_port
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class VllmProcess:
     def _set_environment(self) -> None:
         """Set what vLLM reads here and in its processes."""
         port = self._spec.kv_port or free_port(self._spec.host)
-        if holder := port_holder(self._spec.host, port):  # vLLM would not say so but hang for ever
+        if holder := find_port_holder(self._spec.host, port):  # vLLM would not say so but hang for ever
             raise ConfigError(
                 [f"The KV side channel's port {port} on {self._spec.host} is held by {holder}."]
             )

@@ -17,7 +17,7 @@ from pdserve.engine.vllm import api
 from pdserve.kv import AFTER, AHEAD, CHUNK
 from pdserve.util import clock
 from pdserve.util.errors import ProtocolError
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RunningRequest:
 class RunningRequests:
     def __init__(self) -> None:
         self._by_engine_id: dict[str, RunningRequest] = {}
-        self._used: RecentKeys[None] = RecentKeys(_REMEMBERED)
+        self._used: LruDict[None] = LruDict(_REMEMBERED)
 
     def add(self, request: RunningRequest) -> None:
         """Raises ProtocolError for an id that was used before: vLLM dies of an id that it still has. Only the newest

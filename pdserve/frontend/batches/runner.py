@@ -16,7 +16,7 @@ from pdserve.frontend.batches.store import OPEN, Record, Store, parse
 from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys.auth import OWNER
 from pdserve.frontend.plugins import PluginContext
-from pdserve.runtime.tasks import Apart, Owner
+from pdserve.runtime.tasks import Owner, isolate_errors
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class BatchWork:
                 while True:
                     with suppress(BlockingIOError):
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which it may have
-                        with Apart("batches"):
+                        with isolate_errors("batches"):
                             await self._look(tasks)
                     await asyncio.sleep(LOOK)
 
@@ -69,7 +69,7 @@ class BatchWork:
 
     async def _run(self, owner: str, batch_id: str) -> None:
         try:
-            with Apart("batches") as one:
+            with isolate_errors("batches") as one:
                 await BatchRun(self._context, self._store, owner, batch_id).run()
             if one.error is not None:
                 self._running[batch_id] = None
@@ -181,7 +181,7 @@ class BatchRun:
     async def _answer(self, number: int, text: bytes) -> None:
         done = custom_id = None
         try:
-            with Apart("batch line") as one:
+            with isolate_errors("batch line") as one:
                 # as it was checked: in a thread, where JSON may nest deeper than below the tasks of the loop
                 line = await asyncio.to_thread(parse, text, self._batch["endpoint"])
                 custom_id, fields = line.custom_id, bytes(line.body)[1:-1].strip()

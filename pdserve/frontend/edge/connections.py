@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from pdserve.frontend.edge.deltas import CycleChunks
 from pdserve.frontend.edge.response import HttpError, error_body
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
-from pdserve.runtime.tasks import Apart
+from pdserve.runtime.tasks import isolate_errors
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
@@ -371,11 +371,11 @@ class ClientConnections:
     def _sweep(self, now: float) -> None:
         """Look at each connection; one at which that fails is ended."""
         for connection in list(self.open):
-            with Apart("client connections") as one:
+            with isolate_errors("client connections") as one:
                 self._look(connection, now)
             if one.error is not None:
                 self.leave(connection)
-                with Apart("client connections"):
+                with isolate_errors("client connections"):
                     connection.abort()
 
     def _look(self, connection: ClientConnection, now: float) -> None:

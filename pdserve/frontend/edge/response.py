@@ -16,7 +16,7 @@ from starlette.types import Message, Send
 from pdserve.contract.messages import Hop
 from pdserve.contract.reports import DETOURS, HOPS
 from pdserve.frontend.edge.request_trace import CLIENT_LEFT, RequestFailure, RequestTrace
-from pdserve.util.errors import BadRequest, Overloaded, PdserveError, whole_seconds
+from pdserve.util.errors import BadRequest, Overloaded, PdserveError, retry_after_seconds
 
 _ERROR_TYPES = {
     400: "BadRequestError",
@@ -67,7 +67,7 @@ def error_body(path: str, error: PdserveError) -> dict[str, object]:
 
 
 def error_response(path: str, error: PdserveError) -> Response:
-    headers = {"retry-after": str(whole_seconds(error.retry_after))} if error.retry_after else {}
+    headers = {"retry-after": str(retry_after_seconds(error.retry_after))} if error.retry_after else {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_body(path, error), error.status, headers)
@@ -217,7 +217,9 @@ class ResponseWriter:
         if timing := server_timing(trace.hops.until(time.monotonic()), whole=not self._stream):
             headers["server-timing"] = timing
         if self.status in (429, 503):
-            headers.setdefault("retry-after", str(whole_seconds(failure.retry_after if failure else 1.0)))
+            headers.setdefault(
+                "retry-after", str(retry_after_seconds(failure.retry_after if failure else 1.0))
+            )
         if self.status == 500 and failure is not None:
             headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients obey it
         await self._send({**start, "headers": headers.raw})

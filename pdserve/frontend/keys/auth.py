@@ -19,7 +19,7 @@ from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys.limits import KeyLedger
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
 from pdserve.util.errors import ConfigError
-from pdserve.util.net import names_this_machine
+from pdserve.util.net import is_local_host_header
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def is_local(scope: Scope) -> bool:
     """Return whether the client is on this machine, and asked for it by address or as localhost: any other name may be
     that of a web page which leads its browser here (DNS rebinding)."""
     client, server = scope.get("client"), scope.get("server")
-    if not client or not server or not names_this_machine(Headers(scope=scope).get("host", "localhost")):
+    if not client or not server or not is_local_host_header(Headers(scope=scope).get("host", "localhost")):
         return False
     return client[0] == server[0] or ip_address(client[0]).is_loopback
 

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.frontend.edge.response import HttpError, error_response
-from pdserve.util.net import is_loopback, names_this_machine
+from pdserve.util.net import is_local_host_header, is_loopback
 
 ANY = "*"
 _HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
@@ -57,7 +57,7 @@ class CrossOrigin:
         """Return why a request without a key is not answered; empty if it is."""
         host, origin = headers.get("host", ""), headers.get("origin", "")
         hint = "list it in Frontend.allowed-origins, or let requests need an API key"
-        if self._check_host and host and not names_this_machine(host) and _name(host) not in self._hosts:
+        if self._check_host and host and not is_local_host_header(host) and _name(host) not in self._hosts:
             return f"this server is not {host!r}: ask it at 127.0.0.1 or localhost, or {hint}"
         if origin and origin.partition("://")[2] != host and not self._without.is_allowed_origin(origin):
             return f"pages of {origin!r} may not use this server: {hint}"

@@ -26,9 +26,9 @@ from pdserve.observe.graph_state import graph_state
 from pdserve.observe.metrics import INSTANCES, SLOT_READY, USABLE_WORKERS, WORKERS_REPLACED
 from pdserve.observe.problems import nodes, readiness
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Apart, Owner, forever, reraise_fatal
+from pdserve.runtime.tasks import Owner, forever, isolate_errors, reraise_fatal
 from pdserve.util.errors import BadRequest, ConfigError, Unavailable
-from pdserve.util.imports import import_large
+from pdserve.util.imports import import_without_gc
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.processor import Processor
@@ -188,11 +188,11 @@ class ServedModels:
             self._miss(name)
             self._mixed.pop(name, None)
         for name, model_cards in cards.items():
-            with Apart("served models"):
+            with isolate_errors("served models"):
                 self._add(name, _newest(model_cards))
                 self._warn_if_mixed(name, model_cards)
         for model in self._all():
-            with Apart("served models"):
+            with isolate_errors("served models"):
                 self._update_model(model)
         self._count(self._view.instances())
 
@@ -361,6 +361,6 @@ def _import_processor() -> ModuleType:
     """Import vLLM (in a thread, so that the frontend answers meanwhile), and freeze all objects of the import: a full
     garbage collection then takes 20-45 ms instead of 500. Models are not frozen, since those that go would never be
     collected."""
-    module = import_large("pdserve.frontend.model.processor")
+    module = import_without_gc("pdserve.frontend.model.processor")
     garbage.freeze()
     return module

@@ -28,7 +28,7 @@ from vllm.renderers.base import BaseRenderer
 
 from pdserve.frontend.edge.body import Budget
 from pdserve.frontend.edge.request_trace import RequestTrace, current_trace
-from pdserve.util.errors import Overloaded, text_of
+from pdserve.util.errors import Overloaded, error_text
 
 LIMITS = {"image": 16, "video": 0, "audio": 0}
 """of a prompt, where the file sets no `limit-mm-per-prompt`"""
@@ -75,7 +75,7 @@ class PictureReader(MediaConnector):  # type: ignore[misc]
         try:
             return await MediaConnector.load_from_url_async(alone, url, media_io, **options)
         except (RuntimeError, OSError, ClientError) as error:
-            raise _refusal(f"it cannot be read: {text_of(error)}") from error
+            raise _refusal(f"it cannot be read: {error_text(error)}") from error
         finally:
             if alone.connection._async_client is not None:
                 await alone.connection._async_client.close()

@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from pdserve.contract.records import Adapter
 from pdserve.frontend.vllm.lora_adapters import AdapterStore
-from pdserve.runtime.tasks import on_loop
+from pdserve.runtime.tasks import run_on_loop
 from pdserve.util.errors import BadRequest, Unavailable
 
 LONGEST_NAME, LONGEST_PATH = 256, 4096
@@ -60,7 +60,7 @@ class AppAdapters:
             finally:
                 self.look()
 
-        return lambda request: on_loop(self._home, at_home(request))
+        return lambda request: run_on_loop(self._home, at_home(request))
 
     async def _load(self, request: LoadLoRAAdapterRequest) -> ErrorResponse | str:
         _check_lengths(request)

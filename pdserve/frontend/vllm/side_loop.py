@@ -32,7 +32,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsTensors
 
-from pdserve.runtime.tasks import Lifetime, on_loop
+from pdserve.runtime.tasks import Lifetime, run_on_loop
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[RequestOutput, None]
@@ -70,12 +70,12 @@ class SideLoop(Lifetime):
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async def receive_there() -> Message:
-                return await on_loop(self._home, receive())
+                return await run_on_loop(self._home, receive())
 
             async def send_there(message: Message) -> None:
-                await on_loop(self._home, send(message))
+                await run_on_loop(self._home, send(message))
 
-            await on_loop(self._loop, app(scope, receive_there, send_there))
+            await run_on_loop(self._loop, app(scope, receive_there, send_there))
 
         return answer
 
@@ -89,14 +89,14 @@ class SideLoop(Lifetime):
             return result if known is params else validate(params, *rest)
 
         async def there(params: object, outputs: Outputs) -> Outputs:
-            tasks = await on_loop(self._home, engine.get_supported_tasks())
+            tasks = await run_on_loop(self._home, engine.get_supported_tasks())
             _validated.set((params, validate(params, tasks)))
-            while (output := await on_loop(self._home, anext(outputs, None))) is not None:
+            while (output := await run_on_loop(self._home, anext(outputs, None))) is not None:
                 _make_logprobs(output)
                 try:
                     yield output
                 except GeneratorExit:
-                    await on_loop(self._home, outputs.aclose())
+                    await run_on_loop(self._home, outputs.aclose())
                     raise
 
         def generate(prompt: object, params: object, *args: Any, **options: Any) -> Outputs:

@@ -30,7 +30,7 @@ from pdserve.frontend.workers.prefix_index import PrefixIndex
 from pdserve.frontend.workers.router import choose
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.runtime.tasks import Owner, reraise_fatal
-from pdserve.util.errors import BadRequest, PeerGone, leaves, text_of
+from pdserve.util.errors import BadRequest, PeerGone, error_text, leaf_errors
 
 logger = logging.getLogger(__name__)
 
@@ -318,8 +318,8 @@ class WorkerPool:
                     await self._hold_link(instance)
                 except Exception as failed:
                     reraise_fatal(failed)
-                    causes = [cause for cause in leaves(failed) if not isinstance(cause, PeerGone)]
-                    why = text_of(causes[0]) if causes else f"{instance.id} is gone"
+                    causes = [cause for cause in leaf_errors(failed) if not isinstance(cause, PeerGone)]
+                    why = error_text(causes[0]) if causes else f"{instance.id} is gone"
                     self._note_failure(instance.id, why)
                     say = logger.exception if causes else logger.warning
                     say("the link to %s ended; connecting again while it is listed", instance.id)

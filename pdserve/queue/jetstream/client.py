@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 import nats.errors
 from nats.aio.client import Client
 
-from pdserve.util.errors import ConfigError, QueueUnavailable, text_of
-from pdserve.util.net import servers_of, without_passwords
-from pdserve.util.program import command
+from pdserve.util.errors import ConfigError, QueueUnavailable, error_text
+from pdserve.util.net import split_servers, strip_passwords
+from pdserve.util.program import pdserve_command
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 2
 PASSING = (nats.errors.Error, OSError, TimeoutError)
 """what nats-py raises when the server is away or goes away"""
-_COPY = f"every process of the graph and its NATS need the same one, as `{command('credentials')}` makes it."
+_COPY = f"every process of the graph and its NATS need the same one, as `{pdserve_command('credentials')}` makes it."
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class GraphClient(Client):
 
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         super().__init__()
-        self.url = without_passwords(url)
+        self.url = strip_passwords(url)
         """for messages"""
         self.server = url
         self.tls = tls
@@ -71,7 +71,7 @@ async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[Non
     is not of this graph."""
     try:
         await client.connect(
-            servers_of(client.server),
+            split_servers(client.server),
             allow_reconnect=False,
             max_reconnect_attempts=1,
             reconnect_time_wait=0,
@@ -135,4 +135,4 @@ def available(url: str) -> Iterator[None]:
     try:
         yield
     except PASSING as error:
-        raise QueueUnavailable(f"NATS at {without_passwords(url)}: {text_of(error)}") from error
+        raise QueueUnavailable(f"NATS at {strip_passwords(url)}: {error_text(error)}") from error

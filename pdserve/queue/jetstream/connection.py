@@ -31,7 +31,7 @@ from pdserve.queue.jetstream.client import (
 )
 from pdserve.runtime.tasks import Lifetime, Owner
 from pdserve.util.errors import ConfigError, ProtocolError, QueueUnavailable
-from pdserve.util.net import servers_of, without_passwords
+from pdserve.util.net import split_servers, strip_passwords
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,9 +79,9 @@ class NatsConnection(Lifetime):
         meanwhile: str,
         prepare: Callable[[Client], Awaitable[None]] | None = None,
     ) -> None:
-        self.url = without_passwords(url)
+        self.url = strip_passwords(url)
         """for messages"""
-        servers = servers_of(url)
+        servers = split_servers(url)
         self.of_cluster = len(servers) > 1
         self.lost: asyncio.Future[None] | None = None
         """done when the present client is lost"""

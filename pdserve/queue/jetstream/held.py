@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 from pdserve.contract.messages import HeldRequests, decode_held_requests, encode
 from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.util.errors import ProtocolError, QueueUnavailable
-from pdserve.util.lru import RecentKeys
+from pdserve.util.lru import LruDict
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class HeldCounts:
         self._name = secrets.token_hex(8)
         self._own = 0
         self._changed = asyncio.Event()
-        self._others: RecentKeys[tuple[int, float]] = RecentKeys(_WORKERS)
+        self._others: LruDict[tuple[int, float]] = LruDict(_WORKERS)
         """by decode worker, what it holds, and when it said so in monotonic seconds"""
 
     @property

@@ -52,8 +52,8 @@ from pdserve.queue.jetstream.stream import (
 from pdserve.runtime.tasks import Owner
 from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ProtocolError, QueueUnavailable
-from pdserve.util.lru import RecentKeys
-from pdserve.util.net import servers_of
+from pdserve.util.lru import LruDict
+from pdserve.util.net import split_servers
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class JetStreamQueue(PrefillQueue):
     ) -> None:
         self._names = QueueNames(namespace, model)
         self._limits = limits or StreamLimits()
-        self._replicas = replicas or (REPLICAS if len(servers_of(nats)) >= REPLICAS else None)
+        self._replicas = replicas or (REPLICAS if len(split_servers(nats)) >= REPLICAS else None)
         tls = credentials.client if credentials else None
         self._connection = NatsConnection(nats, tls, meanwhile, self._prepare)
         self._acks = Acks(self._connection)
@@ -84,14 +84,14 @@ class JetStreamQueue(PrefillQueue):
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
         self._held = HeldCounts(self._connection)
-        self._loads: RecentKeys[tuple[PrefillLoad, float]] = RecentKeys(_PULLERS)
+        self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(_PULLERS)
         self._made: datetime | None = None
         """when the stream was made, by the server's clock"""
         self._ensured = 0.0
         """when the stream was last compared with what it should be, in monotonic seconds"""
         self._reported_at = 0.0
         """when the depth was last reported or asked for, in monotonic seconds"""
-        self._cancelled: RecentKeys[None] = RecentKeys(_CANCELLED)
+        self._cancelled: LruDict[None] = LruDict(_CANCELLED)
         self._notices: SubjectMessages | None = None
         self._inboxes: dict[str, SubjectMessages] = {}
         self._clock: ServerClock | None = None

@@ -22,7 +22,7 @@ from pdserve.observe.logs import LogLine
 from pdserve.process.signals import ENGINE_KILLED
 from pdserve.supervisor.processes.exits import Guardian, end_group, exit_of
 from pdserve.supervisor.processes.guardian import RUN_VARIABLE, members, shared_memory
-from pdserve.util.tied_child import tied
+from pdserve.util.tied_child import tied_command
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Child:
         out, into = os.pipe()
         try:
             self._process = subprocess.Popen(
-                tied(command, parent_death) if parent_death else command,
+                tied_command(command, parent_death) if parent_death else command,
                 env={**os.environ, **(env or {}), **mark},
                 stdin=subprocess.DEVNULL,
                 stdout=into,

@@ -11,7 +11,7 @@ from pdserve.contract.records import Instance, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
-from pdserve.util.errors import RegistryUnavailable, text_of
+from pdserve.util.errors import RegistryUnavailable, error_text
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ async def _ask(client: httpx.AsyncClient, url: str) -> tuple[str, str]:
     try:
         answer = await client.get(f"{url}/health")
     except httpx.HTTPError as error:
-        return "", text_of(error)
+        return "", error_text(error)
     try:
         health = answer.json()
         return str(health["frontend"]), str(health.get("missing", ""))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from pdserve.runtime.tasks import Apart, forever
+from pdserve.runtime.tasks import forever, isolate_errors
 from pdserve.supervisor.processes.child import CONFIG_ERROR, Child, Exit
 from pdserve.util import clock
 from pdserve.util.errors import PdserveError
@@ -240,7 +240,7 @@ class RestartLoop(Generic[AnyProcess]):
             self._child = None
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        with Apart("ends of processes"):
+        with isolate_errors("ends of processes"):
             await self.process.ended(exit_)
         ready = self.state in (ProcessState.READY, ProcessState.DRAINING)
         return PastRun(time.monotonic() - started, ready, self._failed_start or exit_)
@@ -284,13 +284,13 @@ class RestartLoop(Generic[AnyProcess]):
         if (state is ProcessState.READY) is not (self.state is ProcessState.READY):
             self.since = clock.unix()
         self.state = state
-        with Apart("states of processes"):
+        with isolate_errors("states of processes"):
             self._on_change(self)
 
 
 async def _exit_of(child: Child) -> Exit:
     """Wait for its end, however often that fails: there may be no file descriptor left for it."""
     while True:
-        with Apart("ends of processes"):
+        with isolate_errors("ends of processes"):
             return await child.wait()
         await asyncio.sleep(_WAIT_AGAIN)

@@ -36,7 +36,7 @@ from pdserve.supervisor.processes.restarts import ProcessState, RestartLoop, Res
 from pdserve.supervisor.servers.kept_keys import KeptKeys
 from pdserve.supervisor.state import StateFolder, make_private
 from pdserve.util.errors import ConfigError
-from pdserve.util.net import free_port, port_holder
+from pdserve.util.net import find_port_holder, free_port
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class EmbeddedServer(SupervisedProcess):
         try:
             make_private(self.data_dir)
             self.port = self.port or free_port(self.host)
-            if holder := port_holder(self.host, self.port):
+            if holder := find_port_holder(self.host, self.port):
                 raise ConfigError(
                     [f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."]
                 )

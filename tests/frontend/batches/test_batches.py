@@ -65,7 +65,10 @@ class Served:
             draining=lambda: self.drains,
         )
         plugins = Plugins.load(self.context)
-        self.app, self.plugin = FrontendApp(graph.models, self.context.keys, plugins, 20.0), plugins.plugins[-1]
+        self.app, self.plugin = (
+            FrontendApp(graph.models, self.context.keys, plugins, 20.0),
+            plugins.plugins[-1],
+        )
         self.url = ""
         self.clients: dict[str, AsyncOpenAI] = {}
 

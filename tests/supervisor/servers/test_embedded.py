@@ -20,7 +20,7 @@ from pdserve.supervisor.servers import embedded
 from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, embedded_servers
 from pdserve.supervisor.servers.kept_keys import KeptKeys
 from pdserve.util.errors import ConfigError
-from pdserve.util.net import port_holder
+from pdserve.util.net import find_port_holder
 from tests.conditions import until
 from tests.full_disk import small_disk
 from tests.queue.requests import publish
@@ -92,7 +92,7 @@ def _logged(caplog: pytest.LogCaptureFixture, text: str) -> bool:
 
 
 def _process(url: str) -> psutil.Process:
-    holder = port_holder("127.0.0.1", int(url.rpartition(":")[2])) or ""
+    holder = find_port_holder("127.0.0.1", int(url.rpartition(":")[2])) or ""
     return psutil.Process(int(holder.partition("(pid ")[2].removesuffix(")")))
 
 
