@@ -29,7 +29,7 @@ from pdserve.frontend.edge.body import (
     refuse,
 )
 from pdserve.frontend.edge.paths import BY_QUERY, GENERATING, TOKENIZING, WITH_BODY
-from pdserve.frontend.edge.request_trace import RequestFailure, RequestTrace, seconds_allowed
+from pdserve.frontend.edge.request_state import RequestFailure, RequestState, seconds_allowed
 from pdserve.frontend.edge.response import REFUSALS, HttpError, ResponseWriter
 from pdserve.frontend.keys.auth import ApiKeys, client_of, is_local
 from pdserve.frontend.keys.usage import KeyUse
@@ -62,8 +62,8 @@ class FrontendApp:
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
         request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
-        trace = RequestTrace(request_id, scope["path"], time.monotonic() + self._request_timeout)
-        response = ResponseWriter(send, trace)
+        state = RequestState(request_id, scope["path"], time.monotonic() + self._request_timeout)
+        response = ResponseWriter(send, state)
         try:
             await self._answer(request, response)
         except ClientDisconnect:  # before the body was complete
@@ -74,37 +74,37 @@ class FrontendApp:
             logger.exception("%s: the request failed in the frontend", request_id)
             await response.fail(RequestFailure(500, "internal error"))
         finally:
-            response.trace.over()
+            response.state.over()
             self._plugins.end(response)
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
-        trace = response.trace
-        self._set_deadline(request, trace)
-        self._find_key(request, trace)
-        if trace.path in WITH_BODY or BY_QUERY.fullmatch(trace.path):
+        state = response.state
+        self._set_deadline(request, state)
+        self._find_key(request, state)
+        if state.path in WITH_BODY or BY_QUERY.fullmatch(state.path):
             await self._answer_by_model(request, response)
-        elif (bare := trace.path.rstrip("/")) != trace.path and bare in WITH_BODY | self._pages.paths:
+        elif (bare := state.path.rstrip("/")) != state.path and bare in WITH_BODY | self._pages.paths:
             there = RedirectResponse(request.url.replace(path=bare))
             await response.reply(there, before_end=partial(discard_rest, request))
         else:
             await self._pages(request.scope, request.receive, response)
 
-    def _set_deadline(self, request: Request, trace: RequestTrace) -> None:
+    def _set_deadline(self, request: Request, state: RequestState) -> None:
         asked = request.headers.get("x-request-timeout")
         allowed = seconds_allowed(asked, self._request_timeout, self._max_request_timeout)
-        trace.deadline = trace.started + allowed
+        state.deadline = state.started + allowed
 
-    def _find_key(self, request: Request, trace: RequestTrace) -> None:
-        open_here = trace.path in self._local_paths and is_local(request.scope)
-        if trace.path not in self._open_paths and not open_here and (key := self._keys.of(request)):
-            trace.key = key.name
+    def _find_key(self, request: Request, state: RequestState) -> None:
+        open_here = state.path in self._local_paths and is_local(request.scope)
+        if state.path not in self._open_paths and not open_here and (key := self._keys.of(request)):
+            state.key = key.name
 
     async def _answer_by_model(self, request: Request, response: ResponseWriter) -> None:
         """The limits of the key, and the body within its bounds."""
-        trace, path = response.trace, response.trace.path
-        trace.client, by_query = client_of(request, trace.key), path not in WITH_BODY
+        state, path = response.state, response.state.path
+        state.client, by_query = client_of(request, state.key), path not in WITH_BODY
         if request.method != "POST" and not by_query:
-            trace.headers["allow"] = "POST"
+            state.headers["allow"] = "POST"
             raise HttpError(405, f"{path} takes POST")
         if path in GENERATING:
             self._plugins.begin(request, response)
@@ -112,7 +112,7 @@ class FrontendApp:
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
-            async with self._bodies.read(request, trace.deadline, trace.client, most) as raw:
+            async with self._bodies.read(request, state.deadline, state.client, most) as raw:
                 named = request.query_params.get("model") or self._models.any_for(path)
                 body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(path, raw)
                 if path in GENERATING and use is not None:
@@ -124,17 +124,17 @@ class FrontendApp:
         begun."""
         name = body.model
         while True:
-            model, trace = self._models.find(name), response.trace
-            name = trace.model = model.card.name
+            model, state = self._models.find(name), response.state
+            name = state.model = model.card.name
             if not body.spare:
-                trace.promised = model.promised.loosened(request.headers)
+                state.promised = model.promised.loosened(request.headers)
             try:
-                with admitted(model, body, trace.client, trace) as admission:
+                with admitted(model, body, state.client, state) as admission:
                     await run(model, admission, body, request, response)
                 if not response.redirected:
                     return
             except ModelReplaced:
                 if response.ended:
                     return
-            logger.info("%s: %s was replaced: the request goes to its successor", trace.request_id, name)
+            logger.info("%s: %s was replaced: the request goes to its successor", state.request_id, name)
             response.restart()

@@ -18,7 +18,7 @@ from pdserve.config.schema import FrontendConfig
 from pdserve.contract.reports import Outage, Receipt, Watched
 from pdserve.frontend.edge.paths import WITH_BODY
 from pdserve.frontend.edge.request_record import RequestRecord
-from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.edge.response import ResponseWriter
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model.served_models import ServedModels
@@ -76,7 +76,7 @@ class Plugin:
 
     def __init__(self, context: PluginContext) -> None: ...
 
-    def begin(self, request: Request, trace: RequestTrace) -> None:
+    def begin(self, request: Request, state: RequestState) -> None:
         """A request to a model that generates begins; its key is known."""
 
     def end(self, record: RequestRecord) -> None:
@@ -111,12 +111,12 @@ class Plugins:
         self.context.running[response] = None
         for plugin in self.plugins:
             with isolate_errors("plugin"):
-                plugin.begin(request, response.trace)
+                plugin.begin(request, response.state)
 
     def end(self, response: ResponseWriter) -> None:
         begun = response in self.context.running
         self.context.running.pop(response, None)
-        if response.trace.path not in WITH_BODY or not (response.status or response.trace.model):
+        if response.state.path not in WITH_BODY or not (response.status or response.state.model):
             return  # a page; or its client left before the body was complete
         record = RequestRecord.of(response, self.context.id, begun=begun)
         for plugin in self.plugins:

@@ -9,7 +9,7 @@ from pdserve.contract.messages import Load
 from pdserve.contract.reports import Receipt, Watched
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.request_record import RequestRecord
-from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.observability.receipts import Receipts
 from pdserve.frontend.plugins import Plugin, PluginContext, Plugins
@@ -60,7 +60,7 @@ async def test_without_plugins_requests_are_answered_identically_and_there_are_n
 
 
 class Broken(Plugin):
-    def begin(self, request: Request, trace: RequestTrace) -> None:
+    def begin(self, request: Request, state: RequestState) -> None:
         raise RuntimeError("begin")
 
     def end(self, record: RequestRecord) -> None:

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope
 
 from pdserve.frontend.admission.wait_estimate import RequestSize
 from pdserve.frontend.edge.deltas import is_plain
-from pdserve.frontend.edge.request_trace import RequestFailure
+from pdserve.frontend.edge.request_state import RequestFailure
 from pdserve.frontend.edge.response import HttpError, ResponseWriter, error_response
 from pdserve.util.errors import BadRequest, Overloaded, PdserveError
 
@@ -186,7 +186,7 @@ async def refuse(request: Request, response: ResponseWriter, error: PdserveError
         await response.fail(failure)
         return
     response.refusal = failure
-    answer = error_response(response.trace.path, error)
+    answer = error_response(response.state.path, error)
     if "expect" in request.headers:  # its body may come or not: what follows could be either
         answer.headers["connection"] = "close"
     await response.reply(answer, before_end=partial(discard_rest, request))

@@ -8,7 +8,7 @@ from typing import Self
 from pdserve.contract.messages import Hop
 from pdserve.contract.reports import Receipt
 from pdserve.frontend.edge.paths import GENERATING
-from pdserve.frontend.edge.request_trace import CLIENT_LEFT, MAX_WHY, RequestFailure, RequestTrace
+from pdserve.frontend.edge.request_state import CLIENT_LEFT, MAX_WHY, RequestFailure, RequestState
 from pdserve.frontend.edge.response import ResponseWriter
 from pdserve.observe.tracing import TracedSpan
 
@@ -31,8 +31,8 @@ class RequestRecord:
 
     @classmethod
     def of(cls, response: ResponseWriter, frontend: str, *, begun: bool) -> Self:
-        trace, receipt = response.trace, receipt_of(response, frontend, time.monotonic(), running=False)
-        return cls(receipt, response.failure, begun, trace.started, trace.span)
+        state, receipt = response.state, receipt_of(response, frontend, time.monotonic(), running=False)
+        return cls(receipt, response.failure, begun, state.started, state.span)
 
     @property
     def code(self) -> int:
@@ -42,69 +42,69 @@ class RequestRecord:
 
 def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: bool) -> Receipt:
     """`frontend`: instance id; `now`: monotonic."""
-    trace = response.trace
-    age, failure = now - trace.started, response.failure
+    state = response.state
+    age, failure = now - state.started, response.failure
     # an error about a wrong request may quote it, and its client has it
     shown = failure is not None and failure.status not in _WRONG_REQUEST
-    status, hops = response.status or (0 if running else CLIENT_LEFT), trace.hops.until(now)
+    status, hops = response.status or (0 if running else CLIENT_LEFT), state.hops.until(now)
     if failure is not None and status and failure.status != CLIENT_LEFT:
         status = failure.status  # also of an error within a stream
-    promise = promise_of(trace, failure.status if failure is not None else status, now, running=running)
+    promise = promise_of(state, failure.status if failure is not None else status, now, running=running)
     return Receipt(
-        request_id=trace.request_id,
+        request_id=state.request_id,
         frontend=frontend,
-        path=trace.path,
+        path=state.path,
         age=age,
         seconds=age,
         running=running,
-        model=trace.model,
-        key=trace.key,
+        model=state.model,
+        key=state.key,
         status=status,
         error=failure.message[:MAX_WHY] if failure is not None and shown else "",
-        prefill=trace.prefill,
-        reason=trace.reason,
-        prompt_tokens=trace.prompt_tokens,
-        cached_tokens=trace.cached_tokens,
-        output_tokens=trace.output_tokens,
-        ttft=trace.ttft,
-        retries=trace.retries,
-        instances=trace.instances,
+        prefill=state.prefill,
+        reason=state.reason,
+        prompt_tokens=state.prompt_tokens,
+        cached_tokens=state.cached_tokens,
+        output_tokens=state.output_tokens,
+        ttft=state.ttft,
+        retries=state.retries,
+        instances=state.instances,
         hops=hops,
-        trace_id=trace.span.trace_id if trace.span is not None else "",
+        trace_id=state.span.trace_id if state.span is not None else "",
         promise=promise,
-        broken_by=_broken_by(promise, trace, hops, now),
-        longest_gap=trace.longest_gap if trace.promised else 0.0,
+        broken_by=_broken_by(promise, state, hops, now),
+        longest_gap=state.longest_gap if state.promised else 0.0,
     )
 
 
-def promise_of(trace: RequestTrace, code: int, now: float, *, running: bool) -> str:
+def promise_of(state: RequestState, code: int, now: float, *, running: bool) -> str:
     """Return what became of the request's promise, as `Receipt.promise`. A request that is wrong, or whose client has
     left in time, has neither kept nor broken it."""
-    promised, generates = trace.promised, trace.path in GENERATING
+    promised, generates = state.promised, state.path in GENERATING
     if not promised or not generates or (400 <= code < CLIENT_LEFT and code != 429):
         return ""
     if code == 429 or code > CLIENT_LEFT:
         return "failed"
-    if promised.ttft is not None and _first_token_took(trace, now) > promised.ttft:
+    if promised.ttft is not None and _first_token_took(state, now) > promised.ttft:
         return "ttft"
-    if promised.gap is not None and trace.longest_gap > promised.gap:
+    if promised.gap is not None and state.longest_gap > promised.gap:
         return "gap"
-    return "" if running or code == CLIENT_LEFT or trace.ttft is None else "kept"
+    return "" if running or code == CLIENT_LEFT or state.ttft is None else "kept"
 
 
-def _first_token_took(trace: RequestTrace, now: float) -> float:
+def _first_token_took(state: RequestState, now: float) -> float:
     """Seconds until the first token, or so far."""
-    return now - trace.started if trace.ttft is None else trace.ttft
+    return now - state.started if state.ttft is None else state.ttft
 
 
-def _broken_by(promise: str, trace: RequestTrace, hops: Sequence[Hop], now: float) -> str:
+def _broken_by(promise: str, state: RequestState, hops: Sequence[Hop], now: float) -> str:
     """Return the hop that took most of the time until the first token, or of the longest gap. The hop `decode` is there
     in all gaps: it counts where no other took half."""
     if promise == "ttft":
-        since, until = 0.0, _first_token_took(trace, now)
+        since, until = 0.0, _first_token_took(state, now)
     elif promise == "gap":
-        until = trace.longest_until - trace.started
-        since = until - trace.longest_gap
+        until = state.longest_until - state.started
+        since = until - state.longest_gap
     else:
         return ""
 

@@ -15,7 +15,7 @@ from starlette.types import Message, Send
 
 from pdserve.contract.messages import Hop
 from pdserve.contract.reports import DETOURS, HOPS
-from pdserve.frontend.edge.request_trace import CLIENT_LEFT, RequestFailure, RequestTrace
+from pdserve.frontend.edge.request_state import CLIENT_LEFT, RequestFailure, RequestState
 from pdserve.util.errors import BadRequest, Overloaded, PdserveError, retry_after_seconds
 
 _ERROR_TYPES = {
@@ -96,15 +96,15 @@ def with_one_shape(path: str, body: bytes, status: int = 0) -> bytes:
 class ResponseWriter:
     """The ASGI `send` for the app that answers one request."""
 
-    def __init__(self, send: Send, trace: RequestTrace) -> None:
-        self.trace = trace
+    def __init__(self, send: Send, state: RequestState) -> None:
+        self.state = state
         """of the model that answers now"""
         self.status = 0
         """the status that was sent; 0 before"""
         self.ended = False
         """whatever the app still sends is dropped"""
         self.refusal: RequestFailure | None = None
-        """an error that its trace does not have"""
+        """an error that its state does not have"""
         self._send = send
         self._held: Message | None = None
         """the start, until the first part of the body"""
@@ -116,17 +116,17 @@ class ResponseWriter:
     @property
     def redirected(self) -> bool:
         """Whether nothing was sent and another model is to answer, after `restart`."""
-        failure = self.trace.failure
+        failure = self.state.failure
         return failure is not None and failure.redirect and not self.status and not self._disconnected
 
     @property
     def failure(self) -> RequestFailure | None:
         """Why the request failed; None also where only the model's app knows."""
-        return self.trace.failure or self.refusal
+        return self.state.failure or self.refusal
 
     def restart(self) -> None:
-        """Begin anew for another model's app, when the first one has ended. `trace` is a new one from now on."""
-        self.trace = self.trace.restarted()
+        """Begin anew for another model's app, when the first one has ended. `state` is a new one from now on."""
+        self.state = self.state.restarted()
         self._held = None
         self._early.clear()
         self.ended = False
@@ -143,8 +143,8 @@ class ResponseWriter:
         if message["type"] == "http.response.start":
             self._held = message
             return
-        if self.trace.failure is None and message.get("body", b"").startswith(_ERROR_EVENTS):
-            self.trace.failure = _failure_of(message["body"])
+        if self.state.failure is None and message.get("body", b"").startswith(_ERROR_EVENTS):
+            self.state.failure = _failure_of(message["body"])
         if self._held is None:
             await self._send_body(message)
         else:
@@ -174,15 +174,15 @@ class ResponseWriter:
             return
         self.refusal = self.refusal or failure
         if not self.status:
-            await self.reply(error_response(self.trace.path, _http_error(failure)))
+            await self.reply(error_response(self.state.path, _http_error(failure)))
         elif self._stream:
-            event = _error_event(self.trace.path, failure)
+            event = _error_event(self.state.path, failure)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         self.ended = True
 
     async def _begin(self, start: Message, first: Message) -> None:
-        failure, whole = self.trace.failure, not first.get("more_body", False)
-        generating = self.trace.admission is not None and not self.trace.prefill
+        failure, whole = self.state.failure, not first.get("more_body", False)
+        generating = self.state.admission is not None and not self.state.prefill
         if not whole and failure is None and generating and _is_stream(start):
             return  # some streams (responses) begin with an event before anything is generated
         self._held = None
@@ -192,7 +192,7 @@ class ResponseWriter:
             await self.fail(failure)  # vLLM's app learns of it only after it has sent a stream's status
         else:
             if start["status"] >= 400 and whole and len(self._early) == 1:
-                body = with_one_shape(self.trace.path, first.get("body", b""), start["status"])
+                body = with_one_shape(self.state.path, first.get("body", b""), start["status"])
                 headers = MutableHeaders(raw=list(start["headers"]))
                 headers["content-length"] = str(len(body))
                 start, self._early[0] = {**start, "headers": headers.raw}, {**first, "body": body}
@@ -201,20 +201,20 @@ class ResponseWriter:
                 await self._send_body(part)
 
     async def _send_start(self, start: Message) -> None:
-        trace, failure = self.trace, self.trace.failure
+        state, failure = self.state, self.state.failure
         self.status = start["status"]
         self._stream = _is_stream(start)
         headers = MutableHeaders(raw=list(start["headers"]))
-        headers["x-request-id"] = trace.request_id
-        headers.update({**trace.headers, **trace.usage_headers()})
-        if trace.prefill:
-            headers["x-pdserve-prefill"] = trace.prefill
-            headers["x-pdserve-reason"] = _printable(trace.reason)
-            headers["x-pdserve-cached-tokens"] = str(trace.cached_tokens)
-        if trace.instances:
-            headers["x-pdserve-instance"] = ",".join(trace.instances)
-            headers["x-pdserve-retries"] = str(trace.retries)
-        if timing := server_timing(trace.hops.until(time.monotonic()), whole=not self._stream):
+        headers["x-request-id"] = state.request_id
+        headers.update({**state.headers, **state.usage_headers()})
+        if state.prefill:
+            headers["x-pdserve-prefill"] = state.prefill
+            headers["x-pdserve-reason"] = _printable(state.reason)
+            headers["x-pdserve-cached-tokens"] = str(state.cached_tokens)
+        if state.instances:
+            headers["x-pdserve-instance"] = ",".join(state.instances)
+            headers["x-pdserve-retries"] = str(state.retries)
+        if timing := server_timing(state.hops.until(time.monotonic()), whole=not self._stream):
             headers["server-timing"] = timing
         if self.status in (429, 503):
             headers.setdefault(
@@ -228,13 +228,13 @@ class ResponseWriter:
         self.ended = not message.get("more_body", False)
         body = message.get("body", b"")
         if body.startswith(_ERROR_EVENTS[0]):
-            message = {**message, "body": with_one_shape(self.trace.path, body)}
-        elif body.startswith(_ERROR_EVENTS) and self.trace.failure is not None:
+            message = {**message, "body": with_one_shape(self.state.path, body)}
+        elif body.startswith(_ERROR_EVENTS) and self.state.failure is not None:
             # the text of vLLM's Anthropic route says nothing of the error
-            message = {**message, "body": _error_event(self.trace.path, self.trace.failure)}
+            message = {**message, "body": _error_event(self.state.path, self.state.failure)}
         await self._send(message)
-        if self.trace.deltas is not None:
-            self.trace.deltas.sent(message.get("body", b""))
+        if self.state.deltas is not None:
+            self.state.deltas.sent(message.get("body", b""))
 
 
 def _failure_of(event: bytes) -> RequestFailure:

@@ -26,10 +26,10 @@ class KeyUse:
         self._too_large = False
 
     def __enter__(self) -> Self:
-        trace, now = self._response.trace, time.monotonic()
-        if quota := self._ledger.quota(trace.key, now):
+        state, now = self._response.state, time.monotonic()
+        if quota := self._ledger.quota(state.key, now):
             self._quota = quota
-            trace.usage_headers = self._headers
+            state.usage_headers = self._headers
             quota.begin(now)
         return self
 
@@ -46,10 +46,10 @@ class KeyUse:
             self._reserved = tokens
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if quota := self._quota:
-            now, done = time.monotonic(), self._response.trace
+            now, done = time.monotonic(), self._response.state
             quota.running -= 1
             quota.count("tokens", done.prompt_tokens + done.output_tokens - self._reserved, now)
             if getattr(error, "status", self._response.status) in (429, 503):
@@ -59,7 +59,7 @@ class KeyUse:
         """OpenAI's, or Anthropic's."""
         assert self._quota is not None
         headers = {"x-should-retry": "false"} if self._too_large else {}
-        anthropic = self._response.trace.path.startswith("/v1/messages")
+        anthropic = self._response.state.path.startswith("/v1/messages")
         for kind, limit, left, reset in self._quota.state(time.monotonic()):
             if anthropic:
                 at = datetime.fromtimestamp(math.ceil(clock.unix() + reset), UTC)

@@ -19,12 +19,12 @@ from pdserve.contract.records import ModelCard
 from pdserve.contract.sampling import looks_back
 from pdserve.frontend.admission.wait_estimate import RequestEstimate
 from pdserve.frontend.edge.deltas import DeltaStream
-from pdserve.frontend.edge.request_trace import (
+from pdserve.frontend.edge.request_state import (
     PAUSED,
     SHUTTING_DOWN,
     RequestFailure,
-    RequestTrace,
-    current_trace,
+    RequestState,
+    current_request,
 )
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.sequence.generation import Generation
@@ -84,9 +84,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
-        trace = current_trace.get()
-        assert trace is not None, "every generation belongs to an HTTP request"
-        generation = Generation(request, trace)
+        state = current_request.get()
+        assert state is not None, "every generation belongs to an HTTP request"
+        generation = Generation(request, state)
         self._generations[generation.id] = generation
         with self.contained(generation):
             self._begin(generation)
@@ -113,25 +113,25 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def _begin(self, generation: Generation) -> None:
         """Place the generation as soon as admission permits."""
-        request, trace = generation.request, generation.trace
-        assert trace.admission is not None, f"{trace.path} generates, and has no admission"
+        request, state = generation.request, generation.state
+        assert state.admission is not None, f"{state.path} generates, and has no admission"
         if request.prompt_token_ids is not None:
-            trace.add_prompt(generation.prompt_key, len(generation.prompt))
-        if reason := unsupported(request, trace.prompt_tokens, trace.admission.size.n):
+            state.add_prompt(generation.prompt_key, len(generation.prompt))
+        if reason := unsupported(request, state.prompt_tokens, state.admission.size.n):
             self.fail(generation, RequestFailure(400, reason))
             return
         generation.replays = looks_back(request.sampling_params) is not None
         generation.request = repeatable(request)
         generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
-        if trace.failure is not None:  # a sibling (n > 1, beams) has just ended all of them
+        if state.failure is not None:  # a sibling (n > 1, beams) has just ended all of them
             self._drop(generation)
             return
-        if trace.deltas is not None and trace.path in self.plain_paths:
-            self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
-        generation.reserve = reserve_for(request, trace)
+        if state.deltas is not None and state.path in self.plain_paths:
+            self.stream_deltas(generation.id, state.deltas, self.plain_paths[state.path])
+        generation.reserve = reserve_for(request, state)
         begin, drop = partial(self.place, generation), partial(self._drop, generation)
         pause = partial(self._pause, generation)
-        generation.permit = trace.admission.permit(begin, drop, pause, fixed=generation.replays)
+        generation.permit = state.admission.permit(begin, drop, pause, fixed=generation.replays)
         generation.permit.request()
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
@@ -146,7 +146,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             submit = next_attempt(generation)
             self._migration.stop_waiting(generation)
             generation.attach(link, submit.request_id)
-            generation.trace.sent_to(link.instance)
+            generation.state.sent_to(link.instance)
             link.post(submit)
 
     def received(self, link: Link, message: ToFrontend) -> None:
@@ -221,31 +221,31 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._count(generation, each.new_token_ids)
         if output.finished:
             generation.detach()
-            unusual = generation.attempt > 1 or generation.trace.spare or generation.beam
+            unusual = generation.attempt > 1 or generation.state.spare or generation.beam
             if generation.tokens and not unusual:
                 self.estimate.learn(*generation.timing)
             self._end(generation)
         return passed
 
     def _note_placed(self, generation: Generation) -> None:
-        """Write the worker's last word on its prefill into the trace: an output has come of it."""
+        """Write the worker's last word on its prefill into the state: an output has come of it."""
         generation.noted = generation.placed
         generation.hops.decoding()
         if generation.placed is not None:
-            generation.trace.prefilled(generation.id, generation.placed)
+            generation.state.prefilled(generation.id, generation.placed)
 
     def _note_cached(self, generation: Generation, link: Link, stats: PrefillStats) -> None:
         count_prefix_hit(stats, generation.placed.cached if generation.placed else 0, link.block_size)
-        stats.num_cached_tokens = generation.trace.add_cached(generation.prompt_key, stats.num_cached_tokens)
+        stats.num_cached_tokens = generation.state.add_cached(generation.prompt_key, stats.num_cached_tokens)
 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
-        trace = generation.trace
-        first = trace.first_token is None
+        state = generation.state
+        first = state.first_token is None
         gap = generation.pass_on(len(tokens))
         if gap is not None:
             self._itl.observe(gap)
-        elif first and trace.ttft is not None:
-            self._ttft.observe(trace.ttft)
+        elif first and state.ttft is not None:
+            self._ttft.observe(state.ttft)
 
     def finish(self, generation: Generation) -> None:
         """Finish a generation that has all of its tokens, and lost only the output that finishes it."""
@@ -258,23 +258,23 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         if held := self._pacer.drop(generation):
             self._fail_behind(held, generation, failure)
             return
-        generation.trace.failure = failure
+        generation.state.failure = failure
         for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
             if other := self._generations.get(request_id):
                 self._end(other)
 
     def _drop(self, generation: Generation) -> None:
         """End a generation whose HTTP request is over: if a beam fails, vLLM leaves the tasks of the others."""
-        failure = generation.trace.failure
+        failure = generation.state.failure
         self.fail(generation, failure or RequestFailure(500, "its HTTP request is over"))
-        generation.trace.failure = failure  # where there was none, its client has left
+        generation.state.failure = failure  # where there was none, its client has left
 
     def _fail_behind(
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
     ) -> None:
         """Fail a generation, which is alone in its HTTP request, behind the outputs that were held back: in the same
         turn of the event loop the error would take their place in AsyncLLM's collector."""
-        generation.trace.failure = failure
+        generation.state.failure = failure
         self._pass_on([(generation, output) for output in held])
         if generation.id in self._generations:
             self._end(generation)
@@ -296,7 +296,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def _pause(self, generation: Generation) -> bool:
         """Leave the worker until the permit is granted again; False if that leaves no place there to others."""
-        if not (generation.placed or generation.trace.spare) or not self.workers.takes(generation.link):
+        if not (generation.placed or generation.state.spare) or not self.workers.takes(generation.link):
             return False
         self._leave_worker(generation)
         generation.hops.held(PAUSED)
@@ -349,9 +349,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     # for the HTTP edge
 
-    def generations_of(self, trace: RequestTrace) -> list[Generation]:
+    def generations_of(self, state: RequestState) -> list[Generation]:
         """The generations of one HTTP request."""
-        return [generation for generation in self._generations.values() if generation.trace is trace]
+        return [generation for generation in self._generations.values() if generation.state is state]
 
     @property
     def running(self) -> int:

@@ -13,12 +13,12 @@ from pdserve.frontend.edge.body import ParsedBody, app_scope, max_body, replay
 from pdserve.frontend.edge.connections import CHUNKS, UNREAD
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
-from pdserve.frontend.edge.request_trace import (
+from pdserve.frontend.edge.request_state import (
     NO_WORKER,
     SHUTTING_DOWN,
     RequestFailure,
-    RequestTrace,
-    current_trace,
+    RequestState,
+    current_request,
 )
 from pdserve.frontend.edge.response import REFUSALS, HttpError, ResponseWriter
 from pdserve.frontend.model.served_model import ServedModel
@@ -34,15 +34,15 @@ _END_WITHIN = 5.0
 
 
 @contextmanager
-def admitted(model: ServedModel, body: ParsedBody, client: str, trace: RequestTrace) -> Iterator[Admission]:
+def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestState) -> Iterator[Admission]:
     """Enter the model's admission control, for which `run` waits. Raises HttpError and Overloaded."""
-    most = max_body(model.card.max_model_len, tokenizing=trace.path in TOKENIZING)
+    most = max_body(model.card.max_model_len, tokenizing=state.path in TOKENIZING)
     if len(body.raw) > most:
         raise HttpError(413, f"the request body is larger than {most} bytes")
-    if trace.path in GENERATING:
-        trace.hops.held("" if model.live else NO_WORKER)
-        admission = model.admission.enter(client, body.size, trace.deadline, spare=body.spare)
-        trace.admission = admission
+    if state.path in GENERATING:
+        state.hops.held("" if model.live else NO_WORKER)
+        admission = model.admission.enter(client, body.size, state.deadline, spare=body.spare)
+        state.admission = admission
     else:
         admission = model.admission.bypass(client)
     try:
@@ -55,31 +55,31 @@ async def run(
     model: ServedModel, admission: Admission, body: ParsedBody, request: Request, response: ResponseWriter
 ) -> None:
     """Let the model's app answer, unless the client leaves or the deadline passes before. Raises ModelReplaced."""
-    trace, gone = response.trace, asyncio.Event()
-    current_trace.set(trace)
+    state, gone = response.state, asyncio.Event()
+    current_request.set(state)
     extensions = request.scope.setdefault("extensions", {})
-    extensions[UNREAD], trace.tools = admission.set_unread, body.tools
+    extensions[UNREAD], state.tools = admission.set_unread, body.tools
     if body.plain and CHUNKS in extensions:
-        trace.deltas = DeltaStream(extensions[CHUNKS])
+        state.deltas = DeltaStream(extensions[CHUNKS])
 
     async def answer() -> None:
         await admission.wait()
-        trace.hops.released()
-        is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT
+        state.hops.released()
+        is_long = state.path in TOKENIZING and len(body.raw) > LONG_TEXT
         async with model.admission.long_text(admission.client) if is_long else nullcontext():
             processor = await model.ready()
             app = processor.aside if body.large else processor.app
-            await app(app_scope(request, trace.request_id, body), replay(body.raw, gone), response)
+            await app(app_scope(request, state.request_id, body), replay(body.raw, gone), response)
 
     app = asyncio.create_task(answer())
     watch = asyncio.create_task(_disconnected(request))
-    left = trace.deadline + GRACE - time.monotonic()
+    left = state.deadline + GRACE - time.monotonic()
     try:
         done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             late = RequestFailure(504, "the request's deadline passed")
             absent = not model.live and (admission.waiting or not model.card.model)
-            failure = RequestFailure.no_worker(trace.model) if absent else late
+            failure = RequestFailure.no_worker(state.model) if absent else late
             with suppress(TimeoutError):  # its client hardly reads what was sent before
                 await asyncio.wait_for(response.fail(failure), GRACE)
         if app not in done:
@@ -109,8 +109,8 @@ async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:
     except (*REFUSALS, ModelReplaced):
         raise
     except Exception:
-        if response.trace.failure is None:
+        if response.state.failure is None:
             logger.exception("the model's app failed")
-            response.trace.failure = RequestFailure(500, "internal error")
+            response.state.failure = RequestFailure(500, "internal error")
         if not response.redirected:
-            await response.fail(response.trace.failure)
+            await response.fail(response.state.failure)

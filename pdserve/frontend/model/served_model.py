@@ -13,7 +13,7 @@ from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.control import AdmissionControl
 from pdserve.frontend.admission.granted import ModelReplaced
 from pdserve.frontend.admission.wait_estimate import RequestEstimate
-from pdserve.frontend.edge.request_trace import RETRY_AFTER
+from pdserve.frontend.edge.request_state import RETRY_AFTER
 from pdserve.frontend.edge.response import HttpError
 from pdserve.observe.metrics import BACKLOG, LINKS, RUNNING, USABLE_WORKERS, WAITING
 

@@ -17,7 +17,7 @@ from pdserve.contract.messages import Load
 from pdserve.contract.records import Adapter, Instance, ModelCard, Role
 from pdserve.contract.reports import LinkState, Watched
 from pdserve.frontend.edge.paths import BY_ID
-from pdserve.frontend.edge.request_trace import RETRY_AFTER
+from pdserve.frontend.edge.request_state import RETRY_AFTER
 from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.model import ModelContext, garbage
 from pdserve.frontend.model.served_model import ServedModel

@@ -76,8 +76,8 @@ class Receipts(Plugin):
         now, matching = time.monotonic(), list[tuple[float, Receipt | ResponseWriter]]()
         self._forget(now)
         for response in self._running:
-            if key in (None, response.trace.key) and request_id in ("", response.trace.request_id):
-                matching.append((response.trace.started, response))
+            if key in (None, response.state.key) and request_id in ("", response.state.request_id):
+                matching.append((response.state.started, response))
         for started, receipt in self._over:
             if key in (None, receipt.key) and request_id in ("", receipt.request_id):
                 matching.append((started, receipt))
@@ -114,7 +114,7 @@ class Receipts(Plugin):
 
     def _sent(self) -> int:
         """Count the output tokens of all requests so far."""
-        return self._tokens + sum(response.trace.output_tokens for response in self._running)
+        return self._tokens + sum(response.state.output_tokens for response in self._running)
 
     def _forget(self, now: float) -> None:
         while self._over and self._over[0][0] + self._over[0][1].seconds < now - KEPT_FOR:

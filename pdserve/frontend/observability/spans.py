@@ -3,7 +3,7 @@
 from starlette.requests import Request
 
 from pdserve.frontend.edge.request_record import RequestRecord
-from pdserve.frontend.edge.request_trace import CLIENT_LEFT, RequestTrace
+from pdserve.frontend.edge.request_state import CLIENT_LEFT, RequestState
 from pdserve.frontend.plugins import Plugin, PluginContext
 
 _OPERATIONS = {
@@ -18,14 +18,14 @@ class RequestSpans(Plugin):
     def __init__(self, context: PluginContext) -> None:
         self._tracer = context.tracer
 
-    def begin(self, request: Request, trace: RequestTrace) -> None:
+    def begin(self, request: Request, state: RequestState) -> None:
         """Malformed or too long headers are ignored."""
         if not self._tracer.on:
             return
-        method, path = request.method, trace.path
-        trace.span = self._tracer.request(
+        method, path = request.method, state.path
+        state.span = self._tracer.request(
             f"{method} {path}",
-            trace.started,
+            state.started,
             {name: request.headers.getlist(name) for name in ("traceparent", "tracestate")},
             {
                 "http.request.method": method,
@@ -33,8 +33,8 @@ class RequestSpans(Plugin):
                 "url.path": path,
                 "url.scheme": request.scope["scheme"],
                 "gen_ai.operation.name": _OPERATIONS.get(path, ""),
-                "pdserve.request_id": trace.request_id,
-                "pdserve.key": trace.key,
+                "pdserve.request_id": state.request_id,
+                "pdserve.key": state.key,
             },
         )
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from pdserve.contract.messages import Placed, ToDecode
 from pdserve.frontend.admission.granted import SequencePermit
-from pdserve.frontend.edge.request_trace import RequestTrace, SequenceHops
+from pdserve.frontend.edge.request_state import RequestState, SequenceHops
 from pdserve.frontend.sequence.pacing import Reserve
 from pdserve.frontend.vllm.api_server import EngineCoreOutput, EngineCoreRequest
 from pdserve.observe.tracing import TracedSpan
@@ -29,7 +29,7 @@ class WorkerLink(Protocol):
 @dataclass(eq=False)
 class Generation:
     request: EngineCoreRequest
-    trace: RequestTrace
+    state: RequestState
     permit: SequencePermit | None = None
     """None before it begins and after its end"""
     size: float = 0.0
@@ -60,7 +60,7 @@ class Generation:
     placed: Placed | None = None
     """the worker's last word on its prefill; None until the worker takes it up"""
     noted: Placed | None = None
-    """the last `placed` that was written into the trace, with the first output after it"""
+    """the last `placed` that was written into the state, with the first output after it"""
 
     # what became of earlier attempts: the rules are those of `migration`
 
@@ -79,7 +79,7 @@ class Generation:
     """how many engines in a row died while they computed its next token, as their workers reported"""
 
     def __post_init__(self) -> None:
-        self.hops = self.trace.sequence_hops()
+        self.hops = self.state.sequence_hops()
 
     @property
     def adapter(self) -> int:
@@ -123,8 +123,8 @@ class Generation:
 
     def begin_span(self, instance: str) -> None:
         """Begin the span of an attempt at this worker, if the request is traced."""
-        if self.trace.span is not None:
-            self.span = self.trace.span.begin("attempt", time.monotonic(), {"pdserve.instance": instance})
+        if self.state.span is not None:
+            self.span = self.state.span.begin("attempt", time.monotonic(), {"pdserve.instance": instance})
 
     def attach(self, link: WorkerLink, attempt_id: str) -> None:
         """Begin an attempt at the link's worker."""
@@ -143,7 +143,7 @@ class Generation:
         hops = self.hops.left(self.last_token) if link is not None else []
         span, self.span = self.span, None
         if span is not None:
-            span.add_hops((hop for hop in hops if hop.name == "decode"), self.trace.started)
+            span.add_hops((hop for hop in hops if hop.name == "decode"), self.state.started)
             span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
         if link is not None:
             link.remove(self)
@@ -168,5 +168,5 @@ class Generation:
             return None
         before, self.passed = self.passed, time.monotonic()
         gap = self.passed - before if before else None
-        self.trace.add_tokens(tokens, gap)
+        self.state.add_tokens(tokens, gap)
         return None if gap is None else gap / tokens

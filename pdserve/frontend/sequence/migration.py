@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from pdserve.contract.messages import Cancel, Failed, Promise, Submit
 from pdserve.contract.sampling import looks_back
-from pdserve.frontend.edge.request_trace import NO_WORKER, RETRY_AFTER, RequestFailure, RequestTrace
+from pdserve.frontend.edge.request_state import NO_WORKER, RETRY_AFTER, RequestFailure, RequestState
 from pdserve.frontend.sequence.generation import Generation
 from pdserve.frontend.vllm.api_server import (
     EngineCoreOutput,
@@ -66,19 +66,19 @@ def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:
 def next_attempt(generation: Generation) -> Submit:
     """Prompt + tokens so far, or the prompt alone for a replay, under a new id. Raises Unencodable."""
     attempt_id = f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}"
-    encoded, admission = body(generation.request, attempt_id, generation.tokens), generation.trace.admission
+    encoded, admission = body(generation.request, attempt_id, generation.tokens), generation.state.admission
     size = sum(map(len, encoded)) * (admission.size.sequences if admission is not None else 1)
     if size > MAX_PARAMETERS:
         raise Unencodable(f"its parameters have {size} bytes in all outputs; they may have {MAX_PARAMETERS}")
     return Submit(
         attempt_id,
         generation.prompt + ([] if generation.replays else generation.tokens),
-        max(0.0, generation.trace.deadline - time.monotonic()),
+        max(0.0, generation.state.deadline - time.monotonic()),
         encoded,
         migrated=generation.losses > 0,
         engines_died=generation.engines_died,
         traceparent=generation.span.traceparent if generation.span is not None else "",
-        client=generation.trace.admission.short_name if generation.trace.admission is not None else "",
+        client=generation.state.admission.short_name if generation.state.admission is not None else "",
         promise=promise_left(generation),
     )
 
@@ -86,10 +86,10 @@ def next_attempt(generation: Generation) -> Submit:
 def promise_left(generation: Generation) -> Promise | UnsetType:
     """What is left of the promise. The next token of a request that has some is due a gap after those before, which may
     still be held back."""
-    promised, trace = generation.trace.promised, generation.trace
+    promised, state = generation.state.promised, generation.state
     if not promised:
         return UNSET
-    since, within = trace.started, promised.ttft
+    since, within = state.started, promised.ttft
     if generation.tokens:
         since, within = generation.passed or time.monotonic(), promised.gap
         if within is not None and generation.reserve is not None:
@@ -152,7 +152,7 @@ class GenerationOwner(Protocol):
 
     def fail(self, generation: Generation, failure: RequestFailure) -> None: ...
 
-    def generations_of(self, trace: RequestTrace) -> list[Generation]: ...
+    def generations_of(self, state: RequestState) -> list[Generation]: ...
 
 
 class Migration:
@@ -181,7 +181,7 @@ class Migration:
                 generation, instance + failed.message, "engine-died" if failed.engines_died else "failed"
             )
             return
-        late = time.monotonic() >= generation.trace.deadline
+        late = time.monotonic() >= generation.state.deadline
         status = 400 if failed.invalid else 504 if late else 500
         self._core.fail(generation, RequestFailure(status, failed.message))
 
@@ -200,7 +200,7 @@ class Migration:
         else:
             self._moved[word].inc()
             generation.hops.migrated(reason)
-            generation.trace.retries += 1
+            generation.state.retries += 1
             tokens = len(generation.tokens)
             logger.info("request %s goes on elsewhere after %d tokens: %s", generation.id, tokens, reason)
             self._core.place(generation, only_others=True)
@@ -242,7 +242,7 @@ class Migration:
         """Wait for a worker until the deadline. With `retry`, try the workers that lost it again after `PAUSE`."""
         loop, timers = asyncio.get_running_loop(), self.waiting.setdefault(generation, [])
         if not timers:
-            left = max(0.0, generation.trace.deadline - time.monotonic())
+            left = max(0.0, generation.state.deadline - time.monotonic())
             timers.append(loop.call_later(left, self._give_up, generation))
         generation.hops.held(NO_WORKER)
         if retry:
@@ -266,10 +266,10 @@ class Migration:
         """If the model is replaced, end a request that has no token and no worker, with its siblings (n, several
         prompts), so that the other model serves it. A request at which an engine died is not tried there: those workers
         would count its victims from 0 again. A request that has tokens waits for another worker of its own model."""
-        trace = generation.trace
-        if not self.replaced or trace.first_token:
+        state = generation.state
+        if not self.replaced or state.first_token:
             return
-        siblings = self._core.generations_of(trace)
+        siblings = self._core.generations_of(state)
         if generation in siblings and not any(sibling.link for sibling in siblings):
             suspect = any(sibling.engines_died for sibling in siblings)
             self._core.fail(generation, RequestFailure.model_replaced(self._model, redirect=not suspect))

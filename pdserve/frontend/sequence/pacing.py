@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pdserve.contract.slo import Promised
-from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.vllm.api_server import EngineCoreOutput, EngineCoreRequest, RequestOutputKind
 
 T = TypeVar("T")
@@ -110,15 +110,15 @@ class Reserve(Generic[T]):
         return self._held.popleft()[1]
 
 
-def reserve_for(request: EngineCoreRequest, trace: RequestTrace) -> Reserve[EngineCoreOutput] | None:
+def reserve_for(request: EngineCoreRequest, state: RequestState) -> Reserve[EngineCoreOutput] | None:
     """Return the reserve of a request that may have one: a stream of one sequence with a promised gap. A stop string
     would be found later, when an output goes on, and a parser of calls might read several tokens at once
     differently."""
     params = request.sampling_params
-    streams = params.output_kind is RequestOutputKind.DELTA and not params.stop and not trace.tools
-    if not streams or trace.admission is None or trace.admission.size.sequences != 1:
+    streams = params.output_kind is RequestOutputKind.DELTA and not params.stop and not state.tools
+    if not streams or state.admission is None or state.admission.size.sequences != 1:
         return None
-    return Reserve.of(trace.promised, trace.started, trace.deadline)
+    return Reserve.of(state.promised, state.started, state.deadline)
 
 
 class Pacer(Generic[S, T]):

@@ -27,7 +27,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers.base import BaseRenderer
 
 from pdserve.frontend.edge.body import Budget
-from pdserve.frontend.edge.request_trace import RequestTrace, current_trace
+from pdserve.frontend.edge.request_state import RequestState, current_request
 from pdserve.util.errors import Overloaded, error_text
 
 LIMITS = {"image": 16, "video": 0, "audio": 0}
@@ -70,8 +70,8 @@ class PictureReader(MediaConnector):  # type: ignore[misc]
         alone.connection = (
             HTTPConnection()
         )  # vLLM's belongs to one event loop; there are two (`side_loop.py`)
-        if isinstance(media_io, ImageMediaIO) and (trace := current_trace.get()) is not None:
-            media_io.load_bytes = partial(_read, media_io.load_bytes, trace)
+        if isinstance(media_io, ImageMediaIO) and (state := current_request.get()) is not None:
+            media_io.load_bytes = partial(_read, media_io.load_bytes, state)
         try:
             return await MediaConnector.load_from_url_async(alone, url, media_io, **options)
         except (RuntimeError, OSError, ClientError) as error:
@@ -81,14 +81,14 @@ class PictureReader(MediaConnector):  # type: ignore[misc]
                 await alone.connection._async_client.close()
 
 
-def _read(load: Callable[[bytes], Any], trace: RequestTrace, data: bytes) -> Any:
+def _read(load: Callable[[bytes], Any], state: RequestState, data: bytes) -> Any:
     """Decode a picture of the request within the bounds; in the reading thread. Its pixels count until it is freed, or
     its request is over: the traceback of an error may keep the request's other pictures."""
     try:
         pixels = _pixels(data)
         if pixels is None or pixels > MAX_PIXELS:
             return load(data)  # which refuses it, in vLLM's words
-        counted = _take(trace, pixels)
+        counted = _take(state, pixels)
         try:
             read = load(data)
         except BaseException:
@@ -96,7 +96,7 @@ def _read(load: Callable[[bytes], Any], trace: RequestTrace, data: bytes) -> Any
             raise
         freed = finalize(read.media, _freed.append, counted)
         freed.atexit = False
-        trace.at_end.append(partial(_free, freed))
+        state.at_end.append(partial(_free, freed))
         return read
     except (ValueError, VLLMError):
         raise
@@ -118,20 +118,20 @@ def _free(freed: "finalize[..., Image.Image]") -> None:
     freed()
 
 
-def _take(trace: RequestTrace, pixels: int) -> tuple[str, int]:
+def _take(state: RequestState, pixels: int) -> tuple[str, int]:
     """Count the pixels; return what to give back when the picture is freed."""
     while _freed:
         held.give_back(*_freed.popleft())
     counted = max(pixels, LEAST)
-    if trace.pixels + counted > MAX_PIXELS:
+    if state.pixels + counted > MAX_PIXELS:
         least = f"of which each counts as {LEAST} at least"
         raise _refusal(f"the pictures of a request may have {MAX_PIXELS} pixels together, {least}")
     try:
-        held.take(trace.client, counted)
+        held.take(state.client, counted)
     except Overloaded as error:
         raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
-    trace.pixels += counted
-    return trace.client, counted
+    state.pixels += counted
+    return state.client, counted
 
 
 def _refusal(text: str) -> VLLMValidationError:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from pdserve.frontend.edge.request_trace import RequestFailure, current_trace
+from pdserve.frontend.edge.request_state import RequestFailure, current_request
 from pdserve.frontend.edge.response import HttpError
 
 _LOGGERS = (
@@ -26,7 +26,7 @@ _LOGGERS = (
 
 
 def report_errors(app: FastAPI) -> ASGIApp:
-    """Record errors of streams in the request's trace. /v1/responses raises them instead: the app returned raises
+    """Record errors of streams in the request's state. /v1/responses raises them instead: the app returned raises
     HttpError for those that are the client's."""
     state = app.state
     for serving in (
@@ -57,10 +57,10 @@ def _recorded(make: Callable[..., str]) -> Callable[..., str]:
     """`make` returns the JSON of an error event."""
 
     def create_streaming_error_response(*args: object, **options: object) -> str:
-        event, trace = make(*args, **options), current_trace.get()
-        if trace is not None and trace.failure is None:
+        event, state = make(*args, **options), current_request.get()
+        if state is not None and state.failure is None:
             error = json.loads(event)["error"]
-            trace.failure = RequestFailure(error["code"], error["message"], param=error["param"])
+            state.failure = RequestFailure(error["code"], error["message"], param=error["param"])
         return event
 
     return create_streaming_error_response

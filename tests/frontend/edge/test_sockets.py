@@ -167,7 +167,7 @@ async def test_an_unread_stream_makes_way_also_with_a_second_request_behind_it(g
         for _ in range(2):
             ask(sock, max_tokens=3500, logprobs=5)
         running = graph.context.running
-        await until(lambda: any(one.trace.admission and one.trace.admission.unread for one in running))
+        await until(lambda: any(one.state.admission and one.state.admission.unread for one in running))
 
 
 @in_session

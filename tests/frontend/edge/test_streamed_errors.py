@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from pdserve.contract.messages import Failed
 from pdserve.frontend.edge.request_record import receipt_of
-from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.edge.response import ResponseWriter
 from tests.conditions import until
 from tests.frontend.conftest import Graph, in_session
@@ -118,7 +118,7 @@ async def test_each_error_event_is_a_failure_and_the_answer_where_it_is_the_firs
     async def send(message: Message) -> None:
         sent.append(message)
 
-    response = ResponseWriter(send, RequestTrace("r-1", CHAT, 0.0))
+    response = ResponseWriter(send, RequestState("r-1", CHAT, 0.0))
     headers = [(b"content-type", b"text/event-stream")]
     parts = [b"data: {}\n\n"] * begun + [event]
     await response({"type": "http.response.start", "status": 200, "headers": headers})

@@ -6,7 +6,7 @@ from pdserve.contract.messages import Failed, Hop
 from pdserve.contract.reports import Receipt, Tick
 from pdserve.contract.slo import NO_PROMISE, Promised
 from pdserve.frontend.edge.request_record import receipt_of
-from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.edge.response import ResponseWriter
 from pdserve.observe.graph_state import moments, promise_kept
 from tests.conditions import until
@@ -41,11 +41,11 @@ def receipt(
     running: bool = False,
 ) -> Receipt:
     """`gap`: the longest, and when it ended."""
-    trace = RequestTrace("id", path, 1600.0, started=1000.0, promised=promised)
-    trace.first_token = None if ttft is None else trace.started + ttft
-    trace.longest_gap, trace.longest_until = gap[0], trace.started + gap[1]
-    trace.hops._past = hops
-    response = ResponseWriter(_send, trace)
+    state = RequestState("id", path, 1600.0, started=1000.0, promised=promised)
+    state.first_token = None if ttft is None else state.started + ttft
+    state.longest_gap, state.longest_until = gap[0], state.started + gap[1]
+    state.hops._past = hops
+    response = ResponseWriter(_send, state)
     response.status = status
     return receipt_of(response, "frontend-0", 1003.0, running=running)
 

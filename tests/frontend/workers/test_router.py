@@ -9,7 +9,7 @@ from pdserve.contract.live_settings import POLICIES
 from pdserve.contract.messages import Load, Promise
 from pdserve.contract.records import Instance, Role
 from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.edge.request_trace import RequestTrace
+from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.sequence.generation import Generation
 from pdserve.frontend.vllm.api_server import EngineCoreRequest
 from pdserve.frontend.workers.candidates import WINDOW, Candidates, Prospect, keeping
@@ -165,7 +165,7 @@ def test_after_any_changes() -> None:
 
 def generation(prompt: list[int], **fields: float) -> Generation:
     request = EngineCoreRequest("r", prompt, None, None, None, 0.0, None, None, None)
-    return Generation(request, RequestTrace("r", "/v1/completions", 0.0), **fields)  # type: ignore[arg-type]
+    return Generation(request, RequestState("r", "/v1/completions", 0.0), **fields)  # type: ignore[arg-type]
 
 
 def test_outstanding_tokens_include_what_other_frontends_chose_since_the_report() -> None:

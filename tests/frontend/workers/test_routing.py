@@ -169,6 +169,6 @@ async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(routed: 
 
 def picked(pool: WorkerPool, promised: Promised) -> Counter[str]:
     asks = generation([1, 2, 3])
-    asks.trace.promised = promised
+    asks.state.promised = promised
     links = [pool.pick(asks, only_others=False) for _ in range(10)]
     return Counter(link.instance for link in links if link is not None)

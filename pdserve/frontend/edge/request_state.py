@@ -152,7 +152,7 @@ def _bounded(seconds: float) -> float:
 
 
 @dataclass
-class RequestTrace:
+class RequestState:
     request_id: str
     path: str
     deadline: float
@@ -203,13 +203,13 @@ class RequestTrace:
     def __post_init__(self) -> None:
         self.hops = SequenceHops(self.started)
 
-    def restarted(self) -> "RequestTrace":
-        """Return a new trace for the same request, which keeps nothing but its hops so far."""
+    def restarted(self) -> "RequestState":
+        """Return a new state for the same request, which keeps nothing but its hops so far."""
         before = self.model, self.started, self.key, self.headers, self.usage_headers
-        trace = RequestTrace(self.request_id, self.path, self.deadline, *before)
-        trace.hops, trace.retries, trace.span = self.hops, self.retries, self.span
-        trace.client, trace.at_end = self.client, self.at_end
-        return trace
+        state = RequestState(self.request_id, self.path, self.deadline, *before)
+        state.hops, state.retries, state.span = self.hops, self.retries, self.span
+        state.client, state.at_end = self.client, self.at_end
+        return state
 
     def over(self) -> None:
         """Free what the request holds: it is over."""
@@ -276,7 +276,7 @@ class RequestTrace:
         return None if self.first_token is None else self.first_token - self.started
 
 
-current_trace: ContextVar[RequestTrace | None] = ContextVar("pdserve_trace", default=None)
+current_request: ContextVar[RequestState | None] = ContextVar("pdserve_request", default=None)
 
 
 def seconds_allowed(asked: str | None, default: float, most: float) -> float:
