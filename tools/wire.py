@@ -45,6 +45,8 @@ MSGPACK = (
 """what processes decode as msgpack: from streams and the queue"""
 JSON = ("Instance", "SlotState", "ModelCard", "Watched", "Receipt", "GraphRecord")
 """what they decode as JSON: from etcd, each other's pages, and the state directory"""
+RENAMED = {"Watched": "ProcessReport"}
+"""classes by their name in the last release -> in this build; neither name is ever sent"""
 _RECORDS = {"Struct", "StrEnum"}
 
 
@@ -58,12 +60,15 @@ class Protocol(NamedTuple):
 
     def kinds(self, root: str) -> dict[str, Any]:
         """By name, the classes that may come where `root` is decoded."""
-        defined = getattr(self.module, root)
-        return {each.__name__: each for each in typing.get_args(defined) or (defined,)}
+        defined = self.defined(root)
+        return {each.__name__: each for each in typing.get_args(defined)} or {root: defined}
+
+    def defined(self, root: str) -> Any:
+        return getattr(self.module, root, None) or getattr(self.module, RENAMED[root])
 
     def decoder(self, root: str) -> Callable[[bytes], Any]:
         library = msgspec.json if root in JSON else msgspec.msgpack
-        decode: Callable[[bytes], Any] = library.Decoder(getattr(self.module, root)).decode
+        decode: Callable[[bytes], Any] = library.Decoder(self.defined(root)).decode
         return decode
 
 
@@ -159,7 +164,7 @@ def names() -> dict[str, Any]:
         "etcd: slot": keys.slot(records.SlotState("decode-0", records.Role.DECODE, "host")),
         **{f"setting: {word}": word for word in _SETTINGS},
         "handle: preempted": kv.PREEMPTED,
-        "certificate": credentials.NAME,
+        "certificate": credentials.CERTIFICATE_NAME,
     }
 
 

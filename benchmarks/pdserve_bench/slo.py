@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pdserve.config.load import load
-from pdserve.contract.slo import NO_PROMISE, seconds
+from pdserve.contract.slo import NO_SLO, parse_duration
 from pdserve.util.errors import ConfigError
 from pdserve_bench.client import Exchange, Outcome
 
@@ -44,12 +44,12 @@ class Slo:
 def read_slo(ttft: str | None, gap: str | None, file: Path | None = None) -> Slo:
     """Parse the options `--ttft` and `--gap`; what is not given is as the graph's file promises it. Raises
     ConfigError."""
-    promised = load(file).slo if file is not None and None in (ttft, gap) else NO_PROMISE
+    promised = load(file).slo if file is not None and None in (ttft, gap) else NO_SLO
     bounds, problems = [], []
     given = (("--ttft", ttft, promised.ttft or Slo.ttft), ("--gap", gap, promised.gap or Slo.gap))
     for option, text, default in given:
         try:
-            bounds.append(default if text is None else seconds(text))
+            bounds.append(default if text is None else parse_duration(text))
         except ValueError as error:
             problems.append(f"{option} {text}: {error}.")
     if problems:

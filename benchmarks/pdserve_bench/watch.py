@@ -66,7 +66,7 @@ class GraphWatch(Lifetime):
             logger.debug("%s", error)
             return []
         instances = [decode_instance(value) for value in found.values()]
-        return [found for found in instances if not roles or any(map(found.role.does, roles))]
+        return [found for found in instances if not roles or any(map(found.role.includes, roles))]
 
     async def learn(self) -> list[Instance]:
         """What is there now is the whole graph."""

@@ -54,7 +54,7 @@ class GraphView:
     """as the registry's"""
 
     def instances(self, role: Role) -> list[Instance]:
-        return [instance for instance in self.snapshot().instances if instance.role.does(role)]
+        return [instance for instance in self.snapshot().instances if instance.role.includes(role)]
 
 
 def find_graph(

@@ -48,7 +48,7 @@ from pdserve.config.schema import (
 )
 from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.contract.live_settings import THRESHOLDS
-from pdserve.contract.slo import Promised
+from pdserve.contract.slo import SloTargets
 from pdserve.util.errors import ConfigError
 from pdserve.util.program import pdserve_command
 
@@ -111,7 +111,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         decode=decode_config,
         prefill=prefill_config,
         security=security.values,
-        slo=Promised(slo.ttft, slo.gap),
+        slo=SloTargets(slo.ttft, slo.gap),
         from_environment=from_environment,
         notes=tuple(findings.notes),
     )

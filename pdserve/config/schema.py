@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from pdserve.config.addresses import each, etcd_address, nats_url, own_address, traces_url
 from pdserve.config.engine_args.installed import expand_home
 from pdserve.contract.live_settings import PrefillPolicy, RouterPolicy
-from pdserve.contract.slo import DURATION, NO_PROMISE, Promised, seconds
+from pdserve.contract.slo import DURATION, NO_SLO, SloTargets, parse_duration
 from pdserve.util.net import url_host
 
 WorkerRole = Literal["decode", "both"]
@@ -77,7 +77,7 @@ def _size(value: object) -> object:
 
 def _duration(value: object) -> object:
     try:
-        return seconds(value) if isinstance(value, str) else seconds("")
+        return parse_duration(value) if isinstance(value, str) else parse_duration("")
     except ValueError:
         raise PydanticCustomError("duration", "not a duration") from None
 
@@ -372,7 +372,7 @@ class Config(GraphSection):
     prefill: PrefillConfig | None
     security: SecuritySection = field(default_factory=SecuritySection)
     """with absolute paths"""
-    slo: Promised = NO_PROMISE
+    slo: SloTargets = NO_SLO
     """what is promised to the clients of the model"""
     from_environment: tuple[str, ...] = ()
     """the variables that won over the file, with their keys"""

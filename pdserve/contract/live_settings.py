@@ -6,7 +6,7 @@ means the policy `threshold`."""
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
-from pdserve.contract.slo import DURATION, OFF, Promised, seconds, shown, tightest
+from pdserve.contract.slo import DURATION, OFF, SloTargets, format_duration, parse_duration, tightest_slo
 
 RouterPolicy = Literal["round-robin", "least-loaded", "kv"]
 POLICIES: tuple[str, ...] = get_args(RouterPolicy)
@@ -29,7 +29,7 @@ _PROMISES = ("slo-ttft", "slo-gap")
 _CHOICES = {"policy": PREFILL_POLICIES, "router": POLICIES}
 
 
-def problem(name: str, text: str) -> str:
+def value_error(name: str, text: str) -> str:
     """Return what the setting takes, if `text` is not a valid value of it; else empty."""
     if name in _CHOICES:
         return "" if text in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
@@ -39,41 +39,41 @@ def problem(name: str, text: str) -> str:
     return "" if digits and int(text) <= MAX_THRESHOLD else f"a whole number from 0 to {MAX_THRESHOLD}"
 
 
-def of_promise(promised: Promised) -> dict[str, str]:
+def slo_settings(promised: SloTargets) -> dict[str, str]:
     """Return the promise of a file as settings."""
-    return dict(zip(_PROMISES, (shown(promised.ttft), shown(promised.gap)), strict=True))
+    return dict(zip(_PROMISES, (format_duration(promised.ttft), format_duration(promised.gap)), strict=True))
 
 
-def promise_of(settings: Mapping[str, str]) -> Promised:
+def parse_slo(settings: Mapping[str, str]) -> SloTargets:
     """Return the promise that the settings make; what is missing or not valid promises nothing."""
     ttft, gap = (
-        seconds(text) if text != OFF and _is_promise(text) else None
+        parse_duration(text) if text != OFF and _is_promise(text) else None
         for text in (settings.get(name, OFF) for name in _PROMISES)
     )
-    return Promised(ttft, gap)
+    return SloTargets(ttft, gap)
 
 
 def _is_promise(text: str) -> bool:
     try:
-        return text == OFF or seconds(text) > 0
+        return text == OFF or parse_duration(text) > 0
     except ValueError:
         return False
 
 
-def promise_in_force(files: Iterable[Mapping[str, str]], live: Mapping[str, str]) -> Promised:
+def effective_slo(files: Iterable[Mapping[str, str]], live: Mapping[str, str]) -> SloTargets:
     """Return what is promised to the clients of a model; `files`: the settings of its workers."""
-    return promise_of(in_force(of_promise(tightest(map(promise_of, files))), live))
+    return parse_slo(effective_settings(slo_settings(tightest_slo(map(parse_slo, files))), live))
 
 
-def in_force(file: Mapping[str, str], live: Mapping[str, str]) -> dict[str, str]:
+def effective_settings(file: Mapping[str, str], live: Mapping[str, str]) -> dict[str, str]:
     """Return the values that processes go by; `file` has those of their file."""
-    valid = {name: live[name] for name in SETTINGS if name in live and not problem(name, live[name])}
+    valid = {name: live[name] for name in SETTINGS if name in live and not value_error(name, live[name])}
     if "policy" not in valid and any(name in valid for name in THRESHOLDS):
         valid["policy"] = "threshold"
     return {**file, **valid}
 
 
-def of_files(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
+def merge_files(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Merge what the files of several processes say."""
     found: dict[str, list[str]] = {}
     for file in files:
@@ -83,25 +83,25 @@ def of_files(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {name: " or ".join(values) for name, values in found.items()}
 
 
-def explained(file: Mapping[str, str], live: Mapping[str, str]) -> dict[str, str]:
+def explain_settings(file: Mapping[str, str], live: Mapping[str, str]) -> dict[str, str]:
     """Return the value of each setting, with the file's where that differs and why it has no effect or was not set
     itself. `file` is empty where no process runs."""
-    now = in_force(file, live)
+    now = effective_settings(file, live)
     return {name: _explained(name, now, file, live) for name in SETTINGS}
 
 
-def changed(file: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
+def list_changes(file: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
     """Return a line for each setting that is not as in the file, or that was set without effect."""
     return [
         f"{name} = {text}"
-        for name, text in explained(file, live).items()
+        for name, text in explain_settings(file, live).items()
         if not text.endswith("as in the file)")
     ]
 
 
 def _explained(name: str, now: Mapping[str, str], file: Mapping[str, str], live: Mapping[str, str]) -> str:
     value, before = now.get(name, ""), file.get(name)
-    if name in live and (wanted := problem(name, live[name])):
+    if name in live and (wanted := value_error(name, live[name])):
         return f"{value or '(as in the file)'}; {live[name][:40]!r}, which was set, is ignored: it takes {wanted}"
     why = ""
     if name in THRESHOLDS and name in live and now["policy"] == "adaptive":

@@ -21,7 +21,7 @@ class Hop(Struct, frozen=True):
     """A stage of a request, as measured by one process."""
 
     name: str
-    """one of `watch.HOPS`"""
+    """one of `reports.HOPS`"""
     start: float
     """seconds since the reporting process got the request"""
     seconds: float = 0.0
@@ -63,7 +63,7 @@ class Submit(Struct, frozen=True, tag=True):
     traceparent: str = ""
     """W3C trace context of the parent span; empty: not traced"""
     client: str = ""
-    """stands for the client in fair turns, the same at all frontends; begins with `slo.SPARE` for flex requests"""
+    """the client's name in fair queues, the same at all frontends; begins with `slo.FLEX_PREFIX` for flex requests"""
     promise: Promise | UnsetType = UNSET
     """left out where nothing is promised"""
 
@@ -330,7 +330,7 @@ class PrefillFailed(Struct, frozen=True, tag=True):
 PrefillAnswer = PrefillStarted | PrefillProgress | PrefillDone | PrefillFailed
 
 
-def reader(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memoryview], T]:
+def safe_decoder(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memoryview], T]:
     """Wrap `decode` to raise ProtocolError for everything that cannot be read: msgspec lets Python's own errors through
     for text that is not UTF-8 and for data that is nested too deep."""
 
@@ -344,13 +344,13 @@ def reader(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memor
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_decode = reader(msgspec.msgpack.Decoder(ToDecode).decode)
-decode_to_frontend = reader(msgspec.msgpack.Decoder(ToFrontend).decode)
-decode_prefill_request = reader(msgspec.msgpack.Decoder(PrefillRequest).decode)
-decode_to_prefill = reader(msgspec.msgpack.Decoder(ToPrefill).decode)
-decode_prefill_answer = reader(msgspec.msgpack.Decoder(PrefillAnswer).decode)
-decode_queue_state = reader(msgspec.msgpack.Decoder(QueueState).decode)
-decode_held_requests = reader(msgspec.msgpack.Decoder(HeldRequests).decode)
+decode_to_decode = safe_decoder(msgspec.msgpack.Decoder(ToDecode).decode)
+decode_to_frontend = safe_decoder(msgspec.msgpack.Decoder(ToFrontend).decode)
+decode_prefill_request = safe_decoder(msgspec.msgpack.Decoder(PrefillRequest).decode)
+decode_to_prefill = safe_decoder(msgspec.msgpack.Decoder(ToPrefill).decode)
+decode_prefill_answer = safe_decoder(msgspec.msgpack.Decoder(PrefillAnswer).decode)
+decode_queue_state = safe_decoder(msgspec.msgpack.Decoder(QueueState).decode)
+decode_held_requests = safe_decoder(msgspec.msgpack.Decoder(HeldRequests).decode)
 
 
 def encode_to_decode(message: ToDecode) -> bytes:

@@ -12,22 +12,22 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-NAME = 8
+NAME_BYTES = 8
 """length of a name in bytes"""
 MAX_REPORTED = 4096
 """most names that a worker tells: of a larger cache, only every 2nd block's, every 4th's, and so on; and as many of the
 blocks that only host memory has"""
 
 
-def root(salt: str | None, adapter: int = 0) -> bytes:
+def root_name(salt: str | None, adapter: int = 0) -> bytes:
     """The parent of a prompt's first name: prompts of another cache salt or LoRA adapter have other names."""
     if not (salt or adapter):
         return b""
-    key = adapter.to_bytes(NAME) if adapter else b""
-    return blake2b((salt or "").encode(errors="replace"), digest_size=NAME, key=key).digest()
+    image_key = adapter.to_bytes(NAME_BYTES) if adapter else b""
+    return blake2b((salt or "").encode(errors="replace"), digest_size=NAME_BYTES, key=image_key).digest()
 
 
-class Picture(NamedTuple):
+class PromptImage(NamedTuple):
     """A picture in a prompt, whose tokens do not say what is on it."""
 
     name: str
@@ -37,13 +37,13 @@ class Picture(NamedTuple):
     tokens: int
 
 
-def pictures(features: Iterable[Any] | None) -> list[Picture]:
+def prompt_images(features: Iterable[Any] | None) -> list[PromptImage]:
     """The pictures among vLLM's features of a request."""
     places = ((each.identifier, each.mm_position) for each in features or ())
-    return [Picture(name, place.offset, place.length) for name, place in places]
+    return [PromptImage(name, place.offset, place.length) for name, place in places]
 
 
-def names(
+def block_names(
     tokens: Sequence[int],
     block_size: int,
     parent: bytes = b"",
@@ -55,20 +55,20 @@ def names(
     pack, name = struct.Struct(f"<{block_size}I").pack, parent
     for start in range(0, (len(tokens) if end is None else end) - block_size + 1, block_size):
         block = name + pack(*tokens[start : start + block_size]) + shown.get(start, b"")
-        name = blake2b(block, digest_size=NAME).digest()
+        name = blake2b(block, digest_size=NAME_BYTES).digest()
         yield name
 
 
-def keys(pictures: Iterable[Picture], block_size: int) -> dict[int, bytes]:
+def image_keys(pictures: Iterable[PromptImage], block_size: int) -> dict[int, bytes]:
     """By the first token of each block with a part of a picture: what tells it from blocks of others."""
     found: dict[int, bytes] = {}
-    for name, start, tokens in pictures:
+    for name, start, tokens in prompt_images:
         for block in range(start - start % block_size, start + tokens, block_size):
-            found[block] = found.get(block, b"") + key(name, start - block)
+            found[block] = found.get(block, b"") + image_key(name, start - block)
     return found
 
 
-def key(name: str, offset: int) -> bytes:
+def image_key(name: str, offset: int) -> bytes:
     """Of a picture that begins `offset` tokens after its block; below 0: before it."""
     return f"{name}@{offset};".encode()
 
@@ -156,7 +156,7 @@ class CachedPrefixes:
         prompt: Sequence[int],
         salt: str | None,
         adapter: int = 0,
-        pictures: Iterable[Picture] = (),
+        pictures: Iterable[PromptImage] = (),
         *,
         host: bool = True,
     ) -> int:
@@ -165,8 +165,8 @@ class CachedPrefixes:
         if not self._copies:
             return 0
         known = self._copies.__contains__ if host or not self._host else self._in_cache
-        shown = keys(pictures, self.block_size)
-        prefixes = names(prompt, self.block_size, root(salt, adapter), len(prompt) - 1, shown)
+        shown = image_keys(prompt_images, self.block_size)
+        prefixes = block_names(prompt, self.block_size, root_name(salt, adapter), len(prompt) - 1, shown)
         return self.block_size * sum(1 for _ in takewhile(known, prefixes))
 
     def _in_cache(self, name: bytes) -> bool:

@@ -5,7 +5,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
-from pdserve.contract.messages import reader
+from pdserve.contract.messages import safe_decoder
 
 
 class Role(StrEnum):
@@ -15,7 +15,7 @@ class Role(StrEnum):
     BOTH = "both"
     """decode and prefill worker in one process, on one engine"""
 
-    def does(self, work: "Role") -> bool:
+    def includes(self, work: "Role") -> bool:
         """Whether a process of this role does the work of that one."""
         return self is work or (self is Role.BOTH and work in (Role.DECODE, Role.PREFILL))
 
@@ -24,13 +24,13 @@ WIRE = 2
 """Generation of all that processes say to each other. Those of neighbouring generations understand each other
 (docs/decisions/0072-neighbours.md); `tests/wire/` says when it rises."""
 REFUSED = "refused"
-OF_FILE = "file"
+FROM_FILE = "file"
 """in the place of a call: the worker's own file names the adapter"""
-CONFIRMS = 2
+MIN_KV_WIRE = 2
 """generation from which on prefill workers confirm that they held KV until it was read; of others none is read"""
 
 
-def understood(wire: int) -> bool:
+def is_compatible(wire: int) -> bool:
     """Whether this build and one of that generation understand each other."""
     return abs(wire - WIRE) <= 1
 
@@ -44,7 +44,7 @@ class Adapter(Struct, frozen=True):
     """its folder, the same on all hosts; empty: unloaded, though the workers' files name it"""
     id: int = 0
     """of its weights: whatever is computed with them is kept apart by it; 0: not known yet"""
-    asked: str = OF_FILE
+    asked: str = FROM_FILE
     """by which of a frontend's calls it is there, since a name may be unloaded and loaded again"""
     problem: str = ""
     """why a worker could not load it"""
@@ -104,17 +104,17 @@ class Instance(Struct, frozen=True):
     adapters: list[Adapter] | None = None
     """those in its engine, and those that it could not load; None: its engine takes none"""
 
-    def has(self, adapter: int) -> bool:
+    def has_adapter(self, adapter: int) -> bool:
         """Whether requests for the adapter of this id may be sent to it; 0 stands for the model itself."""
         return not adapter or any(each.id == adapter for each in self.adapters or ())
 
     @property
-    def works(self) -> bool:
+    def is_working(self) -> bool:
         """Whether a prefill worker takes prompts and answers, unless it drains."""
         return not (self.queue_lost or self.stalled)
 
     @property
-    def stands_in(self) -> bool:
+    def can_stand_in(self) -> bool:
         """Whether it is a prefill worker that decodes where no decode worker is there."""
         return self.role is Role.PREFILL and bool(self.address)
 
@@ -210,16 +210,16 @@ class ModelCard(Struct, frozen=True):
     """incremented with each change of what is served under this name: the highest is the newest, whatever the workers'
     clocks say"""
 
-    def alike(self, other: "ModelCard") -> bool:
+    def is_interchangeable(self, other: "ModelCard") -> bool:
         """Return whether a frontend that serves this card also serves the other."""
         return msgspec.structs.replace(self, created=other.created, generation=other.generation) == other
 
 
 encode_record = msgspec.json.Encoder().encode
 """registry values are JSON, so that `etcdctl get --prefix` can be read"""
-decode_adapter = reader(msgspec.json.Decoder(Adapter).decode)
-decode_instance = reader(msgspec.json.Decoder(Instance).decode)
-decode_card = reader(msgspec.json.Decoder(ModelCard).decode)
-decode_leader = reader(msgspec.json.Decoder(NodeLeader).decode)
-decode_follower = reader(msgspec.json.Decoder(NodeFollower).decode)
-decode_slot_state = reader(msgspec.json.Decoder(SlotState).decode)
+decode_adapter = safe_decoder(msgspec.json.Decoder(Adapter).decode)
+decode_instance = safe_decoder(msgspec.json.Decoder(Instance).decode)
+decode_card = safe_decoder(msgspec.json.Decoder(ModelCard).decode)
+decode_leader = safe_decoder(msgspec.json.Decoder(NodeLeader).decode)
+decode_follower = safe_decoder(msgspec.json.Decoder(NodeFollower).decode)
+decode_slot_state = safe_decoder(msgspec.json.Decoder(SlotState).decode)

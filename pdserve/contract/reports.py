@@ -21,7 +21,7 @@ HOPS = (
 """the parts of a request's life, as `pdserve trace --help` and docs/traces.md explain them: in receipts, in the
 `server-timing` header, and as spans of a trace"""
 
-BRIEF = 0.1
+MIN_HOP_SECONDS = 0.1
 """seconds of a wait in an engine that are no hop of their own: mostly the rest of the step that runs"""
 
 BUCKETS = (
@@ -34,15 +34,15 @@ TICK = 2.0
 """seconds that a `Tick` covers"""
 MAX_TICKS = 150
 """ticks that a frontend keeps: 5 minutes"""
-MOST_KEPT, KEPT_FOR = 1000, 900.0
+MAX_RECEIPTS, RECEIPT_LIFETIME = 1000, 900.0
 """how many receipts of finished requests a frontend keeps, and for how many seconds"""
-MAX_REPORTED = 100
+MAX_REPORTED_RECEIPTS = 100
 """the newest receipts that a frontend reports at once: encoding more would delay its streams"""
-MAX_ASTRAY = 30
+MAX_DETOURS = 30
 """older receipts with a detour, the newest, that it reports in addition"""
-GONE_FOR = 600.0
+LOST_WORKER_LIFETIME = 600.0
 """seconds for which a worker that vanished is reported"""
-LOOK = 1.0
+POLL_INTERVAL = 1.0
 """seconds between two looks at the connections to NATS and etcd"""
 
 
@@ -91,17 +91,17 @@ class Receipt(Struct, frozen=True):
     """seconds between two tokens; 0 without a promise"""
 
     @property
-    def way(self) -> str:
+    def prefill_summary(self) -> str:
         """How its prompt got its KV and why, for people: `local: cheaper` for the reason `local-cheaper`."""
         return ": ".join(filter(None, (self.prefill, self.reason.removeprefix(f"{self.prefill}-"))))
 
     @property
-    def astray(self) -> bool:
+    def has_detour(self) -> bool:
         """It has a detour: a fallback or a migration."""
         return any(hop.name in DETOURS for hop in self.hops)
 
 
-def newest(limit: int, *reported: Sequence[Receipt]) -> list[Receipt]:
+def newest_receipts(limit: int, *reported: Sequence[Receipt]) -> list[Receipt]:
     """Merge the receipts of several processes, the newest first."""
     return sorted((receipt for some in reported for receipt in some), key=lambda receipt: receipt.age)[:limit]
 
@@ -165,7 +165,7 @@ class Outage(Struct, frozen=True):
     """how the server ended, or what it answers instead; empty: not known"""
 
 
-class Gone(Struct, frozen=True):
+class LostWorker(Struct, frozen=True):
     """A worker whose lease ended without a drain, while no other has replaced it."""
 
     id: str
@@ -175,7 +175,7 @@ class Gone(Struct, frozen=True):
     model: str = ""
 
 
-class Watched(Struct, frozen=True):
+class ProcessReport(Struct, frozen=True):
     """A process at one moment."""
 
     load: Load = Load()
@@ -183,13 +183,13 @@ class Watched(Struct, frozen=True):
     ticks: list[Tick] = []
     """of a frontend: the newest last"""
     receipts: list[Receipt] = []
-    """of a frontend: the newest first, `MAX_REPORTED` and `MAX_ASTRAY`"""
+    """of a frontend: the newest first, `MAX_REPORTED_RECEIPTS` and `MAX_DETOURS`"""
     outages: list[Outage] = []
-    gone: list[Gone] = []
+    gone: list[LostWorker] = []
     """of a frontend"""
 
 
-class Connections:
+class OutageTracker:
     """How long a process has been without its connections to NATS and etcd."""
 
     def __init__(self) -> None:
@@ -218,4 +218,4 @@ class Connections:
         """Look for ever, so that an outage is timed although nothing asks for it."""
         while True:
             self.outages()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)

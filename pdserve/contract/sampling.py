@@ -4,7 +4,7 @@ vLLM's SamplingParams, which need not be imported for this."""
 from typing import Any
 
 
-def looks_back(params: Any) -> str | None:
+def stateful_parameter(params: Any) -> str | None:
     """Return the name of a parameter for which the engine keeps state about the output tokens so far. Another engine
     lacks that state, so the request cannot continue with these tokens as part of its prompt. None: it can."""
     checks = {
@@ -23,9 +23,9 @@ MAX_LOGPROBS = 20
 """logprobs that a first token may have to cross the queue: a message cannot hold those of a whole vocabulary"""
 
 
-def first_elsewhere(params: Any) -> bool:
-    """Return whether the first token may be sampled in one engine and the others in another. Beyond `looks_back` that
-    rules out seeded sampling, whose tokens share random numbers, and the parameters of plugins."""
+def can_split_after_first_token(params: Any) -> bool:
+    """Return whether one engine may sample the first token and another the rest. This excludes the parameters of
+    `stateful_parameter`, seeded sampling, whose tokens share random numbers, and the parameters of vLLM's plugins."""
     drawn = params.seed is not None and params.temperature != 0
     small = 0 <= (params.num_logprobs or 0) <= MAX_LOGPROBS
-    return small and not (drawn or params.extra_args or looks_back(params))
+    return small and not (drawn or params.extra_args or stateful_parameter(params))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pdserve.contract.messages import Hop
-from pdserve.contract.reports import BRIEF
+from pdserve.contract.reports import MIN_HOP_SECONDS
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class RequestHops:
     def prefilled(self, since: float, begun: float | None, end: float, instance: str, why: str = "") -> None:
         """An engine had the prompt `since`, began to compute it at `begun` (None: unknown) and has done so."""
         begun = min(end, max(since, begun or since))
-        if begun - since >= BRIEF:
+        if begun - since >= MIN_HOP_SECONDS:
             self.add("engine-queue", since, begun, instance)
             since = begun
         self.add("prefill", since, end, instance, why)

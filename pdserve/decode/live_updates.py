@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pdserve.config.schema import DecodeSection
-from pdserve.contract.live_settings import THRESHOLDS, in_force, problem
+from pdserve.contract.live_settings import THRESHOLDS, effective_settings, value_error
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,9 @@ class LiveSettings:
             return
         self._seen = relevant
         for key, text in relevant.items():
-            if wanted := problem(key, text):
+            if wanted := value_error(key, text):
                 logger.warning("setting %s=%.40r ignored: it takes %s", key, text, wanted)
-        now = in_force({}, relevant)
+        now = effective_settings({}, relevant)
         numbers = {key.replace("-", "_"): int(now[key]) for key in THRESHOLDS if key in now}
         policy = now.get("policy", self._configured.policy)
         self.current = replace(self._configured, policy=policy, **numbers)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from pdserve.contract.messages import Failed, Hello, Load, Outputs, PrefixesChanged, ToFrontend, WorkerLoad
-from pdserve.contract.slo import is_spare
+from pdserve.contract.slo import is_flex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Phase
 from pdserve.decode.scheduling.quarantine import Quarantine
@@ -45,21 +45,21 @@ def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
     running = Counter(
         request.submit.client
         for request in inside
-        if request not in waiting or is_spare(request.submit.client)
+        if request not in waiting or is_flex(request.submit.client)
     )
-    client = max(running, key=lambda name: (is_spare(name), running[name]), default="")
-    most = math.inf if is_spare(client) else running[client]
+    client = max(running, key=lambda name: (is_flex(name), running[name]), default="")
+    most = math.inf if is_flex(client) else running[client]
     # the rule of `frontend/admission/fair_queue.py`, where the requests of the other frontends are not seen
     short = [
         place
         for place, request in enumerate(waiting)
-        if most > 2 * running[request.submit.client] + 1 and not is_spare(request.submit.client)
+        if most > 2 * running[request.submit.client] + 1 and not is_flex(request.submit.client)
     ]
     if not short:
         return "", 0
     where = Counter(request.frontend for request in inside if request.submit.client == client)
     frontend, count = max(where, key=where.__getitem__), short[-1] + 1
-    return frontend, min(count, where[frontend]) if is_spare(client) else count
+    return frontend, min(count, where[frontend]) if is_flex(client) else count
 
 
 @dataclass(eq=False)

@@ -127,7 +127,7 @@ class FrontendApp:
             model, state = self._models.find(name), response.state
             name = state.model = model.card.name
             if not body.spare:
-                state.promised = model.promised.loosened(request.headers)
+                state.promised = model.promised.relaxed(request.headers)
             try:
                 with admitted(model, body, state.client, state) as admission:
                     await run(model, admission, body, request, response)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pdserve.config.schema import FrontendConfig
-from pdserve.contract.reports import Outage, Receipt, Watched
+from pdserve.contract.reports import Outage, ProcessReport, Receipt
 from pdserve.frontend.edge.paths import WITH_BODY
 from pdserve.frontend.edge.request_record import RequestRecord
 from pdserve.frontend.edge.request_state import RequestState
@@ -50,7 +50,7 @@ class PluginContext:
     view: RegistryView
     http: httpx.AsyncClient
     """for pages of other processes"""
-    watched: Callable[[], Watched]
+    watched: Callable[[], ProcessReport]
     """this process now"""
     tracer: Tracer = field(default_factory=Tracer)
     running: dict[ResponseWriter, None] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Plugin:
     def end(self, record: RequestRecord) -> None:
         """A request of a path in `WITH_BODY` is over."""
 
-    def watched(self, watched: Watched) -> Watched:
+    def watched(self, watched: ProcessReport) -> ProcessReport:
         """Return what this process reports, with the plugin's part added."""
         return watched
 
@@ -123,7 +123,7 @@ class Plugins:
             with isolate_errors("plugin"):
                 plugin.end(record)
 
-    def watched(self, watched: Watched) -> Watched:
+    def watched(self, watched: ProcessReport) -> ProcessReport:
         for plugin in self.plugins:
             with isolate_errors("plugin"):
                 watched = plugin.watched(watched)

@@ -19,7 +19,7 @@ from pdserve import registry
 from pdserve.config.engine_args.installed import installed_vllm
 from pdserve.config.schema import Config, FrontendConfig
 from pdserve.contract.records import Instance, Role
-from pdserve.contract.reports import Receipt, Watched
+from pdserve.contract.reports import ProcessReport, Receipt
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.certificate_reload import RenewedCertificate
 from pdserve.frontend.edge.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
@@ -130,12 +130,12 @@ class Frontend(Service):
             **({"certificate": self._certificate.watch} if self._certificate else {}),
         }
 
-    def watched(self) -> Watched:
-        own = Watched(
+    def watched(self) -> ProcessReport:
+        own = ProcessReport(
             self._models.report(),
             self._models.links(),
             outages=self.connections.outages(),
-            gone=self._view.gone(),
+            gone=self._view.lost_workers(),
         )
         return self._plugins.watched(own)
 

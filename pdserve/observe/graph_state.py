@@ -9,22 +9,22 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from pdserve.contract.live_settings import changed, of_files
+from pdserve.contract.live_settings import list_changes, merge_files
 from pdserve.contract.messages import Hop, Load
 from pdserve.contract.records import Instance, ModelCard, Role, SlotState
 from pdserve.contract.reports import (
     BUCKETS,
     DETOURS,
-    MAX_ASTRAY,
-    MAX_REPORTED,
+    MAX_DETOURS,
+    MAX_REPORTED_RECEIPTS,
     MAX_TICKS,
     TICK,
-    Gone,
     LinkState,
+    LostWorker,
     Outage,
+    ProcessReport,
     Receipt,
     Tick,
-    Watched,
 )
 
 WAITS = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.FRONTEND}
@@ -72,10 +72,10 @@ class GraphState(Struct, frozen=True):
     moments: list[Moment]
     """the oldest first"""
     receipts: list[Receipt]
-    """the newest first: `MAX_REPORTED`, then up to `MAX_ASTRAY` older ones with a detour"""
+    """the newest first: `MAX_REPORTED_RECEIPTS`, then up to `MAX_DETOURS` older ones with a detour"""
     outages: dict[str, list[Outage]]
     """by the id of the instance that reports them, or the name of another process that looks at the graph"""
-    gone: list[Gone]
+    gone: list[LostWorker]
     """workers that vanished, the last one first"""
 
 
@@ -84,14 +84,14 @@ def graph_state(
     slots: Sequence[SlotState],
     cards: Mapping[str, list[tuple[str, ModelCard]]],
     settings: Mapping[str, str],
-    watched: Mapping[str, Watched],
+    watched: Mapping[str, ProcessReport],
 ) -> GraphState:
     """`watched`: by instance id, without the processes that did not answer. Pure."""
     loads = [reported.load for reported in watched.values()]
     ordered = sorted(instances, key=lambda instance: place(instance.role, instance.id))
     receipts = [receipt for reported in watched.values() for receipt in reported.receipts]
     receipts.sort(key=lambda receipt: receipt.age)
-    astray = [receipt for receipt in receipts[MAX_REPORTED:] if receipt.astray]
+    astray = [receipt for receipt in receipts[MAX_REPORTED_RECEIPTS:] if receipt.has_detour]
     return GraphState(
         queue_depth=max((load.queue_depth for load in loads), default=0),
         queue_limit=max((load.queue_limit for load in loads), default=0),
@@ -100,33 +100,35 @@ def graph_state(
         cards=dict(cards),
         settings=dict(settings),
         moments=moments([reported.ticks for reported in watched.values()]),
-        receipts=receipts[:MAX_REPORTED] + astray[:MAX_ASTRAY],
+        receipts=receipts[:MAX_REPORTED_RECEIPTS] + astray[:MAX_DETOURS],
         outages={name: reported.outages for name, reported in watched.items() if reported.outages},
         gone=_gone(watched.values(), {each.id for each in ordered}),
     )
 
 
-def _gone(watched: Iterable[Watched], there: Container[str]) -> list[Gone]:
+def _gone(watched: Iterable[ProcessReport], there: Container[str]) -> list[LostWorker]:
     by_id = {each.id: each for reported in watched for each in reported.gone if each.id not in there}
     return sorted(by_id.values(), key=lambda each: each.seconds)
 
 
 def decode_workers(state: GraphState) -> dict[str, int]:
     """By model: how many are registered; 0 where only workers that prefill are left. Pure."""
-    workers = Counter(each.instance.model for each in state.instances if each.instance.role.does(Role.DECODE))
+    workers = Counter(
+        each.instance.model for each in state.instances if each.instance.role.includes(Role.DECODE)
+    )
     models = {*state.cards, *(each.instance.model for each in state.instances)} - {""}
     return {name: workers[name] for name in sorted(models)}
 
 
 def backlog(state: GraphState, role: Role) -> float:
     """Seconds that one worker of this role would take for what waits, as `WAITS` of its processes report it. Pure."""
-    reported = (each.load for each in state.instances if each.instance.role.does(WAITS[role]))
+    reported = (each.load for each in state.instances if each.instance.role.includes(WAITS[role]))
     return sum(load.backlog for load in reported if load is not None)
 
 
 def settings_changed(state: GraphState) -> list[str]:
     """Return a line for each live setting that is not as in the processes' file. Pure."""
-    return changed(of_files(each.instance.settings for each in state.instances), state.settings)
+    return list_changes(merge_files(each.instance.settings for each in state.instances), state.settings)
 
 
 def slot_name(instance_id: str) -> str:
@@ -214,5 +216,5 @@ def place(role: Role, name: str) -> tuple[int, list[tuple[int, str]]]:
     return _ORDER[role.value], [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
-def _instance(instance: Instance, reported: Watched | None) -> InstanceState:
+def _instance(instance: Instance, reported: ProcessReport | None) -> InstanceState:
     return InstanceState(instance, reported.load if reported else None, reported.links if reported else [])

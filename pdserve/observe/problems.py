@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pdserve.contract.messages import Load
 from pdserve.contract.records import REFUSED, Instance, Role, SlotState
-from pdserve.contract.reports import Gone, LinkState, Receipt
+from pdserve.contract.reports import LinkState, LostWorker, Receipt
 from pdserve.observe.graph_state import GraphState, decode_workers, detours, place, short_names, slot_name
 
 LATELY = 30.0
@@ -157,7 +157,7 @@ def _place(node: Node) -> tuple[str, str, str]:
     return slot, node.host, node.model
 
 
-def _is_there(gone: Gone, processes: Iterable[Node]) -> bool:
+def _is_there(gone: LostWorker, processes: Iterable[Node]) -> bool:
     """Whether a process has its place; one of an older pdserve may not say its model."""
     slot, host = slot_name(gone.id), gone.host
     models = {place[2] for node in processes if (place := _place(node))[:2] == (slot, host)}
@@ -195,7 +195,7 @@ def _why_silent(node: Node, etcd_away: bool) -> str:
 
 
 def _processes(
-    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[Gone], etcd_away: bool
+    processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[LostWorker], etcd_away: bool
 ) -> Iterator[Problem]:
     left = dict(lost)
     for node in processes:
@@ -247,13 +247,13 @@ def _of_each_model(state: GraphState, processes: Sequence[Node]) -> Iterator[Pro
 
 
 def _ready(workers: Sequence[Node], role: Role) -> int:
-    return sum(node.state == READY and node.role.does(role) for node in workers)
+    return sum(node.state == READY and node.role.includes(role) for node in workers)
 
 
 def _missing(workers: Sequence[Node], of: str) -> Iterator[Problem]:
     if not _ready(workers, Role.DECODE):
         ready = [node for node in workers if node.state == READY]
-        names = [node.name for node in ready if node.instance and node.instance.stands_in]
+        names = [node.name for node in ready if node.instance and node.instance.can_stand_in]
         if names:
             stand = "stands in" if len(names) == 1 else "stand in"
             text = f"no decode worker{of} is there: {', '.join(names)} {stand}"

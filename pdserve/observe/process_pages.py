@@ -20,9 +20,9 @@ import msgspec
 from msgspec import Struct
 from prometheus_client import make_wsgi_app
 
-from pdserve.contract.messages import Load, reader
+from pdserve.contract.messages import Load, safe_decoder
 from pdserve.contract.records import Instance
-from pdserve.contract.reports import MAX_REPORTED, Receipt, Watched, newest
+from pdserve.contract.reports import MAX_REPORTED_RECEIPTS, ProcessReport, Receipt, newest_receipts
 from pdserve.observe.metrics import TASKS
 from pdserve.util.errors import ProtocolError
 from pdserve.util.net import is_local_host_header, is_loopback
@@ -43,8 +43,8 @@ SILENT_FOR = 5.0
 
 T = TypeVar("T")
 
-_decode_watched = reader(msgspec.json.Decoder(Watched).decode)
-_decode_receipts = reader(msgspec.json.Decoder(list[Receipt]).decode)
+_decode_watched = safe_decoder(msgspec.json.Decoder(ProcessReport).decode)
+_decode_receipts = safe_decoder(msgspec.json.Decoder(list[Receipt]).decode)
 
 
 class ProcessPages:
@@ -53,7 +53,7 @@ class ProcessPages:
         """URL of the metrics; the other pages have the same host and port"""
         self.fault: Callable[[], str] = str
         self.unready: Callable[[], str] = lambda: "it starts"
-        self.watched: Callable[[], Watched] = Watched
+        self.watched: Callable[[], ProcessReport] = ProcessReport
         self.receipts: Callable[[int, str | None, str], list[Receipt]] = lambda limit, key, request_id: []
         """those of the `Service`, which are called in the event loop"""
 
@@ -112,8 +112,8 @@ def _question(pages: ProcessPages, path: str, query: str) -> Callable[[], Struct
         return lambda: _Status(wrong() or "ok")
     asked = parse_qs(query, keep_blank_values=True)
     limit, key, request_id = (asked.get(name, [None])[0] for name in ("limit", "key", "id"))
-    most = int(limit) if limit and limit.isdecimal() and len(limit) < 4 else MAX_REPORTED
-    return partial(pages.receipts, min(most, MAX_REPORTED), key, request_id or "")
+    most = int(limit) if limit and limit.isdecimal() and len(limit) < 4 else MAX_REPORTED_RECEIPTS
+    return partial(pages.receipts, min(most, MAX_REPORTED_RECEIPTS), key, request_id or "")
 
 
 class _PagesHandler(WSGIRequestHandler):
@@ -167,7 +167,7 @@ def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
 
 async def read_watched(
     instances: Iterable[Instance], client: httpx.AsyncClient | None = None
-) -> dict[str, Watched]:
+) -> dict[str, ProcessReport]:
     """By instance id, without the processes that do not answer. Give a client to keep connections between calls."""
     return await _read_all(instances, WATCH, _decode_watched, client)
 
@@ -182,7 +182,7 @@ async def read_receipts(
     """The newest first; with `key`, those of the API key of this name; with `request_id`, those of this id."""
     asked = {"limit": limit, "id": request_id} | ({} if key is None else {"key": key})
     reported = await _read_all(instances, f"{RECEIPTS}?{urlencode(asked)}", _decode_receipts)
-    return newest(limit, *reported.values())
+    return newest_receipts(limit, *reported.values())
 
 
 async def _read_all(

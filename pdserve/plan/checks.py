@@ -51,7 +51,7 @@ def problems(
     yield from _ports(config, [*(worker.slot for worker in workers), *frontends])
     yield from _kv_variable(env)
     yield from _files(config, bool(frontends), env)
-    if frontends or any(worker.slot.role.does(Role.DECODE) for worker in workers):
+    if frontends or any(worker.slot.role.includes(Role.DECODE) for worker in workers):
         yield from _files_of_arguments(config)
     if real:
         yield from ranks_meet(config, model)

@@ -213,7 +213,7 @@ def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, s
         shown = "…" if name in _SECRET else value
         shown = json.dumps(shown) if isinstance(shown, dict | list | bool) else shown
         yield name, shown, config.origins.get(name, "pdserve")
-    if config.engine == "vllm" and role.does(Role.DECODE):
+    if config.engine == "vllm" and role.includes(Role.DECODE):
         yield "kv-events-config", "own socket, for prefix hits", "pdserve (graph)"
     decode = plan.config.decode
     if config.engine == "vllm" and (decode is None or decode.remote_prefill):  # KV moves between workers

@@ -44,7 +44,7 @@ class Slot:
 
 
 def worker_config(config: Config, slot: Slot) -> WorkerConfig:
-    section = config.decode if slot.role.does(Role.DECODE) else config.prefill
+    section = config.decode if slot.role.includes(Role.DECODE) else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     return section
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdserve.contract.messages import PrefillRequest
-from pdserve.contract.reports import BRIEF
+from pdserve.contract.reports import MIN_HOP_SECONDS
 from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import Delivery
 from pdserve.util.lru import LruDict
@@ -72,7 +72,7 @@ class RunningPrefills:
         if not request.traceparent:
             return
         begins = running.started
-        if running.engine_queued >= BRIEF:
+        if running.engine_queued >= MIN_HOP_SECONDS:
             begins += running.engine_queued
             if waited := self._tracer.part("engine-queue", running.started, request.traceparent):
                 waited.end(begins)

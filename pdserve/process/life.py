@@ -16,7 +16,7 @@ import psutil
 import uvloop
 
 from pdserve.config.schema import Config
-from pdserve.contract.reports import Connections, Receipt, Watched
+from pdserve.contract.reports import OutageTracker, ProcessReport, Receipt
 from pdserve.observe.metrics import CONNECTED
 from pdserve.observe.process_pages import serve_pages
 from pdserve.observe.tracing import Tracer
@@ -57,7 +57,7 @@ class Service(ABC):
         self.tasks: asyncio.TaskGroup
         """for work beside that of `permanent`; exists from `permanent` to the end of `drain`"""
         self.tracer = Tracer()
-        self.connections = Connections()
+        self.connections = OutageTracker()
         self._config = config
         self._slot = slot
         self._metrics_url = metrics_url
@@ -148,9 +148,9 @@ class Service(ABC):
     async def drain(self) -> None:
         """Accept nothing new, and finish running requests within the drain timeout."""
 
-    def watched(self) -> Watched:
+    def watched(self) -> ProcessReport:
         """The state for this process's pages; raises AttributeError before `start`."""
-        return Watched()
+        return ProcessReport()
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
         """Receipts of running and finished requests, the newest first; only of the API key named `key`, and of

@@ -13,7 +13,7 @@ import msgspec
 
 from pdserve import __version__
 from pdserve.config.schema import Config
-from pdserve.contract.live_settings import of_promise
+from pdserve.contract.live_settings import slo_settings
 from pdserve.contract.records import (
     REFUSED,
     WIRE,
@@ -23,7 +23,7 @@ from pdserve.contract.records import (
     Role,
     SlotState,
     encode_record,
-    understood,
+    is_compatible,
 )
 from pdserve.engine.base import EngineFacts
 from pdserve.plan.graph import BOOT_VARIABLE
@@ -92,8 +92,8 @@ def worker_instance(
 def _settings(config: Config, role: Role) -> dict[str, str]:
     """The promise of its model, and the settings by which a decode worker chooses between local and remote prefill, if
     it does."""
-    promise = of_promise(config.slo)
-    decode = config.decode if role.does(Role.DECODE) else None
+    promise = slo_settings(config.slo)
+    decode = config.decode if role.includes(Role.DECODE) else None
     if decode is None or not (decode.remote_prefill and decode.conditional_disagg):
         return promise
     return promise | {
@@ -129,14 +129,14 @@ def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterabl
 
 def generation(card: ModelCard, others: list[ModelCard]) -> int:
     """The generation of the cards that are like this one; the next one where there is none."""
-    if alike := [other.generation for other in others if other.alike(card)]:
+    if alike := [other.generation for other in others if other.is_interchangeable(card)]:
         return max(alike)
     return 1 + max((other.generation for other in others), default=0)
 
 
 def refusal(registered: Sequence[Instance]) -> str:
     """Why a process of this build may not join these; empty: it may. Pure."""
-    far = [instance for instance in registered if not understood(instance.wire)]
+    far = [instance for instance in registered if not is_compatible(instance.wire)]
     if not far:
         return ""
     other, more = far[0], f" and {len(far) - 1} more" if len(far) > 1 else ""

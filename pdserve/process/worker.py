@@ -12,7 +12,7 @@ from pdserve import queue, registry
 from pdserve.config.schema import Config
 from pdserve.contract.messages import Load
 from pdserve.contract.records import ModelCard, Role
-from pdserve.contract.reports import LinkState, Watched
+from pdserve.contract.reports import LinkState, ProcessReport
 from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineNode, EngineSpec, make_engine
 from pdserve.observe.metrics import ENGINE_REQUESTS, ENGINE_STALLED, KV_USAGE
@@ -71,7 +71,7 @@ class EngineWorker(Service):
         assert config.etcd is not None
         assert config.nats is not None
         credentials = Credentials.load(config.security.credentials)
-        instance_id, decodes = new_instance_id(slot), cls.work.does(Role.DECODE)
+        instance_id, decodes = new_instance_id(slot), cls.work.includes(Role.DECODE)
         section, node, leader = worker_config(config, slot), None, None
         connected = registry.connect(config.etcd, config.namespace, credentials, patient=True)
         if section.nodes > 1:
@@ -162,8 +162,8 @@ class EngineWorker(Service):
         """The measured links to other processes."""
         return []
 
-    def watched(self) -> Watched:
-        return Watched(self.load(), self.links(), outages=self.connections.outages())
+    def watched(self) -> ProcessReport:
+        return ProcessReport(self.load(), self.links(), outages=self.connections.outages())
 
     async def announce(self) -> None:
         await self._presence.announce()
@@ -207,7 +207,7 @@ def engine_spec(
         model=config.model,
         served_model_name=config.served_model_name,
         engine_args=worker_config(config, slot).engine_args,
-        disaggregated=slot.role.does(Role.PREFILL)
+        disaggregated=slot.role.includes(Role.PREFILL)
         or (config.decode is not None and config.decode.remote_prefill),
         host=config.host,
         credentials=credentials,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from msgspec.structs import replace
 
 from pdserve.config.lora_modules import static_adapters
-from pdserve.contract.records import OF_FILE, Adapter
+from pdserve.contract.records import FROM_FILE, Adapter
 from pdserve.engine.base import Engine
 from pdserve.engine.lora import adapter_folder, adapter_id
 from pdserve.registry import keys
@@ -51,7 +51,7 @@ class WorkerAdapters:
         hidden = (
             Adapter(name, path, problem=HIDDEN)
             for name, path in static_adapters(self._args).items()
-            if (name, OF_FILE) not in self._there
+            if (name, FROM_FILE) not in self._there
         )
         return [*self._there.values(), *hidden] if self._engine.max_adapters else None
 
@@ -59,7 +59,7 @@ class WorkerAdapters:
         """Load what is wanted now. Raises ConfigError where an adapter of the file cannot be loaded."""
         async with self._view() as view:
             await self._load(self._wanted(view))
-        problems = [each.problem for each in self._there.values() if each.asked == OF_FILE and each.problem]
+        problems = [each.problem for each in self._there.values() if each.asked == FROM_FILE and each.problem]
         if problems:
             raise ConfigError(problems)
         self._published = self.there
@@ -89,7 +89,7 @@ class WorkerAdapters:
             self._tried = time.monotonic()
         for key, adapter in wanted.items():
             before = self._there.get(key)
-            answered = not adapter.id and adapter.asked != OF_FILE  # a frontend has seen that it failed
+            answered = not adapter.id and adapter.asked != FROM_FILE  # a frontend has seen that it failed
             if before is None or (again and before.problem and not answered):
                 loaded = await self._load_one(replace(adapter, model=""), wanted)
                 self._there[key] = loaded

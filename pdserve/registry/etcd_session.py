@@ -11,7 +11,7 @@ from typing import Any
 
 from pdserve.registry.base import Change
 from pdserve.runtime.tasks import is_cancelled
-from pdserve.security.credentials import NAME, Credentials
+from pdserve.security.credentials import CERTIFICATE_NAME, Credentials
 
 # gRPC's fork handlers only get in the way of a supervisor that starts processes
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -60,7 +60,7 @@ class TlsClient(aetcd.Client):  # type: ignore[misc]
     def __init__(self, host: str, port: int, tls: grpc.ChannelCredentials) -> None:
         super().__init__(host, port, timeout=CALL_TIMEOUT)
         # all certificates of a graph have this name; the host's own name proves nothing
-        options = _CHANNEL | {"grpc.ssl_target_name_override": NAME}
+        options = _CHANNEL | {"grpc.ssl_target_name_override": CERTIFICATE_NAME}
         self.channel = rpc.secure_channel(f"{host}:{port}", tls, options=list(options.items()))
         self.kvstub, self.leasestub = rpc.KVStub(self.channel), rpc.LeaseStub(self.channel)
         self.maintenancestub = rpc.MaintenanceStub(self.channel)

@@ -20,7 +20,7 @@ FILE = "file"
 
 def instances(role: Role) -> list[str]:
     """Return the prefixes of the keys of all processes that do the work of this role."""
-    return [f"{INSTANCES}{each.value}/" for each in Role if each.does(role)]
+    return [f"{INSTANCES}{each.value}/" for each in Role if each.includes(role)]
 
 
 def instance(process: Instance) -> str:

@@ -23,7 +23,7 @@ from pdserve.contract.records import (
     decode_leader,
     decode_slot_state,
 )
-from pdserve.contract.reports import GONE_FOR, Gone
+from pdserve.contract.reports import LOST_WORKER_LIFETIME, LostWorker
 from pdserve.registry import keys
 from pdserve.registry.base import Change, Registry
 from pdserve.runtime.tasks import Lifetime, Owner
@@ -104,14 +104,15 @@ class RegistryView(Lifetime):
             chosen = self._chosen[role, model] = [
                 instance
                 for _, instance in sorted(self._instances.items())
-                if (role is None or instance.role.does(role)) and (model is None or instance.model == model)
+                if (role is None or instance.role.includes(role))
+                and (model is None or instance.model == model)
             ]
         return chosen.copy()
 
     def newcomers(self, role: Role, model: str) -> list[Instance]:
         """Return the workers that have not announced themselves yet; they warm up with each other."""
         newcomers = [worker for _, worker in sorted(self._newcomers.items())]
-        return [worker for worker in newcomers if worker.role.does(role) and worker.model == model]
+        return [worker for worker in newcomers if worker.role.includes(role) and worker.model == model]
 
     def cards(self) -> dict[str, list[tuple[str, ModelCard]]]:
         """Return, for each model name, its cards, each with the id of the instance that wrote it."""
@@ -137,9 +138,9 @@ class RegistryView(Lifetime):
 
     def adapters(self, model: str) -> dict[str, Adapter]:
         """Return what frontends loaded and unloaded at run time, by name."""
-        return {each.name: each for each in self.kept() if each.model == model}
+        return {each.name: each for each in self.all_adapters() if each.model == model}
 
-    def kept(self) -> list[Adapter]:
+    def all_adapters(self) -> list[Adapter]:
         """Return the same of all models."""
         return [each for _, each in sorted(self._adapters.items())]
 
@@ -154,13 +155,13 @@ class RegistryView(Lifetime):
     def snapshot(self) -> Snapshot:
         return Snapshot(self.instances(), self.slots(), self.cards(), self.settings())
 
-    def gone(self) -> list[Gone]:
+    def lost_workers(self) -> list[LostWorker]:
         """Return the workers that vanished lately and were not replaced."""
         now = time.monotonic()
         return [
-            Gone(worker.id, worker.host, now - since, worker.model)
+            LostWorker(worker.id, worker.host, now - since, worker.model)
             for worker, since, _ in self._gone.values()
-            if now - since < GONE_FOR
+            if now - since < LOST_WORKER_LIFETIME
         ]
 
     async def changes(self, every: float | None = None) -> AsyncIterator[None]:
@@ -224,7 +225,7 @@ class RegistryView(Lifetime):
         there, ids = self._there(), {instance.id for instance in self._instances.values()}
         for worker, since, before in list(self._gone.values()):
             replaced = there[_kind(worker)] >= before
-            if replaced or time.monotonic() - since > GONE_FOR:
+            if replaced or time.monotonic() - since > LOST_WORKER_LIFETIME:
                 del self._gone[worker.id]
                 self.replaced[_kind(worker)] += (
                     replaced and worker.id not in ids

@@ -27,12 +27,12 @@ from pdserve.util.program import pdserve_command
 if TYPE_CHECKING:
     from cryptography import x509
 
-NAME = "pdserve"
+CERTIFICATE_NAME = "pdserve"
 """DNS name in each certificate of a graph, beside the names of its hosts, for clients that must check a name"""
-LOCAL = ("localhost", "127.0.0.1", "::1")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([\w-]*\w)?(\.[A-Za-z0-9_]([\w-]*\w)?)*", re.ASCII)
-VALID = timedelta(days=3650)
-SOON = timedelta(days=30)
+VALIDITY = timedelta(days=3650)
+EXPIRY_WARNING = timedelta(days=30)
 """before a certificate expires, it is warned of"""
 _ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)
 """start of validity: no clock is before it"""
@@ -108,20 +108,22 @@ def _open_to_others(key: os.stat_result) -> bool:
     return bool(key.st_mode & (0o037 if given else 0o077))
 
 
-def expiring(certificates: Path) -> str | None:
-    """Return when a certificate of this PEM file expired or will within `SOON`, as the end of a sentence that begins
-    with the file; None where none does. Raises OSError, and ValueError where the file has no certificate."""
+def expiry_warning(certificates: Path) -> str | None:
+    """Return "expired on ..." or "is valid only until ..." if a certificate of this PEM file has expired or will within
+    `EXPIRY_WARNING`, else None. Raises OSError, and ValueError where the file has no certificate."""
     from cryptography import x509
 
     parsed = x509.load_pem_x509_certificates(certificates.read_bytes())
     until = min(certificate.not_valid_after_utc for certificate in parsed)
     now = datetime.fromtimestamp(clock.unix(), UTC)
-    if until - now > SOON:
+    if until - now > EXPIRY_WARNING:
         return None
     return f"{'expired on' if until <= now else 'is valid only until'} {until:%Y-%m-%d %H:%M} UTC"
 
 
-def create(folder: Path, hosts: Iterable[str] = LOCAL, valid: timedelta | None = VALID) -> Credentials:
+def create(
+    folder: Path, hosts: Iterable[str] = LOCAL_HOSTS, valid: timedelta | None = VALIDITY
+) -> Credentials:
     """Write a new authority and a node's certificate, also valid for `hosts`, to the folder, in place of what is there.
     Only this user can read it. The authority's key is not kept: a new certificate means a new folder on all hosts.
     With `valid` None it never expires: credentials of a single run must outlive a clock that is set right meanwhile.
@@ -149,7 +151,7 @@ def _write(to: Credentials, hosts: Iterable[str], until: datetime) -> None:
 
     authority_key, node_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pdserve graph")])
-    node_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+    node_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
 
     def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder().subject_name(name).issuer_name(authority_name)
@@ -180,7 +182,8 @@ def _write(to: Credentials, hosts: Iterable[str], until: datetime) -> None:
         certificate(node_name, node_key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(
-            x509.SubjectAlternativeName([x509.DNSName(NAME), *map(_alternative, hosts)]), critical=False
+            x509.SubjectAlternativeName([x509.DNSName(CERTIFICATE_NAME), *map(_alternative, hosts)]),
+            critical=False,
         )
         .add_extension(usages, critical=False)
         .add_extension(issuer, critical=False)

@@ -25,7 +25,7 @@ from pdserve.contract.messages import (
     decode_to_frontend,
     encode,
     encode_to_decode,
-    reader,
+    safe_decoder,
 )
 from pdserve.runtime.tasks import Lifetime, Owner, isolate_errors
 from pdserve.security.credentials import Credentials
@@ -375,7 +375,7 @@ class AnyMessage(msgspec.Struct, frozen=True):
     type: str
 
 
-_decode_any = reader(msgspec.msgpack.Decoder(AnyMessage).decode)
+_decode_any = safe_decoder(msgspec.msgpack.Decoder(AnyMessage).decode)
 
 
 def newer_kind(message: memoryview) -> str:

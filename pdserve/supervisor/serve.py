@@ -18,7 +18,7 @@ from pdserve.process.signals import STOPPERS, Stops
 from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import Owner
-from pdserve.security.credentials import Credentials, expiring
+from pdserve.security.credentials import Credentials, expiry_warning
 from pdserve.supervisor import state
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.preflight import held_ports
@@ -112,7 +112,7 @@ def _credentials(config: Config, folder: state.StateFolder) -> Credentials | Non
     if config.security.credentials is None and config.nats is None and config.etcd is None:
         return folder.fresh_credentials()
     credentials = Credentials.load(config.security.credentials)
-    if credentials and (text := expiring(credentials.certificate)):
+    if credentials and (text := expiry_warning(credentials.certificate)):
         logger.warning(
             "%s %s: make new credentials with %s", credentials.folder, text, pdserve_command("credentials")
         )

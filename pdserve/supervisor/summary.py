@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.config.api_keys import requires_key
 from pdserve.config.schema import Config
-from pdserve.contract.live_settings import changed, of_files
+from pdserve.contract.live_settings import list_changes, merge_files
 from pdserve.contract.records import Instance
 from pdserve.demo import FILE
 from pdserve.observe.graph_state import slot_name
@@ -47,7 +47,7 @@ def _facts(
             host = f" and {worker.host_tokens:,} in host memory" if worker.host_tokens else ""
             host += f" and {worker.disk_tokens:,} on disk" if worker.disk_tokens else ""
             yield slot_name(worker.id), f"{where}, {worker.kv_tokens:,} tokens of KV cache{host}: {room}"
-    for line in changed(of_files(each.settings for each in instances), live):
+    for line in list_changes(merge_files(each.settings for each in instances), live):
         yield "set", f"{line}  (pdserve set --unset {line.partition(' ')[0]})"
     yield "logs", str(log_dir)
     yield "stop", "Ctrl-C"

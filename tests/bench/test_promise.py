@@ -13,7 +13,7 @@ from pdserve_bench.promise.result import report_of
 from pdserve_bench.runs import PoissonRequests
 from pdserve_bench.slo import Slo
 
-from pdserve.contract.live_settings import promise_of
+from pdserve.contract.live_settings import parse_slo
 from pdserve.registry import keys
 from tests.bench.answers import OpenAi, tiny_server
 from tests.memory.registry import MemoryRegistry, MemoryServer
@@ -32,7 +32,7 @@ class Keeping(OpenAi):
         async with self._reader as registry:
             found = await registry.read(keys.SETTINGS)
         live = {key.removeprefix(keys.SETTINGS): value.decode() for key, value in found.items()}
-        self.gap = 0.0 if promise_of(live) else 0.5
+        self.gap = 0.0 if parse_slo(live) else 0.5
         await super()._stream(body, writer)
 
 

@@ -12,7 +12,7 @@ from pdserve_bench.watch import GraphWatch, Leftovers
 
 from pdserve.contract.messages import Load
 from pdserve.contract.records import Instance, Role
-from pdserve.contract.reports import Watched
+from pdserve.contract.reports import ProcessReport
 from pdserve.observe.process_pages import serve_pages
 from pdserve.registry import keys
 from tests.memory.registry import MemoryRegistry, MemoryServer
@@ -94,7 +94,7 @@ def test_nothing_tried_is_nothing_passed() -> None:
 async def test_requests_that_never_end_and_workers_that_are_gone_are_amiss() -> None:
     watch = GraphWatch()
     with serve_pages("127.0.0.1") as page:
-        page.watched = lambda: Watched(Load(running=2, waiting=5))
+        page.watched = lambda: ProcessReport(Load(running=2, waiting=5))
         async with MemoryRegistry(MemoryServer()) as watch.registry:
             workers = [Instance(f"decode-{n}", Role.DECODE, metrics=page.metrics) for n in range(2)]
             for worker in workers:

@@ -17,7 +17,7 @@ from pdserve.config.schema import (
     PrefillConfig,
     SecuritySection,
 )
-from pdserve.contract.slo import Promised
+from pdserve.contract.slo import SloTargets
 from pdserve.demo import MODEL_DIR
 from pdserve.engine import spec
 from pdserve.util.errors import ConfigError
@@ -197,7 +197,7 @@ def test_all_sections(tmp_path: Path) -> None:
     assert (security.credentials, security.api_keys) == (tmp_path / "secrets", Path("/etc/keys.yaml"))
     assert (security.tls_certificate, security.tls_key) == (tmp_path / "edge.pem", tmp_path / "edge-key.pem")
     assert security.allow == ("no-keys", "plain-graph")
-    assert config.slo == Promised(1.5, 0.06)
+    assert config.slo == SloTargets(1.5, 0.06)
     without = read(tmp_path, f"{GOOD}Slo:\n")
     assert (without.frontend, without.security) == (FrontendConfig(), SecuritySection())
     assert not without.slo

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.contract.live_settings import SETTINGS, changed, explained, of_files, problem
+from pdserve.contract.live_settings import SETTINGS, explain_settings, list_changes, merge_files, value_error
 
 PROMISED = {"slo-ttft": "500ms", "slo-gap": "60ms"}
 ADAPTIVE = {"policy": "adaptive", "max-local-prefill-length": "512", "max-prefill-queue-size": "10"}
@@ -12,9 +12,9 @@ LENGTH = "max-local-prefill-length"
 
 def test_what_is_no_number_is_refused() -> None:
     for text in ["\uff15", "٣", "5\n", "\n5", " 5", "+5", "5_0", "5.0", "-1", "", "2147483648", "²"]:
-        assert problem(LENGTH, text) == "a whole number from 0 to 2147483647"
-    assert problem("router", "5") == "one of round-robin, least-loaded, kv"
-    assert not problem(LENGTH, "2147483647")
+        assert value_error(LENGTH, text) == "a whole number from 0 to 2147483647"
+    assert value_error("router", "5") == "one of round-robin, least-loaded, kv"
+    assert not value_error(LENGTH, "2147483647")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_is_no_number_is_refused() -> None:
         ),
         (PROMISED, {"slo-gap": "off"}, ["slo-gap = off (file: 60ms)"]),
         (
-            of_files([ADAPTIVE, THRESHOLD]),
+            merge_files([ADAPTIVE, THRESHOLD]),
             {"policy": "adaptive"},
             ["policy = adaptive (file: adaptive or threshold)"],
         ),
@@ -54,11 +54,11 @@ def test_what_is_no_number_is_refused() -> None:
 def test_what_is_not_as_in_the_file_is_told(
     file: dict[str, str], live: dict[str, str], lines: list[str]
 ) -> None:
-    assert changed(file, live) == lines
+    assert list_changes(file, live) == lines
 
 
 def test_each_setting_has_its_value() -> None:
-    assert explained({**THRESHOLD, "slo-gap": "off"}, {"router": "kv"}) == {
+    assert explain_settings({**THRESHOLD, "slo-gap": "off"}, {"router": "kv"}) == {
         "policy": "threshold (as in the file)",
         LENGTH: "512 (as in the file)",
         "max-prefill-queue-size": "10 (as in the file)",
@@ -66,4 +66,4 @@ def test_each_setting_has_its_value() -> None:
         "slo-ttft": "(as in the file)",
         "slo-gap": "off (as in the file)",
     }
-    assert explained({}, {}) == dict.fromkeys(SETTINGS, "(as in the file)")
+    assert explain_settings({}, {}) == dict.fromkeys(SETTINGS, "(as in the file)")

@@ -2,34 +2,37 @@
 
 import pytest
 
-from pdserve.contract.prefixes import MAX_REPORTED, CachedPrefixes, names, root
+from pdserve.contract.prefixes import MAX_REPORTED, CachedPrefixes, block_names, root_name
 
 
 def cached(blocks: int, block_size: int, prompt: list[int], salt: str | None = None) -> CachedPrefixes:
     prefixes = CachedPrefixes()
     prefixes.resize(blocks, block_size)
     prefixes.followed = True
-    for depth, name in enumerate(names(prompt, block_size, root(salt)), 1):
+    for depth, name in enumerate(block_names(prompt, block_size, root_name(salt)), 1):
         prefixes.add(name, depth)
     return prefixes
 
 
 def test_a_name_stands_for_its_block_and_all_before_it() -> None:
     prompt = list(range(40))
-    whole = list(names(prompt, 8))
+    whole = list(block_names(prompt, 8))
     assert len(whole) == len(set(whole)) == 5
-    assert list(names([*prompt, 7, 7], 8)) == whole
-    assert list(names(prompt, 8, end=39)) == whole[:4]
-    other = list(names([*prompt[:16], 99, *prompt[17:]], 8))
+    assert list(block_names([*prompt, 7, 7], 8)) == whole
+    assert list(block_names(prompt, 8, end=39)) == whole[:4]
+    other = list(block_names([*prompt[:16], 99, *prompt[17:]], 8))
     assert other[:2] == whole[:2]
     assert not set(other[2:]) & set(whole)
-    assert not set(names([99, *prompt[1:]], 8)) & set(whole)
-    assert not set(names(prompt, 8, root("salt"))) & set(whole)
-    assert list(names(prompt[16:], 8, whole[1])) == whole[2:]
+    assert not set(block_names([99, *prompt[1:]], 8)) & set(whole)
+    assert not set(block_names(prompt, 8, root_name("salt"))) & set(whole)
+    assert list(block_names(prompt[16:], 8, whole[1])) == whole[2:]
 
 
 def test_names_are_the_same_in_every_process_and_version() -> None:
-    assert [name.hex() for name in names([1, 2, 3, 151_642], 2)] == ["2be61d6b44e007e6", "53476d83208bf5a6"]
+    assert [name.hex() for name in block_names([1, 2, 3, 151_642], 2)] == [
+        "2be61d6b44e007e6",
+        "53476d83208bf5a6",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_hit(prompt: list[int], salt: str | None, hit: int) -> None:
 
 def test_what_has_changed_is_told_once_and_copies_count_as_one() -> None:
     prefixes = cached(100, 8, list(range(24)))
-    first, second, third = names(list(range(24)), 8)
+    first, second, third = block_names(list(range(24)), 8)
     prefixes.add(first, 1)  # computed twice at once
     assert [sorted(part) for part in prefixes.changes()] == [sorted([first, second, third]), []]
     assert prefixes.changes() == ([], [])
@@ -73,7 +76,7 @@ def test_what_has_changed_is_told_once_and_copies_count_as_one() -> None:
 def test_a_large_cache_tells_of_every_nth_block(blocks: int, stride: int) -> None:
     prefixes = cached(blocks, 1, list(range(64)))
     assert prefixes.stride == stride
-    told = list(names(list(range(64)), 1))[stride - 1 :: stride]
+    told = list(block_names(list(range(64)), 1))[stride - 1 :: stride]
     assert set(prefixes.known()) == set(told)
     assert prefixes.hit(list(range(64)), None) == 63
 

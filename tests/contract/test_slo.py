@@ -2,11 +2,11 @@
 
 import pytest
 
-from pdserve.contract.live_settings import of_promise, promise_of
-from pdserve.contract.slo import NO_PROMISE, Promised, seconds, shown, tightest
+from pdserve.contract.live_settings import parse_slo, slo_settings
+from pdserve.contract.slo import NO_SLO, SloTargets, format_duration, parse_duration, tightest_slo
 from pdserve.util.errors import BadRequest
 
-CHAT = Promised(0.5, 0.06)
+CHAT = SloTargets(0.5, 0.06)
 
 
 @pytest.mark.parametrize(
@@ -14,48 +14,48 @@ CHAT = Promised(0.5, 0.06)
     [("500ms", 0.5, "500ms"), ("1.5 s", 1.5, "1.5s"), ("1500ms", 1.5, "1.5s"), ("1.25ms", 0.00125, "1.25ms")],
 )
 def test_a_duration_is_written_as_it_is_read(text: str, value: float, again: str) -> None:
-    assert seconds(text) == pytest.approx(value)
-    assert shown(seconds(text)) == again
-    assert seconds(again) == seconds(text)
+    assert parse_duration(text) == pytest.approx(value)
+    assert format_duration(parse_duration(text)) == again
+    assert parse_duration(again) == parse_duration(text)
 
 
 def test_what_is_no_duration_is_refused() -> None:
     for text in ("", "5", "ms", "0.0ms", "0.99ms", "1e3s", "-1s", "1s\n", "4000s", "1h", "\u0665s"):
         with pytest.raises(ValueError, match="not a duration with its unit"):
-            seconds(text)
+            parse_duration(text)
 
 
 def test_a_promise_as_settings_is_the_same_promise() -> None:
-    for slo in (CHAT, NO_PROMISE, Promised(gap=0.1), Promised(ttft=2.0)):
-        assert promise_of(of_promise(slo)) == slo
-    assert promise_of({"slo-ttft": "soon", "policy": "adaptive"}) == NO_PROMISE
+    for slo in (CHAT, NO_SLO, SloTargets(gap=0.1), SloTargets(ttft=2.0)):
+        assert parse_slo(slo_settings(slo)) == slo
+    assert parse_slo({"slo-ttft": "soon", "policy": "adaptive"}) == NO_SLO
 
 
 def test_of_several_files_the_tightest_promise_counts() -> None:
-    assert tightest([Promised(0.5, None), Promised(2.0, 0.1), NO_PROMISE]) == Promised(0.5, 0.1)
-    assert tightest([]) == NO_PROMISE
+    assert tightest_slo([SloTargets(0.5, None), SloTargets(2.0, 0.1), NO_SLO]) == SloTargets(0.5, 0.1)
+    assert tightest_slo([]) == NO_SLO
 
 
 @pytest.mark.parametrize(
     ("slo", "headers", "expected"),
     [
         (CHAT, {}, CHAT),
-        (CHAT, {"x-slo-ttft-ms": "2000", "x-slo-tpot-ms": "100.5"}, Promised(2.0, 0.1005)),
+        (CHAT, {"x-slo-ttft-ms": "2000", "x-slo-tpot-ms": "100.5"}, SloTargets(2.0, 0.1005)),
         (CHAT, {"x-slo-ttft-ms": "1", "x-slo-tpot-ms": "0.1"}, CHAT),
-        (Promised(gap=0.06), {"x-slo-ttft-ms": "2000"}, Promised(gap=0.06)),
-        (NO_PROMISE, {"x-slo-ttft-ms": "soon", "x-slo-tpot-ms": "-1"}, NO_PROMISE),
+        (SloTargets(gap=0.06), {"x-slo-ttft-ms": "2000"}, SloTargets(gap=0.06)),
+        (NO_SLO, {"x-slo-ttft-ms": "soon", "x-slo-tpot-ms": "-1"}, NO_SLO),
     ],
     ids=["none", "looser", "tighter", "of what is not promised", "without a promise"],
 )
 def test_headers_loosen_a_promise_and_never_tighten_it(
-    slo: Promised, headers: dict[str, str], expected: Promised
+    slo: SloTargets, headers: dict[str, str], expected: SloTargets
 ) -> None:
-    assert slo.loosened(headers) == expected
+    assert slo.relaxed(headers) == expected
 
 
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
 @pytest.mark.parametrize("text", ["soon", "", "0", "-5", "nan", "inf", "3600001", "500ms"])
 def test_a_wrong_header_is_named(name: str, text: str) -> None:
     with pytest.raises(BadRequest, match=f"{name} must be a number of milliseconds above 0") as caught:
-        CHAT.loosened({name: text})
+        CHAT.relaxed({name: text})
     assert caught.value.param == name

@@ -253,7 +253,7 @@ class Seams(AsyncExitStack):
             engine or SimEngine(spec(Role(role), name)),
             MemoryRegistry(self.registry, "t"),
             MemoryQueue(self.broker),
-            TcpStreamServer("127.0.0.1") if kind.work.does(Role.DECODE) else None,
+            TcpStreamServer("127.0.0.1") if kind.work.includes(Role.DECODE) else None,
         )
 
     async def start(self, worker: W) -> Started[W]:

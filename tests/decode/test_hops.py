@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pdserve.contract.messages import Hop, Outputs, Placed
-from pdserve.contract.reports import BRIEF, HOPS
+from pdserve.contract.reports import HOPS, MIN_HOP_SECONDS
 from pdserve.decode.hops import RequestHops
 from pdserve.decode.policy import decision
 from pdserve.engine.sim.engine import SimEngine
@@ -120,12 +120,12 @@ async def test_a_transfer_that_fails(graph: WorkerGraph, prefill: Prefill, front
 
 
 async def held_back(engine: SimEngine) -> None:
-    """Give the engine no place for the next request, until that has waited for longer than `BRIEF`."""
+    """Give the engine no place for the next request, until that has waited for longer than `MIN_HOP_SECONDS`."""
     model = engine._model
     engine._model = replace(model, max_num_seqs=0)
     await until(lambda: bool(engine._waiting))
     since = time.monotonic()
-    await until(lambda: time.monotonic() > since + BRIEF)
+    await until(lambda: time.monotonic() > since + MIN_HOP_SECONDS)
     engine._model = model
     engine._work.set()
 
@@ -138,7 +138,7 @@ async def test_a_prompt_that_waits_in_an_engine(
     request, _ = await asyncio.gather(frontend.submit(prompt), held_back(engine))
     hops = [hop for hop in hops_of(await frontend.end_of(request)) if hop.instance == name]
     assert [hop.name for hop in hops[:2]] == ["engine-queue", "prefill"]
-    assert hops[0].seconds >= BRIEF
+    assert hops[0].seconds >= MIN_HOP_SECONDS
 
 
 async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph, frontend: FrontendStream) -> None:

@@ -18,7 +18,7 @@ from pdserve.contract.messages import (
     PrefillRequest,
     PrefillStarted,
 )
-from pdserve.contract.records import CONFIRMS, Instance, Role, decode_instance, encode_record
+from pdserve.contract.records import MIN_KV_WIRE, Instance, Role, decode_instance, encode_record
 from pdserve.decode.policy.decision import SLACK
 from pdserve.decode.scheduling.prefill_times import FIRST_TOKEN_SECONDS
 from pdserve.engine.base import Output
@@ -337,7 +337,7 @@ async def test_kv_whose_lease_ends_before_it_is_read_is_computed_here(
 async def test_a_prefill_worker_that_cannot_confirm_reads_is_not_asked(graph: WorkerGraph) -> None:
     acted = await graph.act_prefill()
     assert graph.decode._workers.available() != []
-    old = Instance(acted.name, Role.PREFILL, acted.model, wire=CONFIRMS - 1, fingerprint=LOADED)
+    old = Instance(acted.name, Role.PREFILL, acted.model, wire=MIN_KV_WIRE - 1, fingerprint=LOADED)
     await acted.registry.put(f"instances/prefill/{acted.name}", encode_record(old))
     await until(lambda: graph.decode._workers.available() == [])
 

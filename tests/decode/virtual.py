@@ -15,7 +15,7 @@ from typing import Any
 
 from pdserve.config.schema import DecodeSection
 from pdserve.contract.messages import PrefillDone, PrefillLoad
-from pdserve.contract.slo import Promised as Pacing
+from pdserve.contract.slo import SloTargets as Pacing
 from pdserve.decode.policy.decision import Decision, decide
 from pdserve.decode.remote.publisher import PrefillTurns
 from pdserve.decode.scheduling.fair_order import FairOrder

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.prefixes import names, root
+from pdserve.contract.prefixes import block_names, root_name
 from pdserve.contract.records import Role
 from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
@@ -126,7 +126,9 @@ async def test_answers_are_cached_and_salts_separate_prefixes(decode: SimEngine)
     answer = tokens(await collect(decode, "a"))
     assert decode.prefix_hit([*PROMPT, *answer], salted) == 224
     assert decode.prefix_hit([*PROMPT, *answer], body()) == 0
-    assert sorted(decode.prefixes.known()) == sorted(names([*PROMPT, *answer[:-1]], 16, root("salt")))
+    assert sorted(decode.prefixes.known()) == sorted(
+        block_names([*PROMPT, *answer[:-1]], 16, root_name("salt"))
+    )
     assert await decode.all_blocks_free()
     assert decode.prefixes.known() == []
 

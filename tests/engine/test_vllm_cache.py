@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.contract.prefixes import Picture
+from pdserve.contract.prefixes import PromptImage
 from pdserve.contract.records import Role
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
@@ -87,7 +87,7 @@ def test_events_of_pictures() -> None:
     """One from token 4 to 12, and one from token 13 to 15."""
     extra = [[["red", 4], "salt"], [["red", -4], ["blue", 5]], None]
     cache = mirror(stored([1, 2, 3], PROMPT[:24], extra_keys=extra))
-    red, blue = Picture("red", 4, 8), Picture("blue", 13, 2)
+    red, blue = PromptImage("red", 4, 8), PromptImage("blue", 13, 2)
     cases = [((red, blue), 24), ((), 0), ((red,), 8), ((blue, red), 8), ((red, blue._replace(start=12)), 8)]
     for pictures, hit in [*cases, ((red._replace(tokens=4), blue), 8), ((red._replace(start=3), blue), 0)]:
         assert cache.prefixes.hit(PROMPT, "salt", 0, pictures) == hit, pictures

@@ -30,7 +30,7 @@ from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.prefixes import names
+from pdserve.contract.prefixes import block_names
 from pdserve.contract.records import Role
 from pdserve.engine.base import Output, Step, Transfers
 from pdserve.engine.spec import EngineSpec
@@ -371,8 +371,8 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Engines, len
     assert asked < asked + read.seconds < begun < time.monotonic()
     assert pair.decode.engine.prefix_hit(prompt, body()) == (length - 1) // BLOCK * BLOCK
     prefixes = pair.decode.engine.prefixes
-    cached = list(names(prompt, BLOCK))[prefixes.stride - 1 :: prefixes.stride]
-    assert set(cached) <= set(prefixes.known()) <= set(names([*prompt, *remote], BLOCK))
+    cached = list(block_names(prompt, BLOCK))[prefixes.stride - 1 :: prefixes.stride]
+    assert set(cached) <= set(prefixes.known()) <= set(block_names([*prompt, *remote], BLOCK))
     await pair.all_free()
     assert pair.decode.engine.prefix_hit(prompt, body()) == 0
     assert await pair.decode.generate(f"local-{length}", prompt) == remote

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 
 from pdserve.config.engine_args.installed import installed_vllm
 from pdserve.config.schema import AdmissionLimits
-from pdserve.contract.live_settings import of_promise
+from pdserve.contract.live_settings import slo_settings
 from pdserve.contract.records import ModelCard, Role, encode_record
-from pdserve.contract.reports import Watched
-from pdserve.contract.slo import NO_PROMISE, Promised
+from pdserve.contract.reports import ProcessReport
+from pdserve.contract.slo import NO_SLO, SloTargets
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.certificate_reload import RenewedCertificate
 from pdserve.frontend.edge.connections import ClientConnections
@@ -118,8 +118,8 @@ class Graph:
         self.http = await enter(httpx.AsyncClient(base_url=self.url, timeout=30))
 
     @property
-    def watched(self) -> Watched:
-        return self.plugins.watched(Watched())
+    def watched(self) -> ProcessReport:
+        return self.plugins.watched(ProcessReport())
 
     def processor(self, model: str = "demo") -> Processor:
         found = self.models.find(model).processor
@@ -139,7 +139,7 @@ class Graph:
         connected: bool = True,
         generation: int = 0,
         args: Mapping[str, object] = MappingProxyType({}),
-        slo: Promised = NO_PROMISE,
+        slo: SloTargets = NO_SLO,
         role: Role = Role.DECODE,
         **options: Any,
     ) -> AsyncIterator[EchoWorker]:
@@ -153,7 +153,7 @@ class Graph:
             blob = archive_name(worker.archive)
             served = msgspec.structs.replace(served, model="/elsewhere/model", blob=blob)
         async with worker, MemoryRegistry(self.registry) as registry:
-            worker.instance = msgspec.structs.replace(worker.instance, settings=of_promise(slo))
+            worker.instance = msgspec.structs.replace(worker.instance, settings=slo_settings(slo))
             await registry.put(keys.card(model, worker.id), encode_record(served))
             await registry.put(keys.instance(worker.instance), encode_record(worker.instance))
             if connected:

@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from pdserve.config.api_keys import ApiKey
 from pdserve.contract.messages import Load
-from pdserve.contract.reports import Receipt, Watched
+from pdserve.contract.reports import ProcessReport, Receipt
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.request_record import RequestRecord
 from pdserve.frontend.edge.request_state import RequestState
@@ -66,7 +66,7 @@ class Broken(Plugin):
     def end(self, record: RequestRecord) -> None:
         raise RuntimeError("end")
 
-    def watched(self, watched: Watched) -> Watched:
+    def watched(self, watched: ProcessReport) -> ProcessReport:
         raise RuntimeError("watched")
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
@@ -81,7 +81,7 @@ async def test_an_error_of_a_plugin_reaches_no_client_and_no_other_plugin(
     async with graph.worker(), client(app) as http:
         assert (await http.post("/v1/completions", json=completion(), headers=OWN)).status_code == 200
     assert [receipt.request_id for receipt in plugins.receipts(1)] == ["the-same"]
-    assert plugins.watched(Watched(Load(running=1))).load.running == 1
+    assert plugins.watched(ProcessReport(Load(running=1))).load.running == 1
     for call in ("begin", "end", "watched", "receipts"):
         assert f"RuntimeError: {call}" in caplog.text
 

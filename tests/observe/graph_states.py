@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from pdserve.contract.messages import Hop, Load
 from pdserve.contract.records import Instance, ModelCard, Role, SlotState
-from pdserve.contract.reports import BUCKETS, LinkState, Receipt, Tick, Watched
+from pdserve.contract.reports import BUCKETS, LinkState, ProcessReport, Receipt, Tick
 from pdserve.observe.graph_state import GraphState, graph_state
 
 NOW = 1_800_000_000.0
@@ -71,7 +71,7 @@ def loaded(down: bool = False, slow: bool = False, full: bool = False) -> GraphS
             Tick(3, 0, 0, 120, histogram(8 + number % 6), histogram(3 + number % 3)) for number in range(60)
         ]
         receipts = [SLOW] if frontend is frontends[0] else [FELL]
-        watched[frontend.id] = Watched(Load(running=4), links, ticks, receipts)
+        watched[frontend.id] = ProcessReport(Load(running=4), links, ticks, receipts)
     for number, worker in enumerate(decode):
         links = [
             LinkState(each.id, "kv", pulls=40, pull_seconds=0.02, bytes_per_second=8e8, requests=1)
@@ -80,8 +80,8 @@ def loaded(down: bool = False, slow: bool = False, full: bool = False) -> GraphS
         if slow:
             links[1] = LinkState(prefill[1].id, "kv", True, 1, None, 12, 1.5, 2e6, 2, "the read stalled")
         load = Load(2 + number, 1, 0.1 + 0.4 * number, queue_depth=10 if full else 1, queue_limit=10)
-        watched[worker.id] = Watched(load, links)
-    watched |= {worker.id: Watched(Load(1, 0, 0.3)) for worker in prefill}
+        watched[worker.id] = ProcessReport(load, links)
+    watched |= {worker.id: ProcessReport(Load(1, 0, 0.3)) for worker in prefill}
     instances = [*frontends, *decode, *prefill]
     slots = [
         SlotState(each.id.rpartition("-")[0], each.role, each.host, "ready", since=NOW - 700)

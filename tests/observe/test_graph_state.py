@@ -5,7 +5,7 @@ import pytest
 
 from pdserve.contract.messages import Hop
 from pdserve.contract.records import Instance
-from pdserve.contract.reports import BUCKETS, MAX_REPORTED, TICK, Receipt, Tick, Watched
+from pdserve.contract.reports import BUCKETS, MAX_REPORTED_RECEIPTS, TICK, ProcessReport, Receipt, Tick
 from pdserve.observe.graph_state import GraphState, graph_state, moments, quantile, short_names
 
 
@@ -17,7 +17,7 @@ def histogram(*seconds: float) -> list[int]:
     return counts
 
 
-def state(watched: dict[str, Watched], *instances: Instance) -> GraphState:
+def state(watched: dict[str, ProcessReport], *instances: Instance) -> GraphState:
     return graph_state(instances, [], {}, {}, watched)
 
 
@@ -59,14 +59,17 @@ def test_a_short_name_stands_for_one_instance() -> None:
 
 
 def test_receipts_of_all_frontends_the_newest_first() -> None:
-    told = [Receipt(str(age), f"frontend-{age % 2}", "/", age) for age in range(MAX_REPORTED)]
-    found = state({"a": Watched(receipts=told[::2]), "b": Watched(receipts=told)}).receipts
-    assert len(found) == MAX_REPORTED
+    told = [Receipt(str(age), f"frontend-{age % 2}", "/", age) for age in range(MAX_REPORTED_RECEIPTS)]
+    found = state({"a": ProcessReport(receipts=told[::2]), "b": ProcessReport(receipts=told)}).receipts
+    assert len(found) == MAX_REPORTED_RECEIPTS
     assert [receipt.age for receipt in found] == sorted(receipt.age for receipt in found)
 
 
 def test_receipts_with_a_detour_are_kept_beyond_the_newest() -> None:
-    usual = [Receipt(str(age), "a", "/", age) for age in range(MAX_REPORTED + 5)]
+    usual = [Receipt(str(age), "a", "/", age) for age in range(MAX_REPORTED_RECEIPTS + 5)]
     fell = Receipt("fell", "a", "/", 500.0, hops=[Hop("fallback", 0.5, why="timeout")])
-    found = state({"a": Watched(receipts=[*usual, fell])}).receipts
-    assert [receipt.request_id for receipt in found[MAX_REPORTED - 1 :]] == [str(MAX_REPORTED - 1), "fell"]
+    found = state({"a": ProcessReport(receipts=[*usual, fell])}).receipts
+    assert [receipt.request_id for receipt in found[MAX_REPORTED_RECEIPTS - 1 :]] == [
+        str(MAX_REPORTED_RECEIPTS - 1),
+        "fell",
+    ]

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.contract.messages import Load
 from pdserve.contract.records import Instance, Role
-from pdserve.contract.reports import MAX_REPORTED, Watched
+from pdserve.contract.reports import MAX_REPORTED_RECEIPTS, ProcessReport
 from pdserve.observe import process_pages
 from pdserve.observe.process_pages import read_loads, read_watched, serve_pages
 from tests.conditions import until
@@ -25,7 +25,7 @@ def instance(name: str, url: str) -> Instance:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_a_process_reports_its_metrics_and_its_load(host: str) -> None:
     with serve_pages(host) as page:
-        page.watched = lambda: Watched(Load(running=len(asyncio.all_tasks()), tokens=7))
+        page.watched = lambda: ProcessReport(Load(running=len(asyncio.all_tasks()), tokens=7))
         async with httpx.AsyncClient() as http:
             assert "pdserve_tasks" in (await http.get(page.metrics)).text
         told = await read_watched([instance("a", page.metrics), instance("b", page.metrics)])
@@ -39,7 +39,7 @@ async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch)
         starting.watched = Instance("", Role.DECODE).__getattribute__  # type: ignore[assignment]
         urls = {"good": good.metrics, "starting": starting.metrics}
         urls |= {"gone": "http://127.0.0.1:1/metrics", "none": "", "nonsense": "http://[/metrics"}
-        assert await read_watched(instance(*item) for item in urls.items()) == {"good": Watched()}
+        assert await read_watched(instance(*item) for item in urls.items()) == {"good": ProcessReport()}
     monkeypatch.setattr(process_pages, "READ_WITHIN", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         silent = f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
@@ -89,7 +89,7 @@ async def test_pages_are_refused_under_foreign_names_and_bound_what_is_asked(
                 for name in ("evil.example", "127.0.0.1.nip.io:80", "[::1", ""):
                     assert (await http.get(path, headers={"host": name})).status_code == 403
                 assert (await http.get(path, headers={"host": "localhost:80"})).status_code == 200
-    assert asked[:4] == [MAX_REPORTED, MAX_REPORTED, MAX_REPORTED, 7]
+    assert asked[:4] == [MAX_REPORTED_RECEIPTS, MAX_REPORTED_RECEIPTS, MAX_REPORTED_RECEIPTS, 7]
     assert capfd.readouterr().err == ""
 
 

@@ -46,10 +46,10 @@ async def test_a_worker_that_vanished_is_remembered(stage: Stage) -> None:
         for instance in (DECODE, PREFILL, FRONTEND):
             await registry.delete(keys.instance(instance))
         await until(lambda: not view.instances())
-        assert [each.id for each in view.gone()] == [DECODE.id]
+        assert [each.id for each in view.lost_workers()] == [DECODE.id]
         await registry.put(keys.instance(DECODE), encode_record(DECODE))
         await until(lambda: bool(view.instances()))
-        assert view.gone() == []
+        assert view.lost_workers() == []
 
 
 async def test_a_worker_that_vanished_is_gone_until_another_replaces_it() -> None:
@@ -65,19 +65,19 @@ async def test_a_worker_that_vanished_is_gone_until_another_replaces_it() -> Non
         await put(workers[1])
         async with RegistryView(registry) as view:
             await writer.delete(keys.instance(workers[0]))
-            await until(lambda: bool(view.gone()))
-            assert [(each.id, each.host, each.model) for each in view.gone()] == [
+            await until(lambda: bool(view.lost_workers()))
+            assert [(each.id, each.host, each.model) for each in view.lost_workers()] == [
                 ("decode-0-a", "a", DECODE.model)
             ]
             assert not +view.replaced
             await put(workers[2])
-            await until(lambda: not view.gone())
+            await until(lambda: not view.lost_workers())
             assert view.replaced == {(DECODE.model, Role.DECODE): 1}
             await put(replace(workers[1], draining=True))
             await until(lambda: any(worker.draining for worker in view.instances()))
             await writer.delete(keys.instance(workers[1]))
             await until(lambda: len(view.instances()) == 1)
-            assert view.gone() == []
+            assert view.lost_workers() == []
 
 
 class WatchedAnew(MemoryRegistry):
@@ -117,4 +117,6 @@ async def test_a_watch_that_begins_anew_forgets_deleted_keys() -> None:
             for key in records:
                 await writer.delete(key)
             await until(lambda: registry.watches == 2 and not any(seen()))
-            assert [each.id for each in view.gone()] == [DECODE.id], "what vanished meanwhile is missed"
+            assert [each.id for each in view.lost_workers()] == [DECODE.id], (
+                "what vanished meanwhile is missed"
+            )

@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.cli.setup.credentials import make_credentials
 from pdserve.queue import server_info
-from pdserve.security.credentials import NAME, Credentials, create, expiring
+from pdserve.security.credentials import CERTIFICATE_NAME, Credentials, create, expiry_warning
 from pdserve.supervisor.servers.embedded import nats_binary
 from pdserve.util import clock
 from pdserve.util.errors import ConfigError
@@ -37,7 +37,9 @@ async def greeter(credentials: Credentials) -> AsyncIterator[int]:
 
 
 async def greeted(port: int, context: ssl.SSLContext) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=NAME)
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", port, ssl=context, server_hostname=CERTIFICATE_NAME
+    )
     try:
         return await reader.read()
     finally:
@@ -85,7 +87,7 @@ async def test_those_of_a_run_hold_when_the_clock_is_set_right(
     monkeypatch.setattr(clock, "unix", lambda: now + years * 365 * 24 * 3600)
     credentials = create(tmp_path / "credentials", valid=None)
     monkeypatch.undo()
-    assert expiring(credentials.certificate) is None
+    assert expiry_warning(credentials.certificate) is None
     async with greeter(credentials) as port:
         assert await greeted(port, credentials.client_context()) == b"hello"
 

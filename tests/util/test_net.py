@@ -23,8 +23,8 @@ def test_no_port_is_given_twice_also_to_another_process(monkeypatch: pytest.Monk
     first = 10000 + 12 * (os.getpid() % 400)  # where nothing else of ours looks
     last = first + 11
     code = (
-        "import sys; from pdserve import ports; ports._FIRST, ports._LAST = map(int, sys.argv[1:]);"
-        "print(*(ports.free_port('127.0.0.1') for _ in range(5)), flush=True); input()"
+        "import sys; from pdserve.util import net; net._FIRST, net._LAST = map(int, sys.argv[1:]);"
+        "print(*(net.free_port('127.0.0.1') for _ in range(5)), flush=True); input()"
     )
     monkeypatch.setattr(net, "_FIRST", first)
     monkeypatch.setattr(net, "_LAST", last)

@@ -117,7 +117,7 @@ class Rolled:
 
     async def replace(self, build: Path, load: JudgedLoad) -> None:
         """Bring this build to all slots, one after the other, with remote prefills in between. There are none from the
-        last release's prefill workers alone to this build's decode workers (`records.CONFIRMS`)."""
+        last release's prefill workers alone to this build's decode workers (`records.MIN_KV_WIRE`)."""
         for role, count in WORKERS.items():
             for index in range(count):
                 await self.end(role, index)

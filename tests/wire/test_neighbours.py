@@ -98,7 +98,7 @@ def test_the_bytes_of_the_last_release_are_read(file: str) -> None:
         return
     library = msgspec.json if root in JSON else msgspec.msgpack
     sent, read = library.decode(path.read_bytes()), TODAY.decoder(root)(path.read_bytes())
-    assert type(read).__name__ == name
+    assert type(read) is TODAY.kinds(root)[name]
     shared = library.decode(wire.encode(root, read))
     assert list(differences(shared, sent, name)) == [], ADVICE
 

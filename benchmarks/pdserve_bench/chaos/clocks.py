@@ -95,7 +95,7 @@ async def _failed(scene: Scene) -> tuple[float, float]:
 
 def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
     """Slots like those of the graph's own processes, beside them. Raises Cannot."""
-    ours = [slot for slot in make_plan(scene.config, Machine.detect()).slots if slot.role.does(role)]
+    ours = [slot for slot in make_plan(scene.config, Machine.detect()).slots if slot.role.includes(role)]
     if not ours:
         raise Cannot(f"the graph has no {role.value} processes")
     if ours[0].gpus:

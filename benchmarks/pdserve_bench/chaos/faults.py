@@ -99,7 +99,7 @@ def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: i
         Victim(instance.id, group)
         for role in roles
         for instance in sorted(instances, key=lambda instance: instance.id)
-        if instance.role.does(Role(role)) and (group := _group(instance.pid, supervisor))
+        if instance.role.includes(Role(role)) and (group := _group(instance.pid, supervisor))
     ]
     ours = list(dict.fromkeys(victims))  # a worker that does both is named twice
     if not instances:

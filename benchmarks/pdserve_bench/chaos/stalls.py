@@ -31,7 +31,7 @@ AGAIN_WITHIN = 30.0
 
 async def stop_engine(scene: Scene, target: Target) -> float | None:
     ((victim,),) = find(target, scene.turn, await scene.watch.instances(), scene.running.graph.pid)
-    workers = [each for each in await scene.watch.instances() if each.role.does(Role(target.value))]
+    workers = [each for each in await scene.watch.instances() if each.role.includes(Role(target.value))]
     if len(workers) < 2:
         raise Cannot(f"there is no other {target.value} worker")
     section = scene.config.decode if target is Target.DECODE else scene.config.prefill

@@ -240,7 +240,7 @@ class Fuzzer:
                 self._found(f"/health: {answer.status_code} {answer.text}")
             elif there_load := (await http.get(f"{self.graph.url}/load")).json()["server_load"]:
                 self._found(f"/load: {there_load}")
-        await self._burst(sum(worker.max_num_seqs for worker in after if worker.role.does(Role.DECODE)))
+        await self._burst(sum(worker.max_num_seqs for worker in after if worker.role.includes(Role.DECODE)))
         for growth in leaks(before, await picture(self.graph.pid, await watch.instances(), {}), GROWTH):
             self._found(growth)
 

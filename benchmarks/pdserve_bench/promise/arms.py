@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pdserve.contract.live_settings import MAX_THRESHOLD, of_promise
-from pdserve.contract.slo import NO_PROMISE, Promised
+from pdserve.contract.live_settings import MAX_THRESHOLD, slo_settings
+from pdserve.contract.slo import NO_SLO, SloTargets
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve_bench.endpoint import Endpoint
@@ -46,7 +46,7 @@ WAYS = (
 
 def arm_of(name: str, slo: Slo) -> Arm:
     """The graph is to keep this promise."""
-    return Arm(name, of_promise(Promised(slo.ttft, slo.gap)))
+    return Arm(name, slo_settings(SloTargets(slo.ttft, slo.gap)))
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Switch:
             await asyncio.shield(replace_settings(registry, before))
 
     async def to(self, arm: Arm) -> None:
-        await replace_settings(self._registry, {**self._before, **of_promise(NO_PROMISE), **arm.settings})
+        await replace_settings(self._registry, {**self._before, **slo_settings(NO_SLO), **arm.settings})
         await asyncio.sleep(SETTLED)
 
 

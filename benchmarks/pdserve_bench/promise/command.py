@@ -6,7 +6,7 @@ import typer
 
 from pdserve.cli.find import GraphAddress, find_graph, frontend_url
 from pdserve.cli.options import GraphFile
-from pdserve.contract.slo import seconds
+from pdserve.contract.slo import parse_duration
 from pdserve.registry import connect
 from pdserve.util.errors import ConfigError
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
@@ -88,6 +88,6 @@ def _promise(text: str) -> tuple[str, Slo]:
     try:
         if not name or name in {arm.name for arm in (OFF, *WAYS)}:
             raise ValueError("it needs a name of its own")
-        return name, Slo(seconds(ttft), seconds(gap))
+        return name, Slo(parse_duration(ttft), parse_duration(gap))
     except ValueError as error:
         raise ConfigError([f"--promise {text}: {error}; write it as {PROMISES[0]}."]) from None

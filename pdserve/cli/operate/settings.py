@@ -9,7 +9,7 @@ import typer
 from pdserve.cli.find import GraphAddress, find_graph
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.config.files.yaml_tree import did_you_mean
-from pdserve.contract.live_settings import SETTINGS, explained, of_files, problem
+from pdserve.contract.live_settings import SETTINGS, explain_settings, merge_files, value_error
 from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
 from pdserve.util.errors import ConfigError
@@ -62,7 +62,7 @@ def _problem(name: str, value: str | None) -> str | None:
     if name not in SETTINGS:
         hint = did_you_mean(name, SETTINGS, f"use one of {', '.join(SETTINGS)}.")
         return f"{name} is no live setting: {hint}"
-    if value is not None and (wanted := problem(name, value)):
+    if value is not None and (wanted := value_error(name, value)):
         return f"{name}={value[:40]!r}: it takes {wanted}."
     return None
 
@@ -76,5 +76,5 @@ async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dic
             else:
                 await registry.put(keys.setting(name), value.encode(), leased=False)
         async with RegistryView(registry, keys.INSTANCES, keys.SETTINGS) as view:
-            file = of_files([instance.settings for instance in view.instances()])
-            return explained(file, view.settings())
+            file = merge_files([instance.settings for instance in view.instances()])
+            return explain_settings(file, view.settings())

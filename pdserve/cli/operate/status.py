@@ -21,7 +21,7 @@ from rich.text import Text
 from pdserve.cli.find import GraphAddress, GraphView, find_graph, running_here, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.contract.records import Instance
-from pdserve.contract.reports import Connections, Outage, Watched
+from pdserve.contract.reports import Outage, OutageTracker, ProcessReport
 from pdserve.observe.graph_state import (
     WAITS,
     GraphState,
@@ -109,16 +109,16 @@ async def _watch(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
 
 async def _states(view: GraphView, graph: GraphAddress) -> AsyncIterator[GraphState]:
     """A state each `AGAIN` seconds, for ever."""
-    own = Connections()
+    own = OutageTracker()
     own.add("etcd", graph.etcd, view.connected)
     while True:
         began = time.monotonic()
         registered = view.snapshot()
         watched = await read_watched(registered.instances)
         outages = [msgspec.structs.replace(each, why=view.refusal()) for each in own.outages()]
-        watched["this command"] = Watched(outages=outages)
+        watched["this command"] = ProcessReport(outages=outages)
         if serve := running_here(graph):
-            watched["the supervisor"] = Watched(outages=_servers_down(serve))
+            watched["the supervisor"] = ProcessReport(outages=_servers_down(serve))
         yield graph_state(*registered, watched)
         await asyncio.sleep(began + AGAIN - time.monotonic())
 

@@ -16,7 +16,7 @@ from pdserve.cli.find import GraphAddress, find_graph, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.config.files.yaml_tree import did_you_mean
 from pdserve.contract.records import Role
-from pdserve.contract.reports import KEPT_FOR, MAX_REPORTED, MOST_KEPT, Receipt
+from pdserve.contract.reports import MAX_RECEIPTS, MAX_REPORTED_RECEIPTS, RECEIPT_LIFETIME, Receipt
 from pdserve.observe.graph_state import slot_name
 from pdserve.observe.problems import duration
 from pdserve.observe.process_pages import read_receipts
@@ -69,7 +69,7 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     async with view_of(graph) as view:
         frontends = view.instances(Role.FRONTEND)
         receipts = await read_receipts(frontends, 1, request_id=wanted) if wanted else []
-        last = [] if receipts else await read_receipts(frontends, MAX_REPORTED)
+        last = [] if receipts else await read_receipts(frontends, MAX_REPORTED_RECEIPTS)
     receipts = receipts or (matching(last, wanted) if wanted else last)
     if wanted and not receipts:
         print(f"pdserve: {not_found(wanted, last)}", file=sys.stderr)
@@ -100,7 +100,8 @@ def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     """Say why there may be no such receipt. Pure."""
     if len(wanted) < _LEAST:
         return f"{wanted} is too short: give at least {_LEAST} characters; `{pdserve_command('trace')}` lists the last."
-    kept = f"of the last {MOST_KEPT:,} requests that generate, for {KEPT_FOR / 60:.0f} minutes and as long as it runs"
+    minutes = f"{RECEIPT_LIFETIME / 60:.0f} minutes"
+    kept = f"of the last {MAX_RECEIPTS:,} requests that generate, for {minutes} and as long as it runs"
     hint = did_you_mean(
         wanted, [receipt.request_id for receipt in last], f"`{pdserve_command('trace')}` lists the last."
     )
@@ -124,7 +125,7 @@ def requests(receipts: Sequence[Receipt]) -> Table:
             *map(str, (receipt.prompt_tokens, receipt.cached_tokens, receipt.output_tokens)),
             *[receipt.model] * several,
             receipt.key,
-            receipt.way,
+            receipt.prefill_summary,
             " → ".join(map(slot_name, _places(receipt))),
         )
     return made

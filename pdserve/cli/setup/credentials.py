@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.security.credentials import LOCAL, Credentials, create
+from pdserve.security.credentials import LOCAL_HOSTS, Credentials, create
 from pdserve.util.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def make_credentials(
     if folder.exists():
         raise ConfigError([f"{folder} exists: choose another folder, or remove it first."])
     try:
-        create(folder, [*LOCAL, *(host or [])])
+        create(folder, [*LOCAL_HOSTS, *(host or [])])
     except ValueError as error:
         raise ConfigError(
             [f"--host: {error}: use a name as in nats.example.com, or an address as in 10.0.0.5."]

@@ -12,7 +12,7 @@ from heapq import nsmallest
 from itertools import islice
 from zlib import crc32
 
-from pdserve.contract.records import CONFIRMS, Instance, Role
+from pdserve.contract.records import MIN_KV_WIRE, Instance, Role
 from pdserve.decode.peers.untaken import UntakenPrompts
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
@@ -104,7 +104,7 @@ class PrefillWorkers:
 
     def _alike(self, workers: list[Instance]) -> list[Instance]:
         same = self.engine.facts.fingerprint
-        others = [worker for worker in workers if worker.id != self.instance and worker.wire >= CONFIRMS]
+        others = [worker for worker in workers if worker.id != self.instance and worker.wire >= MIN_KV_WIRE]
         return [worker for worker in others if worker.fingerprint == same]
 
     # those whose KV cannot be read
@@ -152,7 +152,7 @@ class PrefillWorkers:
         return self._untaken.silent(time.monotonic())
 
     def _reachable(self, worker: Instance) -> bool:
-        return worker.works and self._unheard[worker.id] < UNHEARD
+        return worker.is_working and self._unheard[worker.id] < UNHEARD
 
     async def watch(self) -> None:
         """Ask NATS, while requests wait for prefill workers, whether these are still connected to it; for ever. The
@@ -226,4 +226,4 @@ class PrefillWorkers:
 
 
 def _working(workers: list[Instance]) -> set[str]:
-    return {worker.id for worker in workers if worker.works}
+    return {worker.id for worker in workers if worker.is_working}

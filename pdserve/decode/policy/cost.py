@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdserve.contract.messages import PrefillLoad
-from pdserve.contract.slo import MATTERS
+from pdserve.contract.slo import MIN_MISS_DIFFERENCE
 
 BEHIND = 2.0
 """prompts that wait behind this one, for each that comes while it is computed: those make others wait in turn"""
@@ -59,7 +59,7 @@ class Estimates:
         """There, if fewer promises are expected to break there; else where it costs less. For each that is kept here,
         all that runs here ends later: it may cost as much again as the other way."""
         here, there = self.breaks or (0.0, 0.0)
-        if here > there + MATTERS:
+        if here > there + MIN_MISS_DIFFERENCE:
             return "there"
         return "there" if self.remote * (1 + there - here) < self.local else "here"
 

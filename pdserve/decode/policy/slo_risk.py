@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pdserve.contract.slo import UNEVEN, late, torn
+from pdserve.contract.slo import GAP_VARIATION, gap_miss_probability, ttft_miss_probability
 
 COMMON = 0.028
 """seconds of a step with a chunk where no gap is promised: short beside the gaps that are commonly asked for"""
@@ -20,7 +20,7 @@ LEAST = 4
 def longest_step(gap: float, plain: float) -> float:
     """Seconds that a step with a chunk may take as a mean, so that this gap is kept; infinite if it breaks in any case:
     `plain` is a step without one."""
-    return (1 - UNEVEN) * gap if plain < gap else math.inf
+    return (1 - GAP_VARIATION) * gap if plain < gap else math.inf
 
 
 def chunk_of(step: float, plain: float, token_seconds: float, usual: int, block: int) -> int:
@@ -58,7 +58,7 @@ class Stakes:
     """prompts that wait for prefill workers behind this one"""
 
     def broken_here(self, wait: float, compute: float) -> float:
-        streams = sum(torn(self.step, gap) for gap in self.gaps)
+        streams = sum(gap_miss_probability(self.step, gap) for gap in self.gaps)
         return self._own(wait + compute) + streams + _delayed(self.here, compute)
 
     def broken_there(self, first: float, spread: float) -> float:
@@ -66,8 +66,13 @@ class Stakes:
         return self._own(first) + _delayed(self.there, spread)
 
     def _own(self, first: float) -> float:
-        return 1 - (1 - late(first, self.left)) * (1 - torn(self.plain, self.gap))
+        return 1 - (1 - ttft_miss_probability(first, self.left)) * (
+            1 - gap_miss_probability(self.plain, self.gap)
+        )
 
 
 def _delayed(waiting: Iterable[tuple[float, float]], seconds: float) -> float:
-    return sum(late(expected + seconds, left) - late(expected, left) for expected, left in waiting)
+    return sum(
+        ttft_miss_probability(expected + seconds, left) - ttft_miss_probability(expected, left)
+        for expected, left in waiting
+    )

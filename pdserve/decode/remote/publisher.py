@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pdserve.contract.slo import is_spare
+from pdserve.contract.slo import is_flex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import DecodeRequest
 from pdserve.decode.scheduling.fair_order import FairOrder
@@ -74,7 +74,7 @@ class PrefillTurns:
     def ahead(self, client: str) -> int:
         """How many of the queue's prompts have their turn before a new one of this client, as far as is known here. For
         a spare one none counts: it waits, since computed by the decode worker it would stall streams."""
-        return 0 if is_spare(client) else self._queue.depth - self._held.after(client)
+        return 0 if is_flex(client) else self._queue.depth - self._held.after(client)
 
     def over(self, request: DecodeRequest) -> None:
         """The request waits no longer."""
@@ -92,7 +92,7 @@ class PrefillTurns:
         while (request := self._held.first(now)) and (self._may_publish(request) or self._may_pass(request)):
             self._held.pop(now)
             client = request.submit.client
-            self._out[request] = self._of(client) + is_spare(client)
+            self._out[request] = self._of(client) + is_flex(client)
             if request.turn is not None and request.awaits:
                 request.turn.set_result(None)
         self._queue.hold(self._held.ordinary)
@@ -102,8 +102,8 @@ class PrefillTurns:
         workers, tokens = len(self._workers.available()), len(request.submit.prompt)
         if not self._queue.connected or not workers:
             return True  # it is computed here then
-        if is_spare(request.submit.client):  # one at a time: few prompts can pass what is published
-            alone = all(out.prefiller and not is_spare(out.submit.client) for out in self._out)
+        if is_flex(request.submit.client):  # one at a time: few prompts can pass what is published
+            alone = all(out.prefiller and not is_flex(out.submit.client) for out in self._out)
             return alone and not self._queue.stored
         own = [len(out.submit.prompt) for out in self._waiting()]
         return not enough(self._queue.stored, own, tokens, workers, self._token_seconds())
@@ -111,11 +111,11 @@ class PrefillTurns:
     def _may_pass(self, request: DecodeRequest) -> bool:
         """Whether its client has no other prompt there, and all that was published and waits is of clients that do."""
         client = request.submit.client
-        return not (is_spare(client) or self._of(client)) and all(self._out[out] for out in self._waiting())
+        return not (is_flex(client) or self._of(client)) and all(self._out[out] for out in self._waiting())
 
     def _waiting(self) -> list[DecodeRequest]:
         """Published, and not known to be pulled; without spare ones."""
-        return [out for out in self._out if not (out.prefiller or is_spare(out.submit.client))]
+        return [out for out in self._out if not (out.prefiller or is_flex(out.submit.client))]
 
     def _of(self, client: str) -> int:
         return sum(out.submit.client == client for out in self._out)

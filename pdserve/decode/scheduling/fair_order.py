@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, TypeVar
 
-from pdserve.contract.slo import is_spare
+from pdserve.contract.slo import is_flex
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class FairOrder(Generic[T]):
 
     def add(self, client: str, item: T, due: float = math.inf, needs: float = 0.0) -> None:
         if client not in self._queues:
-            alike = (turns for name, turns in self._turns.items() if is_spare(name) == is_spare(client))
+            alike = (turns for name, turns in self._turns.items() if is_flex(name) == is_flex(client))
             self._turns[client] = min(alike, default=0)
         waiting = Waiting(item, due, needs)
         self._queues.setdefault(client, []).append(waiting)
@@ -102,20 +102,20 @@ class FairOrder(Generic[T]):
         """How many of other clients, without spare ones, have their turn after a new one of this client, where none has
         a promise."""
         own = len(self._queues.get(client, ())) + 1
-        others = (len(queue) for name, queue in self._queues.items() if name != client and not is_spare(name))
+        others = (len(queue) for name, queue in self._queues.items() if name != client and not is_flex(name))
         return sum(max(0, count - own) for count in others)
 
     @property
     def ordinary(self) -> int:
         """How many wait, without spare ones."""
-        return sum(len(queue) for name, queue in self._queues.items() if not is_spare(name))
+        return sum(len(queue) for name, queue in self._queues.items() if not is_flex(name))
 
     def _leave(self, client: str) -> None:
         for each in (self._queues, self._turns, self._passed, self._ranked):
             each.pop(client, None)
 
     def _next(self, now: float) -> str:
-        clients = [name for name in self._queues if not is_spare(name)] or list(self._queues)
+        clients = [name for name in self._queues if not is_flex(name)] or list(self._queues)
         if not self._promised:
             return clients[0]
         if passed := [name for name in clients if self._passed[name] > PASSED * len(clients)]:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pdserve.contract.slo import is_spare
+from pdserve.contract.slo import is_flex
 from pdserve.decode.scheduling.fair_order import FairOrder
 
 SHORT = 8
@@ -66,14 +66,14 @@ class PromptTurns:
 
     def _may_pass(self, prompt: _Prompt) -> bool:
         here = {each.client for each in self._inside | self._passing}
-        may = prompt.tokens <= self._short and not is_spare(prompt.client)
+        may = prompt.tokens <= self._short and not is_flex(prompt.client)
         return may and len(self._passing) < PASSING and prompt.client not in here
 
     def _start_next(self) -> None:
         now, chunk = time.monotonic(), self._chunk()
         while prompt := self._waiting.first(now):
-            spare = is_spare(prompt.client)  # spare ones hold up no other
-            inside = [each for each in self._inside if spare or not is_spare(each.client)]
+            spare = is_flex(prompt.client)  # spare ones hold up no other
+            inside = [each for each in self._inside if spare or not is_flex(each.client)]
             if inside and sum(min(each.tokens, chunk) for each in (*inside, prompt)) > chunk:
                 return
             self._waiting.pop(now)

@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from pdserve.contract.messages import PrefillDone, PrefillLoad
-from pdserve.contract.slo import is_spare
+from pdserve.contract.slo import is_flex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.policy.cost import Estimates, SeenLoad, estimate
 from pdserve.decode.policy.slo_risk import Stakes, chunk_of, chunk_without_promise, longest_step
@@ -125,7 +125,7 @@ class Estimator:
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
         if not workers:
             return None
-        requests = [each for each in self._before(is_spare(asked.submit.client)) if each is not asked]
+        requests = [each for each in self._before(is_flex(asked.submit.client)) if each is not asked]
         spacing = self._arrived(now)
         seen = {name: self._seen(name, now) for name in workers}
         held = Counter[str]()
@@ -257,7 +257,7 @@ class Estimator:
         return [
             each
             for each in requests
-            if spare or each.since or each.prefiller or not is_spare(each.submit.client)
+            if spare or each.since or each.prefiller or not is_flex(each.submit.client)
         ]
 
     def outlook(self) -> Outlook:

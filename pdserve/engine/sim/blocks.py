@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from pdserve.contract.prefixes import NAME, CachedPrefixes, Picture, keys, names
+from pdserve.contract.prefixes import NAME_BYTES, CachedPrefixes, PromptImage, block_names, image_keys
 
 
 class BlockPool:
@@ -31,10 +31,12 @@ class BlockPool:
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def whole(self, prompt: list[int], parent: bytes = b"", pictures: Iterable[Picture] = ()) -> list[int]:
+    def whole(
+        self, prompt: list[int], parent: bytes = b"", pictures: Iterable[PromptImage] = ()
+    ) -> list[int]:
         """The contents that the full blocks of this prompt have once they are computed. `parent` is the name of what
         its salt and its adapter are (`prefixes.root`)."""
-        prefixes = names(prompt, self.block_size, parent, shown=keys(pictures, self.block_size))
+        prefixes = block_names(prompt, self.block_size, parent, shown=image_keys(pictures, self.block_size))
         return [int.from_bytes(name) ^ self.weights for name in prefixes]
 
     def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:
@@ -74,7 +76,7 @@ class BlockPool:
                 self.prefixes.add(self._name(content), depth)
 
     def _name(self, content: int) -> bytes:
-        return (content ^ self.weights).to_bytes(NAME)
+        return (content ^ self.weights).to_bytes(NAME_BYTES)
 
     def contents(self, blocks: list[int]) -> list[int]:
         """What lies in these blocks now, whichever request it is of; 0 for a block that is not full."""

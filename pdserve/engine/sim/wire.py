@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.msgpack import Ext
 
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.prefixes import Picture, pictures, root
+from pdserve.contract.prefixes import PromptImage, prompt_images, root_name
 from pdserve.engine.base import Output
 from pdserve.engine.sim.model import SimModel, seed_of
 from pdserve.util.errors import ProtocolError
@@ -79,11 +79,11 @@ class CoreRequest(Struct, array_like=True, frozen=True):
     @property
     def root(self) -> bytes:
         """The parent of its blocks' names."""
-        return root(self.cache_salt, self.adapter)
+        return root_name(self.cache_salt, self.adapter)
 
     @property
-    def pictures(self) -> list[Picture]:
-        return pictures(self.mm_features)
+    def pictures(self) -> list[PromptImage]:
+        return prompt_images(self.mm_features)
 
     @property
     def salt(self) -> int:

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pdserve.contract.prefixes import CachedPrefixes, key, names, root
+from pdserve.contract.prefixes import CachedPrefixes, block_names, image_key, root_name
 from pdserve.engine.vllm import api
 from pdserve.runtime.tasks import Lifetime, Owner
 
@@ -91,15 +91,15 @@ class CacheMirror(Lifetime):
             return
         if any(isinstance(each, str) for keys in extra for each in keys):
             return
-        shown = {number * size: b"".join(starmap(key, keys)) for number, keys in enumerate(extra)}
+        shown = {number * size: b"".join(starmap(image_key, keys)) for number, keys in enumerate(extra)}
         if before is None:
-            parent = root(salt, adapter)
+            parent = root_name(salt, adapter)
         elif before in self._blocks and salt is None:
             parent, depth = self._blocks[before]
         else:
             return
         for block, name in zip(
-            event.block_hashes, names(event.token_ids, size, parent, shown=shown), strict=True
+            event.block_hashes, block_names(event.token_ids, size, parent, shown=shown), strict=True
         ):
             depth += 1
             self._blocks[block] = name, depth

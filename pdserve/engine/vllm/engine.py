@@ -11,7 +11,7 @@ import psutil
 
 from pdserve.config.engine_args.arguments import SAMPLING_ARGUMENTS
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.prefixes import pictures
+from pdserve.contract.prefixes import prompt_images
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.lora import with_adapter
@@ -186,7 +186,7 @@ class VllmEngine(Engine):
         request = translation.read_body(body)
         if not translation.remote_ok(request):
             return None
-        adapter, shown = translation.adapter_of(request), pictures(request.mm_features)
+        adapter, shown = translation.adapter_of(request), prompt_images(request.mm_features)
         return self.prefixes.hit(prompt, request.cache_salt, adapter, shown, host=host)
 
     async def load_adapter(self, id: int, folder: str) -> None:

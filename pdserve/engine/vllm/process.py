@@ -202,7 +202,7 @@ class VllmProcess:
             transfer = {"engine_id": spec.instance, "kv_load_failure_policy": "recompute"}
             disk = spec.kv_offload_disk, spec.kv_offload_folder
             arguments["kv-transfer-config"] = connectors(nixl, spec.kv_offload, *disk) | transfer
-        if spec.role.does(Role.DECODE):
+        if spec.role.includes(Role.DECODE):
             arguments["kv-events-config"] = {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pdserve.contract.messages import KvHandle
-from pdserve.contract.sampling import first_elsewhere
+from pdserve.contract.sampling import can_split_after_first_token
 from pdserve.engine.base import EngineFacts
 from pdserve.engine.lora import with_adapter
 from pdserve.engine.vllm import api
@@ -158,7 +158,7 @@ def to_prefill(
     if not remote_ok(request):
         raise ProtocolError("this prompt cannot be prefilled for another engine")
     sampling = request.sampling_params
-    own_token = own_token and first_elsewhere(sampling)
+    own_token = own_token and can_split_after_first_token(sampling)
     if own_token:  # vLLM silently drops a request with min_tokens above max_tokens
         sampling.max_tokens, sampling.min_tokens = 1, min(1, sampling.min_tokens)
     else:

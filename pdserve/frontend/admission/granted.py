@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2s
 from typing import Protocol
 
-from pdserve.contract.slo import SPARE
+from pdserve.contract.slo import FLEX_PREFIX
 from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry
 from pdserve.frontend.admission.wait_estimate import RequestSize
 
@@ -61,7 +61,7 @@ class Admission(QueueEntry):
     def short_name(self) -> str:
         """Stands for the client at workers, which learn no names."""
         name = blake2s(self.client.encode(), digest_size=6).hexdigest()
-        return SPARE + name if self.spare else name
+        return FLEX_PREFIX + name if self.spare else name
 
     @property
     def runs(self) -> int:

@@ -12,7 +12,7 @@ from typing import Self
 
 from pdserve.contract.messages import Hop, Placed
 from pdserve.contract.reports import HOPS
-from pdserve.contract.slo import NO_PROMISE, Promised
+from pdserve.contract.slo import NO_SLO, SloTargets
 from pdserve.frontend.admission.granted import Admission
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.observe.tracing import TracedSpan
@@ -165,7 +165,7 @@ class RequestState:
     """of its answer, whatever its status"""
     usage_headers: Callable[[], Mapping[str, str]] = dict
     """further headers, made when the answer begins: what its key has left"""
-    promised: Promised = NO_PROMISE
+    promised: SloTargets = NO_SLO
     """what is promised to its client"""
     first_token: float | None = None
     """monotonic, as `started`"""

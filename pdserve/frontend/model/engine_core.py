@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 from pdserve.contract.messages import Cancel, Failed, Outputs, Placed, ToFrontend, WorkerLoad
 from pdserve.contract.records import ModelCard
-from pdserve.contract.sampling import looks_back
+from pdserve.contract.sampling import stateful_parameter
 from pdserve.frontend.admission.wait_estimate import RequestEstimate
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.request_state import (
@@ -120,7 +120,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         if reason := unsupported(request, state.prompt_tokens, state.admission.size.n):
             self.fail(generation, RequestFailure(400, reason))
             return
-        generation.replays = looks_back(request.sampling_params) is not None
+        generation.replays = stateful_parameter(request.sampling_params) is not None
         generation.request = repeatable(request)
         generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
         if state.failure is not None:  # a sibling (n > 1, beams) has just ended all of them

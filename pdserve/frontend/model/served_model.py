@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pdserve.config.schema import AdmissionLimits
 from pdserve.contract.records import Adapter, ModelCard, Role
 from pdserve.contract.reports import LinkState
-from pdserve.contract.slo import NO_PROMISE
+from pdserve.contract.slo import NO_SLO
 from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.control import AdmissionControl
 from pdserve.frontend.admission.granted import ModelReplaced
@@ -42,7 +42,7 @@ class ServedModel:
         """set while its card is not in the registry"""
         self.missed = False
         """its last worker did not drain: that it has none stays a matter for an alert"""
-        self.promised = NO_PROMISE
+        self.promised = NO_SLO
         self.adapters: dict[str, Adapter] = {}
         """that requests may name, by name"""
         self.places = 1

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from pdserve.config.engine_args.installed import installed_vllm
 from pdserve.config.schema import AdmissionLimits
-from pdserve.contract.live_settings import in_force, promise_in_force
+from pdserve.contract.live_settings import effective_settings, effective_slo
 from pdserve.contract.messages import Load
 from pdserve.contract.records import Adapter, Instance, ModelCard, Role
-from pdserve.contract.reports import LinkState, Watched
+from pdserve.contract.reports import LinkState, ProcessReport
 from pdserve.frontend.edge.paths import BY_ID
 from pdserve.frontend.edge.request_state import RETRY_AFTER
 from pdserve.frontend.edge.response import HttpError
@@ -210,8 +210,10 @@ class ServedModels:
 
     def show_ready(self, silent: Container[str] = ()) -> None:
         """Show by slot which processes are ready. `silent`: ids of those that do not answer."""
-        answers = {each.id: Watched() for each in self._view.instances() if each.id not in silent}
-        state = graph_state(*self._view.snapshot(), answers | {"": Watched(gone=self._view.gone())})
+        answers = {each.id: ProcessReport() for each in self._view.instances() if each.id not in silent}
+        state = graph_state(
+            *self._view.snapshot(), answers | {"": ProcessReport(gone=self._view.lost_workers())}
+        )
         before, self._ready = self._ready, readiness(state, nodes(state, 0.0))
         for place in before.keys() - self._ready.keys():
             SLOT_READY.remove(*place)
@@ -223,7 +225,7 @@ class ServedModels:
 
     def _add(self, name: str, card: ModelCard) -> None:
         model = self._models.get(name)
-        if model is not None and model.card.alike(card):
+        if model is not None and model.card.is_interchangeable(card):
             if model.removal is not None:
                 model.removal.cancel()
                 model.removal = None
@@ -244,7 +246,9 @@ class ServedModels:
         if model.removal is None:
             grace = self._context.request_timeout
             logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
-            model.missed = name == self._expected or any(each.model == name for each in self._view.gone())
+            model.missed = name == self._expected or any(
+                each.model == name for each in self._view.lost_workers()
+            )
             model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
 
     def _remove(self, name: str) -> None:
@@ -258,9 +262,9 @@ class ServedModels:
     def _update_model(self, model: ServedModel) -> None:
         live = self._view.settings()
         files = (worker.settings for worker in self._view.instances(model=model.card.name))
-        model.promised = promise_in_force(files, live)
+        model.promised = effective_slo(files, live)
         workers = self._workers(model.card)
-        places = (each.max_num_seqs for each in workers if not each.stands_in)
+        places = (each.max_num_seqs for each in workers if not each.can_stand_in)
         model.places = max(places, default=0) or model.places
         kept = self._view.adapters(model.card.name)
         model.adapters = served(kept, workers, model.adapters)
@@ -268,7 +272,9 @@ class ServedModels:
             model.processor.adapters.set(model.adapters.values())
             frontends = len(self._view.instances(Role.FRONTEND))
             model.processor.workers.update(workers, max(1, frontends), model.adapters | kept)
-            model.processor.workers.policy = in_force({"router": self._context.router}, live)["router"]
+            model.processor.workers.policy = effective_settings({"router": self._context.router}, live)[
+                "router"
+            ]
             model.admission.advance()
         if model.retired.is_set():
             model.replace(model.card.name in self._models and not model.live)
@@ -278,7 +284,8 @@ class ServedModels:
         return [
             worker
             for worker in self._view.instances(model=card.name)
-            if worker.fingerprint == card.fingerprint and (worker.role.does(Role.DECODE) or worker.stands_in)
+            if worker.fingerprint == card.fingerprint
+            and (worker.role.includes(Role.DECODE) or worker.can_stand_in)
         ]
 
     def _warn_if_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:

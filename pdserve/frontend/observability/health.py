@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 import pdserve
 from pdserve.config.engine_args.installed import installed_vllm
-from pdserve.contract.reports import Outage, Watched
+from pdserve.contract.reports import Outage, ProcessReport
 from pdserve.frontend.keys.auth import is_local
 from pdserve.frontend.plugins import Plugin, PluginContext
 from pdserve.observe.graph_state import graph_state
@@ -71,11 +71,11 @@ def known_problems(context: PluginContext) -> list[str]:
     """What is wrong with the graph by the registry and by this process's connections alone, since a probe must not wait
     for other processes; without addresses and causes, which should not be public."""
     view = context.view
-    lost = Watched(outages=[Outage("NATS", "", 0.0)])
-    others = {each.id: lost if each.queue_lost else Watched() for each in view.instances()}
+    lost = ProcessReport(outages=[Outage("NATS", "", 0.0)])
+    others = {each.id: lost if each.queue_lost else ProcessReport() for each in view.instances()}
     outages = [replace(outage, address="") for outage in context.outages()]
     links = [replace(link, failure="", round_trip=None) for link in context.models.links()]
-    others[context.id] = Watched(links=links, outages=outages, gone=view.gone())
+    others[context.id] = ProcessReport(links=links, outages=outages, gone=view.lost_workers())
     slots = [replace(slot, cause="", since=0.0) for slot in view.slots()]
     state = graph_state(view.instances(), slots, view.cards(), {}, others)
     return [each.text for each in problems(state, nodes(state, 0.0)) if each.level != "info"]

@@ -16,16 +16,16 @@ from starlette.routing import Route
 from pdserve.contract.records import Role
 from pdserve.contract.reports import (
     BUCKETS,
-    KEPT_FOR,
-    MAX_ASTRAY,
-    MAX_REPORTED,
+    MAX_DETOURS,
+    MAX_RECEIPTS,
+    MAX_REPORTED_RECEIPTS,
     MAX_TICKS,
-    MOST_KEPT,
+    RECEIPT_LIFETIME,
     TICK,
+    ProcessReport,
     Receipt,
     Tick,
-    Watched,
-    newest,
+    newest_receipts,
 )
 from pdserve.frontend.edge.request_record import RequestRecord, receipt_of
 from pdserve.frontend.edge.response import HttpError, ResponseWriter
@@ -45,9 +45,9 @@ class Receipts(Plugin):
         self.work = {"receipts": self.tick}
         self._asking = asyncio.Semaphore(MAX_ASKING)
         self._ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
-        self._over: deque[tuple[float, Receipt]] = deque(maxlen=MOST_KEPT)
+        self._over: deque[tuple[float, Receipt]] = deque(maxlen=MAX_RECEIPTS)
         """with the monotonic time of arrival; in the order of their ends"""
-        self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_ASTRAY)
+        self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_DETOURS)
         """the last receipts of requests that went astray"""
         self._counts = Counter[str]()
         """of the current tick"""
@@ -61,7 +61,7 @@ class Receipts(Plugin):
         self._tokens += receipt.output_tokens
         self._forget(time.monotonic())
         self._over.append((record.started, receipt))
-        if receipt.astray:
+        if receipt.has_detour:
             self._astray.append((record.started, receipt))
         self._counts["requests"] += 1
         self._counts["failed"] += record.code >= 500
@@ -69,7 +69,7 @@ class Receipts(Plugin):
         self._counts["promised"] += receipt.promise != ""
         self._counts["kept"] += receipt.promise == "kept"
 
-    def watched(self, watched: Watched) -> Watched:
+    def watched(self, watched: ProcessReport) -> ProcessReport:
         return replace(watched, ticks=list(self._ticks), receipts=self._reported())
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
@@ -91,12 +91,12 @@ class Receipts(Plugin):
 
     def _reported(self) -> list[Receipt]:
         """Return what dashboards and `status` get: the newest, and older ones of requests that went astray."""
-        now, newest_ones = time.monotonic(), self.receipts(MAX_REPORTED)
-        since = now - newest_ones[-1].age if len(newest_ones) == MAX_REPORTED else 0.0
+        now, newest_ones = time.monotonic(), self.receipts(MAX_REPORTED_RECEIPTS)
+        since = now - newest_ones[-1].age if len(newest_ones) == MAX_REPORTED_RECEIPTS else 0.0
         astray = [
             replace(receipt, age=now - started)
             for started, receipt in reversed(self._astray)
-            if now - KEPT_FOR < started < since
+            if now - RECEIPT_LIFETIME < started < since
         ]
         return newest_ones + astray
 
@@ -117,22 +117,24 @@ class Receipts(Plugin):
         return self._tokens + sum(response.state.output_tokens for response in self._running)
 
     def _forget(self, now: float) -> None:
-        while self._over and self._over[0][0] + self._over[0][1].seconds < now - KEPT_FOR:
+        while self._over and self._over[0][0] + self._over[0][1].seconds < now - RECEIPT_LIFETIME:
             self._over.popleft()
 
     # its pages
 
     async def _list(self, request: Request) -> Response:
         limit = request.query_params.get("limit", "20")
-        if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= MAX_REPORTED:
-            raise HttpError(400, f"limit must be a whole number from 1 to {MAX_REPORTED}", "limit")
+        if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= MAX_REPORTED_RECEIPTS:
+            raise HttpError(400, f"limit must be a whole number from 1 to {MAX_REPORTED_RECEIPTS}", "limit")
         return _json({"object": "list", "data": await self._find(request, int(limit))})
 
     async def _one(self, request: Request) -> Response:
         request_id = request.path_params["id"]
         if receipts := await self._find(request, 1, request_id):
             return _json(receipts[0])
-        kept = f"of the last {MOST_KEPT:,} requests of each frontend, for {KEPT_FOR / 60:g} minutes"
+        kept = (
+            f"of the last {MAX_RECEIPTS:,} requests of each frontend, for {RECEIPT_LIFETIME / 60:g} minutes"
+        )
         raise HttpError(404, f"there is no receipt of the request {request_id}: they are kept {kept}")
 
     async def _find(self, request: Request, limit: int, request_id: str = "") -> list[Receipt]:
@@ -143,7 +145,7 @@ class Receipts(Plugin):
         others = [other for other in self._view.instances(Role.FRONTEND) if other.id != self._own]
         if others and not (request_id and receipts):
             async with self._asking:
-                receipts = newest(limit, receipts, await read_receipts(others, *asked))
+                receipts = newest_receipts(limit, receipts, await read_receipts(others, *asked))
         return receipts
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import UNSET, UnsetType
 
 from pdserve.contract.messages import Cancel, Failed, Promise, Submit
-from pdserve.contract.sampling import looks_back
+from pdserve.contract.sampling import stateful_parameter
 from pdserve.frontend.edge.request_state import NO_WORKER, RETRY_AFTER, RequestFailure, RequestState
 from pdserve.frontend.sequence.generation import Generation
 from pdserve.frontend.vllm.api_server import (
@@ -58,7 +58,7 @@ _SEED_SPACE = 1 << 63
 def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:
     """The request, with a seed if it samples and may have to be replayed, so that the same tokens come again."""
     params = request.sampling_params
-    if params.seed is not None or params.temperature == 0 or not looks_back(params):
+    if params.seed is not None or params.temperature == 0 or not stateful_parameter(params):
         return request
     return with_params(request, seed=secrets.randbelow(_SEED_SPACE))
 
@@ -104,7 +104,7 @@ def body(request: EngineCoreRequest, attempt_id: str, tokens: list[int]) -> list
     changes: dict[str, object] = {"extra_args": _without_transfers(params.extra_args)}
     if tokens:  # the prompt's logprobs came with the first of them
         changes |= {"prompt_logprobs": None, "prompt_logprob_token_ids": None}
-    if tokens and not looks_back(params):
+    if tokens and not stateful_parameter(params):
         changes |= _continued(params, len(tokens))
     request = with_params(request, **changes)
     request.request_id = attempt_id

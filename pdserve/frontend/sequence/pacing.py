@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pdserve.contract.slo import Promised
+from pdserve.contract.slo import SloTargets
 from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.vllm.api_server import EngineCoreOutput, EngineCoreRequest, RequestOutputKind
 
@@ -55,7 +55,7 @@ class Reserve(Generic[T]):
     """when the last output left; 0 before"""
 
     @classmethod
-    def of(cls, promised: Promised, arrived: float, deadline: float) -> "Reserve[T] | None":
+    def of(cls, promised: SloTargets, arrived: float, deadline: float) -> "Reserve[T] | None":
         """Return the reserve for a request that arrived then; None without a promised gap, for which to hold any."""
         if promised.gap is None:
             return None

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
-from pdserve.contract.records import OF_FILE, Adapter, Instance, encode_record
+from pdserve.contract.records import FROM_FILE, Adapter, Instance, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
@@ -30,7 +30,7 @@ def served(
     found: dict[str, Counter[Adapter]] = {}
     theirs = (each for worker in workers for each in worker.adapters or ())
     for each in theirs if workers else before.values():
-        if not each.problem and each.asked == (kept[each.name].asked if each.name in kept else OF_FILE):
+        if not each.problem and each.asked == (kept[each.name].asked if each.name in kept else FROM_FILE):
             found.setdefault(each.name, Counter())[each] += 1
     return {name: counts.most_common(1)[0][0] for name, counts in sorted(found.items())}
 
@@ -91,7 +91,7 @@ class AdapterStore:
         file may have."""
         before, workers = self._view.adapters(model).get(name), self._view.instances(model=model)
         of_files = {
-            each.name for worker in workers for each in worker.adapters or () if each.asked == OF_FILE
+            each.name for worker in workers for each in worker.adapters or () if each.asked == FROM_FILE
         }
         if name in of_files or not workers:
             await self._keep(Adapter(name, asked=secrets.token_hex(8), model=model))
@@ -123,7 +123,9 @@ class AdapterStore:
         """The adapters of other models that clients may name, also while none of their workers is there. Engines may
         hold more: an adapter that was unloaded, until its last request is done."""
         found = set[str]()
-        models = {each.model for each in self._view.instances()} | {each.model for each in self._view.kept()}
+        models = {each.model for each in self._view.instances()} | {
+            each.model for each in self._view.all_adapters()
+        }
         for other in models - {model}:
             kept = self._view.adapters(other)
             found.update(served(kept, self._view.instances(model=other)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.contract.messages import Load, Promise
 from pdserve.contract.records import Instance
-from pdserve.contract.slo import MATTERS, late, torn
+from pdserve.contract.slo import MIN_MISS_DIFFERENCE, gap_miss_probability, ttft_miss_probability
 from pdserve.frontend.admission.capacity import Capacity
 
 WINDOW = 16
@@ -126,8 +126,8 @@ class Prospect:
 
     def broken(self, promise: Promise) -> float:
         """The probability that the promise is broken."""
-        kept = 1.0 if promise.ttft is None else 1 - late(self.first, promise.ttft)
-        return 1 - kept * (1.0 if promise.gap is None else 1 - torn(self.gap, promise.gap))
+        kept = 1.0 if promise.ttft is None else 1 - ttft_miss_probability(self.first, promise.ttft)
+        return 1 - kept * (1.0 if promise.gap is None else 1 - gap_miss_probability(self.gap, promise.gap))
 
 
 def keeping(
@@ -137,4 +137,4 @@ def keeping(
     nothing is known."""
     broken = {each.id: prospects[each.id].broken(promise) for each in candidates if each.id in prospects}
     best = min(broken.values(), default=0.0)
-    return [each for each in candidates if broken.get(each.id, 0.0) <= best + MATTERS]
+    return [each for each in candidates if broken.get(each.id, 0.0) <= best + MIN_MISS_DIFFERENCE]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from pdserve.contract.messages import PrefixesChanged
-from pdserve.contract.prefixes import Picture, keys, names, root
+from pdserve.contract.prefixes import PromptImage, block_names, image_keys, root_name
 
 
 class PrefixIndex:
@@ -56,15 +56,15 @@ class PrefixIndex:
             self._holders.pop(shape, None)
 
     def cached(
-        self, prompt: Sequence[int], salt: str | None, adapter: int = 0, pictures: Sequence[Picture] = ()
+        self, prompt: Sequence[int], salt: str | None, adapter: int = 0, pictures: Sequence[PromptImage] = ()
     ) -> dict[str, int]:
         """By worker: how many leading tokens of the prompt it has; workers without any are left out. Walks the prompt
         only as far as any worker has it."""
         found: dict[str, int] = {}
         for (block_size, stride), holders in self._holders.items():
             levels: list[tuple[str, ...]] = []
-            first, end, shown = root(salt, adapter), len(prompt) - 1, keys(pictures, block_size)
-            for block, name in enumerate(names(prompt, block_size, first, end, shown), 1):
+            first, end, shown = root_name(salt, adapter), len(prompt) - 1, image_keys(pictures, block_size)
+            for block, name in enumerate(block_names(prompt, block_size, first, end, shown), 1):
                 if block % stride == 0:
                     if name not in holders:
                         break

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.contract.slo import is_spare
+from pdserve.contract.slo import is_flex
 from tests.decode.virtual import ADAPTIVE, VirtualGraph, VirtualRequest
 
 
@@ -17,7 +17,7 @@ def test_prompts_that_wait_are_a_backlog_which_ends_with_them() -> None:
         each.prompt
         for worker in graph.decode
         for each in worker.live
-        if not (each.prefiller or each.since or is_spare(each.client))
+        if not (each.prefiller or each.since or is_flex(each.client))
     )
     assert sum(backlogs) == pytest.approx(tokens / 5000), "each prompt counts once, at its own worker"
     graph.run(60.0)

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.config.schema import DecodeSection
 from pdserve.contract.messages import Promise
-from pdserve.contract.slo import MATTERS, late, torn
+from pdserve.contract.slo import MIN_MISS_DIFFERENCE, gap_miss_probability, ttft_miss_probability
 from pdserve.decode.policy.cost import Estimates
 from pdserve.decode.policy.slo_risk import Stakes
 from tests.conditions import until
@@ -23,11 +23,11 @@ NOTHING = Stakes(left=INF, gap=INF, plain=0.01, step=0.05)
 
 @pytest.mark.parametrize(("seconds", "left"), [(1.0, 0.0), (1.0, -1.0), (1.0, 0.5)])
 def test_what_cannot_come_in_time_is_late(seconds: float, left: float) -> None:
-    assert late(seconds, left) == 1.0
+    assert ttft_miss_probability(seconds, left) == 1.0
 
 
 def test_what_is_not_promised_does_not_break() -> None:
-    assert late(1e9, INF) == torn(1e9, INF) == 0.0
+    assert ttft_miss_probability(1e9, INF) == gap_miss_probability(1e9, INF) == 0.0
     assert NOTHING.broken_here(9.0, 9.0) == NOTHING.broken_there(9.0, 9.0) == 0.0
 
 
@@ -53,7 +53,7 @@ def test_the_broken_promises(changes: dict[str, object], here: float, there: flo
         ((0.0, 1.0), 1, "there"),
         ((0.0, 2.5), 1, "here"),
         ((1.0, 0.0), 0, "there"),
-        ((MATTERS / 2, 0.0), 1, "there"),
+        ((MIN_MISS_DIFFERENCE / 2, 0.0), 1, "there"),
     ],
 )
 def test_costs_decide_where_promises_do_not(breaks: tuple[float, float], streams: int, better: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.config.schema import DecodeSection
 from pdserve.contract.messages import Promise
-from pdserve.contract.slo import torn
+from pdserve.contract.slo import gap_miss_probability
 from pdserve.decode.policy.slo_risk import chunk_of, chunk_without_promise, longest_step
 from pdserve.engine.sim.engine import SimEngine
 from tests.decode.graph import LONG, SHORT, FrontendStream, WorkerGraph
@@ -18,8 +18,10 @@ USUAL = 256
 @pytest.mark.parametrize("plain", [0.001, 0.01, 0.03, 0.059, 0.06, 0.2])
 def test_a_step_is_as_long_as_keeps_the_gap(plain: float) -> None:
     step = longest_step(0.06, plain)
-    assert (step == math.inf) == (torn(plain, 0.06) == 1.0), "what breaks in any case is not spared"
-    assert step == math.inf or torn(step, 0.06) == 0.0
+    assert (step == math.inf) == (gap_miss_probability(plain, 0.06) == 1.0), (
+        "what breaks in any case is not spared"
+    )
+    assert step == math.inf or gap_miss_probability(step, 0.06) == 0.0
 
 
 def test_an_engine_that_computes_prompts_whole_has_no_chunk() -> None:

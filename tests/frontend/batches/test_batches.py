@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.config.api_keys import ApiKey, KeyLimits
 from pdserve.config.schema import FrontendConfig
-from pdserve.contract.slo import SPARE
+from pdserve.contract.slo import FLEX_PREFIX
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.batches import routes, runner, store
 from pdserve.frontend.edge import body as bodies
@@ -177,7 +177,7 @@ async def test_a_batch_from_upload_to_results(graph: Graph, tmp_path: Path) -> N
                 "d": 404,
             }
             assert list(good) == ["a", "b"]
-        assert {submit.client[:1] for submit in worker.seen} == {SPARE}
+        assert {submit.client[:1] for submit in worker.seen} == {FLEX_PREFIX}
     assert not list(foreign.iterdir())
     assert modes(tmp_path / "data") == {0}
 

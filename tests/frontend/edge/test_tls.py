@@ -24,7 +24,7 @@ from pdserve.frontend.edge.connections import ClientConnections
 from pdserve.frontend.server import http_config
 from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
 from pdserve.security.certificate import ServerCertificate
-from pdserve.security.credentials import VALID, create
+from pdserve.security.credentials import VALIDITY, create
 from pdserve.util import clock
 from pdserve.util.errors import ConfigError
 from tests.conditions import until
@@ -143,7 +143,7 @@ async def test_what_is_no_handshake_ends_the_connection_and_is_counted(
 # the certificate
 
 
-def made(folder: Path, valid: timedelta = VALID) -> ServerCertificate:
+def made(folder: Path, valid: timedelta = VALIDITY) -> ServerCertificate:
     files = create(folder, valid=valid)
     return ServerCertificate(files.certificate, files.key)
 

@@ -18,7 +18,7 @@ from playwright.async_api import Browser, Page, Request, Route, async_playwright
 from pdserve.config.api_keys import ApiKey
 from pdserve.contract.messages import Hop, Load
 from pdserve.contract.records import Instance, ModelCard, Role, SlotState, encode_record
-from pdserve.contract.reports import Gone, LinkState, Outage, Receipt, Watched
+from pdserve.contract.reports import LinkState, LostWorker, Outage, ProcessReport, Receipt
 from pdserve.frontend.keys.auth import Viewer
 from pdserve.frontend.observability.dashboard import page as dashboard
 from pdserve.frontend.observability.dashboard.page import SHELL, Dashboard, shown_to
@@ -210,8 +210,8 @@ async def test_without_a_decode_worker_nothing_is_blank(graph: Graph, browser: B
     lost = replace(lost, prefill="local", reason="local-no-prefill-worker", hops=hops)
     came = Receipt("came", "frontend-0-aa", "/v1/completions", 1.0, 1.0, running=True)
     came = replace(came, hops=[Hop("admission", 0.0, 1.0)])
-    gone = [Gone("decode-0-cc", "127.0.0.1", 3.0)]
-    reported = Watched(Load(waiting=2), receipts=[came, lost], gone=gone)
+    gone = [LostWorker("decode-0-cc", "127.0.0.1", 3.0)]
+    reported = ProcessReport(Load(waiting=2), receipts=[came, lost], gone=gone)
     state = graph_state([instance("frontend-0-aa", 1)], [], {}, {}, {"frontend-0-aa": reported})
     async with visiting(browser, graph) as visit:
         page = visit.page
@@ -397,10 +397,10 @@ async def test_all_open_pages_share_one_reading_of_the_graph(
     monkeypatch.setattr(dashboard, "KEPT", 60.0)
     looks = 0
 
-    def watched() -> Watched:
+    def watched() -> ProcessReport:
         nonlocal looks
         looks += 1
-        return Watched()
+        return ProcessReport()
 
     page = Dashboard(dataclasses.replace(graph.context, watched=watched))
     states = await asyncio.gather(*(page.state(Viewer()) for _ in range(20)))
@@ -412,7 +412,7 @@ async def test_a_key_sees_what_is_its_own() -> None:
     link = LinkState("decode-0-x", "requests", up=False, failures=1, failure="secret:1234 refused")
     receipts = [Receipt(name, frontend.id, "/", 1.0, key=name) for name in ("alice", "bob")]
     slot = SlotState("decode-0", Role.DECODE, "secret", "stopped", end="exit code 1", cause="/secret/path")
-    watched = Watched(links=[link], receipts=receipts, outages=[Outage("etcd", "secret:2379", 1.0)])
+    watched = ProcessReport(links=[link], receipts=receipts, outages=[Outage("etcd", "secret:2379", 1.0)])
     state = graph_state([frontend], [slot], {}, {}, {frontend.id: watched})
     own = shown_to(state, Viewer("alice", everything=False), frontend.id, 0.0, "demo")
     assert [receipt.key for receipt in own.receipts] == ["alice"]
@@ -425,7 +425,7 @@ async def test_a_key_sees_what_is_its_own() -> None:
 async def test_of_very_many_links_those_in_trouble_are_shown() -> None:
     links = [LinkState(f"prefill-{index}-x", "kv", up=index != 700) for index in range(1000)]
     decode = Instance("decode-0-x", Role.DECODE)
-    state = graph_state([decode], [], {}, {}, {decode.id: Watched(links=links)})
+    state = graph_state([decode], [], {}, {}, {decode.id: ProcessReport(links=links)})
     (node,) = shown_to(state, Viewer(), "frontend-0-x", 0.0, "demo").nodes
     assert len(node.links) == 400
     assert not node.links[0].up

@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.contract.messages import Failed, Hop
 from pdserve.contract.reports import Receipt, Tick
-from pdserve.contract.slo import NO_PROMISE, Promised
+from pdserve.contract.slo import NO_SLO, SloTargets
 from pdserve.frontend.edge.request_record import receipt_of
 from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.edge.response import ResponseWriter
@@ -15,8 +15,8 @@ from tests.frontend.conftest import Graph, in_session
 from tests.frontend.sequence.test_moving import post, steps
 from tests.frontend.test_generate import complete
 
-CHAT = Promised(0.5, 0.06)
-EASY = Promised(3600.0, 3600.0)
+CHAT = SloTargets(0.5, 0.06)
+EASY = SloTargets(3600.0, 3600.0)
 HOPS = [
     Hop("admission", 0.0, 0.1),
     Hop("queue", 0.1, 0.4),
@@ -31,7 +31,7 @@ async def _send(_: object) -> None: ...
 
 
 def receipt(
-    promised: Promised,
+    promised: SloTargets,
     *,
     ttft: float | None = 0.2,
     gap: tuple[float, float] = (0.01, 0.3),
@@ -54,15 +54,15 @@ def receipt(
     ("found", "promise", "broken_by"),
     [
         (receipt(CHAT), "kept", ""),
-        (receipt(NO_PROMISE, ttft=2.0), "", ""),
+        (receipt(NO_SLO, ttft=2.0), "", ""),
         (receipt(CHAT, ttft=0.6), "ttft", "queue"),
         (receipt(CHAT, ttft=0.6, gap=(0.07, 0.67)), "ttft", "queue"),
         (receipt(CHAT, ttft=None, running=True, hops=HOPS[:3]), "ttft", "queue"),
         (receipt(CHAT, gap=(0.07, 0.67)), "gap", "transfer"),
         (receipt(CHAT, gap=(0.2, 1.4)), "gap", "decode"),
         (receipt(CHAT, gap=(0.2, 1.4), hops=[*HOPS, Hop("migration", 1.3)]), "gap", "migration"),
-        (receipt(Promised(ttft=0.5), gap=(0.2, 1.4)), "kept", ""),
-        (receipt(Promised(gap=0.06), ttft=2.0), "kept", ""),
+        (receipt(SloTargets(ttft=0.5), gap=(0.2, 1.4)), "kept", ""),
+        (receipt(SloTargets(gap=0.06), ttft=2.0), "kept", ""),
         (receipt(CHAT, status=429, ttft=None), "failed", ""),
         (receipt(CHAT, status=503), "failed", ""),
         (receipt(CHAT, status=400, ttft=None), "", ""),
@@ -91,10 +91,10 @@ def told(outcome: str) -> float:
 async def test_promises_are_counted(graph: Graph) -> None:
     before = {outcome: told(outcome) for outcome in ("kept", "ttft", "gap", "failed")}
     for slo, pace in (
-        (NO_PROMISE, 0.0),
+        (NO_SLO, 0.0),
         (EASY, 0.0),
-        (Promised(0.001, 60.0), 0.005),
-        (Promised(60.0, 0.001), 0.005),
+        (SloTargets(0.001, 60.0), 0.005),
+        (SloTargets(60.0, 0.001), 0.005),
     ):
         async with graph.worker(slo=slo, pace=pace):
             await complete(graph)

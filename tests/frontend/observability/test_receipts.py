@@ -15,7 +15,7 @@ from pdserve.config.api_keys import ApiKey
 from pdserve.contract import reports
 from pdserve.contract.messages import Failed, Hop
 from pdserve.contract.records import Instance, Role, encode_record
-from pdserve.contract.reports import Receipt, Watched
+from pdserve.contract.reports import ProcessReport, Receipt
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.observability import receipts
 from pdserve.observe.process_pages import serve_pages
@@ -165,7 +165,7 @@ async def test_receipts_are_bounded_in_number_and_age(graph: Graph, monkeypatch:
             await complete(graph, max_tokens=number + 1, headers=headers)
     assert [receipt.request_id for receipt in kept.receipts(9)] == ["r-0", "r-3", "r-2"]
     assert [receipt.output_tokens for receipt in kept.receipts(1, request_id="r-0")] == [5]
-    monkeypatch.setattr(receipts, "KEPT_FOR", 0.0)
+    monkeypatch.setattr(receipts, "RECEIPT_LIFETIME", 0.0)
     assert kept.receipts(9) == []
 
 
@@ -181,9 +181,9 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
         await post(graph, temperature=-1)
         worker.fail = Failed("", "it broke")
         await post(graph)
-        await until(lambda: sum(tick.requests for tick in kept.watched(Watched()).ticks) == 3)
+        await until(lambda: sum(tick.requests for tick in kept.watched(ProcessReport()).ticks) == 3)
     ticking.cancel()
-    ticks = kept.watched(Watched()).ticks
+    ticks = kept.watched(ProcessReport()).ticks
     sums = {name: sum(getattr(tick, name) for tick in ticks) for name in ("failed", "refused", "tokens")}
     assert sums == {"failed": 1, "refused": 0, "tokens": 8}
     assert [sum(sum(tick.ttft) for tick in ticks), sum(sum(tick.itl) for tick in ticks)] == [1, 7]

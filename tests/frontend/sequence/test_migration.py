@@ -6,7 +6,7 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, Stru
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from pdserve.contract.sampling import looks_back
+from pdserve.contract.sampling import stateful_parameter
 from pdserve.frontend.sequence.migration import body, repeatable, too_many_losses
 from pdserve.frontend.workers.link import Link
 from tests.frontend.workers.test_router import generation
@@ -38,14 +38,14 @@ def sent(original: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
     ],
 )
 def test_looks_back(params: dict[str, Any], expected: str | None) -> None:
-    assert looks_back(request(**params).sampling_params) == expected
+    assert stateful_parameter(request(**params).sampling_params) == expected
 
 
 @pytest.mark.parametrize(("words", "expected"), [([[5], [7]], None), ([[5], [7, 8]], "bad_words")])
 def test_bad_words_of_several_tokens_look_back(words: list[list[int]], expected: str | None) -> None:
     params = SamplingParams()
     params._bad_words_token_ids = words
-    assert looks_back(params) == expected
+    assert stateful_parameter(params) == expected
 
 
 def test_first_attempt_is_unchanged_but_for_prompt_and_id() -> None:

@@ -7,7 +7,7 @@ import pytest
 from msgspec import UNSET
 
 from pdserve.contract.messages import Failed, Promise
-from pdserve.contract.slo import SPARE, Promised
+from pdserve.contract.slo import FLEX_PREFIX, SloTargets
 from pdserve.registry import keys
 from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
@@ -19,8 +19,8 @@ from tests.memory.registry import MemoryRegistry
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-CHAT = Promised(0.5, 0.06)
-FOR_EVER = Promised(600.0, 3600.0)
+CHAT = SloTargets(0.5, 0.06)
+FOR_EVER = SloTargets(600.0, 3600.0)
 """outputs leave with others or with the last one"""
 
 
@@ -47,13 +47,13 @@ def tokens_come(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize("asked", [name for name, (_, body) in REQUESTS.items() if body.get("stream")])
-@pytest.mark.parametrize("slo", [FOR_EVER, Promised(600.0, 0.003)], ids=["held to its end", "paced"])
+@pytest.mark.parametrize("slo", [FOR_EVER, SloTargets(600.0, 0.003)], ids=["held to its end", "paced"])
 async def test_an_answer_is_the_same_with_and_without_a_promise(
-    graph: Graph, asked: str, slo: Promised
+    graph: Graph, asked: str, slo: SloTargets
 ) -> None:
     path, body = REQUESTS[asked]
     answers = []
-    for promised in (Promised(), slo):
+    for promised in (SloTargets(), slo):
         async with graph.worker(slo=promised, pace=0.001) as worker:
             answers.append(await graph.http.post(path, json=body))
         assert isinstance(worker.seen[0].promise, Promise) == bool(promised)
@@ -154,7 +154,7 @@ async def test_a_worker_gets_what_is_left_of_the_promise(graph: Graph) -> None:
     async with graph.worker() as unpromised:
         await complete(graph, headers={"x-slo-ttft-ms": "never", "x-slo-tpot-ms": "60"})
     assert unpromised.seen[0].promise is UNSET
-    async with graph.worker(slo=Promised(300.0, 0.06)) as worker:
+    async with graph.worker(slo=SloTargets(300.0, 0.06)) as worker:
         await complete(graph)
         await complete(graph, headers={"x-slo-ttft-ms": "1000000", "x-slo-tpot-ms": "5"})
         await complete(graph, service_tier="flex")
@@ -162,20 +162,20 @@ async def test_a_worker_gets_what_is_left_of_the_promise(graph: Graph) -> None:
         assert isinstance(submit.promise, Promise)
         assert submit.promise.gap == 0.06
         assert ttft - 60 < (submit.promise.ttft or 0.0) < ttft
-    assert (worker.seen[2].promise, worker.seen[2].client) == (UNSET, SPARE + worker.seen[0].client)
+    assert (worker.seen[2].promise, worker.seen[2].client) == (UNSET, FLEX_PREFIX + worker.seen[0].client)
 
 
 async def test_the_promise_changes_live(graph: Graph) -> None:
     async with graph.worker(slo=CHAT) as worker, MemoryRegistry(graph.registry) as registry:
 
-        async def becomes(name: str, value: str | None, expected: Promised) -> None:
+        async def becomes(name: str, value: str | None, expected: SloTargets) -> None:
             key = keys.setting(name)
             await (registry.delete(key) if value is None else registry.put(key, value.encode()))
             await until(lambda: graph.models.find("demo").promised == expected)
 
-        await becomes("slo-gap", "100ms", Promised(0.5, 0.1))
-        await becomes("slo-ttft", "off", Promised(None, 0.1))
-        await becomes("slo-gap", "soon", Promised(None, 0.06))
+        await becomes("slo-gap", "100ms", SloTargets(0.5, 0.1))
+        await becomes("slo-ttft", "off", SloTargets(None, 0.1))
+        await becomes("slo-gap", "soon", SloTargets(None, 0.06))
         await complete(graph)
         assert worker.seen[-1].promise == Promise(None, 0.06)
         await becomes("slo-ttft", None, CHAT)

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.contract.slo import Promised
+from pdserve.contract.slo import SloTargets
 from pdserve.frontend.sequence.pacing import GRAIN, LAST_MARGIN, LONGEST, MOST, Reserve
 
-CHAT, AGENT, RAG = Promised(0.5, 0.06), Promised(0.2, 0.1), Promised(2.0, 0.04)
+CHAT, AGENT, RAG = SloTargets(0.5, 0.06), SloTargets(0.2, 0.1), SloTargets(2.0, 0.04)
 STARTED = 1000.0
 PREFILL = 0.1
 """seconds from a request to its first output"""
 
 
 def left(
-    promised: Promised, arrivals: Sequence[float], deadline: float = math.inf, started: float = STARTED
+    promised: SloTargets, arrivals: Sequence[float], deadline: float = math.inf, started: float = STARTED
 ) -> list[float]:
     """When each output leaves that comes at these times; the last of them ends the answer."""
     reserve = Reserve[int].of(promised, started, deadline)
@@ -50,7 +50,7 @@ def longest(times: Sequence[float]) -> float:
 @pytest.mark.parametrize(("promised", "stall"), [(CHAT, 0.4), (AGENT, 0.6), (RAG, 0.25)])
 @pytest.mark.parametrize("speed", [0.1, 0.3, 1.0, 3.0, 10.0])
 def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
-    promised: Promised, stall: float, speed: float
+    promised: SloTargets, stall: float, speed: float
 ) -> None:
     """At the speed of the demo model (10 ms a token), and at 10 times less and more: where no token comes within the
     promised gap there is no reserve, nor anything to keep."""
@@ -65,10 +65,10 @@ def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
     assert paced[-1] == arrivals[-1]
 
 
-@pytest.mark.parametrize("promised", [CHAT, AGENT, RAG, Promised(gap=0.06)])
+@pytest.mark.parametrize("promised", [CHAT, AGENT, RAG, SloTargets(gap=0.06)])
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_comes_no_answer_ends_later_and_no_gap_grows_beyond_the_pace(
-    promised: Promised, seed: int
+    promised: SloTargets, seed: int
 ) -> None:
     assert promised.gap is not None
     chance = random.Random(seed)
@@ -101,10 +101,17 @@ def test_an_answer_that_is_no_faster_than_its_promise_waits_for_nothing() -> Non
 
 @pytest.mark.parametrize(
     ("promised", "expected"),
-    [(CHAT, 0.4), (AGENT, 0.16), (Promised(0.05, 0.06), PREFILL), (Promised(gap=0.06), PREFILL + LONGEST)],
+    [
+        (CHAT, 0.4),
+        (AGENT, 0.16),
+        (SloTargets(0.05, 0.06), PREFILL),
+        (SloTargets(gap=0.06), PREFILL + LONGEST),
+    ],
     ids=["as its TTFT allows", "short", "late already", "without a TTFT"],
 )
-def test_the_first_token_waits_for_the_second_as_long_as_it_may(promised: Promised, expected: float) -> None:
+def test_the_first_token_waits_for_the_second_as_long_as_it_may(
+    promised: SloTargets, expected: float
+) -> None:
     assert left(promised, come(5.0, 2))[0] == pytest.approx(STARTED + expected)
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from pdserve.contract.messages import PrefixesChanged
-from pdserve.contract.prefixes import names, root
+from pdserve.contract.prefixes import block_names, root_name
 from pdserve.frontend.workers.prefix_index import PrefixIndex
 
 PROMPT = list(range(100))
@@ -15,7 +15,7 @@ def change(
 
 
 def _names(ends: list[int], size: int) -> list[bytes]:
-    return [list(names(PROMPT, size, end=end))[-1] for end in ends]
+    return [list(block_names(PROMPT, size, end=end))[-1] for end in ends]
 
 
 def index(*changes: tuple[str, PrefixesChanged]) -> PrefixIndex:
@@ -55,7 +55,7 @@ def test_the_last_token_is_never_cached_and_other_prompts_and_salts_are_others()
     assert found.cached(PROMPT[:8], None) == found.cached([], None) == {}
     assert found.cached([*PROMPT[:10], 7, *PROMPT[11:]], None) == {"a": 8}
     assert found.cached(PROMPT, "salt") == {}
-    found.apply("b", PrefixesChanged(8, 1, list(names(PROMPT, 8, root("salt"))), []))
+    found.apply("b", PrefixesChanged(8, 1, list(block_names(PROMPT, 8, root_name("salt"))), []))
     assert found.cached(PROMPT, None) == {"a": 24}
     assert found.cached(PROMPT, "salt") == {"b": 96}
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from pdserve.contract.records import Instance, Role, encode_record
-from pdserve.contract.slo import NO_PROMISE, Promised
+from pdserve.contract.slo import NO_SLO, SloTargets
 from pdserve.frontend.workers.pool import WorkerPool
 from pdserve.process.worker import EngineWorker
 from pdserve.registry import keys
@@ -162,12 +162,12 @@ async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(routed: 
         one, slow = (pool._links[worker.id] for worker in routed.workers)
         await until(lambda: bool(one.load.token_seconds and slow.load.token_seconds))
         slow.take_load(msgspec.structs.replace(slow.load, gap_seconds=0.5))
-        chosen = {promised: picked(pool, promised) for promised in (NO_PROMISE, Promised(gap=0.06))}
-    assert chosen[NO_PROMISE] == {one.instance: 5, slow.instance: 5}
-    assert chosen[Promised(gap=0.06)] == {one.instance: 10}
+        chosen = {promised: picked(pool, promised) for promised in (NO_SLO, SloTargets(gap=0.06))}
+    assert chosen[NO_SLO] == {one.instance: 5, slow.instance: 5}
+    assert chosen[SloTargets(gap=0.06)] == {one.instance: 10}
 
 
-def picked(pool: WorkerPool, promised: Promised) -> Counter[str]:
+def picked(pool: WorkerPool, promised: SloTargets) -> Counter[str]:
     asks = generation([1, 2, 3])
     asks.state.promised = promised
     links = [pool.pick(asks, only_others=False) for _ in range(10)]
