@@ -1,5 +1,5 @@
-"""KV in host memory, and on disk, beside caches that hold a part of the conversations: the answers are those of one
-plain engine. (Also when a worker is killed: `pdserve chaos --only offload`.)"""
+"""With KV in host memory and on disk, and caches too small for all conversations, a graph generates the tokens of one
+plain engine. (`pdserve chaos --only offload` also kills workers.)"""
 
 import json
 import os
@@ -27,6 +27,8 @@ OPENINGS = [
 """12,000 tokens in all"""
 BLOCKS = "num-gpu-blocks-override: 140"
 """of each cache: 4,480 tokens; a request may have 4,096"""
+FRONTEND = "Frontend:\n  max-wait: 600\n"
+"""seconds: a busy machine must not refuse a request of many at once"""
 DECODE = f"VllmWorker:\n  {BLOCKS}\n  kv-offload: 20MiB\n  kv-offload-disk: 32MiB\n"
 """host memory for 5,120 tokens, of which a request may have 4,096; the disk has 8,192 in all, five users' openings"""
 PREFILL = f"PrefillWorker:\n  {BLOCKS}\n  kv-offload: 256MiB\n"
@@ -37,14 +39,15 @@ def offloading(
     tmp_path_factory: pytest.TempPathFactory, reference: dict[str, list[int]]
 ) -> Iterator[RealGraph]:
     del reference  # first, as for the other graph
-    yaml = graph_yaml().replace("VllmWorker:\n", DECODE).replace("PrefillWorker:\n", PREFILL)
+    yaml = graph_yaml().replace("Frontend:\n", FRONTEND)
+    yaml = yaml.replace("VllmWorker:\n", DECODE).replace("PrefillWorker:\n", PREFILL)
     with serving(yaml, tmp_path_factory.mktemp("offloading")) as graph:
         yield graph
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rounds(vllm_server: Reference) -> list[list[tuple[Case, list[int]]]]:
-    """Two questions of each user, the second with the first answer in its history, and a plain engine's answers."""
+    """Two questions of each user, the second after the first answer, and a plain engine's answers."""
     found = []
     async with vllm_server.client() as client:
         asked = OPENINGS
@@ -59,14 +62,14 @@ async def rounds(vllm_server: Reference) -> list[list[tuple[Case, list[int]]]]:
 
 
 async def ways(graph: RealGraph, asked: list[tuple[Case, list[int]]]) -> list[str]:
-    """How the prompts of one after the other were prefilled; each answer must be as expected."""
+    """Send the requests one after another, check the tokens, and return how each prompt was prefilled."""
     answers = [await complete(graph, case, stream=False) for case, _ in asked]
     assert [answer.tokens for answer in answers] == [tokens for _, tokens in asked]
     return [answer.prefill for answer in answers]
 
 
 def loaded(graph: RealGraph, worker: str, source: str) -> float:
-    """Prompt tokens whose KV came into this worker's cache from `host` memory, or `disk`."""
+    """Prompt tokens whose KV this worker loaded from `host` memory or `disk`."""
     return graph.metrics()("vllm:prompt_tokens_cached_by_source_total", source=source, instance=worker)
 
 
@@ -90,8 +93,8 @@ def files_on_disk(worker: dict[str, Any], folder: str) -> Iterator[int]:
 async def test_conversations_that_were_evicted_come_back(
     offloading: RealGraph, rounds: list[list[tuple[Case, list[int]]]]
 ) -> None:
-    """The last ones are in the decode worker's memory or on its disk, as it knows. It has lost the others, which the
-    prefill worker has in host memory."""
+    """The decode worker has the last conversations in host memory or on its disk, and prefills them locally. It has lost
+    the others; the prefill worker has them in host memory."""
     decode, prefill = workers(offloading)
     assert (decode["host_tokens"], decode["disk_tokens"]) == (5120, 8192)
     assert (prefill["host_tokens"], prefill["disk_tokens"]) == (65536, 0)
@@ -116,7 +119,7 @@ async def test_more_at_once_than_the_caches_hold(
         assert [name for name, answer in answers if answer.tokens != reference[name]] == []
 
 
-async def test_what_is_damaged_on_disk_is_computed(
+async def test_blocks_that_are_damaged_on_disk_are_computed(
     offloading: RealGraph, rounds: list[list[tuple[Case, list[int]]]]
 ) -> None:
     last = rounds[1][3:]

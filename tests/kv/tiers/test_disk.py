@@ -1,4 +1,4 @@
-"""KV on disk: what is read was written, or is a miss. With real engines: `tests/e2e/test_offload.py`."""
+"""KV on disk: a block is read as it was written, or is a miss. With real engines: `tests/e2e/test_offload.py`."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEn
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from pdserve.kv.tiers import disk
-from pdserve.kv.tiers.disk import BlockFile, DiskTier, HostTier, TieredManager
+from pdserve.kv.tiers.disk import BlockFile, DiskTier, HostTier, Place, TieredManager
 from tests.conditions import until
 
 SIZE = 4096
@@ -26,66 +26,49 @@ def block(seed: int) -> memoryview:
     return memoryview(bytearray(np.random.default_rng(seed).bytes(SIZE)))
 
 
-def keep(file: BlockFile, key: bytes, seed: int) -> bool:
-    if (place := file.take()) is None:
-        return False
+def keep(file: BlockFile, key: bytes, seed: int) -> None:
+    place = file.allocate()
+    assert place is not None
     file.write(place, block(seed))
-    file.keep(key, place)
-    return True
+    file.places[key] = place
 
 
 def back(file: BlockFile, key: bytes) -> bytes | None:
-    """None: it is not there, or not as it was written."""
-    if (place := file.use(key)) is None:
+    """None: the block is missing, or not as it was written."""
+    if (place := file.places.get(key)) is None:
         return None
     found = memoryview(bytearray(SIZE))
-    good = file.read(place, found)
-    file.used(key, place, good)
-    return bytes(found) if good else None
+    return bytes(found) if file.read(place, found) else None
 
 
-def test_blocks_come_back_and_those_not_used_longest_make_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_block_is_evicted(tmp_path: Path) -> None:
     file = BlockFile(tmp_path, 2, SIZE)
-    assert [keep(file, b"a", 1), keep(file, b"b", 2)] == [True, True]
-    file.touch(b"a")
-    assert keep(file, b"c", 3)
+    keep(file, b"a", 1)
+    keep(file, b"b", 2)
+    file.places.move_to_end(b"a")
+    keep(file, b"c", 3)
     assert (back(file, b"a"), back(file, b"b"), back(file, b"c")) == (bytes(block(1)), None, bytes(block(3)))
-    assert file.gone == [b"b"]
+    assert file.removed == [b"b"]
+    assert os.fstat(file.fileno()).st_size == 2 * SIZE
     file.close()
 
 
-def test_the_file_has_no_name_and_its_folder_is_ours_alone(tmp_path: Path) -> None:
+def test_the_file_has_no_name_and_no_other_user_can_open_its_folder(tmp_path: Path) -> None:
     file = BlockFile(tmp_path / "new" / "kv", 2, SIZE)
-    assert keep(file, b"a", 1)
+    keep(file, b"a", 1)
     assert os.listdir(tmp_path / "new" / "kv") == []
     assert stat.S_IMODE((tmp_path / "new" / "kv").stat().st_mode) == 0o700
     assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
     file.close()
 
 
-def test_a_place_is_not_given_away_while_it_is_read(tmp_path: Path) -> None:
+def test_places_that_are_being_written_are_not_given_away(tmp_path: Path) -> None:
     file = BlockFile(tmp_path, 1, SIZE)
-    keep(file, b"a", 1)
-    place = file.use(b"a")
+    place = file.allocate()
     assert place is not None
-    assert file.take() is None
-    file.used(b"a", place, good=True)
-    assert file.take() is not None
-    file.close()
-
-
-def test_a_damaged_block_that_others_read_gives_its_place_back_after_them(tmp_path: Path) -> None:
-    file = BlockFile(tmp_path, 1, SIZE)
-    keep(file, b"a", 1)
-    first, second = file.use(b"a"), file.use(b"a")
-    assert first is not None
-    assert second is first
-    file.used(b"a", first, good=False)
-    assert b"a" not in file
-    assert file.take() is None
-    file.used(b"a", second, good=False)
-    assert keep(file, b"b", 2)
-    assert back(file, b"b") == bytes(block(2))
+    assert file.allocate() is None
+    file.free(place)
+    assert file.allocate() is not None
     file.close()
 
 
@@ -103,8 +86,6 @@ def test_a_block_that_is_not_as_it_was_written_is_a_miss(tmp_path: Path, damage:
             os.pwrite(file.fileno(), block(1), SIZE)
     assert back(file, b"b") is None
     assert back(file, b"a") == bytes(block(1))
-    assert keep(file, b"c", 3)  # in its place
-    assert back(file, b"c") == bytes(block(3))
     file.close()
 
 
@@ -180,7 +161,7 @@ async def filled(tiers: Tiers) -> None:
         await tiers.settle()
 
 
-async def test_what_left_host_memory_comes_back(tiers: Tiers) -> None:
+async def test_a_block_that_left_host_memory_comes_back(tiers: Tiers) -> None:
     await filled(tiers)
     context = tiers.request()
     assert tiers.manager.lookup(KEYS[0], context) is PENDING
@@ -190,10 +171,10 @@ async def test_what_left_host_memory_comes_back(tiers: Tiers) -> None:
     assert tiers.manager.get_load_source(KEYS[0], context).value == "disk"
 
 
-async def test_events_tell_of_both_as_of_one(tiers: Tiers) -> None:
+async def test_events_report_both_tiers_as_one(tiers: Tiers) -> None:
     await filled(tiers)
     assert tiers.events() == [(False, [each]) for each in KEYS]
-    tiers.file.give_up()
+    tiers.file.disable()
     assert tiers.events() == [(True, KEYS[:4])]
     tiers.store(key("i"))
     assert tiers.events() == [(True, [KEYS[4]]), (False, [key("i")])]
@@ -207,17 +188,36 @@ async def test_a_damaged_block_is_computed(tiers: Tiers) -> None:
     await tiers.settle()
     assert [tiers.manager.lookup(each, context) for each in KEYS[:3]] == [HIT, MISS, HIT]
     assert (True, [KEYS[1]]) in tiers.events()
-    assert not tiers.file.given_up
+    assert not tiers.file.disabled
 
 
-async def test_a_full_disk_ends_the_disk_alone(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_block_that_is_evicted_while_it_is_read_is_computed(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the read saw the old block: another may have been written to its place."""
+    await filled(tiers)
+    read = tiers.file.read
+
+    def evict_after(place: Place, row: memoryview) -> bool:
+        found = read(place, row)
+        tiers.file.remove(KEYS[0])
+        return found
+
+    monkeypatch.setattr(tiers.file, "read", evict_after)
+    context = tiers.request()
+    assert tiers.manager.lookup(KEYS[0], context) is PENDING
+    await tiers.settle()
+    assert tiers.manager.lookup(KEYS[0], context) is MISS
+
+
+async def test_a_full_disk_ends_the_disk_tier_alone(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers.store(KEYS[0])
     await tiers.settle()
     full = os.open("/dev/full", os.O_RDWR)
     monkeypatch.setattr(tiers.file, "fileno", lambda: full)
     tiers.store(KEYS[1])
     await tiers.settle()
-    assert tiers.file.given_up
+    assert tiers.file.disabled
     os.close(full)
     for each in KEYS[2:]:
         tiers.store(each)
@@ -226,7 +226,7 @@ async def test_a_full_disk_ends_the_disk_alone(tiers: Tiers, monkeypatch: pytest
     assert [tiers.manager.lookup(each, context) for each in KEYS] == [MISS] * 4 + [HIT] * 4
 
 
-async def test_a_reset_forgets_the_disk_too(tiers: Tiers) -> None:
+async def test_a_reset_clears_the_disk_too(tiers: Tiers) -> None:
     await filled(tiers)
     tiers.events()
     tiers.manager.reset_cache()
@@ -234,16 +234,16 @@ async def test_a_reset_forgets_the_disk_too(tiers: Tiers) -> None:
     assert [tiers.manager.lookup(each, context) for each in KEYS] == [MISS] * 8
     assert tiers.events() == [(True, KEYS)]
     await filled(tiers)
-    assert all(each in tiers.file for each in KEYS)
+    assert all(each in tiers.file.places for each in KEYS)
 
 
-async def test_a_prompt_that_is_read_from_another_engine_waits_for_no_disk(tiers: Tiers) -> None:
+async def test_a_prompt_that_is_read_from_another_engine_does_not_wait_for_the_disk(tiers: Tiers) -> None:
     await filled(tiers)
     assert tiers.manager.lookup(KEYS[0], tiers.request(do_remote_prefill=True)) is MISS
     assert tiers.manager.lookup(KEYS[7], tiers.request(do_remote_prefill=True)) is HIT
 
 
-async def test_a_disk_that_does_not_answer_is_waited_for_once(
+async def test_no_request_waits_for_a_disk_that_does_not_answer(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await filled(tiers)
@@ -258,25 +258,25 @@ async def test_a_disk_that_does_not_answer_is_waited_for_once(
     context, other = tiers.request(), tiers.request()
     assert tiers.manager.lookup(KEYS[0], context) is PENDING
     tiers.step()
-    monkeypatch.setattr(disk, "PATIENCE", 0.0)
+    monkeypatch.setattr(disk, "MAX_WAIT", 0.0)
     assert tiers.manager.lookup(KEYS[0], context) is MISS
     assert tiers.manager.lookup(KEYS[1], other) is MISS
     released = True
     await tiers.settle()
-    assert not tiers.disk.late
+    assert not tiers.disk.is_late
 
 
-async def test_more_than_waits_to_be_written_is_not_written(
+async def test_no_block_is_written_beyond_the_limit_of_pending_writes(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers.disk, "_most_pending", 1)
+    monkeypatch.setattr(tiers.disk, "_max_pending", 1)
     tiers.store(*KEYS[:4])
     await tiers.settle()
-    assert [each in tiers.file for each in KEYS[:4]] == [True, False, False, False]
+    assert [each in tiers.file.places for each in KEYS[:4]] == [True, False, False, False]
 
 
 async def test_a_full_disk_is_written_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waited to be written would fill it again."""
+    """Blocks that still waited to be written would fill it again."""
     go, written = threading.Event(), list[object]()
 
     def write(place: object, row: object) -> None:
@@ -285,13 +285,13 @@ async def test_a_full_disk_is_written_no_further(tmp_path: Path, monkeypatch: py
             raise OSError(errno.ENOSPC, "No space left on device")
         go.wait()
 
-    monkeypatch.setattr(disk, "READERS", 0)
-    monkeypatch.setattr(disk, "WRITERS", 1)
+    monkeypatch.setattr(disk, "READ_THREADS", 0)
+    monkeypatch.setattr(disk, "WRITE_THREADS", 1)
     tiers = Tiers(tmp_path)
 
     def given_up() -> bool:
         tiers.step()
-        return tiers.file.given_up
+        return tiers.file.disabled
 
     monkeypatch.setattr(tiers.file, "write", write)
     tiers.store(*KEYS[:4])
