@@ -48,8 +48,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from vllm.logger import init_logger  # noqa: E402
 from vllm.utils.network_utils import make_zmq_path  # noqa: E402
 
-from pdserve.kv.chunk import StepChunk  # noqa: E402
-from pdserve.kv.read_ahead.scheduler import PIECE_OF, AheadReport, AheadScheduler  # noqa: E402
+from pdserve.kv.prefill_chunk import PrefillChunk  # noqa: E402
+from pdserve.kv.read_ahead.scheduler import PIECE_OF, RankReport, ReadAheadScheduler  # noqa: E402
 from pdserve.kv.side_channel import Confirmations, Source  # noqa: E402
 from pdserve.kv.stalled_reads import ReadTimes, StallWatch  # noqa: E402
 
@@ -74,7 +74,7 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self.connector_scheduler.bind(kv_cache_manager)
 
-    def build_connector_worker_meta(self) -> AheadReport | None:
+    def build_connector_worker_meta(self) -> RankReport | None:
         return self.connector_worker.ahead.take()
 
     @classmethod
@@ -82,13 +82,13 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
         return TransferStats(data=data) if data is not None else TransferStats()
 
 
-class ConnectorScheduler(AheadScheduler):
+class ConnectorScheduler(ReadAheadScheduler):
     """With our listener for handshakes, for requests that have tokens after the prompt that was prefilled, and with
     chunks of prompts that leave room for what runs beside them."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self._chunk = StepChunk(vllm_config.scheduler_config, self.block_size)
+        self._chunk = PrefillChunk(vllm_config.scheduler_config, self.block_size)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -154,7 +154,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._no_handshake_before: dict[str, float] = {}
         """by engine id; monotonic time"""
         self._reads = ReadTimes()
-        self.ahead = AheadReport()
+        self.ahead = RankReport()
 
     def start_load_kv(self, metadata: Any) -> None:
         if self.tp_rank == 0:

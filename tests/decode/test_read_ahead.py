@@ -5,11 +5,11 @@ import msgspec
 import pytest
 
 from pdserve.contract.messages import KvHandle, PrefillDone, PrefillFailed, PrefillProgress
-from pdserve.kv.read_ahead.blocks import PIECE
+from pdserve.kv.read_ahead.blocks import MIN_PIECE_BYTES
 from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, WorkerGraph, counted, handle
 
-PER_TOKEN = PIECE // 64
+PER_TOKEN = MIN_PIECE_BYTES // 64
 """bytes: a step of 64 tokens is worth a read"""
 BLOCK = 16
 

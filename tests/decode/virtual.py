@@ -21,7 +21,7 @@ from pdserve.decode.remote.publisher import PrefillTurns
 from pdserve.decode.scheduling.fair_order import FairOrder
 from pdserve.decode.scheduling.prefill_times import Estimator
 from pdserve.engine.sim.model import SimModel
-from pdserve.kv.chunk import ROW
+from pdserve.kv.prefill_chunk import MAX_SHORT_STEPS
 from pdserve.plan.plan import DECODE_CHUNK
 from pdserve.prefill.pull_policy import AHEAD, FEW
 from pdserve.process.learned import PrefillSpeed
@@ -141,7 +141,7 @@ class VirtualEngine:
         chunk = max(BLOCK, self.chunk) if len(self.requests) > 1 else left
         come = any(each.computed == each.prompt - 1 for each in self.requests)  # KV
         self._with_kv = self._with_kv + 1 if come else 0
-        if self._with_kv % (ROW + 1):
+        if self._with_kv % (MAX_SHORT_STEPS + 1):
             chunk = BLOCK
         for request in sorted(self.requests, key=lambda each: each.computed < each.prompt):
             if count := min(left, chunk, max(1, request.prompt - request.computed)):

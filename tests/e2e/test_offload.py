@@ -93,7 +93,7 @@ def files_on_disk(worker: dict[str, Any], folder: str) -> Iterator[int]:
 async def test_conversations_that_were_evicted_come_back(
     offloading: RealGraph, rounds: list[list[tuple[Case, list[int]]]]
 ) -> None:
-    """The decode worker has the last conversations in host memory or on its disk, and prefills them locally. It has lost
+    """The decode worker has the last conversations in host memory or on disk and prefills them locally. It has lost
     the others; the prefill worker has them in host memory."""
     decode, prefill = workers(offloading)
     assert (decode["host_tokens"], decode["disk_tokens"]) == (5120, 8192)

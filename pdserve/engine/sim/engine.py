@@ -15,13 +15,13 @@ from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, 
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.sim import wire
 from pdserve.engine.sim.blocks import BlockPool
+from pdserve.engine.sim.kv_server import KvServer, Unreachable, ask
 from pdserve.engine.sim.model import Faults, seed_of, sim_model
-from pdserve.engine.sim.side import SideServer, Unreachable, ask
 from pdserve.engine.sim.sim_lora import SimAdapters
 from pdserve.engine.sim.wire import SimRequest
 from pdserve.engine.spec import EngineSpec
 from pdserve.kv.handles import check_handle, source
-from pdserve.kv.read_ahead.blocks import PIECE
+from pdserve.kv.read_ahead.blocks import MIN_PIECE_BYTES
 from pdserve.runtime.tasks import Owner
 from pdserve.util.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.util.lru import LruDict
@@ -39,7 +39,7 @@ class SimEngine(SimAdapters, Engine):
         self._chunk, self._with_kv = model.prompt_chunk, 0
         self._pool = BlockPool(model.kv_blocks, model.block_size)
         self.prefixes = self._pool.prefixes
-        self._side = SideServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
+        self._side = KvServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
         self._waiting: deque[SimRequest] = deque()
         self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
         self._running: list[SimRequest] = []
@@ -326,7 +326,7 @@ class SimEngine(SimAdapters, Engine):
     def _tell_complete(self, request: SimRequest) -> None:
         blocks = request.computed // self._model.block_size
         fresh = (blocks - request.named) * self._model.block_size * self._model.bytes_per_token
-        if request.keep and fresh >= PIECE:
+        if request.keep and fresh >= MIN_PIECE_BYTES:
             request.named = blocks
             kv = self._handle(request, blocks, blocks * self._model.block_size)
             self._steps.put_nowait(Step([], complete=[kv]))

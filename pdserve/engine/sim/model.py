@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from pdserve.kv.chunk import ROW
+from pdserve.kv.prefill_chunk import MAX_SHORT_STEPS
 from pdserve.util.errors import ConfigError
 
 
@@ -68,12 +68,12 @@ class SimModel:
         return seconds
 
     def chunk(self, limit: int, prompts: int, with_kv: int) -> int:
-        """Tokens of each of so many prompts in a step with other requests, as vLLM with our connector (`kv/chunk.py`).
+        """Tokens of each of so many prompts in a step with other requests, as in vLLM (`kv/prefill_chunk.py`).
         `with_kv`: steps in a row, to this one, with a request whose KV has come."""
         if not limit:
             return self.max_batched_tokens
         least = min(self.block_size, self.prompt_chunk or limit)
-        if with_kv % (ROW + 1):
+        if with_kv % (MAX_SHORT_STEPS + 1):
             return least
         return max(least, limit if limit == self.prompt_chunk else limit // max(1, prompts))
 

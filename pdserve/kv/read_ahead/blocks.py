@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 Source = tuple[str, str]
 """id of the prefill engine, and id of the prefill in it"""
-PIECE = 8 << 20
+MIN_PIECE_BYTES = 8 << 20
 """bytes from which on a read of its own is worth its cost, some milliseconds of the decode engine"""
-KEEP = 0.25
+MIN_FREE_SHARE = 0.25
 """share of the pool that must stay free for requests"""
-FORGET = 30.0
+KEEP_SECONDS = 30.0
 """seconds after the last piece at which its blocks are freed: no handle is expected any more"""
 
 
@@ -69,7 +69,7 @@ class ReadAhead:
         if complete[ahead.first : begun] != ahead.remote:  # it was preempted, and has other blocks
             ahead.good = False
         fresh = complete[begun:]
-        room = pool.get_num_free_blocks() - KEEP * pool.num_gpu_blocks
+        room = pool.get_num_free_blocks() - MIN_FREE_SHARE * pool.num_gpu_blocks
         if not ahead.good or not fresh or len(fresh) > room:
             return None
         blocks = pool.get_new_blocks(len(fresh))
@@ -78,7 +78,7 @@ class ReadAhead:
         ahead.remote += fresh
         ahead.blocks += blocks
         ahead.reads[piece.name] = self._ranks
-        ahead.until = now + FORGET
+        ahead.until = now + KEEP_SECONDS
         return piece
 
     def ended(self, piece: str, ranks: int, pool: Pool) -> None:

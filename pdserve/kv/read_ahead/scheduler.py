@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 
 from pdserve.kv import AHEAD, PREEMPTED
 from pdserve.kv.leases import Leases
-from pdserve.kv.read_ahead.blocks import KEEP, PIECE, ReadAhead, Source
+from pdserve.kv.read_ahead.blocks import MIN_FREE_SHARE, MIN_PIECE_BYTES, ReadAhead, Source
 
 ADOPTED = "pdserve_adopted"
 """key in a request's transfer parameters: number of tokens in the prefix cache that were read ahead"""
@@ -18,7 +18,7 @@ PIECE_OF = "HB:"
 """before the id of a prefill of which a piece is read: vLLM takes the notification for a heartbeat of no request"""
 
 
-class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What the workers report to the scheduler of pieces read ahead, and of leases that ran out."""
 
     def __init__(self) -> None:
@@ -37,23 +37,23 @@ class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         results.finished_recving -= pieces
         results.failed_recving -= pieces
 
-    def take(self) -> "AheadReport | None":
+    def take(self) -> "RankReport | None":
         """In a worker: unreported results, or None."""
         if not self.ended and not self.bad and not self.expired:
             return None
-        report = AheadReport()
+        report = RankReport()
         report.ended, report.bad, report.expired = self.ended, self.bad, self.expired
         self.ended, self.bad, self.expired = Counter(), set(), set()
         return report
 
-    def aggregate(self, other: Any) -> "AheadReport":
+    def aggregate(self, other: Any) -> "RankReport":
         self.ended += other.ended
         self.bad |= other.bad
         self.expired |= other.expired
         return self
 
 
-class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     """In a prefill engine: names the blocks that are complete. In a decode engine: has them read."""
 
     pool: Any
@@ -98,7 +98,7 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._ahead.forget(self.pool, time.perf_counter())
-        self._ahead.make_room(KEEP / 2 * self.pool.num_gpu_blocks, self.pool)
+        self._ahead.make_room(MIN_FREE_SHARE / 2 * self.pool.num_gpu_blocks, self.pool)
         meta = super().build_connector_meta(scheduler_output)
         for piece, params in self._pieces:
             name = PIECE_OF + params["remote_request_id"]
@@ -114,7 +114,10 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             request, named = self._prefills[name]
             computed = request.num_computed_tokens + scheduled[name]
             complete = computed // self.block_size
-            if computed < request.num_prompt_tokens and (complete - named) * self._block_bytes >= PIECE:
+            if (
+                computed < request.num_prompt_tokens
+                and (complete - named) * self._block_bytes >= MIN_PIECE_BYTES
+            ):
                 self._prefills[name] = request, complete
                 blocks = self.blocks.get_block_ids(name)[0][:complete]
                 yield {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdserve.kv.read_ahead.blocks import FORGET, KEEP, ReadAhead
+from pdserve.kv.read_ahead.blocks import KEEP_SECONDS, MIN_FREE_SHARE, ReadAhead
 
 SOURCE = ("prefill-0-boot", "prefill-7")
 
@@ -110,9 +110,9 @@ def test_dropped_or_forgotten(ahead: ReadAhead, pool: MemoryPool) -> None:
     ahead.drop(SOURCE, pool)
     assert len(pool.free) == 40
     late = read(ahead, pool, [11, 12], now=5.0)
-    ahead.forget(pool, 5.0 + FORGET)
+    ahead.forget(pool, 5.0 + KEEP_SECONDS)
     assert SOURCE in ahead
-    ahead.forget(pool, 5.1 + FORGET)
+    ahead.forget(pool, 5.1 + KEEP_SECONDS)
     assert SOURCE not in ahead
     assert len(pool.free) == 38, "its read is under way"
     ahead.ended(late, 1, pool)
@@ -131,4 +131,4 @@ def test_requests_go_first(ahead: ReadAhead, pool: MemoryPool) -> None:
 def test_reading_ahead_leaves_room(ahead: ReadAhead, pool: MemoryPool) -> None:
     assert ahead.more(SOURCE, 0, list(range(100, 131)), pool, 0.0) is None
     assert ahead.more(SOURCE, 0, list(range(100, 130)), pool, 0.0) is not None
-    assert len(pool.free) == KEEP * 40
+    assert len(pool.free) == MIN_FREE_SHARE * 40

@@ -4,11 +4,11 @@ in each step (docs/decisions/0067-the-chunk.md). Pure: requests and configuratio
 from collections.abc import Mapping
 from typing import Any
 
-ROW = 2
+MAX_SHORT_STEPS = 2
 """steps in a row that are spared: in one a KV read begins, in the next its request has its first turn"""
 
 
-class StepChunk:
+class PrefillChunk:
     def __init__(self, config: Any, block: int) -> None:
         """`config`: vLLM's SchedulerConfig."""
         self._config, self._block = config, block
@@ -31,7 +31,7 @@ class StepChunk:
 
     def spare(self) -> None:
         """The next step begins to read KV, or has a request whose KV has come: it is to be short."""
-        self._spare = self._spared < ROW
+        self._spare = self._spared < MAX_SHORT_STEPS
         self._set()
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:

@@ -38,7 +38,7 @@ class BlockContents(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class SideServer(Lifetime):
+class KvServer(Lifetime):
     engine_id: str
     host: str
     contents: Callable[[list[int]], list[int]]

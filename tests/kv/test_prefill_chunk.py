@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdserve.kv.chunk import ROW, StepChunk
+from pdserve.kv.prefill_chunk import MAX_SHORT_STEPS, PrefillChunk
 
 BLOCK = 32
 
@@ -20,7 +20,7 @@ class Request:
 class Steps:
     def __init__(self, usual: int = 256) -> None:
         self.config = SimpleNamespace(long_prefill_token_threshold=usual)
-        self.chunk = StepChunk(self.config, BLOCK)
+        self.chunk = PrefillChunk(self.config, BLOCK)
         self.prompts: list[Request] = []
 
     def prompt(self, tokens: int) -> None:
@@ -77,10 +77,10 @@ def test_no_limit_is_below_a_block(steps: Steps) -> None:
 def test_a_step_with_kv_that_comes_is_spared_but_not_for_ever(steps: Steps) -> None:
     steps.prompt(10_000)
     found = []
-    for _ in range(2 * ROW + 2):
+    for _ in range(2 * MAX_SHORT_STEPS + 2):
         steps.chunk.spare()
         found.append(steps.step())
-    assert found == 2 * ([BLOCK] * ROW + [256])
+    assert found == 2 * ([BLOCK] * MAX_SHORT_STEPS + [256])
     assert steps.step() == 256
 
 
