@@ -57,7 +57,7 @@ not use the disk."""
 
 
 @dataclass(eq=False)
-class Place:
+class FilePlace:
     """Of a block in the file."""
 
     number: int
@@ -75,13 +75,13 @@ class BlockFile:
         self._size = size
         self._unused = iter(range(blocks))
         self._free: list[int] = []
-        self.places: OrderedDict[bytes, Place] = OrderedDict()
+        self.places: OrderedDict[bytes, FilePlace] = OrderedDict()
         """by key, the least recently used first: the blocks that can be read"""
         self.removed: list[bytes] = []
         """keys of blocks that were evicted or lost; the caller empties it"""
         self.disabled = False
 
-    def allocate(self) -> Place | None:
+    def allocate(self) -> FilePlace | None:
         """A place for a block to write, evicting another if need be. None: all places are being written."""
         if self.disabled:
             return None
@@ -89,9 +89,9 @@ class BlockFile:
             self._free += islice(self._unused, 1)
         if not self._free and self.places:
             self.remove(next(iter(self.places)))
-        return Place(self._free.pop()) if self._free else None
+        return FilePlace(self._free.pop()) if self._free else None
 
-    def free(self, place: Place) -> None:
+    def free(self, place: FilePlace) -> None:
         self._free.append(place.number)
 
     def remove(self, key: bytes) -> None:
@@ -109,14 +109,14 @@ class BlockFile:
         with suppress(OSError):
             self._file.truncate(0)
 
-    def write(self, place: Place, block: memoryview) -> None:
+    def write(self, place: FilePlace, block: memoryview) -> None:
         """Raises OSError."""
         place.checksum = crc32(block)
         done, begin = 0, place.number * self._size
         while done < self._size:
             done += os.pwrite(self.fileno(), block[done:], begin + done)
 
-    def read(self, place: Place, block: memoryview) -> bool:
+    def read(self, place: FilePlace, block: memoryview) -> bool:
         """Return whether the block is as it was written. Raises OSError."""
         done, begin = 0, place.number * self._size
         while done < self._size:
@@ -137,7 +137,7 @@ class Transfer:
     """One block that is read or written."""
 
     key: bytes
-    place: Place
+    place: FilePlace
     row: int
     """the block's place in host memory"""
     done: bool = False

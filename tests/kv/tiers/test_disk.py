@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEn
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from pdserve.kv.tiers import disk
-from pdserve.kv.tiers.disk import BlockFile, DiskTier, HostTier, Place, TieredManager
+from pdserve.kv.tiers.disk import BlockFile, DiskTier, HostTier, FilePlace, TieredManager
 from tests.conditions import until
 
 SIZE = 4096
@@ -198,7 +198,7 @@ async def test_a_block_that_is_evicted_while_it_is_read_is_computed(
     await filled(tiers)
     read = tiers.file.read
 
-    def evict_after(place: Place, row: memoryview) -> bool:
+    def evict_after(place: FilePlace, row: memoryview) -> bool:
         found = read(place, row)
         tiers.file.remove(KEYS[0])
         return found
