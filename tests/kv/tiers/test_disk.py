@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEn
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from pdserve.kv.tiers import disk
-from pdserve.kv.tiers.disk import BlockFile, DiskTier, HostTier, FilePlace, TieredManager
+from pdserve.kv.tiers.disk import BlockFile, DiskTier, FilePlace, HostTier, TieredManager
 from tests.conditions import until
 
 SIZE = 4096
