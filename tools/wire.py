@@ -61,7 +61,7 @@ class Protocol(NamedTuple):
     def kinds(self, root: str) -> dict[str, Any]:
         """By name, the classes that may come where `root` is decoded."""
         defined = self.defined(root)
-        return {each.__name__: each for each in typing.get_args(defined)} or {root: defined}
+        return {_former(each): each for each in typing.get_args(defined) or (defined,)}
 
     def defined(self, root: str) -> Any:
         return getattr(self.module, root, None) or getattr(self.module, RENAMED[root])
@@ -70,6 +70,10 @@ class Protocol(NamedTuple):
         library = msgspec.json if root in JSON else msgspec.msgpack
         decode: Callable[[bytes], Any] = library.Decoder(self.defined(root)).decode
         return decode
+
+
+def _former(kind: Any) -> str:
+    return next((old for old, new in RENAMED.items() if new == kind.__name__), kind.__name__)
 
 
 def encode(root: str, message: Any) -> bytes:

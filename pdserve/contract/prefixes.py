@@ -23,8 +23,8 @@ def root_name(salt: str | None, adapter: int = 0) -> bytes:
     """The parent of a prompt's first name: prompts of another cache salt or LoRA adapter have other names."""
     if not (salt or adapter):
         return b""
-    image_key = adapter.to_bytes(NAME_BYTES) if adapter else b""
-    return blake2b((salt or "").encode(errors="replace"), digest_size=NAME_BYTES, key=image_key).digest()
+    key = adapter.to_bytes(NAME_BYTES) if adapter else b""
+    return blake2b((salt or "").encode(errors="replace"), digest_size=NAME_BYTES, key=key).digest()
 
 
 class PromptImage(NamedTuple):
@@ -62,7 +62,7 @@ def block_names(
 def image_keys(pictures: Iterable[PromptImage], block_size: int) -> dict[int, bytes]:
     """By the first token of each block with a part of a picture: what tells it from blocks of others."""
     found: dict[int, bytes] = {}
-    for name, start, tokens in prompt_images:
+    for name, start, tokens in pictures:
         for block in range(start - start % block_size, start + tokens, block_size):
             found[block] = found.get(block, b"") + image_key(name, start - block)
     return found
@@ -165,7 +165,7 @@ class CachedPrefixes:
         if not self._copies:
             return 0
         known = self._copies.__contains__ if host or not self._host else self._in_cache
-        shown = image_keys(prompt_images, self.block_size)
+        shown = image_keys(pictures, self.block_size)
         prefixes = block_names(prompt, self.block_size, root_name(salt, adapter), len(prompt) - 1, shown)
         return self.block_size * sum(1 for _ in takewhile(known, prefixes))
 

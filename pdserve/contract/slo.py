@@ -90,12 +90,12 @@ def ttft_miss_probability(seconds: float, left: float) -> float:
     """The probability that a first token, expected in so many seconds, comes later than `left` seconds from now."""
     if left <= 0:
         return 1.0
-    return _ramp(parse_duration / left, 1 - TTFT_UNCERTAINTY, 1 + TTFT_UNCERTAINTY)
+    return _ramp(seconds / left, 1 - TTFT_UNCERTAINTY, 1 + TTFT_UNCERTAINTY)
 
 
 def gap_miss_probability(seconds: float, gap: float) -> float:
     """The probability that a gap, of so many seconds as a mean, is longer than the promised one."""
-    return _ramp(parse_duration / gap, 1 - GAP_VARIATION, 1.0)
+    return _ramp(seconds / gap, 1 - GAP_VARIATION, 1.0)
 
 
 def _ramp(value: float, none: float, sure: float) -> float:
