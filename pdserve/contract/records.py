@@ -114,7 +114,7 @@ class Instance(Struct, frozen=True):
         return not (self.queue_lost or self.stalled)
 
     @property
-    def can_stand_in(self) -> bool:
+    def is_stand_in(self) -> bool:
         """Whether it is a prefill worker that decodes where no decode worker is there."""
         return self.role is Role.PREFILL and bool(self.address)
 

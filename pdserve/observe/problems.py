@@ -253,7 +253,7 @@ def _ready(workers: Sequence[Node], role: Role) -> int:
 def _missing(workers: Sequence[Node], of: str) -> Iterator[Problem]:
     if not _ready(workers, Role.DECODE):
         ready = [node for node in workers if node.state == READY]
-        names = [node.name for node in ready if node.instance and node.instance.can_stand_in]
+        names = [node.name for node in ready if node.instance and node.instance.is_stand_in]
         if names:
             stand = "stands in" if len(names) == 1 else "stand in"
             text = f"no decode worker{of} is there: {', '.join(names)} {stand}"

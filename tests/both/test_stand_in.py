@@ -49,7 +49,7 @@ def card_in(server: MemoryServer, owner: str = "prefill-0") -> bytes | None:
 def standing_in(graph: WorkerGraph) -> set[str]:
     """The prefill workers that frontends may send requests to."""
     records = [value for key, value in graph.registry.data.items() if key.startswith("/t/instances/prefill/")]
-    return {worker.id for worker in map(decode_instance, records) if worker.can_stand_in}
+    return {worker.id for worker in map(decode_instance, records) if worker.is_stand_in}
 
 
 async def test_a_prefill_worker_stands_in_where_its_answers_would_not_differ(

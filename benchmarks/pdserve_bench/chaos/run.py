@@ -66,7 +66,7 @@ class Chaos:
     async def rows(self) -> AsyncIterator[Row]:
         instances = await self._watch.learn()
         self._remote = any(instance.role.includes(Role.PREFILL) for instance in instances)
-        self._stand_in = any(instance.can_stand_in for instance in instances)
+        self._stand_in = any(instance.is_stand_in for instance in instances)
         graph = self._running.graph
         self._say(f"{graph.model} at {graph.url}: {listed(self._watch.whole)}")
         lengths = [instance.max_model_len for instance in instances if instance.max_model_len]

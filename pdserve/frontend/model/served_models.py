@@ -264,7 +264,7 @@ class ServedModels:
         files = (worker.settings for worker in self._view.instances(model=model.card.name))
         model.promised = effective_slo(files, live)
         workers = self._workers(model.card)
-        places = (each.max_num_seqs for each in workers if not each.can_stand_in)
+        places = (each.max_num_seqs for each in workers if not each.is_stand_in)
         model.places = max(places, default=0) or model.places
         kept = self._view.adapters(model.card.name)
         model.adapters = served(kept, workers, model.adapters)
@@ -285,7 +285,7 @@ class ServedModels:
             worker
             for worker in self._view.instances(model=card.name)
             if worker.fingerprint == card.fingerprint
-            and (worker.role.includes(Role.DECODE) or worker.can_stand_in)
+            and (worker.role.includes(Role.DECODE) or worker.is_stand_in)
         ]
 
     def _warn_if_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:

@@ -144,7 +144,7 @@ class WorkerPool:
     def links(self) -> list[LinkState]:
         """The links to all listed workers, and to those that left the registry and still work; to stand-ins while they
         are needed."""
-        listed = {id for id, instance in self._instances.items() if not instance.can_stand_in}
+        listed = {id for id, instance in self._instances.items() if not instance.is_stand_in}
         return [self._link_state(id) for id in sorted(listed | self._linking | self._links.keys())]
 
     def _link_state(self, id: str) -> LinkState:
@@ -179,9 +179,7 @@ class WorkerPool:
             kind: Candidates | None = None
             if not (instance is None or link is None or instance.draining or link.refused):
                 stalled = instance.stalled or link.silent >= SILENT
-                kind = (
-                    self._stalled if stalled else self._stand_ins if instance.can_stand_in else self._decode
-                )
+                kind = self._stalled if stalled else self._stand_ins if instance.is_stand_in else self._decode
                 kind.set(id, worker_capacity(instance, link, self._frontends))
             for other in self._kinds:
                 if other is not kind:
@@ -199,7 +197,7 @@ class WorkerPool:
         return self._ready() is not self._decode and not any(
             instance.id not in self._links.keys() | self._failures.keys() or instance.id in self._renewing
             for instance in self._instances.values()
-            if not (instance.can_stand_in or instance.draining)
+            if not (instance.is_stand_in or instance.draining)
         )
 
     def _lacking(self, generation: Generation) -> set[str]:
@@ -303,12 +301,12 @@ class WorkerPool:
         """Begin to hold the links that are wanted and not held."""
         alone = self._alone()
         for instance in self._instances.values():
-            if instance.id not in self._linking and (alone or not instance.can_stand_in):
+            if instance.id not in self._linking and (alone or not instance.is_stand_in):
                 self._linking.add(instance.id)
                 self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
 
     def _wanted(self, instance: Instance) -> bool:
-        return instance.id in self._instances and (not instance.can_stand_in or self._alone())
+        return instance.id in self._instances and (not instance.is_stand_in or self._alone())
 
     async def _keep_link(self, instance: Instance) -> None:
         """Hold a link to the worker, and renew it, while it is wanted."""
@@ -341,7 +339,7 @@ class WorkerPool:
         try:
             async with client, asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.send(client, self._listener), name=f"to {instance.id}")
-                if instance.can_stand_in:
+                if instance.is_stand_in:
                     tasks.create_task(self._hand_over(link), name=f"hand over: {instance.id}")
                 logger.info("connected to %s", instance.id)
                 link.round_trip, link.heard = lambda: client.round_trip, lambda: client.heard
