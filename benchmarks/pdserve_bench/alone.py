@@ -15,7 +15,7 @@ import psutil
 
 from pdserve.config.load import load
 from pdserve.contract.records import Role
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.supervisor.processes.exits import exit_of
 from pdserve.supervisor.processes.readiness import until_frontends_ready
 from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
@@ -145,7 +145,7 @@ async def alone(
         watch = await stack.enter_async_context(GraphWatch())
         await watch.move(record)
         await graph.until_ready(watch)
-        async with Owner() as tasks:
+        async with TaskOwner() as tasks:
             tasks.forever(graph.keep, "restarts")
             yield graph
             await graph.stop()

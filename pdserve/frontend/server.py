@@ -36,7 +36,7 @@ from pdserve.plan.slots import Slot
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Owner, Work
+from pdserve.runtime.tasks import TaskOwner, Work
 from pdserve.security.certificate import ServerCertificate
 from pdserve.security.credentials import Credentials
 from pdserve.stream.tcp import TcpStreamClient
@@ -207,7 +207,7 @@ class QuietServer(uvicorn.Server):
         self._connections = connections
         self._certificate = certificate
         self._listening: Sequence[socket.socket] = ()
-        self._accepting = Owner()
+        self._accepting = TaskOwner()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from pdserve.observe.tracing import Tracer
 from pdserve.plan.graph import service_of
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import DRAINS, ENGINE_KILLED, SERVES, STARTS, STOPPERS, SUPERVISOR_DIED, Stops
-from pdserve.runtime.tasks import Owner, Work, forever, process_owner
+from pdserve.runtime.tasks import TaskOwner, Work, forever, process_owner
 from pdserve.util.errors import ConfigError, EngineDead, PdserveError, find_engine_death, leaf_errors
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ async def live(config: Config, slot: Slot, beat: Beat | None = None) -> None:
         service = connect(config, slot, pages.metrics)
         pages.watched, pages.receipts = service.watched, service.receipts
         pages.fault, pages.unready = lambda: service.fault, service.unready
-        async with Owner() as tasks:
+        async with TaskOwner() as tasks:
             if beat:
                 tasks.forever(partial(show_life, service, beat), "signs of life")
             await live_until_signalled(service, config.drain_timeout)

@@ -78,7 +78,7 @@ def difference(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> list[Chang
     return gone + [Change(key, value) for key, value in new.items() if old.get(key) != value]
 
 
-def apply(changes: Iterable[Change], state: MutableMapping[str, bytes]) -> None:
+def apply_changes(changes: Iterable[Change], state: MutableMapping[str, bytes]) -> None:
     for change in changes:
         if change.value is None:
             state.pop(change.key, None)

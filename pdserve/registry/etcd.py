@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import cycle
 
-from pdserve.registry.base import Change, Registry, apply, difference
+from pdserve.registry.base import Change, Registry, apply_changes, difference
 from pdserve.registry.etcd_session import FULL, UNMET, EtcdSession, SessionLost, channel_credentials
-from pdserve.runtime.tasks import Owner, is_cancelled
+from pdserve.runtime.tasks import TaskOwner, is_cancelled
 from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ConfigError, RegistryUnavailable
 from pdserve.util.net import split_servers
@@ -68,7 +68,7 @@ class EtcdRegistry(Registry):
         """own keys that may be in etcd yet"""
         self._guards: dict[str, asyncio.Task[None]] = {}
         """by leased key, what writes it again"""
-        self._tasks = Owner()
+        self._tasks = TaskOwner()
         self._writing = asyncio.Lock()
         self._session: EtcdSession | None = None
         self._session_made = asyncio.Condition()
@@ -278,7 +278,7 @@ class EtcdRegistry(Registry):
                     known = now
                     yield changes
                 async for changes in session.watch(self._root, prefixes, revision + 1):
-                    apply(changes, known)
+                    apply_changes(changes, known)
                     yield changes
             except SessionLost as error:
                 logger.debug("watch of %s: %s; reading it anew", " ".join(prefixes) or "all", error)

@@ -26,7 +26,7 @@ from pdserve.contract.records import (
 from pdserve.contract.reports import LOST_WORKER_LIFETIME, LostWorker
 from pdserve.registry import keys
 from pdserve.registry.base import Change, Registry
-from pdserve.runtime.tasks import Lifetime, Owner
+from pdserve.runtime.tasks import Lifetime, TaskOwner
 from pdserve.util.errors import ProtocolError, RegistryUnavailable
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class RegistryView(Lifetime):
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
-        async with Owner() as tasks:
+        async with TaskOwner() as tasks:
             tasks.forever(self._follow, "registry view")
             try:
                 async with asyncio.timeout(None if self._registry.patient else FIRST_READ_WITHIN):

@@ -68,7 +68,7 @@ class Lifetime(ABC):
         await self._entered.__aexit__(*error)
 
 
-class Owner:
+class TaskOwner:
     """The background tasks of one object. Leaving cancels them and waits for their end. It may be entered again, from
     any task of the loop."""
 
@@ -121,13 +121,13 @@ class Owner:
         return task
 
 
-_process_owner: ContextVar[Owner | None] = ContextVar("pdserve_process_owner", default=None)
+_process_owner: ContextVar[TaskOwner | None] = ContextVar("pdserve_process_owner", default=None)
 
 
 @asynccontextmanager
 async def process_owner() -> AsyncIterator[None]:
     """Cancel at the end every task that any Owner started meanwhile, also where its object was not left."""
-    async with Owner() as owner:
+    async with TaskOwner() as owner:
         token = _process_owner.set(owner)
         try:
             yield

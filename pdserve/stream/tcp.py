@@ -27,7 +27,7 @@ from pdserve.contract.messages import (
     encode_to_decode,
     safe_decoder,
 )
-from pdserve.runtime.tasks import Lifetime, Owner, isolate_errors
+from pdserve.runtime.tasks import Lifetime, TaskOwner, isolate_errors
 from pdserve.security.credentials import Credentials
 from pdserve.stream.framing import MAX_MESSAGE, FramedConnection, beats, bounded
 from pdserve.stream.tls import Tls
@@ -161,7 +161,7 @@ class TcpStreamServer(Lifetime):
         self.address = f"{_scheme(self._credentials)}://{host}:{server.sockets[0].getsockname()[1]}"
         self._leaving = False
         try:
-            async with Owner() as tasks:
+            async with TaskOwner() as tasks:
                 tasks.forever(self._keep_beating, "stream heartbeats")
                 yield
         finally:
@@ -277,7 +277,7 @@ class TcpStreamClient(Lifetime):
         self._greeted, self._unread = asyncio.Event(), UnreadMessages()
         try:
             await self._connect()
-            async with Owner() as tasks:
+            async with TaskOwner() as tasks:
                 tasks.forever(self._keep_beating, "stream heartbeats")
                 yield
         finally:

@@ -17,7 +17,7 @@ from pdserve.plan.slots import Slot, start_commands
 from pdserve.process.signals import STOPPERS, Stops
 from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.security.credentials import Credentials, expiry_warning
 from pdserve.supervisor import state
 from pdserve.supervisor.output import ProcessOutput
@@ -80,7 +80,7 @@ async def _serve(
     patience, policy = config.drain_timeout + AFTER_DRAIN, RestartPolicy()
     async with AsyncExitStack() as stack:
         guardian = stack.enter_context(Guardian(patience, folder.lock, folder.run))
-        tasks = await stack.enter_async_context(Owner())
+        tasks = await stack.enter_async_context(TaskOwner())
         tasks.forever(guardian.keep, "guardian")
         tasks.forever(folder.look_after, "state directory")
         credentials = _credentials(config, folder)

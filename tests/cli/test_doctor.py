@@ -25,7 +25,7 @@ from pdserve.observe.process_pages import serve_pages
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.registry import connect, etcd
 from pdserve.registry.view import Snapshot
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.security.credentials import Credentials, create
 from pdserve.supervisor import state
 from pdserve.supervisor.preflight import held_ports
@@ -68,7 +68,7 @@ async def test_an_etcd_that_was_over_its_quota_says_what_to_do(
     """`doctor`, a worker that waits for it, and `status` where `serve` on this machine knows the processes."""
     monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.0)
     full = "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION`"
-    async with SmallEtcd(tmp_path) as server, Owner() as tasks:
+    async with SmallEtcd(tmp_path) as server, TaskOwner() as tasks:
         await server.fill_up()
         (found,) = await of_etcd(server.url)
         assert found.text.startswith(f"etcd at {server.url} serves no new process: {full}")

@@ -46,7 +46,7 @@ from pdserve.plan.machine import GIB
 from pdserve.plan.memory import size
 from pdserve.plan.model_folder import read_model
 from pdserve.process import engine_checks
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.security.credentials import create
 from pdserve.util.errors import EngineDead, ProtocolError
 from tests.conditions import until
@@ -247,7 +247,7 @@ async def two_engines(
             patch.setenv(variable, value)
         # a socket's path may have 107 characters
         patch.setenv("VLLM_RPC_BASE_PATH", stack.enter_context(TemporaryDirectory(prefix="pdserve-")))
-        readers = await stack.enter_async_context(Owner())
+        readers = await stack.enter_async_context(TaskOwner())
         for part, role, more in zip(("decode", "prefill"), roles, (decode, prefill), strict=True):
             name = f"{part}-0-test"
             arguments = {**ARGUMENTS, **more}

@@ -23,7 +23,7 @@ from pdserve.kv.handles import check_handle
 from pdserve.prefill.answer_sender import AnswerSender
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import Presence
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.util.errors import EngineDead
 from tests.conditions import holds, until
 from tests.decode.graph import Prefill, Seams, config
@@ -47,7 +47,7 @@ class Scene(Seams):
         answers = self.decode.answers("decode-0")  # listens from here on
         started = await self.prefill("prefill-0")
         self.engine, self.worker, self.life = started.engine, started.worker, started.life
-        tasks = await self.enter_async_context(Owner())
+        tasks = await self.enter_async_context(TaskOwner())
         tasks.start(self._read(answers), "answers")
         return self
 

@@ -18,7 +18,7 @@ from pdserve.plan.slots import Slot
 from pdserve.process import life, signals
 from pdserve.process.life import Service
 from pdserve.process.signals import SERVES, STOPPERS, SUPERVISOR_DIED
-from pdserve.runtime.tasks import Owner, Work
+from pdserve.runtime.tasks import TaskOwner, Work
 from pdserve.util.errors import EngineDead, PdserveError
 from tests.conditions import until
 from tests.decode.graph import config
@@ -31,7 +31,7 @@ class Idle(Service):
         super().__init__(config(), Slot(Role.PREFILL, 0), "idle-0", "")
         self.noted: list[str] = []
         self._work = work
-        self._left_behind = Owner()
+        self._left_behind = TaskOwner()
 
     async def start(self, stack: AsyncExitStack) -> None:
         self.left_behind = self._left_behind.start(asyncio.sleep(60), "left behind")

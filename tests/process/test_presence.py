@@ -7,7 +7,7 @@ from pdserve.contract.records import WIRE, Instance, ModelCard, Role, decode_ins
 from pdserve.process.presence import Presence, generation, refusal
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
@@ -57,7 +57,7 @@ async def test_a_process_whose_messages_others_do_not_understand_waits_and_says_
         MemoryRegistry(server, "t") as old,
         MemoryRegistry(server, "t") as registry,
         RegistryView(old) as view,
-        Owner() as tasks,
+        TaskOwner() as tasks,
     ):
         await old.put(keys.instance(OLD), encode_record(OLD))
         mine = Presence(registry, Instance("decode-1-new", Role.DECODE, host="h"), None)

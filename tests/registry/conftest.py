@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.registry.base import Change, Registry, apply
+from pdserve.registry.base import Change, Registry, apply_changes
 from pdserve.registry.etcd import LEASE_TTL, EtcdRegistry
 from pdserve.security.credentials import Credentials
 from tests.conditions import until
@@ -114,7 +114,7 @@ class Following:
     async def follow(self, registry: Registry, prefix: str) -> None:
         async for changes in registry.watch(prefix):
             self.state = self.state or {}
-            apply(changes, self.state)
+            apply_changes(changes, self.state)
             self.changes += changes
 
     async def until(self, state: dict[str, bytes], within: float = 30.0) -> None:

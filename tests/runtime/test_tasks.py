@@ -44,7 +44,7 @@ async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.Lo
         raise KeyError(runs)
 
     before = failures("some work")
-    owner = tasks.Owner()
+    owner = tasks.TaskOwner()
     owner.forever(work, "some work: of a test")
     await until(lambda: runs > 12)
     await owner.stop()
@@ -120,7 +120,7 @@ async def test_a_cancellation_that_is_lost_in_the_work_ends_the_task_nevertheles
     task.cancel()
     await asyncio.wait([task], timeout=10)
     assert task.cancelled()
-    async with tasks.Owner() as owner:
+    async with tasks.TaskOwner() as owner:
         once = owner.start(_swallowed_twice(), "once")
         await asyncio.sleep(0)
     assert once.cancelled()
@@ -137,7 +137,7 @@ async def test_work_that_is_one_life_of_many_may_return(
         if len(starts) == 2:
             raise KeyError
 
-    async with tasks.Owner() as owner:
+    async with tasks.TaskOwner() as owner:
         owner.forever(work, "a life", again_after=0.1)
         await until(lambda: len(starts) == 4)
     pauses = [later - earlier for earlier, later in pairwise(starts)]
@@ -156,7 +156,7 @@ async def test_a_single_run_that_fails_is_reported(
         raise failure
 
     reported: list[BaseException] = []
-    async with tasks.Owner() as owner:
+    async with tasks.TaskOwner() as owner:
         owner.start(work(), "work", reported.append)
         await until(lambda: bool(reported))
         before = failures("work")

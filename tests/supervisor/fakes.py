@@ -13,7 +13,7 @@ from pdserve.plan.graph import ProcessSpec
 from pdserve.process.presence import instance_id
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.processes.exits import Guardian
 from pdserve.supervisor.processes.readiness import RegisteredInstances
@@ -69,7 +69,7 @@ class Graph:
         async with contextlib.AsyncExitStack() as stack:
             guardian = stack.enter_context(Guardian(self._patience))
             await stack.enter_async_context(self._registry)
-            tasks = await stack.enter_async_context(Owner())
+            tasks = await stack.enter_async_context(TaskOwner())
             tasks.forever(self._follow, "registry of the test")
             if self._registered:
                 tasks.forever(self._register, "fake registrations")

@@ -17,7 +17,7 @@ from httptools import HttpParserError, HttpParserUpgrade
 from pdserve.config.load import load
 from pdserve.contract.records import Role
 from pdserve.observe.logs import parse
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
@@ -139,7 +139,7 @@ class Fuzzer:
             frontends = [
                 psutil.Process(instance.pid) for instance in before if instance.role is Role.FRONTEND
             ]
-            async with load, Owner() as tasks:
+            async with load, TaskOwner() as tasks:
                 if len(frontends) == 1:
                     tasks.start(self._measure_holds(frontends[0]), "measuring the frontend's loop")
                 yield load

@@ -22,7 +22,7 @@ from pdserve.engine.sim.wire import SimRequest
 from pdserve.engine.spec import EngineSpec
 from pdserve.kv.handles import check_handle, source
 from pdserve.kv.read_ahead.blocks import MIN_PIECE_BYTES
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.util.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.util.lru import LruDict
 
@@ -43,7 +43,7 @@ class SimEngine(SimAdapters, Engine):
         self._waiting: deque[SimRequest] = deque()
         self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
         self._running: list[SimRequest] = []
-        self._tasks = Owner()
+        self._tasks = TaskOwner()
         self._ahead: dict[tuple[str, str], int] = {}
         """by `handles.source`: how many blocks were read of prefills that are still running"""
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}

@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.contract.messages import KvHandle
 from pdserve.engine.sim.model import Faults
-from pdserve.runtime.tasks import Lifetime, Owner
+from pdserve.runtime.tasks import Lifetime, TaskOwner
 from pdserve.util.errors import Unavailable
 
 _MAX_LINE = 64 << 20
@@ -48,7 +48,7 @@ class KvServer(Lifetime):
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
-        async with Owner() as tasks:
+        async with TaskOwner() as tasks:
 
             def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 task = tasks.start(self._serve(reader, writer), "sim side channel")

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from pdserve.contract.prefixes import CachedPrefixes, block_names, image_key, root_name
 from pdserve.engine.vllm import api
-from pdserve.runtime.tasks import Lifetime, Owner
+from pdserve.runtime.tasks import Lifetime, TaskOwner
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class CacheMirror(Lifetime):
         try:
             self._socket = context.socket(zmq.SUB)
             self._socket.subscribe(b"")
-            async with Owner() as tasks:
+            async with TaskOwner() as tasks:
                 tasks.forever(self._read, "kv events")
                 yield
         finally:

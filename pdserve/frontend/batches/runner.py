@@ -16,7 +16,7 @@ from pdserve.frontend.batches.store import OPEN, Record, Store, parse
 from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys.auth import OWNER
 from pdserve.frontend.plugins import PluginContext
-from pdserve.runtime.tasks import Owner, isolate_errors
+from pdserve.runtime.tasks import TaskOwner, isolate_errors
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class BatchWork:
     async def work(self) -> None:
         """Work while this process has the lock. Never returns."""
         with await asyncio.to_thread(self._store.lock.open, "w") as file:
-            async with Owner() as tasks:
+            async with TaskOwner() as tasks:
                 while True:
                     with suppress(BlockingIOError):
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which it may have
@@ -57,7 +57,7 @@ class BatchWork:
                             await self._look(tasks)
                     await asyncio.sleep(LOOK)
 
-    async def _look(self, tasks: Owner) -> None:
+    async def _look(self, tasks: TaskOwner) -> None:
         if (now := time.monotonic()) >= self._counted:
             await asyncio.to_thread(self._store.count_down, STEP)
             self._counted = now + STEP
@@ -108,7 +108,7 @@ class BatchRun:
             return
         await self._write()
         total = self._batch["request_counts"]["total"]
-        async with self._client, Owner() as lines:  # which cancels those that run where the batch stops
+        async with self._client, TaskOwner() as lines:  # which cancels those that run where the batch stops
             while not self._stops() and (self._running or len(self._taken) < total):
                 if len(self._taken) < total:
                     await self._send(lines)
@@ -124,7 +124,7 @@ class BatchRun:
     def _stops(self) -> bool:
         return self._context.draining() or self._left <= 0
 
-    async def _send(self, tasks: Owner) -> None:
+    async def _send(self, tasks: TaskOwner) -> None:
         """Send each line once that does not run and has no result."""
         parts, sent = self._store.lines(self._batch["input_file_id"]), False
         while part := await asyncio.to_thread(next, parts, None):

@@ -34,7 +34,7 @@ from pdserve.frontend.vllm.images import LIMITS
 from pdserve.frontend.vllm.lora_routes import AppAdapters
 from pdserve.frontend.vllm.side_loop import SideLoop
 from pdserve.frontend.workers.pool import WorkerPool
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.stream.archives import archive_name, fetch, pack_model, unpack
 from pdserve.util.errors import ConfigError, PeerGone, Unavailable
 
@@ -129,7 +129,7 @@ async def _archive(card: ModelCard, context: ModelContext, workers: Workers) -> 
                     asked.discard(worker.id)
             await asyncio.sleep(LOOK)
 
-    async with Owner() as tasks:
+    async with TaskOwner() as tasks:
         end = time.monotonic() + FETCH_WITHIN
         while not archive.done() and (left := end - time.monotonic()) > 0:
             tasks.start(ask_all(), f"archive: {card.name}")

@@ -26,7 +26,7 @@ from pdserve.observe.graph_state import graph_state
 from pdserve.observe.metrics import INSTANCES, SLOT_READY, USABLE_WORKERS, WORKERS_REPLACED
 from pdserve.observe.problems import nodes, readiness
 from pdserve.registry.view import RegistryView
-from pdserve.runtime.tasks import Owner, forever, isolate_errors, reraise_fatal
+from pdserve.runtime.tasks import TaskOwner, forever, isolate_errors, reraise_fatal
 from pdserve.util.errors import BadRequest, ConfigError, Unavailable
 from pdserve.util.imports import import_without_gc
 
@@ -46,7 +46,7 @@ async def serve_models(
     view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits
 ) -> AsyncIterator["ServedModels"]:
     """Follow the registry while entered."""
-    async with Owner() as tasks:
+    async with TaskOwner() as tasks:
         models = ServedModels(view, context, expected, limits, tasks)
         tasks.start(_import_early(), "importing vLLM")
         tasks.forever(models.follow, "served models")
@@ -65,7 +65,12 @@ class ServedModels:
     unknown, and its requests, and those of its adapters, wait in the queue of a model without a card."""
 
     def __init__(
-        self, view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
+        self,
+        view: RegistryView,
+        context: ModelContext,
+        expected: str,
+        limits: AdmissionLimits,
+        tasks: TaskOwner,
     ) -> None:
         self._limits = limits
         self._view = view

@@ -29,7 +29,7 @@ from pdserve.frontend.workers.link import Link, LinkListener
 from pdserve.frontend.workers.prefix_index import PrefixIndex
 from pdserve.frontend.workers.router import choose
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
-from pdserve.runtime.tasks import Owner, reraise_fatal
+from pdserve.runtime.tasks import TaskOwner, reraise_fatal
 from pdserve.util.errors import BadRequest, PeerGone, error_text, leaf_errors
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class WorkerPool:
         """ids of the workers that changed since the candidates were updated"""
         self._prefixes = PrefixIndex()
         """empty unless the policy is `kv`"""
-        self._tasks = Owner()
+        self._tasks = TaskOwner()
         self._watching: asyncio.Task[None] | None = None
         self._last = ""
 

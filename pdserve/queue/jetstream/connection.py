@@ -29,7 +29,7 @@ from pdserve.queue.jetstream.client import (
     open_client,
     require_cluster,
 )
-from pdserve.runtime.tasks import Lifetime, Owner
+from pdserve.runtime.tasks import Lifetime, TaskOwner
 from pdserve.util.errors import ConfigError, ProtocolError, QueueUnavailable
 from pdserve.util.net import split_servers, strip_passwords
 
@@ -103,7 +103,7 @@ class NatsConnection(Lifetime):
     async def _lifetime(self) -> AsyncIterator[None]:
         tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            async with Owner() as tasks:
+            async with TaskOwner() as tasks:
                 tasks.forever(lambda: self._keep_client(tried), "nats connection", again_after=RETRY)
                 await tried
                 yield

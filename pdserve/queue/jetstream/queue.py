@@ -49,7 +49,7 @@ from pdserve.queue.jetstream.stream import (
     remove_abandoned,
     require_jetstream,
 )
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.security.credentials import Credentials
 from pdserve.util.errors import ProtocolError, QueueUnavailable
 from pdserve.util.lru import LruDict
@@ -104,7 +104,7 @@ class JetStreamQueue(PrefillQueue):
     async def _lifetime(self) -> AsyncIterator[None]:
         self._connection.listen(self._names.state, self._on_state)
         self._connection.listen(self._names.held, self._held.take)
-        async with self._connection, Owner() as tasks:
+        async with self._connection, TaskOwner() as tasks:
             tasks.forever(self._keep_depth_true, "queue depth")
             tasks.forever(partial(self._held.report, self._names.held), "held requests")
             yield

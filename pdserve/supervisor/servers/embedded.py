@@ -25,7 +25,7 @@ from typing import Self
 from pdserve.config.api_keys import KEYS_VARIABLE
 from pdserve.config.schema import Config
 from pdserve.queue import server_info
-from pdserve.runtime.tasks import Owner, forever
+from pdserve.runtime.tasks import TaskOwner, forever
 from pdserve.security.credentials import Credentials
 from pdserve.supervisor.output import LogFile
 from pdserve.supervisor.processes.child import Child, Exit
@@ -73,7 +73,7 @@ async def embedded_servers(
             exit_ = loop.history[-1].exit
             folder.server_changed(name, ": ".join(filter(None, (str(exit_), exit_.cause))))
 
-    async with Owner() as tasks, AsyncExitStack() as stack:
+    async with TaskOwner() as tasks, AsyncExitStack() as stack:
         urls = {}
         for kind, address in ((EmbeddedNats, config.nats), (EmbeddedEtcd, config.etcd)):
             if address is not None:

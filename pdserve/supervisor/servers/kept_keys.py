@@ -9,7 +9,7 @@ import msgspec
 
 from pdserve.config.schema import Config
 from pdserve.registry import connect, keys
-from pdserve.registry.base import Registry, apply
+from pdserve.registry.base import Registry, apply_changes
 from pdserve.security.credentials import Credentials
 from pdserve.supervisor.state import StateFolder
 from pdserve.util.errors import ConfigError, RegistryUnavailable
@@ -41,7 +41,7 @@ class KeptKeys:
         """Keep each change; never returns. An etcd without `keys.FILE` is not filled yet."""
         found: dict[str, bytes] = {}
         async for changes in registry.watch(keys.SETTINGS, keys.ADAPTERS, keys.FILE):
-            apply(changes, found)
+            apply_changes(changes, found)
             if keys.FILE in found:
                 kept = {key: value.decode(errors="replace") for key, value in sorted(found.items())}
                 self._folder.keep(_NAME, msgspec.json.format(msgspec.json.encode(kept)))

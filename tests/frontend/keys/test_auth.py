@@ -10,7 +10,7 @@ from pdserve.config.api_keys import ApiKey, FoundKeys, read_keys
 from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.keys import auth
 from pdserve.frontend.keys.auth import ApiKeys, KeySource
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.util.errors import ConfigError
 from tests.conditions import until
 
@@ -53,7 +53,7 @@ async def test_a_file_is_read_again_when_it_changes(
     source = KeySource(file, {})
     alice, bob = ({"x-api-key": key} for key in ("alice-0123456789abc", "bob-0123456789abcdef"))
     assert name(source.keys, alice) == "alice"
-    async with Owner() as tasks:
+    async with TaskOwner() as tasks:
         tasks.forever(source.follow, "keys")
         write(file, "bob=bob-0123456789abcdef\n")
         await until(lambda: not name(source.keys, alice))
@@ -82,7 +82,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again_unchanged(
         raise ConfigError(["not readable yet"])
 
     monkeypatch.setattr(auth, "read_keys", unreadable)
-    async with Owner() as tasks:
+    async with TaskOwner() as tasks:
         tasks.forever(source.follow, "keys")
         write(file, "bob=bob-0123456789abcdef\n")
         await until(lambda: len(tries) > 2)

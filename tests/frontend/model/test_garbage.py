@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.frontend.model import garbage
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from tests.conditions import holds, until
 
 
@@ -41,7 +41,7 @@ async def test_no_full_collection_runs_beside_a_request_however_many_objects_it_
 ) -> None:
     monkeypatch.setattr(garbage, "EVERY", 0.001)
     requests = 1
-    async with Owner() as tasks:
+    async with TaskOwner() as tasks:
         tasks.start(garbage.collect_at_rest(lambda: requests), "collecting")
         answer = [[position] for position in range(100 * garbage.YOUNG)]
         await holds(lambda: not full, 0.05)
@@ -56,7 +56,7 @@ async def test_a_full_collection_runs_beside_requests_that_never_end(
 ) -> None:
     monkeypatch.setattr(garbage, "EVERY", 0.001)
     monkeypatch.setattr(garbage, "LATEST", 0.01)
-    async with Owner() as tasks:
+    async with TaskOwner() as tasks:
         tasks.start(garbage.collect_at_rest(lambda: 1), "collecting")
         node = weakref.ref(Node())
         await until(lambda: bool(full) and node() is None)

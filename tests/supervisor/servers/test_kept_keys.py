@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.config.schema import Config
 from pdserve.registry import connect
-from pdserve.runtime.tasks import Owner
+from pdserve.runtime.tasks import TaskOwner
 from pdserve.supervisor import state
 from pdserve.supervisor.servers.kept_keys import KeptKeys
 from tests.conditions import holds, until
@@ -31,7 +31,7 @@ async def _filled(etcd: str, kept: KeptKeys, namespace: str) -> dict[str, bytes]
 
 async def test_changes_are_kept_and_an_etcd_that_lost_all_of_them_is_none(tmp_path: Path) -> None:
     with state.locked(tmp_path) as folder:
-        async with MemoryRegistry(MemoryServer()) as registry, Owner() as tasks:
+        async with MemoryRegistry(MemoryServer()) as registry, TaskOwner() as tasks:
             await registry.put("file", b"graph.yaml", leased=False)
             tasks.start(_kept(folder, "ns").follow(registry), "kept keys")
             for key in ("settings/a", "settings/b", "adapters/m/blue", "instances/x"):
