@@ -25,7 +25,7 @@ HEAD = """
 import os, signal, sys, time
 from multiprocessing import shared_memory
 from pdserve.observe import logs
-from pdserve.supervisor import alone
+from pdserve.supervisor.processes import alone
 alone.TICK = 0.1
 logs.setup("decode-0", "INFO", "text", "WARNING")
 

@@ -91,7 +91,7 @@ async def test_a_wave_is_stopped_after_the_one_before_has_ended(tmp_path: Path) 
 def test_a_process_that_got_the_pid_of_one_that_ended_is_not_stopped(tmp_path: Path) -> None:
     """As where a worker ends by itself while the frontends, which are stopped before it, still drain. In a namespace of
     pids, of which no other process of the machine takes one."""
-    code = "import asyncio, pathlib, sys; from tests.supervisor import test_killed as tests; "
+    code = "import asyncio, pathlib, sys; from tests.supervisor.processes import test_killed as tests; "
     code += "asyncio.run(tests.stop_beside_a_stranger(pathlib.Path(sys.argv[1])))"
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", code]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
