@@ -186,7 +186,7 @@ def test_live_settings_are_of_one_file_and_each_way_to_stop_leaves_nothing(
     other = Serve(folder, WORKERS.format(kv_port=kv_ports(), workers=1), "--log-format", "json")
     other.env["PDSERVE_STATE_DIR"] = serve.env["PDSERVE_STATE_DIR"]
     with running(other):
-        assert f"live setting policy=adaptive dropped: it was set on {tmp_path / 'graph.yaml'}" in other.text
+        assert f"dropped live setting policy=adaptive: it was set for {tmp_path / 'graph.yaml'}" in other.text
         assert "(file: " not in other.text
         assert "policy = threshold (as in the file)" in other.pdserve("set").stdout
         lines = [json.loads(line) for line in other.text.splitlines()[:-1]]

@@ -103,7 +103,7 @@ def running_here(graph: GraphAddress) -> GraphRecord | None:
 
 
 def _known(graph: GraphAddress) -> Snapshot | None:
-    return state.read_known(graph.state_dir) if graph.state_dir and running_here(graph) else None
+    return state.read_snapshot(graph.state_dir) if graph.state_dir and running_here(graph) else None
 
 
 async def frontend_url(graph: GraphAddress) -> str:

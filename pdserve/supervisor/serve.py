@@ -82,7 +82,7 @@ async def _serve(
         guardian = stack.enter_context(Guardian(patience, folder.lock, folder.run))
         tasks = await stack.enter_async_context(TaskOwner())
         tasks.forever(guardian.keep, "guardian")
-        tasks.forever(folder.look_after, "state directory")
+        tasks.forever(folder.keep_restored, "state directory")
         credentials = _credentials(config, folder)
         kept = KeptKeys(folder, config, credentials)
         servers = embedded_servers(config, folder, guardian, policy, credentials, kept)
@@ -90,7 +90,7 @@ async def _serve(
         graph = _record(config, urls, credentials)
         registered = await _registered_instances(stack, graph, config, credentials)
         folder.record(graph)
-        tasks.forever(partial(folder.keep_known, registered.view), "known processes")
+        tasks.forever(partial(folder.keep_snapshot, registered.view), "registry snapshot")
         if config.etcd is None:
             tasks.forever(partial(kept.follow, registered.registry), "kept keys")
         specs = [process_spec(slot, config.path, _environment(slot, config, graph)) for slot in slots]

@@ -1,9 +1,7 @@
-"""The state directory: its lock, which one graph holds at a time, what that graph needs of it, and the record by which
-commands find the graph."""
+"""The state directory of `serve`: its lock, its files, and the record by which commands find the running graph."""
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -26,31 +24,31 @@ from pdserve.util.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-KNOWN_EVERY = 1.0
-"""seconds between two writings of what is registered, at least"""
-LOOK_EVERY = 0.5
-"""seconds between two looks at what the graph needs of the folder: less than a restart waits"""
-_LOCK, _RECORD, _KNOWN, _CREDENTIALS = "lock", "graph.json", "known.json", "credentials"
+SNAPSHOT_INTERVAL = 1.0
+"""Seconds between two writes of the registry snapshot, at least."""
+RESTORE_INTERVAL = 0.5
+"""Seconds between two checks of the files: shorter than the delay before a restart, which may need them."""
+_LOCK, _RECORD, _SNAPSHOT, _CREDENTIALS = "lock", "graph.json", "known.json", "credentials"
 
 
 class GraphRecord(msgspec.Struct, frozen=True):
     """A running graph: `graph.json` in its state directory, for `pdserve status` and other commands."""
 
     pid: int
-    """of its supervisor"""
+    """Of the supervisor."""
     config: str
     model: str
     namespace: str
     etcd: str
     nats: str
     url: str = ""
-    """of its frontends; empty without any"""
+    """Of the frontends; empty without any."""
     credentials: str = ""
-    """folder; empty without any"""
+    """Folder; empty without any."""
     down: dict[str, str] = {}
-    """by its own server (`nats`, `etcd`) that has ended: how; empty: it is ready again"""
+    """By embedded server (`nats`, `etcd`): how it ended; empty once it is ready again."""
     began: int = 0
-    """start time of the supervisor: after a power cut its pid may be another process's; 0: unknown"""
+    """Start time of the supervisor, since its pid may be another process's after a power cut; 0: unknown."""
 
     def load_credentials(self) -> Credentials | None:
         """Raises ConfigError."""
@@ -67,18 +65,18 @@ class GraphRecord(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
-    """Lock the state directory. Raises ConfigError where another graph holds it, or it cannot be written. Where a
-    guardian still stops the graph of a killed supervisor, wait for it; where that was killed too, stop what is left of
-    the graph, with `patience` seconds for each wave of roles."""
+    """Lock the state directory. If its last supervisor was killed, wait until that one's guardian has stopped the
+    graph; if the guardian was killed too, stop the leftover processes, each wave of roles with `patience` seconds.
+    Raises ConfigError where another graph holds the lock, or the directory cannot be written."""
     try:
-        folder = StateFolder(state_dir, _until_locked(state_dir))
+        folder = StateFolder(state_dir, _wait_for_lock(state_dir))
     except OSError as error:
         raise _unusable(state_dir, error) from error
     try:
         _stop_leftovers(*_holder(state_dir), patience)
         for sockets in state_dir.glob("sockets-*"):
             shutil.rmtree(sockets, ignore_errors=True)
-        folder.mend()
+        folder.restore()
         yield folder
     finally:
         folder.leave()
@@ -86,17 +84,15 @@ def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
 
 
 class StateFolder:
-    """The state directory, locked for the graph that runs on it.
-
-    What the graph needs there may vanish, as by a `rm -r` or a cleaner of /tmp. Processes that are started again, and
-    other commands, need it as it was: so it is remembered here, looked at again and again, and made anew."""
+    """The locked state directory of a running graph. Files that restarts and commands need are kept in memory too, and
+    written again when something (`rm -r`, a cleaner of /tmp) removes or changes them."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self.lock = lock
-        """a file descriptor, which the guardian inherits, so that the lock is held until both have ended"""
+        """Descriptor of the lock file. The guardian inherits it, so that the lock is held until both have ended."""
         self.run = secrets.token_hex(8)
-        """marks the processes of this graph, until the next one (see `guardian.groups_of`)"""
+        """Mark of this graph's processes, which a later `serve` reads to find leftovers (`guardian.groups_of`)."""
         self._files: dict[Path, bytes] = {}
         self._graph: GraphRecord | None = None
         self._problem = ""
@@ -112,7 +108,7 @@ class StateFolder:
         return made
 
     def record(self, graph: GraphRecord) -> None:
-        """Write the record. Raises ConfigError."""
+        """Write the record. Raises ConfigError where that fails; the previous record then stays."""
         self._graph = graph
         self._files[self.path / _RECORD] = write(self.path, graph)
 
@@ -123,70 +119,64 @@ class StateFolder:
             self.keep(_RECORD, msgspec.json.encode(self._graph))
 
     def keep(self, name: str, data: bytes) -> None:
-        """Write a file that stays; where that fails, `mend` tries again."""
+        """Write a file, and keep it as it is; where that fails now, `restore` tries again."""
         self._files[self.path / name] = data
         with contextlib.suppress(OSError):
             _write(self.path / name, data)
 
-    async def look_after(self) -> None:
-        """Mend the folder again and again; never returns."""
+    async def keep_restored(self) -> None:
+        """Call `restore` every `RESTORE_INTERVAL`; never returns. Log each new reason for failures once."""
         while True:
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(RESTORE_INTERVAL)
             problem = ""
             try:
-                self.mend()
+                self.restore()
             except (OSError, ConfigError) as error:
                 problem = str(error)
             if problem and problem != self._problem:
-                logger.error("what the graph needs of %s cannot be made anew: %s", self.path, problem)
+                logger.error("cannot restore the graph's files in %s, trying again: %s", self.path, problem)
             self._problem = problem
 
-    def mend(self) -> None:
-        """Make anew what has vanished or changed since it was written. Raises OSError, and ConfigError where another
-        graph has taken the place of a folder that was removed."""
-        if not self._ours():
-            self._lock_again()
+    def restore(self) -> None:
+        """Make the folder and lock again if they are gone, and write files again that are gone or changed. Raises
+        OSError, and ConfigError where another graph has locked a new folder of this name."""
+        if not self._holds_lock():
+            if (lock := _try_lock(self.path)) is None:
+                raise ConfigError([f"{self.path} was removed, and another graph runs there now."])
+            os.dup2(lock, self.lock, inheritable=False)
+            os.close(lock)
+            logger.warning("recreated missing %s", self.path / _LOCK)
         _note_run(self.path / _LOCK, f"{os.getpid()} {self.run}")
         for path, data in self._files.items():
             if not _holds(path, data):
                 make_private(path.parent)
                 _write(path, data)
-                logger.warning("%s had vanished or changed: written again", path)
+                logger.warning("recreated missing or changed %s", path)
 
-    async def keep_known(self, view: RegistryView) -> None:
-        """Write down what is registered, for commands while etcd does not answer; never returns."""
+    async def keep_snapshot(self, view: RegistryView) -> None:
+        """Write what is registered, for commands that run while etcd does not answer; never returns."""
         async for _ in view.changes():
             with contextlib.suppress(OSError):  # the next change writes it again
-                await asyncio.to_thread(_write, self.path / _KNOWN, msgspec.json.encode(view.snapshot()))
-            await asyncio.sleep(KNOWN_EVERY)
+                await asyncio.to_thread(_write, self.path / _SNAPSHOT, msgspec.json.encode(view.snapshot()))
+            await asyncio.sleep(SNAPSHOT_INTERVAL)
 
     def leave(self) -> None:
         """Remove the record, if the folder is still this graph's."""
-        self._files.clear()
-        if self._ours():
-            for name in (_RECORD, _KNOWN):
+        if self._holds_lock():
+            for name in (_RECORD, _SNAPSHOT):
                 (self.path / name).unlink(missing_ok=True)
 
-    def _ours(self) -> bool:
-        """Whether the folder is the one that was locked."""
-        held = os.fstat(self.lock)
-        for path in (self.path, self.path / _LOCK):
-            with contextlib.suppress(OSError):
-                if os.path.samestat(held, path.stat()):
-                    return True
+    def _holds_lock(self) -> bool:
+        """Whether the lock file is still the one that was locked."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self.lock), (self.path / _LOCK).stat())
         return False
 
-    def _lock_again(self) -> None:
-        if (lock := _try_lock_folder(self.path)) is None:
-            raise ConfigError([f"{self.path} was removed, and another graph runs there now."])
-        os.dup2(lock, self.lock, inheritable=False)
-        os.close(lock)
-        logger.warning("%s had vanished: made anew", self.path)
 
-
-def _until_locked(state_dir: Path) -> int:
-    waiting = False
-    while (lock := _try_lock_folder(state_dir)) is None:
+def _wait_for_lock(state_dir: Path) -> int:
+    """Return the descriptor of the locked file. Raises ConfigError where a running supervisor holds the lock."""
+    warned = False
+    while (lock := _try_lock(state_dir)) is None:
         pid, _ = _holder(state_dir)
         if not pid or alive(pid):
             raise ConfigError(
@@ -195,64 +185,59 @@ def _until_locked(state_dir: Path) -> int:
                     "folder of its own (Graph: state-dir)."
                 ]
             )
-        if not waiting:
+        if not warned:
             logger.warning(
                 "waiting for the graph on %s to end: its supervisor (pid %s) was killed", state_dir, pid
             )
-        waiting = True
+        warned = True
         time.sleep(0.1)
     return lock
 
 
-def _try_lock_folder(path: Path) -> int | None:
-    """Make and lock the folder itself, since any file in it may be removed; return the file descriptor, None where
-    another process holds it. Raises OSError."""
-    make_private(path)
-    for name, flags in ((path, os.O_RDONLY), (path / _LOCK, os.O_RDWR | os.O_CREAT)):
-        opened = os.open(name, flags, 0o600)
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(opened)
+def _try_lock(state_dir: Path) -> int | None:
+    """Make the folder and its lock file, and lock the file; None where another process holds it. Raises OSError."""
+    make_private(state_dir)
+    lock = os.open(state_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
             return None
-        except OSError:  # NFS locks no folders, but files
-            os.close(opened)
-        else:
-            return opened
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise
+    return lock
 
 
 def _holder(state_dir: Path) -> tuple[int, str]:
-    """The pid of the supervisor that holds or held the lock, and its `run`; 0 and empty where they are not known."""
+    """The pid of the supervisor that holds or held the lock, and its `run`; 0 and empty where they are unknown."""
     with contextlib.suppress(OSError, ValueError):
         pid, run = (state_dir / _LOCK).read_text().split()
         return int(pid), run
     return 0, ""
 
 
-def _note_run(path: Path, text: str) -> None:
-    """Written in place: on NFS this file is the lock. The lock holds without the text, as on a full disk."""
-    if not _holds(path, text.encode()):
-        with contextlib.suppress(OSError), open(path, "w", opener=private) as file:
-            file.write(text)
+def _note_run(lock: Path, text: str) -> None:
+    """Write the holder into the lock file, in place. The lock holds without it, as on a full disk."""
+    if not _holds(lock, text.encode()):
+        with contextlib.suppress(OSError):
+            lock.write_text(text)
 
 
 def _stop_leftovers(pid: int, run: str, patience: float) -> None:
-    """Stop the processes of a graph whose supervisor and guardian have both been killed. Where the supervisor lives,
-    this folder is a copy of its folder."""
+    """Stop the processes of a graph whose supervisor and guardian were both killed. If the supervisor runs, this folder
+    is a copy of its folder, and its processes are left alone."""
     left = groups_of(run) if run else {}
     if left and not left.keys() & family(pid):
         logger.warning(
-            "stopping what is left of a graph whose supervisor and guardian were killed (process groups %s)",
+            "stopping leftover processes of a graph whose supervisor and guardian were killed (process groups %s)",
             ", ".join(map(str, left)),
         )
         stop_in_waves(left, patience)
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, which may exist, readable by this user alone, as far as it belongs to this user: files in it may
-    hold prompts, and what can open it can hold its lock. One that all users share, as /tmp, stays as it is. Raises
-    OSError."""
+    """Make a folder, or take the access of other users to it away: its files may hold prompts, and who can read the
+    lock file can lock it. A folder that all users share (/tmp), or another user's, stays as it is. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = folder.stat().st_mode
     if mode & 0o077 and not mode & stat.S_ISVTX:
@@ -261,12 +246,8 @@ def make_private(folder: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` that makes the file readable by this user alone, as far as the file system has modes: other users
-    could hold a lock whose file they can read."""
-    opened = os.open(path, flags, 0o600)
-    with contextlib.suppress(OSError):
-        os.fchmod(opened, 0o600)
-    return opened
+    """An `opener` for new files that only this user can read."""
+    return os.open(path, flags, 0o600)
 
 
 def _holds(path: Path, data: bytes) -> bool:
@@ -298,7 +279,7 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
 
 
 def write(state_dir: Path, graph: GraphRecord) -> bytes:
-    """Write the record; return its text. Raises ConfigError where that fails; the record before it then stays."""
+    """Write the record, and return its text. Raises ConfigError where that fails; the previous record then stays."""
     data = msgspec.json.format(msgspec.json.encode(graph))
     try:
         _write(state_dir / _RECORD, data)
@@ -316,9 +297,9 @@ def read(state_dir: Path) -> GraphRecord | None:
     return graph if alive(graph.pid) and graph.began in (0, began(graph.pid)) else None
 
 
-def read_known(state_dir: Path) -> Snapshot | None:
-    """What the supervisor on this state directory last read in etcd."""
+def read_snapshot(state_dir: Path) -> Snapshot | None:
+    """The registry snapshot that the supervisor on this state directory wrote last."""
     try:
-        return msgspec.json.decode((state_dir / _KNOWN).read_bytes(), type=Snapshot)
+        return msgspec.json.decode((state_dir / _SNAPSHOT).read_bytes(), type=Snapshot)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -55,7 +55,7 @@ def test_the_state_is_refused_in_a_sentence_and_stays_whole(disk: Disk) -> None:
             folder.record(replace(graph, model="another"))
         with pytest.raises(ConfigError, match=why):
             folder.fresh_credentials()
-        folder.mend()
+        folder.restore()
         assert Credentials.load(credentials.folder) == credentials
         assert [path.name for path in disk.path.iterdir() if path.is_dir()] == ["credentials"]
         disk.free()

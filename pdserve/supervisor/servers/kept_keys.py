@@ -1,6 +1,6 @@
-"""The keys of the graph's own etcd that no lease holds, live settings and LoRA adapters, kept in `settings.json` of the
-state directory: each etcd that `serve` starts is empty, and gets them first (decisions/0099-servers-start-empty.md).
-"""
+"""Live settings and LoRA adapters, which no lease holds, kept for the embedded etcd in `settings.json` of the state
+directory: each etcd starts empty, and gets these keys before it counts as ready
+(docs/decisions/0099-servers-start-empty.md)."""
 
 import logging
 from contextlib import suppress
@@ -24,21 +24,21 @@ class KeptKeys:
         self._folder, self._namespace, self._credentials = folder, config.namespace, credentials
         self._file = str(config.path.resolve())
         self._kept: dict[str, str] | None = None
-        """by key; None: not read yet"""
+        """Value by key; None before the file is read."""
 
     async def fill(self, etcd: str) -> None:
-        """Write the keys into an empty etcd, `keys.FILE` last. Raises ConfigError where it does not take them."""
+        """Write the keys into an empty etcd, `keys.FILE` last. Raises ConfigError where etcd is not available."""
         if self._kept is None:
-            self._kept = self._of_earlier_run()
+            self._kept = self._read()
         try:
             async with connect(etcd, self._namespace, self._credentials) as registry:
                 for key, value in (*self._kept.items(), (keys.FILE, self._file)):
                     await registry.put(key, value.encode(), leased=False)
         except RegistryUnavailable as error:
-            raise ConfigError([f"etcd takes no keys: {error}"]) from error
+            raise ConfigError([f"cannot write the kept settings into etcd: {error}"]) from error
 
     async def follow(self, registry: Registry) -> None:
-        """Keep each change; never returns. An etcd without `keys.FILE` is not filled yet."""
+        """Keep each change; never returns. Ignore changes while `keys.FILE` is missing, because `fill` writes it last."""
         found: dict[str, bytes] = {}
         async for changes in registry.watch(keys.SETTINGS, keys.ADAPTERS, keys.FILE):
             apply_changes(changes, found)
@@ -48,8 +48,8 @@ class KeptKeys:
                 del kept[keys.FILE]
                 self._kept = kept
 
-    def _of_earlier_run(self) -> dict[str, str]:
-        """Live settings mean nothing to another file. What cannot be read, as after a power cut, is set aside."""
+    def _read(self) -> dict[str, str]:
+        """Read the file without live settings that were set for another graph file. Rename an unreadable file."""
         path, kept = self._folder.path / _NAME, dict[str, str]()
         try:
             kept = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
@@ -58,12 +58,15 @@ class KeptKeys:
         except (OSError, ValueError) as error:
             aside = path.with_name(f"{_NAME}.damaged")
             logger.error(
-                "%s cannot be read (%s): live settings are lost; keeping it as %s", path, error, aside
+                "cannot read %s (%s): starting without live settings and adapters; keeping it as %s",
+                path,
+                error,
+                aside,
             )
             with suppress(OSError):
                 path.replace(aside)
-        before = kept.pop(keys.FILE, "another file")
-        for key in [key for key in kept if key.startswith(keys.SETTINGS) and before != self._file]:
+        previous = kept.pop(keys.FILE, "another file")
+        for key in [key for key in kept if key.startswith(keys.SETTINGS) and previous != self._file]:
             setting = f"{key.removeprefix(keys.SETTINGS)}={kept.pop(key)}"
-            logger.warning("live setting %s dropped: it was set on %s", setting, before)
+            logger.warning("dropped live setting %s: it was set for %s", setting, previous)
         return kept

@@ -28,7 +28,7 @@ from tests.servers import SmallEtcd, kill, pid_of, restart
 from tests.supervisor.fakes import QUICK
 
 
-async def test_names_the_process_that_holds_the_port(tmp_path: Path) -> None:
+async def test_the_error_names_the_process_that_holds_the_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as caught:
         await EmbeddedNats(tmp_path, port=taken.getsockname()[1]).start()
     assert f"(pid {os.getpid()})" in str(caught.value)
@@ -45,16 +45,16 @@ async def test_a_server_that_cannot_start_says_why(kind: type[EmbeddedServer], t
     assert server.child is None
 
 
-async def test_an_etcd_without_space_says_so_and_not_where_it_was_in_its_code(tmp_path: Path) -> None:
+async def test_the_error_of_an_etcd_without_disk_space_has_no_stack(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk, pytest.raises(ConfigError) as caught:
         await EmbeddedEtcd(disk.path).start()
     assert "failed to create WAL: no space left on device (more in " in str(caught.value)
 
 
-async def test_damaged_data_keep_no_server_from_starting(
+async def test_damaged_data_do_not_prevent_a_start(
     tmp_path: Path, credentials: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the start of `serve` and at a restart; all that has no lease is in etcd again."""
+    """Neither at the start of `serve` nor at a restart; etcd has the keys without a lease again."""
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path)
     for kind in (EmbeddedNats, EmbeddedEtcd):
         async with kind(tmp_path, credentials=credentials) as server:
@@ -82,9 +82,9 @@ async def test_damaged_data_keep_no_server_from_starting(
                 process.suspend()  # so that it starts again after the damage
                 damage(tmp_path / "servers" / name)
                 process.kill()
-                await until(partial(_logged, caplog, f"{name} is back at"))
+                await until(partial(_logged, caplog, f"{name} is ready again at"))
             assert (await works(urls))["settings/a"] == b"1"
-    assert not (tmp_path / "servers/etcd").exists(), "nothing of it is left"
+    assert not (tmp_path / "servers/etcd").exists(), "its data are removed"
 
 
 def _logged(caplog: pytest.LogCaptureFixture, text: str) -> bool:
@@ -97,14 +97,14 @@ def _process(url: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize("name", ["nats", "etcd"])
-async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
+async def test_a_server_that_ends_or_hangs_is_restarted_at_its_address(
     name: str,
     tmp_path: Path,
     credentials: Credentials,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_EVERY": 0.1, "ANSWER_WITHIN": 0.5}.items():
+    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_INTERVAL": 0.1, "CHECK_TIMEOUT": 0.5}.items():
         monkeypatch.setattr(embedded, constant, seconds)
     others = {other: "not ours" for other in ("nats", "etcd") if other != name}
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path, **others)  # type: ignore[arg-type]
@@ -113,11 +113,11 @@ async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
         async with embedded_servers(config, folder, guardian, QUICK, credentials) as urls:
             assert list(urls) == [name]
             os.kill(_process(urls[name]).pid, signal.SIGKILL)
-            await until(lambda: "is back at" in caplog.text)
+            await until(lambda: "is ready again at" in caplog.text)
             second = _process(urls[name]).pid
             os.kill(second, signal.SIGSTOP)
             await until(lambda: not alive(second))
-            await until(lambda: caplog.text.count(f"{name} is back at {urls[name]}") >= 2)
+            await until(lambda: caplog.text.count(f"{name} is ready again at {urls[name]}") >= 2)
             assert f"{name} hangs: no healthy answer for" in caplog.text
             third = _process(urls[name]).pid
             assert alive(third)
@@ -129,7 +129,7 @@ async def test_an_etcd_that_was_over_its_quota_is_restarted_without_the_alarm(
 ) -> None:
     etcd = SmallEtcd(tmp_path)
     loop = RestartLoop(etcd, QUICK, lambda _: None, await etcd.start())
-    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_EVERY": 0.1}.items():
+    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_INTERVAL": 0.1}.items():
         monkeypatch.setattr(embedded, constant, seconds)
     running = asyncio.create_task(loop.run())
     await until(lambda: loop.state is ProcessState.READY)
@@ -157,7 +157,7 @@ async def test_a_server_that_never_answers_is_killed_and_counts_as_a_failed_star
     server = _Mute(tmp_path)
     loop = RestartLoop(server, QUICK, lambda _: None, await server.start())
     running = asyncio.create_task(loop.run())
-    monkeypatch.setattr(embedded, "READY_WITHIN", 0.1)
+    monkeypatch.setattr(embedded, "READY_TIMEOUT", 0.1)
     server.mute = True
     await kill(server)
     await until(lambda: "starts again in 0.04 s" in caplog.text)

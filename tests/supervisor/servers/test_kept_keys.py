@@ -29,7 +29,7 @@ async def _filled(etcd: str, kept: KeptKeys, namespace: str) -> dict[str, bytes]
         return {key: value for key, value in (await registry.read("")).items() if key != "file"}
 
 
-async def test_changes_are_kept_and_an_etcd_that_lost_all_of_them_is_none(tmp_path: Path) -> None:
+async def test_changes_are_kept_but_not_the_loss_of_all_keys(tmp_path: Path) -> None:
     with state.locked(tmp_path) as folder:
         async with MemoryRegistry(MemoryServer()) as registry, TaskOwner() as tasks:
             await registry.put("file", b"graph.yaml", leased=False)
@@ -47,7 +47,7 @@ async def test_changes_are_kept_and_an_etcd_that_lost_all_of_them_is_none(tmp_pa
             await until(lambda: _file(tmp_path) == {"file": "graph.yaml", "settings/c": "1"})
 
 
-async def test_another_file_gets_the_adapters_and_no_settings(
+async def test_settings_of_another_file_are_dropped_and_adapters_kept(
     tmp_path: Path, etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = {"file": str(tmp_path / "graph.yaml"), "settings/a": "1", "adapters/m/blue": "2"}
@@ -55,13 +55,13 @@ async def test_another_file_gets_the_adapters_and_no_settings(
     with state.locked(tmp_path) as folder:
         other = await _filled(etcd_url, _kept(folder, namespace, "other.yaml"), namespace)
         assert other == {"adapters/m/blue": b"2"}
-        assert f"live setting a=1 dropped: it was set on {tmp_path}/graph.yaml" in caplog.text
+        assert f"dropped live setting a=1: it was set for {tmp_path}/graph.yaml" in caplog.text
         same = await _filled(etcd_url, _kept(folder, namespace), namespace)
         assert same == {"adapters/m/blue": b"2", "settings/a": b"1"}
 
 
 @pytest.mark.parametrize("damage", [b"", bytes(100), b'{"file": "graph', b'{"settings/a": "\xff"}', b"[]"])
-async def test_a_damaged_file_is_set_aside(
+async def test_a_damaged_file_is_renamed(
     tmp_path: Path, etcd_url: str, namespace: str, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "settings.json").write_bytes(damage)
@@ -69,4 +69,4 @@ async def test_a_damaged_file_is_set_aside(
         assert await _filled(etcd_url, _kept(folder, namespace), namespace) == {}
     aside = tmp_path / "settings.json.damaged"
     assert aside.read_bytes() == damage
-    assert f"live settings are lost; keeping it as {aside}" in caplog.text
+    assert f"starting without live settings and adapters; keeping it as {aside}" in caplog.text
