@@ -16,7 +16,7 @@ import psutil
 from pdserve.config.load import load
 from pdserve.contract.records import Role
 from pdserve.runtime.tasks import TaskOwner
-from pdserve.supervisor.processes.exits import exit_of
+from pdserve.supervisor.processes.exits import wait_for_exit
 from pdserve.supervisor.processes.readiness import until_frontends_ready
 from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from pdserve.supervisor.state import GraphRecord
@@ -100,7 +100,7 @@ class AloneGraph(RunningGraph):
                 run.process.send_signal(signal.SIGTERM)
             for name, run in runs.items():
                 async with asyncio.timeout(STOP_WITHIN):
-                    code = await exit_of(run.process)
+                    code = await wait_for_exit(run.process)
                 wrong += [f"{name} ended with {code} on SIGTERM"] * (code != 0)
         if wrong:
             raise Unavailable("; ".join(wrong))

@@ -19,7 +19,7 @@ import psutil
 
 from pdserve.config.load import load
 from pdserve.supervisor import state
-from pdserve.supervisor.processes.exits import Guardian, end_group, exit_of
+from pdserve.supervisor.processes.exits import Guardian, end_group, wait_for_exit
 from pdserve.util.errors import ConfigError, Unavailable
 from pdserve.util.net import free_port
 from pdserve.util.tied_child import tied_command
@@ -124,10 +124,10 @@ class ServerRun:
             return
         self.process.send_signal(signal.SIGINT)
         try:
-            await asyncio.wait_for(exit_of(self.process), STOP_WITHIN)
+            await asyncio.wait_for(wait_for_exit(self.process), STOP_WITHIN)
         except TimeoutError:
             self.process.kill()  # its guardian ends the rest
-            await exit_of(self.process)
+            await wait_for_exit(self.process)
 
 
 def _complaints(text: str) -> list[str]:

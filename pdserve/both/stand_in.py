@@ -42,7 +42,7 @@ class StandIn(BothWorker):
     async def start(self, stack: AsyncExitStack) -> None:
         """Register without an address, since no card has been compared yet."""
         await super().start(stack)
-        await self._presence.move("")
+        await self._presence.set_address("")
 
     async def card(self) -> ModelCard | None:
         await self._archive.make()  # for frontends that start while no decode worker is there
@@ -64,7 +64,7 @@ class StandIn(BothWorker):
                     await self._compare(owner, card)
                 source = alike[0]
             elif workers and not alike:
-                await self._presence.keep(None)  # the model has other weights now
+                await self._presence.set_card(None)  # the model has other weights now
                 source = ""
 
     async def _cards(self, owner: str) -> list[tuple[str, ModelCard]]:
@@ -86,5 +86,5 @@ class StandIn(BothWorker):
             logger.warning(
                 "this worker does not stand in: its %s is not that of %s", ", ".join(differ), owner
             )
-        await self._presence.move("" if differ else self._stream.address)
-        await self._presence.keep(None if differ else card)
+        await self._presence.set_address("" if differ else self._stream.address)
+        await self._presence.set_card(None if differ else card)

@@ -75,7 +75,7 @@ class Frontend(Service):
         )
         self.depends_on("etcd", config.etcd, lambda: connection.connected)
         self._presence = Presence(connection, self._instance(), None)
-        await self._presence.until_understood()
+        await self._presence.wait_until_compatible()
         view = await stack.enter_async_context(RegistryView(connection))
         self._keys.keys.ledger.frontends = lambda: len(view.instances(Role.FRONTEND))
         context = self._model_context(frontend, credentials, AdapterStore(connection, view))

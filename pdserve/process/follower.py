@@ -13,7 +13,7 @@ from pdserve.contract.records import NodeFollower
 from pdserve.engine.spec import EngineNode, import_ranks
 from pdserve.plan.slots import Slot, worker_config
 from pdserve.process.life import Service
-from pdserve.process.nodes import Follower, meeting_place, node_leader, start_while_there
+from pdserve.process.nodes import Follower, meeting_place, node_leader, start_with_hosts
 from pdserve.process.presence import new_instance_id
 from pdserve.process.worker import engine_spec
 from pdserve.registry.base import Registry
@@ -60,7 +60,7 @@ class FollowerService(Service):
         node = EngineNode(self._slot.node, leader.host, leader.port)
         spec = engine_spec(self._config, self._slot, leader.id, self._credentials, node)
         self._ranks = self._make_ranks(spec)
-        await start_while_there(stack.enter_async_context(self._ranks), self._node)
+        await start_with_hosts(stack.enter_async_context(self._ranks), self._node)
 
     def permanent(self) -> Mapping[str, Work]:
         return {"leader": self._node.watch, "ranks": self._watch_ranks}

@@ -66,7 +66,7 @@ class PrefillSpeed:
             self.token_seconds.learn(self._seconds / self._tokens, now)
 
 
-def revised(value: float | None, age: float, other: float | None) -> float | None:
+def decayed(value: float | None, age: float, other: float | None) -> float | None:
     """What to expect of a value measured `age` seconds ago, where the alternative takes `other`. A worse value moves
     towards `other` with its age: it may have become as good by now, which only a try shows. A better one stays."""
     if value is None or other is None or value <= other:

@@ -199,11 +199,11 @@ async def live(config: Config, slot: Slot, beat: Beat | None = None) -> None:
         pages.fault, pages.unready = lambda: service.fault, service.unready
         async with TaskOwner() as tasks:
             if beat:
-                tasks.forever(partial(show_life, service, beat), "signs of life")
+                tasks.forever(partial(send_heartbeats, service, beat), "signs of life")
             await live_until_signalled(service, config.drain_timeout)
 
 
-async def show_life(service: Service, beat: Beat) -> None:
+async def send_heartbeats(service: Service, beat: Beat) -> None:
     """Call `beat` as long as the event loop works and the engine does not hang."""
     while True:
         if not service.fault:

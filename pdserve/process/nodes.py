@@ -165,7 +165,7 @@ class Follower(Lifetime):
         await self._registry.put(self._key, encode_record(record))
 
 
-async def start_while_there(start: Awaitable[T], others: Leader | Follower) -> T:
+async def start_with_hosts(start: Awaitable[T], others: Leader | Follower) -> T:
     """Start this host's part of the engine. Raises a group with EngineDead where another host is lost meanwhile."""
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(others.watch(patience=AWAY_AT_START))

@@ -171,7 +171,7 @@ class Presence:
         self._registry = registry
         self._card = card
 
-    async def until_understood(self) -> None:
+    async def wait_until_compatible(self) -> None:
         """Wait until no process is registered that is more than a generation of messages away. Meanwhile
         `pdserve status` lists this one as refused."""
         slot = SlotState(self.instance.id, self.instance.role, self.instance.host, REFUSED)
@@ -209,7 +209,7 @@ class Presence:
             if self.instance.id in {worker.id for worker in newcomers}:
                 return
 
-    async def keep(self, card: ModelCard | None) -> None:
+    async def set_card(self, card: ModelCard | None) -> None:
         """Write the card, or remove the one that is there."""
         if card is not None:
             await self._registry.put(keys.card(card.name, self.instance.id), encode_record(card))
@@ -219,7 +219,7 @@ class Presence:
 
     async def announce(self) -> None:
         """Write the card before the instance: a frontend that sees the instance can read what it serves."""
-        await self.keep(self._card)
+        await self.set_card(self._card)
         self._look()
         await self._write()
         if self._newcomer:  # any other key cannot be deleted while the registry is away
@@ -231,14 +231,14 @@ class Presence:
         self.instance = msgspec.structs.replace(self.instance, draining=True)
         await self._write()
 
-    async def move(self, address: str) -> None:
+    async def set_address(self, address: str) -> None:
         """Register another address; empty: none."""
         if address != self.instance.address:
             self.instance = msgspec.structs.replace(self.instance, address=address)
             if self.announced.is_set():
                 await self._write()
 
-    async def have(self, adapters: list[Adapter] | None) -> None:
+    async def set_adapters(self, adapters: list[Adapter] | None) -> None:
         """Register the adapters that its engine has now."""
         self.instance = msgspec.structs.replace(self.instance, adapters=adapters)
         if self.announced.is_set():
@@ -251,7 +251,7 @@ class Presence:
             async with self._writing:
                 await self._registry.delete(keys.instance(self.instance))
 
-    async def keep_current(self) -> None:
+    async def keep_updated(self) -> None:
         """Write each change after the announcement; never returns."""
         await self.announced.wait()
         while True:

@@ -20,7 +20,7 @@ from pdserve.plan.slots import Slot, disk_folder, worker_config
 from pdserve.process.engine_checks import EngineWatch, log_memory, self_test
 from pdserve.process.gpu_turns import gpu_turns
 from pdserve.process.life import Service
-from pdserve.process.nodes import Leader, meeting_place, node_leader, start_while_there
+from pdserve.process.nodes import Leader, meeting_place, node_leader, start_with_hosts
 from pdserve.process.presence import Presence, new_instance_id, worker_instance
 from pdserve.process.worker_adapters import WorkerAdapters
 from pdserve.queue.base import PrefillQueue
@@ -110,7 +110,7 @@ class EngineWorker(Service):
             seams.remove(self._registry)
             await stack.enter_async_context(self._registry)
             await stack.enter_async_context(self._leader)
-            await start_while_there(stack.enter_async_context(self._engine), self._leader)
+            await start_with_hosts(stack.enter_async_context(self._engine), self._leader)
         facts = self._engine.facts
         self._show_usage()
         self._queue.bind(facts.fingerprint)
@@ -137,7 +137,7 @@ class EngineWorker(Service):
         self._engine_watch.on_change = self._stall_changed
         if self._leader is not None:  # the lease outlives the engine
             stack.push_async_callback(self._presence.leave)
-        await self._presence.until_understood()
+        await self._presence.wait_until_compatible()
 
     def _stall_changed(self) -> None:
         """The engine is stalled, or works again: register it at once."""
@@ -190,11 +190,11 @@ class EngineWorker(Service):
         followers = {"followers": partial(leader.watch, self.stop)} if leader else {}
         return {
             **followers,
-            **({"adapters": partial(self._adapters.follow, self._presence.have)} if takes else {}),
+            **({"adapters": partial(self._adapters.follow, self._presence.set_adapters)} if takes else {}),
             "engine steps": self._read_engine,
             "engine watch": self._engine_watch.run,
             "engine processes": self._engine.watch,
-            "instance record": self._presence.keep_current,
+            "instance record": self._presence.keep_updated,
         }
 
 

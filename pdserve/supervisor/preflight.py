@@ -17,7 +17,7 @@ from pdserve.plan.graph import SLOT_VARIABLE
 from pdserve.plan.machine import MIB, free_disk
 from pdserve.plan.slots import Slot
 from pdserve.supervisor import state
-from pdserve.supervisor.processes.exits import family
+from pdserve.supervisor.processes.exits import process_tree
 from pdserve.util.errors import ConfigError
 from pdserve.util.net import find_port_holder, resolve_host
 
@@ -32,7 +32,7 @@ def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) 
     running, problem = running_graph(config)
     if problem:
         yield "state", problem
-    ours = {*running, *roles_alone(config), *ours}
+    ours = {*running, *standalone_roles(config), *ours}
     yield from _refused_now(config, slots, ours, etcd_runs=bool(running))
 
 
@@ -46,15 +46,15 @@ def running_graph(config: Config) -> tuple[set[int], str]:
             return set(), ""
         return set(), f"The state directory {config.state_dir} cannot be written (Graph: state-dir)."
     if graph.config == str(config.path.resolve()):
-        return family(graph.pid), ""
-    return family(graph.pid), (
+        return process_tree(graph.pid), ""
+    return process_tree(graph.pid), (
         f"Another graph runs on {config.state_dir} (of {graph.config}, pid {graph.pid}): stop it, or give this one a "
         "folder of its own (Graph: state-dir)."
     )
 
 
 @contextmanager
-def held_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
+def hold_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
     """Hold the graph's fixed ports against other graphs of this machine, by an abstract Unix socket named after each:
     its processes listen on them seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is
     busy or held, or the disk full. Of graphs that start at the same moment one gets all it needs, since each takes the
@@ -140,7 +140,7 @@ def busy_ports(
             yield port.is_held_by(holder)
 
 
-def roles_alone(config: Config) -> set[int]:
+def standalone_roles(config: Config) -> set[int]:
     """The processes of this file's roles that run alone on this host, also where they start and are not registered."""
     found, file = set[int](), config.path.resolve()
     for process in psutil.process_iter():
@@ -149,5 +149,7 @@ def roles_alone(config: Config) -> set[int]:
             files = {Path(process.cwd(), word.removeprefix("--file=")).resolve() for word in words}
             ours = "doctor" not in words and any("pdserve" in word for word in words) and file in files
             if ours and not set(words).isdisjoint(Role) and SLOT_VARIABLE not in process.environ():
-                found |= family(process.pid)  # with the variable: an orphan of `serve`, or in its family
+                found |= process_tree(
+                    process.pid
+                )  # with the variable: an orphan of `serve`, or in its family
     return found

@@ -14,7 +14,7 @@ from pdserve.process.presence import instance_id, new_boot
 from pdserve.process.signals import SUPERVISOR_DIED
 from pdserve.runtime.tasks import forever, isolate_errors
 from pdserve.supervisor.output import ProcessOutput
-from pdserve.supervisor.processes.alone import SOCKETS, make_sockets_folder
+from pdserve.supervisor.processes.alone import SOCKETS_VARIABLE, make_sockets_folder
 from pdserve.supervisor.processes.child import Child, Exit
 from pdserve.supervisor.processes.exits import Guardian
 from pdserve.supervisor.processes.readiness import RegisteredInstances
@@ -70,13 +70,13 @@ class SupervisedRole(SupervisedProcess):
     def spawn(self) -> Child:
         boot = new_boot()
         self._remove_sockets()
-        self._sockets = make_sockets_folder(self.spec.env.get(SOCKETS, ""))
+        self._sockets = make_sockets_folder(self.spec.env.get(SOCKETS_VARIABLE, ""))
         self.instance, self._instance_id = None, instance_id(self.name, boot)
         return Child(
             self.name,
             self.spec.command,
             self.on_line,
-            env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS: self._sockets},
+            env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS_VARIABLE: self._sockets},
             guardian=self.guardian,
             wave=self.wave,
             # The guardian then stops it in its turn; if the guardian is gone too, the role ends by itself.

@@ -21,10 +21,10 @@ from pdserve.runtime.tasks import TaskOwner
 from pdserve.security.credentials import Credentials, expiry_warning
 from pdserve.supervisor import state
 from pdserve.supervisor.output import ProcessOutput
-from pdserve.supervisor.preflight import held_ports
-from pdserve.supervisor.processes.alone import SOCKETS, allow_many_files
+from pdserve.supervisor.preflight import hold_ports
+from pdserve.supervisor.processes.alone import SOCKETS_VARIABLE, allow_many_files
 from pdserve.supervisor.processes.exits import Guardian, adopt_orphans
-from pdserve.supervisor.processes.guardian import began
+from pdserve.supervisor.processes.guardian import start_time
 from pdserve.supervisor.processes.readiness import RegisteredInstances, until_frontends_ready
 from pdserve.supervisor.processes.restarts import CannotStart, RestartPolicy
 from pdserve.supervisor.roles import RoleSupervisor
@@ -51,7 +51,7 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     with (
         ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
         state.locked(config.state_dir, config.drain_timeout + AFTER_DRAIN) as folder,
-        held_ports(config, plan.slots),
+        hold_ports(config, plan.slots),
     ):
         allow_many_files()
         adopt_orphans()
@@ -81,7 +81,7 @@ async def _serve(
     async with AsyncExitStack() as stack:
         guardian = stack.enter_context(Guardian(patience, folder.lock, folder.run))
         tasks = await stack.enter_async_context(TaskOwner())
-        tasks.forever(guardian.keep, "guardian")
+        tasks.forever(guardian.keep_running, "guardian")
         tasks.forever(folder.keep_restored, "state directory")
         credentials = _credentials(config, folder)
         kept = KeptKeys(folder, config, credentials)
@@ -143,7 +143,7 @@ def _record(
         nats=config.nats or embedded["nats"],
         url=config.url,
         credentials=str(credentials.folder) if credentials else "",
-        began=began(os.getpid()),
+        began=start_time(os.getpid()),
     )
 
 
@@ -154,7 +154,7 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[s
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
-        SOCKETS: str(config.state_dir),  # each process gets a folder of its own there
+        SOCKETS_VARIABLE: str(config.state_dir),  # each process gets a folder of its own there
         "PYTHONUNBUFFERED": "1",
         **({} if slot.role is Role.FRONTEND else {KEYS_VARIABLE: ""}),  # not for workers
     }

@@ -18,8 +18,8 @@ import msgspec
 from pdserve.config.schema import Config
 from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.security.credentials import Credentials, create
-from pdserve.supervisor.processes.exits import family
-from pdserve.supervisor.processes.guardian import alive, began, groups_of, stop_in_waves
+from pdserve.supervisor.processes.exits import process_tree
+from pdserve.supervisor.processes.guardian import alive, groups_of, start_time, stop_in_waves
 from pdserve.util.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ def _stop_leftovers(pid: int, run: str, patience: float) -> None:
     """Stop the processes of a graph whose supervisor and guardian were both killed. If the supervisor runs, this folder
     is a copy of its folder, and its processes are left alone."""
     left = groups_of(run) if run else {}
-    if left and not left.keys() & family(pid):
+    if left and not left.keys() & process_tree(pid):
         logger.warning(
             "stopping leftover processes of a graph whose supervisor and guardian were killed (process groups %s)",
             ", ".join(map(str, left)),
@@ -294,7 +294,7 @@ def read(state_dir: Path) -> GraphRecord | None:
         graph = msgspec.json.decode((state_dir / _RECORD).read_bytes(), type=GraphRecord)
     except (OSError, msgspec.MsgspecError):
         return None
-    return graph if alive(graph.pid) and graph.began in (0, began(graph.pid)) else None
+    return graph if alive(graph.pid) and graph.began in (0, start_time(graph.pid)) else None
 
 
 def read_snapshot(state_dir: Path) -> Snapshot | None:

@@ -28,7 +28,7 @@ from pdserve.registry.view import Snapshot
 from pdserve.runtime.tasks import TaskOwner
 from pdserve.security.credentials import Credentials, create
 from pdserve.supervisor import state
-from pdserve.supervisor.preflight import held_ports
+from pdserve.supervisor.preflight import hold_ports
 from pdserve.supervisor.preflight import refusals as refusals_now
 from pdserve.supervisor.state import GraphRecord
 from pdserve.util.errors import ConfigError
@@ -242,19 +242,19 @@ def test_a_graph_that_starts_holds_its_fixed_ports_against_others(tmp_path: Path
     config, slots = plan.config, [worker.slot for worker in plan.workers]
     assert config.frontend is not None
     other = replace(config, frontend=replace(config.frontend, host=host))
-    with held_ports(config, slots):
+    with hold_ports(config, slots):
         for key, theirs, of in (
             (r"Frontend\.port", other, []),
             (r"Graph\.kv-port, decode-0", replace(config, frontend=None), slots),
         ):
-            with pytest.raises(ConfigError) as caught, held_ports(theirs, of):
+            with pytest.raises(ConfigError) as caught, hold_ports(theirs, of):
                 pass
             (text,) = caught.value.problems
             assert re.search(rf" \({key}\) is held by another graph \(pid {os.getpid()}\): ", text)
             assert [said for _, said in refusals_now(theirs, of)] == [text]
-        with held_ports(replace(config, frontend=None), []):
+        with hold_ports(replace(config, frontend=None), []):
             pass
-    with held_ports(other, slots):
+    with hold_ports(other, slots):
         pass
 
 
@@ -265,7 +265,7 @@ def test_a_disk_without_space_for_etcd_is_refused_unless_it_runs(tmp_path: Path)
         assert re.match(
             rf"etcd needs 160 MiB on the disk of {disk.path}/state, where 1\d MiB are free: ", full
         )
-        with pytest.raises(ConfigError, match="etcd needs"), held_ports(plan.config, plan.slots):
+        with pytest.raises(ConfigError, match="etcd needs"), hold_ports(plan.config, plan.slots):
             pass
         assert refusals(replace(plan, config=replace(plan.config, etcd="10.0.0.5:2379"))) == []
         plan.config.state_dir.mkdir()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.process.learned import HALF_LIFE, LearnedMean, PrefillSpeed, revised
+from pdserve.process.learned import HALF_LIFE, LearnedMean, PrefillSpeed, decayed
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_the_speed_of_prompts(prompts: list[tuple[int, float, float]], tolerance
 def test_slow_estimates_recover_with_time(
     value: float | None, age: float, other: float | None, expected: float | None
 ) -> None:
-    assert revised(value, age, other) == (expected if expected is None else pytest.approx(expected))
+    assert decayed(value, age, other) == (expected if expected is None else pytest.approx(expected))

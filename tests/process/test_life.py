@@ -153,7 +153,7 @@ async def test_a_dead_engine_shows_at_once_and_is_reported_before_the_seams_are_
 
     service = Reporting(die)
     running = asyncio.create_task(service.run())
-    beating = asyncio.create_task(life.show_life(service, beats.append))
+    beating = asyncio.create_task(life.send_heartbeats(service, beats.append))
     await until(lambda: SERVES in beats)
     assert (service.fault, service.unready()) == ("", "")
     dies.set()

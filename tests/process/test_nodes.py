@@ -11,7 +11,7 @@ from pdserve.config.schema import WorkerConfig
 from pdserve.contract.records import NodeFollower, NodeLeader
 from pdserve.engine.spec import EngineNode
 from pdserve.process import nodes
-from pdserve.process.nodes import Follower, Leader, start_while_there
+from pdserve.process.nodes import Follower, Leader, start_with_hosts
 from pdserve.registry.base import Registry
 from pdserve.util.errors import ConfigError, EngineDead
 from tests.conditions import holds, until
@@ -148,9 +148,9 @@ async def test_a_lost_leader_ends_its_followers_also_while_their_engine_starts(s
     leader, follower = leading(server), following(server)
     async with living(leader, follower):
         await all_met(leader, follower)
-        assert await start_while_there(asyncio.sleep(0, 1), leader.side) == 1
+        assert await start_with_hosts(asyncio.sleep(0, 1), leader.side) == 1
         watch = asyncio.create_task(follower.side.watch(SOON))
-        start = asyncio.create_task(start_while_there(asyncio.Event().wait(), follower.side))
+        start = asyncio.create_task(start_with_hosts(asyncio.Event().wait(), follower.side))
         await holds(lambda: not watch.done() and not start.done())
         await server.kill(leader.registry)
         with pytest.raises(EngineDead, match=r"its leader is gone.*decode-0-a"):

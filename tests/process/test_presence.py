@@ -61,7 +61,7 @@ async def test_a_process_whose_messages_others_do_not_understand_waits_and_says_
     ):
         await old.put(keys.instance(OLD), encode_record(OLD))
         mine = Presence(registry, Instance("decode-1-new", Role.DECODE, host="h"), None)
-        joining = tasks.start(mine.until_understood(), "joining")
+        joining = tasks.start(mine.wait_until_compatible(), "joining")
         await until(lambda: bool(view.slots()))
         (refused,) = view.slots()
         assert (refused.name, refused.host, refused.state) == ("decode-1-new", "h", "refused")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pdserve.security.credentials import Credentials
 from pdserve.supervisor import state
 from pdserve.supervisor.processes.alone import make_sockets_folder
-from pdserve.supervisor.processes.guardian import began
+from pdserve.supervisor.processes.guardian import start_time
 from pdserve.util.errors import ConfigError
 from tests.conditions import until
 
@@ -47,7 +47,7 @@ def test_only_a_whole_record_of_a_running_supervisor_is_read(tmp_path: Path) -> 
     dead.wait()
     state.write(tmp_path, replace(GRAPH, pid=dead.pid))
     assert state.read(tmp_path) is None
-    state.write(tmp_path, replace(GRAPH, began=began(os.getpid())))
+    state.write(tmp_path, replace(GRAPH, began=start_time(os.getpid())))
     assert state.read(tmp_path) is not None
     state.write(tmp_path, replace(GRAPH, began=1))
     assert state.read(tmp_path) is None, "the pid is another process's by now"

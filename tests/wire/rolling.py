@@ -30,7 +30,7 @@ from pdserve.config.load import load as load_config
 from pdserve.config.schema import Config
 from pdserve.contract.records import Role
 from pdserve.observe.graph_state import slot_name
-from pdserve.supervisor.processes.exits import exit_of
+from pdserve.supervisor.processes.exits import wait_for_exit
 from pdserve.supervisor.processes.readiness import until_frontends_ready
 from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.state import GraphRecord
@@ -104,7 +104,7 @@ class Rolled:
         """Let it drain. Raises Unavailable where it does not end well."""
         run = self.running.pop(f"{role.value}-{index}")
         run.process.terminate()
-        if code := await exit_of(run.process):
+        if code := await wait_for_exit(run.process):
             raise Unavailable(f"{role.value}-{index} ended with exit code {code}:\n{run.text[-3000:]}")
 
     async def stop(self) -> None:

@@ -11,7 +11,7 @@ from pdserve.plan.graph import to_environment
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
-from pdserve.supervisor.processes.exits import end_group, exit_of
+from pdserve.supervisor.processes.exits import end_group, wait_for_exit
 from pdserve.util.clock import VARIABLE
 from pdserve.util.errors import ConfigError, Unavailable
 from pdserve.util.net import free_port
@@ -144,11 +144,11 @@ async def _registered(scene: Scene, extra: ServerRun) -> Instance:
 
 async def _end(scene: Scene, extra: ServerRun) -> None:
     try:
-        await asyncio.wait_for(exit_of(extra.process), scene.config.drain_timeout + 10)
+        await asyncio.wait_for(wait_for_exit(extra.process), scene.config.drain_timeout + 10)
     except TimeoutError:
         scene.amiss.append(f"{extra.log.stem} did not stop on SIGTERM")
         extra.process.kill()
-        await exit_of(extra.process)
+        await wait_for_exit(extra.process)
     await end_group(extra.process.pid)
 
 

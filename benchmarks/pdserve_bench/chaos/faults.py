@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pdserve.contract.records import Instance, Role
-from pdserve.supervisor.processes.exits import family
+from pdserve.supervisor.processes.exits import process_tree
 from pdserve_bench.chaos.cut import Cannot, cut_off
 from pdserve_bench.chaos.scene import Fault, Scene
 
@@ -198,14 +198,14 @@ async def injected(
                     _send(victims, signal.SIGCONT)
         case Harm.CUT:
             (victim,) = victims
-            async with cut_off(victim.group, [*family(supervisor), *beside]) as cut:
+            async with cut_off(victim.group, [*process_tree(supervisor), *beside]) as cut:
                 if not cut.connections:
                     raise Cannot(f"no connection of {victim.name} was found to cut")
                 yield
 
 
 def _core_of(victim: Victim) -> Victim:
-    for pid in family(victim.group):
+    for pid in process_tree(victim.group):
         with suppress(psutil.Error):
             if psutil.Process(pid).name().startswith(CORE):
                 return Victim(victim.name, pid)

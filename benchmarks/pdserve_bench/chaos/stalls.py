@@ -15,7 +15,7 @@ from pdserve.config.schema import DecodeConfig, PrefillConfig
 from pdserve.contract.records import Role
 from pdserve.engine.sim.model import sim_model
 from pdserve.process.engine_checks import HANGS_AFTER, STALLS_AFTER
-from pdserve.supervisor.processes.exits import family
+from pdserve.supervisor.processes.exits import process_tree
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.faults import Target, Victim, find
 from pdserve_bench.chaos.judge import too_long
@@ -65,7 +65,7 @@ async def stop_engine(scene: Scene, target: Target) -> float | None:
 
 def _engine_of(victim: Victim, section: DecodeConfig | PrefillConfig | None) -> tuple[int, int, int]:
     """A process, and the signals that stop its engine and let it go on. Raises Cannot."""
-    for pid in family(victim.group):
+    for pid in process_tree(victim.group):
         with suppress(psutil.Error):
             if psutil.Process(pid).name().startswith(CORE):
                 return pid, signal.SIGSTOP, signal.SIGCONT

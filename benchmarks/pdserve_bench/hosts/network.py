@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import psutil
 
-from pdserve.supervisor.processes.exits import exit_of
+from pdserve.supervisor.processes.exits import wait_for_exit
 from pdserve.util.errors import Unavailable
 from pdserve.util.tied_child import tied_command
 from pdserve_bench.hosts.cable import Cable, run
@@ -224,7 +224,7 @@ class HostProcess:
     async def ended(self, within: float) -> int | None:
         """Wait for its end; None where it does not come."""
         try:
-            return await asyncio.wait_for(exit_of(self._entering), within)
+            return await asyncio.wait_for(wait_for_exit(self._entering), within)
         except TimeoutError:
             return None
 

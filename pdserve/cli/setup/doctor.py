@@ -20,7 +20,7 @@ from pdserve.plan.plan import Plan, make_plan
 from pdserve.registry import connect, keys
 from pdserve.security.credentials import Credentials
 from pdserve.supervisor.preflight import refusals
-from pdserve.supervisor.processes.exits import family
+from pdserve.supervisor.processes.exits import process_tree
 from pdserve.util.errors import ConfigError, QueueUnavailable, RegistryUnavailable, error_text
 from pdserve.util.net import split_servers, strip_passwords
 
@@ -92,7 +92,7 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
 def check_moment(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Finding]:
     """State directory, disk and ports."""
     here = (instance.pid for instance in instances if instance.host == plan.config.host)
-    found = list(refusals(plan.config, plan.slots, {pid for each in here for pid in family(each)}))
+    found = list(refusals(plan.config, plan.slots, {pid for each in here for pid in process_tree(each)}))
     yield from (Finding("fail", subject, text) for subject, text in found)
     if not any(subject == "ports" for subject, _ in found):
         yield Finding("ok", "ports", "all are free, or this graph's own")

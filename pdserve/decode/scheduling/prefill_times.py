@@ -18,7 +18,7 @@ from pdserve.decode.policy.cost import Estimates, SeenLoad, estimate
 from pdserve.decode.policy.slo_risk import Stakes, chunk_of, chunk_without_promise, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.decode.scheduling.fair_order import rank
-from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, revised
+from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, decayed
 from pdserve.queue.base import PrefillQueue
 from pdserve.util.lru import LruDict
 
@@ -147,7 +147,7 @@ class Estimator:
             there=[
                 seen[name].left(held[name], seconds) for name, seconds in zip(workers, there, strict=True)
             ],
-            handover=revised(self._handover.value, now - self._handover.at, FIRST_HANDOVER) or FIRST_HANDOVER,
+            handover=decayed(self._handover.value, now - self._handover.at, FIRST_HANDOVER) or FIRST_HANDOVER,
             beside=self._token.value,
             rate=1 / spacing,
             lost=self._lost(now),
@@ -219,7 +219,7 @@ class Estimator:
     def _lost(self, now: float) -> float:
         """Part of its time that a stream loses while a prefill worker computes: those that share a core with it do."""
         alone = self._undisturbed.value
-        beside = revised(self._disturbed.value, now - self._disturbed.at, alone)
+        beside = decayed(self._disturbed.value, now - self._disturbed.at, alone)
         return 1 - alone / beside if alone and beside and beside > DISTURBED * alone else 0.0
 
     def _seen(self, worker: str, now: float) -> SeenLoad:
@@ -235,9 +235,9 @@ class Estimator:
         mean = self._here.token_seconds
         there = [load.load.token_seconds or None for load in seen.values()]
         best = min(filter(None, there), default=None)
-        here = revised(mean.value, now - mean.at, best)
+        here = decayed(mean.value, now - mean.at, best)
         expected = [
-            revised(value, load.age, mean.value) for value, load in zip(there, seen.values(), strict=True)
+            decayed(value, load.age, mean.value) for value, load in zip(there, seen.values(), strict=True)
         ]
         known = best or mean.value or FIRST_TOKEN_SECONDS
         return here or known, [value or known for value in expected]
@@ -276,7 +276,7 @@ class Estimator:
         if left:
             ways.append((ahead_there * spread, spread * len(left)))
         waits_here = sum(request.computes for request in requests if not request.since)
-        gap = max(revised(mean.value, now - mean.at, 0.0) or 0.0 for mean in (self._plain, self._handover))
+        gap = max(decayed(mean.value, now - mean.at, 0.0) or 0.0 for mean in (self._plain, self._handover))
         return Outlook(waits_here * here + held[""] * ways[-1][1], *min(ways), gap)
 
     @property

@@ -34,7 +34,7 @@ _SHOWS_ITS_THREADS = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _FROM_TERMINAL = 0x80
 """`si_code` of a signal that the kernel sent to the whole foreground group"""
-SOCKETS = "VLLM_RPC_BASE_PATH"
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """environment variable: the folder in which vLLM makes its sockets"""
 _LONGEST = 107 - len("/pdserve-12345678/123e4567-e89b-12d3-a456-426614174000")
 """bytes of the folder above it: the path of a socket has 107 at most"""
@@ -46,8 +46,8 @@ def run_alone(role: Callable[[Callable[[bytes], None]], int]) -> int:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPPERS, signal.SIGCHLD})
     allow_many_files()
     adopt_orphans()
-    folder, parent = "" if os.environ.get(SOCKETS) else make_sockets_folder(), os.getpid()
-    os.environ.setdefault(SOCKETS, folder)
+    folder, parent = "" if os.environ.get(SOCKETS_VARIABLE) else make_sockets_folder(), os.getpid()
+    os.environ.setdefault(SOCKETS_VARIABLE, folder)
     heard, shown = os.pipe()
     if (child := os.fork()) == 0:
         os.close(heard)

@@ -20,7 +20,7 @@ from itertools import takewhile
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
 from pdserve.process.signals import ENGINE_KILLED
-from pdserve.supervisor.processes.exits import Guardian, end_group, exit_of
+from pdserve.supervisor.processes.exits import Guardian, end_group, wait_for_exit
 from pdserve.supervisor.processes.guardian import RUN_VARIABLE, members, shared_memory
 from pdserve.util.tied_child import tied_command
 
@@ -136,7 +136,7 @@ class Child:
 
     async def wait(self) -> Exit:
         """Wait for its end, then kill what is left of its group."""
-        code = await exit_of(self._process)
+        code = await wait_for_exit(self._process)
         await end_group(self.pid, self._memory)
         if self._guardian:
             self._guardian.forget(self.pid)
@@ -152,7 +152,7 @@ class Child:
             self._process.terminate()
         try:
             async with asyncio.timeout(patience):
-                await exit_of(self._process)
+                await wait_for_exit(self._process)
         except TimeoutError:
             logger.warning("%s did not stop within %g s and is killed", self.name, patience)
         finally:

@@ -27,14 +27,14 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def family(pid: int) -> set[int]:
+def process_tree(pid: int) -> set[int]:
     """The process and all below it; empty where it has ended."""
     with contextlib.suppress(psutil.Error):
         return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
     return set()
 
 
-async def exit_of(process: "subprocess.Popen[bytes]") -> int:
+async def wait_for_exit(process: "subprocess.Popen[bytes]") -> int:
     """Wait for a child's end; return its exit code, negative for a signal. A pidfd works under every event loop,
     without child watchers or threads, and does not depend on the child's pipes."""
     if process.poll() is None:
@@ -94,10 +94,10 @@ class Guardian:
         self._groups.pop(group, None)
         self._send(f"-{group}")
 
-    async def keep(self) -> None:
+    async def keep_running(self) -> None:
         """Start the guardian again whenever it ends; never returns."""
         while True:
-            code = await exit_of(self._process)
+            code = await wait_for_exit(self._process)
             logger.warning("the guardian ended (%s), starts again", code)
             with contextlib.suppress(OSError):
                 self._stdin.close()

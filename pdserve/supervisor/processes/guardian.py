@@ -119,7 +119,7 @@ def groups_of(run: str) -> dict[int, int]:
     return groups
 
 
-def began(pid: int) -> int:
+def start_time(pid: int) -> int:
     """When the process started, in ticks since boot: with the pid, it is of no other process. 0: there is none."""
     return _stat(pid)[2]
 

@@ -231,7 +231,7 @@ class RestartLoop(Generic[AnyProcess]):
         watching = asyncio.create_task(forever(lambda: self._watch(child), "child watch", until_done=True))
         self._failed_start = None
         try:
-            exit_ = await _exit_of(child)
+            exit_ = await _wait_for_exit(child)
         except asyncio.CancelledError:
             child.kill()
             await child.wait()
@@ -288,7 +288,7 @@ class RestartLoop(Generic[AnyProcess]):
             self._on_change(self)
 
 
-async def _exit_of(child: Child) -> Exit:
+async def _wait_for_exit(child: Child) -> Exit:
     """Wait for its end, however often that fails: there may be no file descriptor left for it."""
     while True:
         with isolate_errors("ends of processes"):

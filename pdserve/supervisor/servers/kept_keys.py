@@ -38,7 +38,7 @@ class KeptKeys:
             raise ConfigError([f"cannot write the kept settings into etcd: {error}"]) from error
 
     async def follow(self, registry: Registry) -> None:
-        """Keep each change; never returns. Ignore changes while `keys.FILE` is missing, because `fill` writes it last."""
+        """Keep each change; never returns. While `keys.FILE` is missing, etcd is not filled yet."""
         found: dict[str, bytes] = {}
         async for changes in registry.watch(keys.SETTINGS, keys.ADAPTERS, keys.FILE):
             apply_changes(changes, found)

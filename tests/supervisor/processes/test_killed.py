@@ -46,7 +46,7 @@ async def test_a_guardian_that_was_killed_has_a_successor_that_knows_the_graph()
     process = _process("sleep", "600")
     with Guardian(patience=30) as guardian:
         guardian.watch(process.pid)
-        keeping, first = asyncio.create_task(guardian.keep()), guardian.pid
+        keeping, first = asyncio.create_task(guardian.keep_running()), guardian.pid
         os.kill(first, signal.SIGKILL)
         await until(lambda: guardian.pid != first)
         keeping.cancel()
