@@ -236,7 +236,7 @@ def _stop_leftovers(pid: int, run: str, patience: float) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, or take the access of other users to it away: its files may hold prompts, and who can read the
+    """Make a folder, and keep other users out of it, because its files may hold prompts, and a user who can open the
     lock file can lock it. A folder that all users share (/tmp), or another user's, stays as it is. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = folder.stat().st_mode
