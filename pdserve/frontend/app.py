@@ -74,7 +74,7 @@ class FrontendApp:
             logger.exception("%s: the request failed in the frontend", request_id)
             await response.fail(RequestFailure(500, "internal error"))
         finally:
-            response.state.over()
+            response.state.release()
             self._plugins.end(response)
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
@@ -126,7 +126,7 @@ class FrontendApp:
         while True:
             model, state = self._models.find(name), response.state
             name = state.model = model.card.name
-            if not body.spare:
+            if not body.is_flex:
                 state.promised = model.promised.relaxed(request.headers)
             try:
                 with admitted(model, body, state.client, state) as admission:

@@ -48,7 +48,7 @@ class Capacity:
     """of KV, for these requests; any number above 0 lets one more in, however long it is"""
 
     @property
-    def available(self) -> bool:
+    def has_room(self) -> bool:
         return self.free_requests > 0 and self.free_tokens > 0
 
 

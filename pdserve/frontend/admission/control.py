@@ -53,7 +53,7 @@ class AdmissionControl:
         self.limits = limits
         """may be changed at any time"""
         self.queue: FairQueue[Admission] = FairQueue()
-        self.spare: FairQueue[Admission] = FairQueue()
+        self.flex_queue: FairQueue[Admission] = FairQueue()
         self._capacity = capacity
         self._estimate = estimate
         self._rate = AdmissionRate()
@@ -75,27 +75,29 @@ class AdmissionControl:
     @property
     def requests(self) -> int:
         """Requests that wait to be admitted or are inside, without those that bypassed the queue."""
-        waiting = sum(admission.waiting for admission in chain(self.queue, self.spare))
+        waiting = sum(admission.waiting for admission in chain(self.queue, self.flex_queue))
         return waiting + sum(bool(admission.size.sequences) for admission in self._inside)
 
     # requests
 
-    def enter(self, client: str, size: RequestSize, deadline: float, *, spare: bool = False) -> Admission:
+    def enter(self, client: str, size: RequestSize, deadline: float, *, is_flex: bool = False) -> Admission:
         """Queue a request that needs a decode worker, and admit it at once if there is capacity. Raises Overloaded, and
         BadRequest for a request that is always too large."""
         if size.sequences > self.limits.max_outputs:
             made = "items make" if size.several == "items" else "n and prompts make"
             text = f"{made} {size.sequences} outputs; one request may have {self.limits.max_outputs}"
             raise BadRequest(text, "n" if size.n > 1 else size.several)
-        self._check_inside(spare=spare)
-        queue = self.spare if spare else self.queue
-        admission = Admission(client, control=self, queue=queue, size=size, deadline=deadline, spare=spare)
+        self._check_inside(is_flex=is_flex)
+        queue = self.flex_queue if is_flex else self.queue
+        admission = Admission(
+            client, control=self, queue=queue, size=size, deadline=deadline, is_flex=is_flex
+        )
         prompt = (1 + size.prompt_tokens + size.logprobs) / size.sequences
         admission.tokens = prompt + self._estimate().tokens(size.max_tokens)
         queue.tag(admission, min(GROUP, size.sequences))
         self._push(admission)
         self.advance()
-        if admission.waiting and not spare:
+        if admission.waiting and not is_flex:
             admission.queued = True
             self._check_wait(admission)
         if admission.waiting:
@@ -133,20 +135,20 @@ class AdmissionControl:
 
     def redirect(self) -> None:
         """Send all requests that are not admitted to the model that replaces this one, in their order."""
-        for admission in [admission for admission in chain(self.queue, self.spare) if admission.waiting]:
+        for admission in [admission for admission in chain(self.queue, self.flex_queue) if admission.waiting]:
             self._withdraw(admission)
             admission.decide(ModelReplaced())
 
     async def idle(self) -> None:
         """Wait until no request waits or is inside."""
-        while self.queue or self.spare or self._inside:
+        while self.queue or self.flex_queue or self._inside:
             self._left.clear()
             await self._left.wait()
 
     def advance(self) -> None:
         """Grant permits as long as the workers have capacity, and take some back for requests that should not wait."""
         made_for: Admission | None = None  # what has paused for it may be before it in the queue
-        while queue := self.queue or self.spare:
+        while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
             room = capacity.free_requests > len(self._starting) and capacity.free_tokens > starting
@@ -177,7 +179,7 @@ class AdmissionControl:
             admission.queued = False
             self._push(admission)
         self.advance()
-        admission.queued = bool(admission.requested) and not admission.spare
+        admission.queued = bool(admission.requested) and not admission.is_flex
 
     def release(self, permit: SequencePermit) -> None:
         admission = permit.admission
@@ -192,10 +194,10 @@ class AdmissionControl:
         elif permit in admission.paused:
             admission.paused.remove(permit)
 
-    def yield_places(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
+    def yield_slots(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
         """Pause up to so many of these, as requests wait in their worker's engine: where some are spare, only such
         ones, else of no client the only one that is read. True: it has a place there, which others get."""
-        permits = [permit for permit in there if permit.admission.spare] or list(there)
+        permits = [permit for permit in there if permit.admission.is_flex] or list(there)
         permits = [permit for permit in permits if there[permit]] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
             count -= 1
@@ -207,12 +209,12 @@ class AdmissionControl:
     def _may_start(self, admission: Admission, places: int) -> bool:
         """Whether enough places that can be taken back are left beside its next sequence (free ones, if it is spare),
         and all others come before a spare one."""
-        if admission.spare and self.queue:
+        if admission.is_flex and self.queue:
             return False
-        fixed = bool(admission.requested) and admission.requested[0].fixed
-        if not fixed or self._granted.leave_room(places, spare=admission.spare):
+        can_pause = not admission.requested or admission.requested[0].can_pause
+        if can_pause or self._granted.leaves_room(places, is_flex=admission.is_flex):
             return True
-        return not (admission.spare or admission.runs)
+        return not (admission.is_flex or admission.runs)
 
     def _make_way(self, entry: Admission) -> bool:
         """Pause one sequence for the entry's next one; whether there is one that may be."""
@@ -220,8 +222,8 @@ class AdmissionControl:
             permit
             for permit in self._granted
             if (other := permit.admission) is not entry
-            and other.spare >= entry.spare
-            and (other.unread or other.spare > entry.spare or is_short(entry.runs, other.runs))
+            and other.is_flex >= entry.is_flex
+            and (other.unread or other.is_flex > entry.is_flex or is_short(entry.runs, other.runs))
         ]
         return any(self._pause(permit) for permit in self._granted.to_pause(others))
 
@@ -292,11 +294,11 @@ class AdmissionControl:
 
     # what is too much
 
-    def _check_inside(self, *, spare: bool = False) -> None:
+    def _check_inside(self, *, is_flex: bool = False) -> None:
         """Bound answers that are not read, and requests that need no worker: nothing else does. Spare ones refuse none
         but spare ones."""
         most = self._capacity().max_requests + self.limits.max_waiting
-        if len(self._inside) >= most and sum(spare or not each.spare for each in self._inside) >= most:
+        if len(self._inside) >= most and sum(is_flex or not each.is_flex for each in self._inside) >= most:
             raise Overloaded(f"{len(self._inside)} requests are being answered")
 
     def _check_wait(self, admission: Admission) -> None:
@@ -316,7 +318,7 @@ class AdmissionControl:
 
     def _check_bounds(self, admission: Admission) -> None:
         limits = self.limits
-        outside = [waiting for waiting in chain(self.queue, self.spare) if waiting.waiting]
+        outside = [waiting for waiting in chain(self.queue, self.flex_queue) if waiting.waiting]
         while len(outside) > limits.max_waiting or (
             self._waiting_tokens > limits.max_waiting_tokens and len(outside) > 1
         ):
@@ -328,4 +330,6 @@ class AdmissionControl:
     @property
     def _waiting_tokens(self) -> float:
         """Without those of spare requests that have paused."""
-        return self.queue.tokens + sum(entry.tokens * entry.tagged for entry in self.spare if entry.waiting)
+        return self.queue.tokens + sum(
+            entry.tokens * entry.tagged for entry in self.flex_queue if entry.waiting
+        )

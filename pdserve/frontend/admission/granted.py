@@ -23,7 +23,7 @@ class Control(Protocol):
 
     def release(self, permit: "SequencePermit") -> None: ...
 
-    def yield_places(self, count: int, there: "Mapping[SequencePermit, bool]") -> None: ...
+    def yield_slots(self, count: int, there: "Mapping[SequencePermit, bool]") -> None: ...
 
     def advance(self) -> None: ...
 
@@ -42,7 +42,7 @@ class Admission(QueueEntry):
     size: RequestSize
     deadline: float
     """monotonic seconds"""
-    spare: bool = False
+    is_flex: bool = False
     """it has places only while no other request waits"""
     queued: bool = False
     """it was not admitted at once"""
@@ -58,10 +58,10 @@ class Admission(QueueEntry):
     _refusal: Exception | None = None
 
     @property
-    def short_name(self) -> str:
+    def client_hash(self) -> str:
         """Stands for the client at workers, which learn no names."""
         name = blake2s(self.client.encode(), digest_size=6).hexdigest()
-        return FLEX_PREFIX + name if self.spare else name
+        return FLEX_PREFIX + name if self.is_flex else name
 
     @property
     def runs(self) -> int:
@@ -89,9 +89,9 @@ class Admission(QueueEntry):
         drop: Callable[[], None],
         pause: Callable[[], bool],
         *,
-        fixed: bool = False,
+        can_pause: bool = True,
     ) -> "SequencePermit":
-        return SequencePermit(self, begin, drop, pause, fixed)
+        return SequencePermit(self, begin, drop, pause, can_pause)
 
     def set_unread(self, unread: bool) -> None:
         """Note regularly whether the client has stopped to read."""
@@ -113,8 +113,7 @@ class SequencePermit:
     """is called if the request ends before"""
     pause: Callable[[], bool]
     """ends its run at the worker, to go on later; returns False if that cannot be done now, or changes nothing"""
-    fixed: bool = False
-    """it can never pause"""
+    can_pause: bool = True
     granted: bool = False
 
     def request(self) -> None:
@@ -142,23 +141,23 @@ class GrantedPermits:
     def add(self, permit: SequencePermit) -> None:
         permit.granted = True
         self._permits[permit] = None
-        self._fixed[permit.admission.spare] += permit.fixed
+        self._fixed[permit.admission.is_flex] += not permit.can_pause
 
     def remove(self, permit: SequencePermit) -> None:
         permit.granted = False
         del self._permits[permit]
-        self._fixed[permit.admission.spare] -= permit.fixed
+        self._fixed[permit.admission.is_flex] -= not permit.can_pause
 
     @property
     def any_yielding(self) -> bool:
         """Whether any may have to pause for whatever waits."""
-        return any(permit.admission.unread or permit.admission.spare for permit in self._permits)
+        return any(permit.admission.unread or permit.admission.is_flex for permit in self._permits)
 
-    def leave_room(self, places: int, *, spare: bool) -> bool:
+    def leaves_room(self, places: int, *, is_flex: bool) -> bool:
         """Whether one more sequence that cannot pause leaves the places that are kept. A spare one leaves them free,
         and no more than so many are spare: others that come together find places at once."""
         kept = max(places > 1, places // KEPT)
-        if spare:
+        if is_flex:
             return len(self) < places - kept and self._fixed[True] < max(kept, 1)
         return self._fixed.total() < places - kept
 
@@ -169,9 +168,9 @@ class GrantedPermits:
 
         def rank(permit: SequencePermit) -> tuple[bool, bool, int, int]:
             admission = permit.admission
-            return admission.unread, admission.spare, admission.runs, age[permit]
+            return admission.unread, admission.is_flex, admission.runs, age[permit]
 
-        can = (permit for permit in permits if permit in age and not permit.fixed)
+        can = (permit for permit in permits if permit in age and permit.can_pause)
         return sorted(
             (permit for permit in can if rank(permit)[:3] > (False, False, 1)), key=rank, reverse=True
         )

@@ -41,7 +41,7 @@ class RequestEstimate:
     """seconds between two tokens"""
     _learnt: int = 0
 
-    def learn(self, output_tokens: int, ttft: float, decode_seconds: float) -> None:
+    def record(self, output_tokens: int, ttft: float, decode_seconds: float) -> None:
         """Take an undisturbed request into account; `decode_seconds` are those after its first token."""
         self._learnt = min(self._learnt + 1, _REQUESTS)
         self.output_tokens += (output_tokens - self.output_tokens) / self._learnt

@@ -34,7 +34,7 @@ MAX_DISCARDED = 2 * MAX_BODY
 DISCARD_WITHIN = 10.0
 """bytes and seconds for the rest of a body whose request was refused"""
 _BYTES_PER_TOKEN = 4
-PICTURE_TOKENS = 1024
+IMAGE_TOKENS = 1024
 """a guess: models make 64 to some 4,000 of one, by its size"""
 _BOUNDS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
@@ -69,15 +69,15 @@ class ParsedBody:
     model: str | None
     """None where the body names none"""
     size: RequestSize
-    plain: bool = False
+    is_plain: bool = False
     """see `is_plain`"""
     has_id: bool = False
     """whether it names an id for its answer"""
-    large: bool = False
+    is_large: bool = False
     """see `_is_large`"""
-    tools: bool = False
+    has_tools: bool = False
     """whether it brings tools that the answer may call"""
-    spare: bool = False
+    is_flex: bool = False
     """whether all others come before it"""
 
 
@@ -219,8 +219,8 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     named = model if isinstance(model, str) and model else None
     has_id = given is not None
     size, large = _size(path, raw, fields), _is_large(raw, fields)
-    spare = fields.get("service_tier") == "flex"
-    return ParsedBody(raw, named, size, is_plain(fields), has_id, large, bool(fields.get("tools")), spare)
+    is_flex = fields.get("service_tier") == "flex"
+    return ParsedBody(raw, named, size, is_plain(fields), has_id, large, bool(fields.get("tools")), is_flex)
 
 
 def check_parts(raw: bytes) -> None:
@@ -264,7 +264,7 @@ def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
     size = len(raw) - picture_bytes
     if several == "items":
         bound, n, size = 1, 1, size + (prompts - 1) * _length(fields.get("query"))
-    tokens = size // _BYTES_PER_TOKEN + pictures * PICTURE_TOKENS
+    tokens = size // _BYTES_PER_TOKEN + pictures * IMAGE_TOKENS
     asked = fields.get("logprobs") if fields.get("echo") else None
     logprobs = tokens * n * (_count(fields.get("prompt_logprobs") or asked) or 0)
     return RequestSize(tokens, bound, prompts * n, n, min(logprobs, _LARGEST), several)

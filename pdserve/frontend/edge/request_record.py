@@ -103,7 +103,7 @@ def _broken_by(promise: str, state: RequestState, hops: Sequence[Hop], now: floa
     if promise == "ttft":
         since, until = 0.0, _first_token_took(state, now)
     elif promise == "gap":
-        until = state.longest_until - state.started
+        until = state.longest_gap_end - state.started
         since = until - state.longest_gap
     else:
         return ""

@@ -171,7 +171,7 @@ class RequestState:
     """monotonic, as `started`"""
     longest_gap: float = 0.0
     """seconds between two tokens of a sequence"""
-    longest_until: float = 0.0
+    longest_gap_end: float = 0.0
     """when that gap ended; monotonic, as `started`"""
     output_tokens: int = 0
     failure: RequestFailure | None = None
@@ -179,7 +179,7 @@ class RequestState:
     """that permits its sequences; None: it generates nothing"""
     deltas: DeltaStream | None = None
     """of a plain stream"""
-    tools: bool = False
+    has_tools: bool = False
     """whether a parser looks for calls of tools in its answer"""
     retries: int = 0
     """how often a sequence of it went on at another worker"""
@@ -190,7 +190,7 @@ class RequestState:
     pixels: int = 0
     """of its pictures that are read"""
     at_end: list[Callable[[], None]] = field(default_factory=list)
-    """called by `over`"""
+    """called by `release`"""
     hops: SequenceHops = field(init=False)
     """of its first sequence"""
     _hops_taken: bool = False
@@ -211,7 +211,7 @@ class RequestState:
         state.client, state.at_end = self.client, self.at_end
         return state
 
-    def over(self) -> None:
+    def release(self) -> None:
         """Free what the request holds: it is over."""
         for end in self.at_end:
             end()
@@ -241,12 +241,12 @@ class RequestState:
         if self.first_token is None:
             self.first_token = time.monotonic()
         elif gap is not None and gap > self.longest_gap:
-            self.longest_gap, self.longest_until = gap, time.monotonic()
+            self.longest_gap, self.longest_gap_end = gap, time.monotonic()
         self.output_tokens += count
 
     @property
-    def spare(self) -> bool:
-        return self.admission is not None and self.admission.spare
+    def is_flex(self) -> bool:
+        return self.admission is not None and self.admission.is_flex
 
     @property
     def prompt_tokens(self) -> int:

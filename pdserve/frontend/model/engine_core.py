@@ -131,7 +131,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         generation.reserve = reserve_for(request, state)
         begin, drop = partial(self.place, generation), partial(self._drop, generation)
         pause = partial(self._pause, generation)
-        generation.permit = state.admission.permit(begin, drop, pause, fixed=generation.replays)
+        generation.permit = state.admission.permit(begin, drop, pause, can_pause=not generation.replays)
         generation.permit.request()
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
@@ -221,9 +221,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._count(generation, each.new_token_ids)
         if output.finished:
             generation.detach()
-            unusual = generation.attempt > 1 or generation.state.spare or generation.beam
+            unusual = generation.attempt > 1 or generation.state.is_flex or generation.beam
             if generation.tokens and not unusual:
-                self.estimate.learn(*generation.timing)
+                self.estimate.record(*generation.timing)
             self._end(generation)
         return passed
 
@@ -296,7 +296,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def _pause(self, generation: Generation) -> bool:
         """Leave the worker until the permit is granted again; False if that leaves no place there to others."""
-        if not (generation.placed or generation.state.spare) or not self.workers.takes(generation.link):
+        if not (generation.placed or generation.state.is_flex) or not self.workers.takes(generation.link):
             return False
         self._leave_worker(generation)
         generation.hops.held(PAUSED)

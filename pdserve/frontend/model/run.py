@@ -41,7 +41,7 @@ def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestSt
         raise HttpError(413, f"the request body is larger than {most} bytes")
     if state.path in GENERATING:
         state.hops.held("" if model.live else NO_WORKER)
-        admission = model.admission.enter(client, body.size, state.deadline, spare=body.spare)
+        admission = model.admission.enter(client, body.size, state.deadline, is_flex=body.is_flex)
         state.admission = admission
     else:
         admission = model.admission.bypass(client)
@@ -58,8 +58,8 @@ async def run(
     state, gone = response.state, asyncio.Event()
     current_request.set(state)
     extensions = request.scope.setdefault("extensions", {})
-    extensions[UNREAD], state.tools = admission.set_unread, body.tools
-    if body.plain and CHUNKS in extensions:
+    extensions[UNREAD], state.has_tools = admission.set_unread, body.has_tools
+    if body.is_plain and CHUNKS in extensions:
         state.deltas = DeltaStream(extensions[CHUNKS])
 
     async def answer() -> None:
@@ -68,7 +68,7 @@ async def run(
         is_long = state.path in TOKENIZING and len(body.raw) > LONG_TEXT
         async with model.admission.long_text(admission.client) if is_long else nullcontext():
             processor = await model.ready()
-            app = processor.aside if body.large else processor.app
+            app = processor.aside if body.is_large else processor.app
             await app(app_scope(request, state.request_id, body), replay(body.raw, gone), response)
 
     app = asyncio.create_task(answer())

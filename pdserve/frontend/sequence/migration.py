@@ -78,7 +78,7 @@ def next_attempt(generation: Generation) -> Submit:
         migrated=generation.losses > 0,
         engines_died=generation.engines_died,
         traceparent=generation.span.traceparent if generation.span is not None else "",
-        client=generation.state.admission.short_name if generation.state.admission is not None else "",
+        client=generation.state.admission.client_hash if generation.state.admission is not None else "",
         promise=promise_left(generation),
     )
 

@@ -115,7 +115,7 @@ def reserve_for(request: EngineCoreRequest, state: RequestState) -> Reserve[Engi
     would be found later, when an output goes on, and a parser of calls might read several tokens at once
     differently."""
     params = request.sampling_params
-    streams = params.output_kind is RequestOutputKind.DELTA and not params.stop and not state.tools
+    streams = params.output_kind is RequestOutputKind.DELTA and not params.stop and not state.has_tools
     if not streams or state.admission is None or state.admission.size.sequences != 1:
         return None
     return Reserve.of(state.promised, state.started, state.deadline)

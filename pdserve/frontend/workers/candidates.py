@@ -80,7 +80,7 @@ class Candidates:
 
     def _add(self, capacity: Capacity, sign: int) -> None:
         self._requests += sign * capacity.max_requests
-        if not capacity.available:
+        if not capacity.has_room:
             return
         self._free_requests += sign * capacity.free_requests
         if capacity.free_tokens == float("inf"):
@@ -90,7 +90,7 @@ class Candidates:
 
 
 def _available(capacity: Capacity | None) -> bool:
-    return capacity is not None and capacity.available
+    return capacity is not None and capacity.has_room
 
 
 def _keep(workers: list[str], worker: str, was: bool, is_there: bool) -> None:

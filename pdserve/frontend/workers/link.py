@@ -82,7 +82,7 @@ class Link:
         here = self.generations.values()
         permits = {each.permit: bool(each.placed and each.placed.begun) for each in here if each.permit}
         if count and permits:
-            next(iter(permits)).admission.control.yield_places(count, permits)
+            next(iter(permits)).admission.control.yield_slots(count, permits)
 
     def outstanding(self, frontends: int) -> float:
         """About how many tokens of KV all requests at the worker need. Each other frontend is taken to have sent as

@@ -35,9 +35,9 @@ class Model:
         return Capacity(self.places, self.places - len(self.running), self.tokens)
 
     def ask(
-        self, client: str, size: RequestSize = SIZE, left: float = 600.0, *, spare: bool = False
+        self, client: str, size: RequestSize = SIZE, left: float = 600.0, *, is_flex: bool = False
     ) -> Admission:
-        return self.control.enter(client, size, time.monotonic() + left, spare=spare)
+        return self.control.enter(client, size, time.monotonic() + left, is_flex=is_flex)
 
     def take(self, *admissions: Admission) -> None:
         """As the engine core: all of their sequences ask for a permit."""
@@ -45,9 +45,12 @@ class Model:
             for _ in range(admission.size.sequences):
                 self.sequence(admission)
 
-    def sequence(self, admission: Admission, *, fixed: bool = False) -> SequencePermit:
+    def sequence(self, admission: Admission, *, can_pause: bool = True) -> SequencePermit:
         permit = admission.permit(
-            lambda: self.begin(permit), lambda: permit.release(), lambda: self.pause(permit), fixed=fixed
+            lambda: self.begin(permit),
+            lambda: permit.release(),
+            lambda: self.pause(permit),
+            can_pause=can_pause,
         )
         permit.request()
         return permit
@@ -66,11 +69,13 @@ class Model:
         return caught.value.retry_after
 
     def streams(
-        self, client: str, count: int, *, fixed: bool = False, spare: bool = False
+        self, client: str, count: int, *, can_pause: bool = True, is_flex: bool = False
     ) -> list[SequencePermit]:
         """So many requests for one sequence, each of which goes on as soon as it may: those that do."""
-        admissions = [self.ask(client, spare=spare) for _ in range(count)]
-        return [self.sequence(admission, fixed=fixed) for admission in admissions if not admission.waiting]
+        admissions = [self.ask(client, is_flex=is_flex) for _ in range(count)]
+        return [
+            self.sequence(admission, can_pause=can_pause) for admission in admissions if not admission.waiting
+        ]
 
     def begin(self, permit: SequencePermit) -> None:
         self.running.append(permit)
@@ -143,7 +148,7 @@ def test_turns_are_fair_in_tokens() -> None:
 
 
 def several(model: Model, client: str, sequences: int) -> Admission:
-    model.estimate.learn(100, 0.0, 0.0)
+    model.estimate.record(100, 0.0, 0.0)
     admission = model.ask(client, RequestSize(0, 100, sequences, sequences))
     if not admission.waiting:
         model.take(admission)
@@ -218,7 +223,7 @@ def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_by_how_muc
         model.ask("a")
     assert model.refuses("a") == pytest.approx(12.0 - 11.0, abs=0.6)
     assert model.refuses("a", left=8.0) == pytest.approx(12.0 - 8.0 / 2, abs=0.6)
-    model.estimate.learn(100, ttft=4.0, decode_seconds=0.0)
+    model.estimate.record(100, ttft=4.0, decode_seconds=0.0)
     assert model.refuses("a", left=8.0) == pytest.approx(12.0 - (8.0 - 4.0) / 2, abs=0.6)
     model.estimate.ttft = 0.5  # what runs now ends sooner than its likes have lately: come again at once
     assert model.refuses("a", left=8.0) == 1.0
@@ -229,7 +234,7 @@ def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_by_how_muc
 async def test_a_deadline_that_cannot_be_met_any_more() -> None:
     model = full()
     late, fine = model.ask("a", left=2.0), model.ask("a")
-    model.estimate.learn(100, ttft=5.0, decode_seconds=0.0)
+    model.estimate.record(100, ttft=5.0, decode_seconds=0.0)
     model.end()
     with pytest.raises(Overloaded):
         await late.wait()
@@ -240,7 +245,7 @@ def test_before_the_rate_is_known_the_wait_is_estimated_from_places_and_run_time
     model = full(3)
     for _ in range(3):
         model.ask("a")  # nothing is known yet
-    model.estimate.learn(100, ttft=20.0, decode_seconds=0.0)
+    model.estimate.record(100, ttft=20.0, decode_seconds=0.0)
     for _ in range(2):
         model.ask("a")
     assert model.refuses("a") == pytest.approx(100 / 3 - 30)  # after 5, in rounds of 3, 20 s each
@@ -286,14 +291,14 @@ def test_unread_answers_are_bounded() -> None:
 
 async def test_idle_when_all_have_left() -> None:
     model = full()
-    waits, spare = model.ask("a"), model.ask("batch", spare=True)
+    waits, flex = model.ask("a"), model.ask("batch", is_flex=True)
     passing = model.control.bypass("b")
     await passing.wait()
     idle = asyncio.create_task(model.control.idle())
     model.control.leave(waits)
     model.control.leave(passing)
-    model.places = 0  # so that the spare one waits on
-    leaving: list[Callable[[], None]] = [model.end, lambda: model.control.leave(spare)]
+    model.places = 0  # so that the flex one waits on
+    leaving: list[Callable[[], None]] = [model.end, lambda: model.control.leave(flex)]
     for leave in leaving:
         for _ in range(9):
             await asyncio.sleep(0)
@@ -441,9 +446,9 @@ def test_an_unread_sequence_that_is_paused_may_end() -> None:
 
 def test_places_are_kept_from_sequences_that_cannot_pause() -> None:
     model = Model(16, pauses=True)
-    model.streams("greedy", 40, fixed=True)
+    model.streams("greedy", 40, can_pause=False)
     assert len(model.running) == 12
-    model.streams("honest", 1, fixed=True)
+    model.streams("honest", 1, can_pause=False)
     model.streams("modest", 1)
     assert clients(model) == "g" * 12 + "hm"
     assert not model.paused
@@ -459,7 +464,7 @@ def test_another_frontend_gets_its_part() -> None:
     permits = [*model.running, *model.streams("greedy", 6)]
     model.places = 5
     there = {permit: number < 6 for number, permit in enumerate(permits)}
-    model.control.yield_places(3, there)
+    model.control.yield_slots(3, there)
     assert clients(model) == "gggmm"
     assert model.paused == [permits[5], permits[4], permits[3]], "the last two wait in the engine"
     model.places = 8
@@ -471,9 +476,9 @@ def test_a_client_never_yields_its_only_place() -> None:
     model = Model(8, pauses=True)
     permits = [
         *model.streams("honest", 1),
-        *model.streams("fixed", 4, fixed=True),
+        *model.streams("fixed", 4, can_pause=False),
         *model.streams("greedy", 3),
     ]
     model.places = 0
-    model.control.yield_places(8, dict.fromkeys(permits, False))
+    model.control.yield_slots(8, dict.fromkeys(permits, False))
     assert clients(model) == "ffffgh"

@@ -73,7 +73,7 @@ async def test_what_is_flexible_pauses_for_the_rest_and_goes_on(graph: Graph) ->
         assert [answer.status_code for answer in answers] == [200] * PLACES
         assert not any(task.done() for task in crowd)
         assert {answer.text.count('"text"') for answer in await asyncio.gather(*crowd)} == {60}
-        assert not len(admission.spare)
+        assert not len(admission.flex_queue)
         assert admission._estimate().output_tokens <= 30, "it says nothing of the others"
         assert await engine.all_blocks_free()
 

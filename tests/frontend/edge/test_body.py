@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from pdserve.frontend.edge.body import LARGE, MANY, MAX_PARTS, PICTURE_TOKENS, max_body, parse_body
+from pdserve.frontend.edge.body import IMAGE_TOKENS, LARGE, MANY, MAX_PARTS, max_body, parse_body
 from pdserve.frontend.edge.paths import GENERATING
 from pdserve.util.errors import BadRequest
 
@@ -60,7 +60,7 @@ def test_a_picture_counts_as_what_it_becomes(path: str, part: dict[str, object])
     """And not as its base64, which had more tokens than some keys have a minute."""
     fields = {"input" if path == "responses" else "messages": [{"role": "user", "content": [part, part]}]}
     size = parse_body(f"/v1/{path}", json.dumps(fields).encode()).size
-    assert 2 * PICTURE_TOKENS < size.prompt_tokens < 2 * PICTURE_TOKENS + 100
+    assert 2 * IMAGE_TOKENS < size.prompt_tokens < 2 * IMAGE_TOKENS + 100
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_requests_that_would_hold_the_loop_are_large(
 ) -> None:
     """`of_prompt`: logprobs for each of its tokens, which count in its size."""
     body = parse_body("/v1/completions", json.dumps({"user": "a" * 40, **fields}).encode())
-    assert body.large is large
+    assert body.is_large is large
     assert body.size.logprobs == of_prompt * body.size.prompt_tokens
 
 

@@ -43,7 +43,7 @@ def receipt(
     """`gap`: the longest, and when it ended."""
     state = RequestState("id", path, 1600.0, started=1000.0, promised=promised)
     state.first_token = None if ttft is None else state.started + ttft
-    state.longest_gap, state.longest_until = gap[0], state.started + gap[1]
+    state.longest_gap, state.longest_gap_end = gap[0], state.started + gap[1]
     state.hops._past = hops
     response = ResponseWriter(_send, state)
     response.status = status

@@ -147,7 +147,7 @@ def test_after_any_changes() -> None:
         else:
             there[name] = Capacity(10, chance.randrange(3), chance.choice([0.0, 0.1, 7.3, float("inf")]))
             found.set(name, there[name])
-        free = {each: capacity for each, capacity in there.items() if capacity.available}
+        free = {each: capacity for each, capacity in there.items() if capacity.has_room}
         assert len(found) == len(there)
         assert {each for each in there if not found.full(each)} == free.keys()
         total = found.capacity

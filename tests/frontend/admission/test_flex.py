@@ -8,15 +8,20 @@ from pdserve.util.errors import Overloaded
 from tests.frontend.admission.test_admission import Model, clients, full
 
 
-def test_spare_requests_start_only_where_no_other_waits() -> None:
+def test_flex_requests_start_only_where_no_other_waits() -> None:
     model = full()
-    waiting = [model.ask("batch", spare=True), model.ask("b"), model.ask("other", spare=True), model.ask("b")]
+    waiting = [
+        model.ask("batch", is_flex=True),
+        model.ask("b"),
+        model.ask("other", is_flex=True),
+        model.ask("b"),
+    ]
     assert model.serve(waiting) == ["b", "b", "batch", "other"]
 
 
-def test_spare_requests_may_have_every_place_until_another_comes() -> None:
+def test_flex_requests_may_have_every_place_until_another_comes() -> None:
     model = Model(4, pauses=True)
-    first = model.streams("batch", 4, spare=True)
+    first = model.streams("batch", 4, is_flex=True)
     model.take(model.ask("a"), model.ask("a"), model.ask("a"))
     assert clients(model) == "aaab"
     assert not model.ask("a").waiting  # also the last one pauses
@@ -26,83 +31,83 @@ def test_spare_requests_may_have_every_place_until_another_comes() -> None:
     assert clients(model) == "bbb"
 
 
-def test_spare_requests_that_cannot_pause_fill_up_none_but_spare_ones() -> None:
+def test_flex_requests_that_cannot_pause_fill_up_none_but_flex_ones() -> None:
     model = Model(8, AdmissionLimits(max_waiting=2), pauses=True)
     for _ in range(10):
-        model.sequence(model.ask("batch", spare=True), fixed=True)
+        model.sequence(model.ask("batch", is_flex=True), can_pause=False)
     with pytest.raises(Overloaded, match="10 requests are being answered"):
-        model.ask("batch", spare=True)
+        model.ask("batch", is_flex=True)
     assert not model.ask("a").waiting
 
 
-def test_spare_requests_take_no_place_from_others_and_share_what_is_left() -> None:
+def test_flex_requests_take_no_place_from_others_and_share_what_is_left() -> None:
     model = Model(4, pauses=True)
     permits = model.streams("greedy", 4)
     permits[0].admission.set_unread(True)
-    assert not model.streams("batch", 1, spare=True)
+    assert not model.streams("batch", 1, is_flex=True)
     assert not model.paused
     model = Model(4, pauses=True)
-    model.streams("many", 8, spare=True)
-    assert model.streams("other", 1, spare=True)
+    model.streams("many", 8, is_flex=True)
+    assert model.streams("other", 1, is_flex=True)
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_for_requests_that_wait_at_a_worker_with_spare_ones_only_these_pause(fixed: bool) -> None:
+@pytest.mark.parametrize("can_pause", [True, False])
+def test_for_requests_that_wait_at_a_worker_with_flex_ones_only_these_pause(can_pause: bool) -> None:
     model = Model(8, pauses=True)
-    spare = model.sequence(model.ask("batch", spare=True), fixed=fixed)
+    flex = model.sequence(model.ask("batch", is_flex=True), can_pause=can_pause)
     model.streams("a", 4)
-    model.control.yield_places(3, dict.fromkeys(model.running, False))
-    assert model.paused == ([] if fixed else [spare])
+    model.control.yield_slots(3, dict.fromkeys(model.running, False))
+    assert model.paused == ([flex] if can_pause else [])
 
 
 @pytest.mark.parametrize(
     ("places", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 2), (16, 0, 4), (8, 5, 1), (8, 6, 0)]
 )
-def test_spare_sequences_that_cannot_pause_have_a_quarter_of_the_places_and_leave_one_free(
+def test_flex_sequences_that_cannot_pause_have_a_quarter_of_the_places_and_leave_one_free(
     places: int, ordinary: int, run: int
 ) -> None:
     model = Model(places, pauses=True)
     model.streams("a", ordinary)
     for number in range(places):
-        model.sequence(model.ask(f"batch {number}", spare=True), fixed=True)
+        model.sequence(model.ask(f"batch {number}", is_flex=True), can_pause=False)
     assert clients(model).count("b") == run
     model.streams("a", places - ordinary - run)
     assert len(model.running) == places
 
 
-def test_a_spare_request_that_was_let_in_waits_for_others_before_it_begins() -> None:
+def test_a_flex_request_that_was_let_in_waits_for_others_before_it_begins() -> None:
     model = Model(1, pauses=True)
-    spare = model.ask("batch", spare=True)
+    flex = model.ask("batch", is_flex=True)
     other = model.ask("a")
-    assert (spare.waiting, other.waiting) == (False, True)
-    model.sequence(spare)
+    assert (flex.waiting, other.waiting) == (False, True)
+    model.sequence(flex)
     assert not other.waiting
     model.take(other)
     assert clients(model) == "a"
 
 
-def test_spare_requests_count_neither_in_the_wait_of_others_nor_in_the_queue() -> None:
+def test_flex_requests_count_neither_in_the_wait_of_others_nor_in_the_queue() -> None:
     model = full()
-    model.estimate.learn(0, ttft=10.0, decode_seconds=0.0)
+    model.estimate.record(0, ttft=10.0, decode_seconds=0.0)
     for _ in range(10):
-        model.ask("batch", spare=True)
+        model.ask("batch", is_flex=True)
     assert len(model.control) == 0
     assert model.ask("a", left=40.0).waiting
-    assert model.ask("batch", left=5.0, spare=True).waiting  # it may wait in vain
+    assert model.ask("batch", left=5.0, is_flex=True).waiting  # it may wait in vain
     assert model.control.requests == 13
 
 
 @pytest.mark.parametrize("limits", [AdmissionLimits(max_waiting=2), AdmissionLimits(max_waiting_tokens=250)])
-def test_a_full_queue_refuses_spare_requests_first(limits: AdmissionLimits) -> None:
+def test_a_full_queue_refuses_flex_requests_first(limits: AdmissionLimits) -> None:
     model = full(1, limits)
-    spare, others = model.ask("batch", spare=True), [model.ask("a"), model.ask("a")]
-    assert not spare.waiting
+    flex, others = model.ask("batch", is_flex=True), [model.ask("a"), model.ask("a")]
+    assert not flex.waiting
     assert all(other.waiting for other in others)
 
 
-def test_spare_requests_that_have_paused_do_not_fill_the_queue() -> None:
+def test_flex_requests_that_have_paused_do_not_fill_the_queue() -> None:
     model = Model(2, AdmissionLimits(max_waiting_tokens=300), pauses=True)
-    model.take(*[model.ask("batch", RequestSize(399, 0), spare=True) for _ in range(2)])
+    model.take(*[model.ask("batch", RequestSize(399, 0), is_flex=True) for _ in range(2)])
     model.take(model.ask("a"), model.ask("b"))
     assert len(model.paused) == 2
     assert all(model.ask(client).waiting for client in "cd")
