@@ -172,7 +172,7 @@ class Frontend(Service):
             state_dir=config.state_dir,
             router=frontend.router,
             request_timeout=config.request_timeout,
-            longest=max(config.request_timeout, frontend.max_request_timeout) + 2 * GRACE,
+            max_request_seconds=max(config.request_timeout, frontend.max_request_timeout) + 2 * GRACE,
             adapters=adapters,
         )
 

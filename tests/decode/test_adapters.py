@@ -16,7 +16,7 @@ from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.lora import adapter_id, with_adapter
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Lora, Sampling
-from pdserve.frontend.vllm.lora_adapters import AdapterStore, served
+from pdserve.frontend.vllm.lora_adapters import AdapterStore, servable_adapters
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.worker_adapters import WorkerAdapters
 from pdserve.registry import keys
@@ -103,7 +103,7 @@ class LoraGraph(Seams):
         return self.make(kind, name, SimEngine(spec(kind.work, name, **{**LORA, **more})))
 
     def names(self) -> dict[str, Adapter]:
-        return served(self.view.adapters("demo"), self.view.instances(model="demo"))
+        return servable_adapters(self.view.adapters("demo"), self.view.instances(model="demo"))
 
     async def load(self, name: str, path: str) -> None:
         async with self.store.claimed("demo", name):
@@ -300,11 +300,13 @@ async def test_what_could_not_be_said_is_said_again(tmp_path: Path, monkeypatch:
 def test_the_served_names() -> None:
     red, other = Adapter("red", "/red", 1), Adapter("red", "/red", 2)
     workers = [Instance(f"d-{n}", Role.DECODE, adapters=[each]) for n, each in enumerate((red, other, red))]
-    assert served({}, workers) == {"red": red}
-    assert served({}, [Instance("d", Role.DECODE), *workers[1:2]]) == {"red": other}
-    assert served({"red": Adapter("red", asked="a")}, workers) == {}
+    assert servable_adapters({}, workers) == {"red": red}
+    assert servable_adapters({}, [Instance("d", Role.DECODE), *workers[1:2]]) == {"red": other}
+    assert servable_adapters({"red": Adapter("red", asked="a")}, workers) == {}
     late = Adapter("red", "/new", 3, asked="a")
-    assert served({"red": late}, [*workers, Instance("e", Role.DECODE, adapters=[red, late])]) == {
+    assert servable_adapters({"red": late}, [*workers, Instance("e", Role.DECODE, adapters=[red, late])]) == {
         "red": late
     }
-    assert served({}, [Instance("d", Role.DECODE, adapters=[Adapter("x", "/x", problem="no")])]) == {}
+    assert (
+        servable_adapters({}, [Instance("d", Role.DECODE, adapters=[Adapter("x", "/x", problem="no")])]) == {}
+    )

@@ -102,7 +102,7 @@ async def test_transfer_params_are_refused(graph: Graph, path: str, extra: dict[
 
 async def test_pages_that_probes_ask_for(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
-        await until(lambda: bool(graph.models.live().get("demo")))
+        await until(lambda: bool(graph.models.usable_workers().get("demo")))
         for method in ("GET", "POST"):
             assert (await graph.http.request(method, "/ping")).status_code == 200
         assert (await graph.http.get("/load")).json() == {"server_load": 0}
@@ -130,7 +130,7 @@ async def full(
 ) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
     """A worker with two places, both taken; `finish` ends what it runs."""
     async with graph.worker(pace=None, at_once=2) as worker:
-        await until(lambda: bool(graph.models.live().get("demo")))
+        await until(lambda: bool(graph.models.usable_workers().get("demo")))
         running = asyncio.create_task(complete(graph, n=2, temperature=1.0))
         await worker.until(lambda: len(worker.jobs) == 2)
         admission = graph.models.find("demo").admission

@@ -143,7 +143,11 @@ class BatchRun:
 
     def _has_room(self) -> bool:
         models = self._context.models
-        places = sum(live * models.find(name).places for name, live in models.live().items() if live)
+        places = sum(
+            live * models.find(name).slots_per_worker
+            for name, live in models.usable_workers().items()
+            if live
+        )
         return self._running < min(self._most, AHEAD + places) and time.monotonic() >= self._resume
 
     async def _wait(self) -> None:

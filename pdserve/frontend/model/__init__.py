@@ -22,7 +22,7 @@ class ModelContext:
     router: str
     """the configured policy; the live setting `router` takes precedence"""
     request_timeout: float
-    longest: float = 3600.0
+    max_request_seconds: float = 3600.0
     """seconds after which every request is over"""
     adapters: AdapterStore | None = None
     """None: nothing can be loaded at run time"""

@@ -28,7 +28,7 @@ from pdserve.frontend.edge.request_state import (
 )
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.sequence.generation import Generation
-from pdserve.frontend.sequence.migration import Migration, next_attempt, repeatable
+from pdserve.frontend.sequence.migration import Migration, next_attempt, seeded_for_replay
 from pdserve.frontend.sequence.pacing import Pacer, reserve_for
 from pdserve.frontend.vllm.api_server import (
     VERSION,
@@ -88,7 +88,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         assert state is not None, "every generation belongs to an HTTP request"
         generation = Generation(request, state)
         self._generations[generation.id] = generation
-        with self.contained(generation):
+        with self.isolated(generation):
             self._begin(generation)
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -120,9 +120,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         if reason := unsupported(request, state.prompt_tokens, state.admission.size.n):
             self.fail(generation, RequestFailure(400, reason))
             return
-        generation.replays = stateful_parameter(request.sampling_params) is not None
-        generation.request = repeatable(request)
-        generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
+        generation.must_replay = stateful_parameter(request.sampling_params) is not None
+        generation.request = seeded_for_replay(request)
+        generation.kv_tokens = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
         if state.failure is not None:  # a sibling (n > 1, beams) has just ended all of them
             self._drop(generation)
             return
@@ -131,13 +131,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         generation.reserve = reserve_for(request, state)
         begin, drop = partial(self.place, generation), partial(self._drop, generation)
         pause = partial(self._pause, generation)
-        generation.permit = state.admission.permit(begin, drop, pause, can_pause=not generation.replays)
+        generation.permit = state.admission.permit(begin, drop, pause, can_pause=not generation.must_replay)
         generation.permit.request()
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
         """Submit the generation to a worker (with `only_others`, to none that lost it), or let it wait. It is encoded
         before it counts as the worker's: a request that cannot be encoded takes no capacity from others."""
-        with self.contained(generation):
+        with self.isolated(generation):
             link = self.workers.pick(generation, only_others=only_others)
             if link is None:
                 self._migration.wait(generation, retry=only_others)
@@ -160,7 +160,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
                 self._take_outputs(link, body)
             case Failed(request_id):
                 if generation := link.generations.get(request_id):
-                    with self.contained(generation):
+                    with self.isolated(generation):
                         self._migration.failed(generation, message)
             case WorkerLoad():
                 self.on_capacity()
@@ -180,7 +180,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             if generation is None:
                 continue  # it was aborted, or went on at another worker
             in_our_time(output, now - outputs.timestamp)
-            try:  # not `contained`: a generator for each token costs more than all else here
+            try:  # not `isolated`: a generator for each token costs more than all else here
                 taken += self._take(generation, link, output)
             except Exception as error:
                 self._fail_alone(generation, error)
@@ -207,7 +207,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._migration.lost(generation, why, "gave-up")
             return []
         output.request_id = generation.id
-        if generation.placed is not generation.noted:
+        if generation.placed is not generation.recorded_placed:
             self._note_placed(generation)
         if output.prefill_stats is not None:
             self._note_cached(generation, link, output.prefill_stats)
@@ -221,7 +221,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._count(generation, each.new_token_ids)
         if output.finished:
             generation.detach()
-            unusual = generation.attempt > 1 or generation.state.is_flex or generation.beam
+            unusual = generation.attempt > 1 or generation.state.is_flex or generation.is_beam
             if generation.tokens and not unusual:
                 self.estimate.record(*generation.timing)
             self._end(generation)
@@ -229,7 +229,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def _note_placed(self, generation: Generation) -> None:
         """Write the worker's last word on its prefill into the state: an output has come of it."""
-        generation.noted = generation.placed
+        generation.recorded_placed = generation.placed
         generation.hops.decoding()
         if generation.placed is not None:
             generation.state.prefilled(generation.id, generation.placed)
@@ -241,7 +241,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
         state = generation.state
         first = state.first_token is None
-        gap = generation.pass_on(len(tokens))
+        gap = generation.count_passed(len(tokens))
         if gap is not None:
             self._itl.observe(gap)
         elif first and state.ttft is not None:
@@ -296,7 +296,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def _pause(self, generation: Generation) -> bool:
         """Leave the worker until the permit is granted again; False if that leaves no place there to others."""
-        if not (generation.placed or generation.state.is_flex) or not self.workers.takes(generation.link):
+        if not (generation.placed or generation.state.is_flex) or not self.workers.accepts_requests(
+            generation.link
+        ):
             return False
         self._leave_worker(generation)
         generation.hops.held(PAUSED)
@@ -307,7 +309,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             link.post(Cancel([generation.attempt_id]))
 
     @contextmanager
-    def contained(self, generation: Generation) -> Iterator[None]:
+    def isolated(self, generation: Generation) -> Iterator[None]:
         """Let an error end this generation, and nothing else."""
         try:
             yield
@@ -331,21 +333,21 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         if link.generations:
             logger.warning("%s: moving %d requests from %s", reason, len(link.generations), link.instance)
         for generation in list(link.generations.values()):
-            with self.contained(generation):
+            with self.isolated(generation):
                 self._migration.lost(generation, reason, word)
 
     def hand_over(self, link: Link, *, begun: bool, stalled: bool = False) -> None:
         for generation in list(link.generations.values()):
-            if self.workers.has_place(generation, full=stalled):
-                with self.contained(generation):
+            if self.workers.has_capacity(generation, full=stalled):
+                with self.isolated(generation):
                     self._migration.hand_over(generation, begun=begun, stalled=stalled)
 
     def replace(self, replaced: bool) -> None:
         """Note whether another model has this name now, and no worker is left here."""
-        self._migration.replaced = replaced
+        self._migration.is_replaced = replaced
         for generation in [waiting for waiting in self._generations.values() if waiting.link is None]:
-            with self.contained(generation):
-                self._migration.give_back(generation)
+            with self.isolated(generation):
+                self._migration.redirect_if_replaced(generation)
 
     # for the HTTP edge
 

@@ -27,7 +27,7 @@ def freeze() -> None:
     gc.set_threshold(YOUNG, 10, _NEVER)
 
 
-async def collect_at_rest(requests: Callable[[], int]) -> None:
+async def collect_when_idle(requests: Callable[[], int]) -> None:
     """Run full collections for ever: where there is something to collect and no request runs, or `LATEST` passed."""
     last = time.monotonic()
     while True:

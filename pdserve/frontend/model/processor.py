@@ -41,7 +41,7 @@ from pdserve.util.errors import ConfigError, PeerGone, Unavailable
 logger = logging.getLogger(__name__)
 
 Workers = Callable[[], list[Instance]]
-FETCH_WITHIN, NEXT, LOOK = 10.0, 1.0, 0.2
+FETCH_TIMEOUT, ASK_INTERVAL, WORKER_POLL_INTERVAL = 10.0, 1.0, 0.2
 """seconds for a model's archive to come, until it is asked for once more, and between two looks for a worker"""
 
 
@@ -110,9 +110,9 @@ async def model_folder(card: ModelCard, context: ModelContext, workers: Workers)
 
 
 async def _archive(card: ModelCard, context: ModelContext, workers: Workers) -> bytes:
-    """Get the archive that the card names from one of the workers. They are asked in random order, and, each `NEXT`
-    seconds without it, by one asker more: a worker that hangs delays the model no longer. They may be registered a
-    moment after their card."""
+    """Get the archive that the card names from one of the workers, which may register a moment after their card. Asks
+    them in random order, and starts one more round beside the others every `ASK_INTERVAL`, because a worker may
+    hang."""
     archive: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     asked: set[str] = set()
 
@@ -127,13 +127,13 @@ async def _archive(card: ModelCard, context: ModelContext, workers: Workers) -> 
                         if archive_name(data) == card.blob and not archive.done():
                             archive.set_result(data)
                     asked.discard(worker.id)
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(WORKER_POLL_INTERVAL)
 
     async with TaskOwner() as tasks:
-        end = time.monotonic() + FETCH_WITHIN
+        end = time.monotonic() + FETCH_TIMEOUT
         while not archive.done() and (left := end - time.monotonic()) > 0:
             tasks.start(ask_all(), f"archive: {card.name}")
-            await asyncio.wait({archive}, timeout=min(NEXT, left))
+            await asyncio.wait({archive}, timeout=min(ASK_INTERVAL, left))
     if archive.done():
         return archive.result()
     raise Unavailable(f"{card.model} is not on this host, and no worker sends its archive {card.blob}")

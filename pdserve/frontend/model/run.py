@@ -40,7 +40,7 @@ def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestSt
     if len(body.raw) > most:
         raise HttpError(413, f"the request body is larger than {most} bytes")
     if state.path in GENERATING:
-        state.hops.held("" if model.live else NO_WORKER)
+        state.hops.held("" if model.usable_workers else NO_WORKER)
         admission = model.admission.enter(client, body.size, state.deadline, is_flex=body.is_flex)
         state.admission = admission
     else:
@@ -78,7 +78,7 @@ async def run(
         done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             late = RequestFailure(504, "the request's deadline passed")
-            absent = not model.live and (admission.waiting or not model.card.model)
+            absent = not model.usable_workers and (admission.waiting or not model.card.model)
             failure = RequestFailure.no_worker(state.model) if absent else late
             with suppress(TimeoutError):  # its client hardly reads what was sent before
                 await asyncio.wait_for(response.fail(failure), GRACE)

@@ -40,12 +40,12 @@ class ServedModel:
         """set when its name belongs to another model, or to none"""
         self.removal: asyncio.TimerHandle | None = None
         """set while its card is not in the registry"""
-        self.missed = False
+        self.lost_last_worker = False
         """its last worker did not drain: that it has none stays a matter for an alert"""
         self.promised = NO_SLO
         self.adapters: dict[str, Adapter] = {}
         """that requests may name, by name"""
-        self.places = 1
+        self.slots_per_worker = 1
         """requests that each of its decode workers runs at once; what the last one ran where there is none"""
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)
 
@@ -74,9 +74,9 @@ class ServedModel:
             self.processor.core.replace(replaced)
 
     @property
-    def live(self) -> int:
+    def usable_workers(self) -> int:
         """How many decode workers would take a request now."""
-        return self.processor.workers.live if self.processor is not None else 0
+        return self.processor.workers.usable if self.processor is not None else 0
 
     @property
     def waiting(self) -> int:
@@ -87,7 +87,7 @@ class ServedModel:
     @property
     def backlog(self) -> float:
         """Seconds that one worker would take for these, as many at a time as it runs."""
-        return self.waiting * (self._estimate().seconds(None) or UNKNOWN_SECONDS) / self.places
+        return self.waiting * (self._estimate().seconds(None) or UNKNOWN_SECONDS) / self.slots_per_worker
 
     @property
     def running(self) -> int:
@@ -98,7 +98,7 @@ class ServedModel:
         return sum(link.up == up for link in self.links())
 
     def _count_decode_workers(self) -> int:
-        return self.processor.workers.decode_workers if self.processor is not None else 0
+        return self.processor.workers.usable_decode_workers if self.processor is not None else 0
 
     def links(self) -> list[LinkState]:
         """The links to its decode workers."""
@@ -120,7 +120,7 @@ class ServedModel:
         RUNNING.remove(name)
         BACKLOG.remove(name, Role.DECODE)
         USABLE_WORKERS.remove(name, Role.DECODE)
-        if self.missed:
+        if self.lost_last_worker:
             USABLE_WORKERS.labels(name, Role.DECODE).set(0)
         for state in _LINK_STATES:
             LINKS.remove(name, state)

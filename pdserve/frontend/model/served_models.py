@@ -21,7 +21,7 @@ from pdserve.frontend.edge.request_state import RETRY_AFTER
 from pdserve.frontend.edge.response import HttpError
 from pdserve.frontend.model import ModelContext, garbage
 from pdserve.frontend.model.served_model import ServedModel
-from pdserve.frontend.vllm.lora_adapters import served
+from pdserve.frontend.vllm.lora_adapters import servable_adapters
 from pdserve.observe.graph_state import graph_state
 from pdserve.observe.metrics import INSTANCES, SLOT_READY, USABLE_WORKERS, WORKERS_REPLACED
 from pdserve.observe.problems import nodes, readiness
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK = 30.0
+RESYNC_INTERVAL = 30.0
 """seconds after which the registry is looked at though it has not changed: a worker that is gone is forgotten"""
-RETRY = 5.0
+RETRY_DELAY = 5.0
 """seconds between attempts to serve a card that could not be served"""
 
 
@@ -50,7 +50,7 @@ async def serve_models(
         models = ServedModels(view, context, expected, limits, tasks)
         tasks.start(_import_early(), "importing vLLM")
         tasks.forever(models.follow, "served models")
-        tasks.forever(partial(garbage.collect_at_rest, models.load), "full garbage collection")
+        tasks.forever(partial(garbage.collect_when_idle, models.load), "full garbage collection")
         try:
             yield models
         finally:
@@ -106,7 +106,7 @@ class ServedModels:
         if model is not None and not model.problem:
             return model
         if model is not None:
-            message = f"{name} is not being served: {self.missing(name)}"
+            message = f"{name} is not being served: {self.why_unserved(name)}"
             raise HttpError(503, message, retry_after=RETRY_AFTER)
         there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
         raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
@@ -129,7 +129,7 @@ class ServedModels:
 
     def listed(self) -> list[ModelCard]:
         """The models that would serve a request now, in order of name."""
-        return [card for card in self.known() if self._models[card.name].live]
+        return [card for card in self.known() if self._models[card.name].usable_workers]
 
     def known(self) -> list[ModelCard]:
         """The models whose requests are served or wait: also those whose processors are being built, or whose workers
@@ -145,22 +145,24 @@ class ServedModels:
 
     # for reports
 
-    def missing(self, name: str | None = None) -> str:
+    def why_unserved(self, name: str | None = None) -> str:
         """Why this model, or any, is not being served; empty if it is."""
         if name is None:
-            if any(model.live for model in self._models.values()):
+            if any(model.usable_workers for model in self._models.values()):
                 return ""
-            return "; ".join(f"{known}: {self.missing(known)}" for known in self._models or [self._expected])
+            return "; ".join(
+                f"{known}: {self.why_unserved(known)}" for known in self._models or [self._expected]
+            )
         model = self._models.get(name)
         if model is None:
             return "no decode worker has registered"
         if model.processor is None:
             return model.problem or "its tokenizer and configuration are being loaded"
-        return "" if model.live else "no decode worker is connected"
+        return "" if model.usable_workers else "no decode worker is connected"
 
-    def live(self) -> dict[str, int]:
+    def usable_workers(self) -> dict[str, int]:
         """By model: how many decode workers would take a request now."""
-        return {name: model.live for name, model in sorted(self._models.items())}
+        return {name: model.usable_workers for name, model in sorted(self._models.items())}
 
     def load(self) -> int:
         """How many requests of this frontend need a decode worker and are not over."""
@@ -179,7 +181,7 @@ class ServedModels:
     # following the registry
 
     async def follow(self) -> None:
-        async for _ in self._view.changes(LOOK):
+        async for _ in self._view.changes(RESYNC_INTERVAL):
             self._update()
 
     def cancel_removals(self) -> None:
@@ -190,7 +192,7 @@ class ServedModels:
     def _update(self) -> None:
         cards = self._view.cards()
         for name in self._models.keys() - cards.keys():
-            self._miss(name)
+            self._schedule_removal(name)
             self._mixed.pop(name, None)
         for name, model_cards in cards.items():
             with isolate_errors("served models"):
@@ -246,12 +248,12 @@ class ServedModels:
         serving = forever(lambda: self._serve(model), f"model: {name}", until_done=True)
         self._tasks.start(serving, f"model: {name}")
 
-    def _miss(self, name: str) -> None:
+    def _schedule_removal(self, name: str) -> None:
         model = self._models[name]
         if model.removal is None:
             grace = self._context.request_timeout
             logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
-            model.missed = name == self._expected or any(
+            model.lost_last_worker = name == self._expected or any(
                 each.model == name for each in self._view.lost_workers()
             )
             model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
@@ -270,9 +272,9 @@ class ServedModels:
         model.promised = effective_slo(files, live)
         workers = self._workers(model.card)
         places = (each.max_num_seqs for each in workers if not each.is_stand_in)
-        model.places = max(places, default=0) or model.places
+        model.slots_per_worker = max(places, default=0) or model.slots_per_worker
         kept = self._view.adapters(model.card.name)
-        model.adapters = served(kept, workers, model.adapters)
+        model.adapters = servable_adapters(kept, workers, model.adapters)
         if model.processor is not None:
             model.processor.adapters.set(model.adapters.values())
             frontends = len(self._view.instances(Role.FRONTEND))
@@ -282,7 +284,7 @@ class ServedModels:
             ]
             model.admission.advance()
         if model.retired.is_set():
-            model.replace(model.card.name in self._models and not model.live)
+            model.replace(model.card.name in self._models and not model.usable_workers)
 
     def _workers(self, card: ModelCard) -> list[Instance]:
         """The workers that frontends may connect to for this card."""
@@ -323,7 +325,7 @@ class ServedModels:
                 model.settled.set()
                 model.admission.advance()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(model.retired.wait(), RETRY)
+                    await asyncio.wait_for(model.retired.wait(), RETRY_DELAY)
         finally:
             self._retiring.discard(model)
             if model.retired.is_set():  # perhaps while its processor was being built, which failed
@@ -338,13 +340,13 @@ class ServedModels:
             processor.core.on_capacity = model.admission.advance
             try:
                 model.processor, model.problem = processor, ""
-                processor.adapters.look = partial(self._update_model, model)
+                processor.adapters.refresh = partial(self._update_model, model)
                 model.settled.set()
                 self._update_model(model)
                 logger.info("%s is being served, up to %d tokens", name, model.card.max_model_len)
                 await model.retired.wait()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(model.idle(), self._context.longest)
+                    await asyncio.wait_for(model.idle(), self._context.max_request_seconds)
                 logger.info("%s is no longer served", name)
             finally:
                 model.processor = None

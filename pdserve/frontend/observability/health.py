@@ -39,14 +39,14 @@ class HealthPages(Plugin):
         ]
 
     async def _health(self, request: Request) -> Response:
-        missing = self._models.missing()
+        missing = self._models.why_unserved()
         degraded = {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
         wrong = self._wrong()
         status = "unavailable" if missing else "degraded" if degraded or wrong else "ok"
         health: dict[str, object] = {"status": status}
         if not is_local(request.scope) and not self._keys.knows(request.headers):
             return JSONResponse(health, 503 if missing else 200)
-        health |= {"workers": self._models.live(), "frontend": self._own}
+        health |= {"workers": self._models.usable_workers(), "frontend": self._own}
         if missing:
             health["missing"] = missing
         if degraded:

@@ -21,7 +21,7 @@ class WorkerLink(Protocol):
 
     def remove(self, generation: "Generation") -> None: ...
 
-    def touch(self) -> None: ...
+    def notify_changed(self) -> None: ...
 
     def post(self, message: ToDecode) -> None: ...
 
@@ -32,16 +32,16 @@ class Generation:
     state: RequestState
     permit: SequencePermit | None = None
     """None before it begins and after its end"""
-    size: float = 0.0
+    kv_tokens: float = 0.0
     """tokens of KV that it will probably need"""
     tokens: list[int] = field(default_factory=list)
     """generated so far, by all workers together"""
-    first_token: float = 0.0
-    last_token: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
     """when they came, in monotonic seconds; 0 before the first token"""
     reserve: Reserve[EngineCoreOutput] | None = None
     """of outputs that are held back; None: none is (`pacing.py`)"""
-    passed: float = 0.0
+    last_passed: float = 0.0
     """when the last output went on to the client, in monotonic seconds; 0 before"""
     hops: SequenceHops = field(init=False)
 
@@ -53,18 +53,18 @@ class Generation:
     """its id at the worker: new for each attempt, since a worker may still know an earlier one"""
     link: WorkerLink | None = None
     """to the worker that has it"""
-    sent: float = 0.0
+    sent_at: float = 0.0
     """monotonic seconds"""
     span: TracedSpan | None = None
     """None: it is not traced"""
     placed: Placed | None = None
     """the worker's last word on its prefill; None until the worker takes it up"""
-    noted: Placed | None = None
+    recorded_placed: Placed | None = None
     """the last `placed` that was written into the state, with the first output after it"""
 
     # what became of earlier attempts: the rules are those of `migration`
 
-    replays: bool = False
+    must_replay: bool = False
     """another worker has to start it again from its prompt, and cannot go on from its tokens"""
     replay_left: int = 0
     """how many of its tokens the worker has still to generate again, in a replay"""
@@ -93,7 +93,7 @@ class Generation:
         return request_id
 
     @property
-    def beam(self) -> bool:
+    def is_beam(self) -> bool:
         """Whether it is one step of a beam: a beam search makes new requests for each token."""
         return not self.request.sampling_params.detokenize
 
@@ -101,7 +101,7 @@ class Generation:
     def prompt_key(self) -> str:
         """The outputs of n > 1 share one, and the beams of a search: vLLM calls them `<key>-<step>-beam-<number>`."""
         key: str = self.request.external_req_id or self.request.request_id
-        return key.rsplit("-", 3)[0] if self.beam else key
+        return key.rsplit("-", 3)[0] if self.is_beam else key
 
     @property
     def prompt(self) -> list[int]:
@@ -116,7 +116,7 @@ class Generation:
     @property
     def timing(self) -> tuple[int, float, float]:
         """Tokens, seconds from sending it to the first token, seconds from there to the last; for a single attempt."""
-        return len(self.tokens), self.first_token - self.sent, self.last_token - self.first_token
+        return len(self.tokens), self.first_token_at - self.sent_at, self.last_token_at - self.first_token_at
 
     def is_complete(self, max_model_len: int) -> bool:
         return len(self.tokens) >= min(self.max_tokens, max_model_len - len(self.prompt))
@@ -131,16 +131,16 @@ class Generation:
         self.attempt += 1
         self.attempt_id = attempt_id
         self.link = link
-        self.sent = time.monotonic()
+        self.sent_at = time.monotonic()
         self.placed = None
-        self.replay_left = len(self.tokens) if self.replays else 0
+        self.replay_left = len(self.tokens) if self.must_replay else 0
         self.hops.sent(link.instance)
         link.add(self)
 
     def detach(self, error: str = "") -> WorkerLink | None:
         """End the attempt, so that its late outputs find no generation. Returns its link."""
         link, self.link = self.link, None
-        hops = self.hops.left(self.last_token) if link is not None else []
+        hops = self.hops.left(self.last_token_at) if link is not None else []
         span, self.span = self.span, None
         if span is not None:
             span.add_hops((hop for hop in hops if hop.name == "decode"), self.state.started)
@@ -153,20 +153,20 @@ class Generation:
         """Count tokens that have come."""
         if not tokens:
             return
-        self.last_token = time.monotonic()
-        if not self.first_token:
-            self.first_token = self.last_token
+        self.last_token_at = time.monotonic()
+        if not self.first_token_at:
+            self.first_token_at = self.last_token_at
             if self.link is not None:
-                self.link.touch()  # it is no longer starting
+                self.link.notify_changed()  # it is no longer starting
         self.engines_died = 0
         self.tokens += tokens
 
-    def pass_on(self, tokens: int) -> float | None:
+    def count_passed(self, tokens: int) -> float | None:
         """Count tokens that go on to the client; returns the seconds between two of them, None if the first is among
         them."""
         if not tokens:
             return None
-        before, self.passed = self.passed, time.monotonic()
-        gap = self.passed - before if before else None
+        before, self.last_passed = self.last_passed, time.monotonic()
+        gap = self.last_passed - before if before else None
         self.state.add_tokens(tokens, gap)
         return None if gap is None else gap / tokens

@@ -33,13 +33,13 @@ MAX_LOSSES = 4
 """workers that may lose a request after taking it up, for any reason"""
 MAX_STALLS = 2
 """stalled workers that a request leaves; it stays at the next one, because it may be what makes engines hang"""
-MAX_ENGINES = 2
+MAX_ENGINE_DEATHS = 2
 """engines that may die in a row while they compute a request's next token. After the first death each of the requests
 that were in that engine is tried again beside no other unproven request
 (`decode/scheduling/quarantine.py`): the second one tells which of them kills."""
-MAX_PARAMETERS = 32 << 20
+MAX_PARAMETER_BYTES = 32 << 20
 """bytes of a request's parameters, which each of its outputs takes along to a worker"""
-PAUSE = 0.5
+RETRY_DELAY = 0.5
 """seconds before a worker that failed a request gets it again, if there is no other"""
 
 HANDED_OVER, STALLED = "handed-over", "stalled"
@@ -55,7 +55,7 @@ _SEED_SPACE = 1 << 63
 # ── the rules ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:
+def seeded_for_replay(request: EngineCoreRequest) -> EngineCoreRequest:
     """The request, with a seed if it samples and may have to be replayed, so that the same tokens come again."""
     params = request.sampling_params
     if params.seed is not None or params.temperature == 0 or not stateful_parameter(params):
@@ -66,13 +66,18 @@ def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:
 def next_attempt(generation: Generation) -> Submit:
     """Prompt + tokens so far, or the prompt alone for a replay, under a new id. Raises Unencodable."""
     attempt_id = f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}"
-    encoded, admission = body(generation.request, attempt_id, generation.tokens), generation.state.admission
+    encoded, admission = (
+        encode_body(generation.request, attempt_id, generation.tokens),
+        generation.state.admission,
+    )
     size = sum(map(len, encoded)) * (admission.size.sequences if admission is not None else 1)
-    if size > MAX_PARAMETERS:
-        raise Unencodable(f"its parameters have {size} bytes in all outputs; they may have {MAX_PARAMETERS}")
+    if size > MAX_PARAMETER_BYTES:
+        raise Unencodable(
+            f"its parameters have {size} bytes in all outputs; they may have {MAX_PARAMETER_BYTES}"
+        )
     return Submit(
         attempt_id,
-        generation.prompt + ([] if generation.replays else generation.tokens),
+        generation.prompt + ([] if generation.must_replay else generation.tokens),
         max(0.0, generation.state.deadline - time.monotonic()),
         encoded,
         migrated=generation.losses > 0,
@@ -91,13 +96,13 @@ def promise_left(generation: Generation) -> Promise | UnsetType:
         return UNSET
     since, within = state.started, promised.ttft
     if generation.tokens:
-        since, within = generation.passed or time.monotonic(), promised.gap
+        since, within = generation.last_passed or time.monotonic(), promised.gap
         if within is not None and generation.reserve is not None:
             within *= 1 + len(generation.reserve)
     return Promise(None if within is None else since + within - time.monotonic(), promised.gap)
 
 
-def body(request: EngineCoreRequest, attempt_id: str, tokens: list[int]) -> list[bytes]:
+def encode_body(request: EngineCoreRequest, attempt_id: str, tokens: list[int]) -> list[bytes]:
     """Encode the request as the worker gets it: without its prompt, under the attempt's id, going on after `tokens` or,
     for sampling that looks back at them, from its start. Raises Unencodable."""
     params = request.sampling_params
@@ -128,10 +133,10 @@ def _without_transfers(extra: dict[str, object] | None) -> dict[str, object] | N
     return kept or None
 
 
-def too_many_losses(generation: Generation) -> RequestFailure | None:
+def loss_limit_failure(generation: Generation) -> RequestFailure | None:
     """Why a lost generation is not tried again; None if it is."""
     died, losses = generation.engines_died, generation.losses
-    if died >= MAX_ENGINES:
+    if died >= MAX_ENGINE_DEATHS:
         why = f"{died} engines in a row died while they computed this request's next token"
         return RequestFailure(500, f"{why}; it is not tried again (the last: {generation.last_loss})")
     if losses >= MAX_LOSSES:
@@ -160,7 +165,7 @@ class Migration:
     worker, finished or failed."""
 
     def __init__(self, core: GenerationOwner, model: str, max_model_len: int) -> None:
-        self.replaced = False
+        self.is_replaced = False
         """another model has this one's name, and no worker is left here"""
         self._core = core
         self._model = model
@@ -195,7 +200,7 @@ class Migration:
         generation.last_loss = reason
         if generation.tokens and generation.is_complete(self._max_model_len):
             self._core.finish(generation)
-        elif failure := too_many_losses(generation):
+        elif failure := loss_limit_failure(generation):
             self._core.fail(generation, failure)
         else:
             self._moved[word].inc()
@@ -224,7 +229,7 @@ class Migration:
     def hand_over(self, generation: Generation, *, begun: bool, stalled: bool) -> None:
         """Move a generation to another worker; one that has tokens of this worker only if `begun`, and never one that
         would have to be replayed, or has left `MAX_STALLS` stalled workers."""
-        stays = generation.last_token > generation.sent and (generation.replays or not begun)
+        stays = generation.last_token_at > generation.sent_at and (generation.must_replay or not begun)
         stays |= stalled and generation.stalls >= MAX_STALLS
         if (link := generation.link) is not None and not stays:
             link.post(Cancel([generation.attempt_id]))
@@ -239,15 +244,15 @@ class Migration:
     # no worker is there
 
     def wait(self, generation: Generation, *, retry: bool) -> None:
-        """Wait for a worker until the deadline. With `retry`, try the workers that lost it again after `PAUSE`."""
+        """Wait for a worker until the deadline. With `retry`, also try the workers that lost it after `RETRY_DELAY`."""
         loop, timers = asyncio.get_running_loop(), self.waiting.setdefault(generation, [])
         if not timers:
             left = max(0.0, generation.state.deadline - time.monotonic())
             timers.append(loop.call_later(left, self._give_up, generation))
         generation.hops.held(NO_WORKER)
         if retry:
-            timers.append(loop.call_later(PAUSE, self._core.place, generation))
-        self.give_back(generation)
+            timers.append(loop.call_later(RETRY_DELAY, self._core.place, generation))
+        self.redirect_if_replaced(generation)
 
     def place_waiting(self) -> None:
         """Place the waiting generations: a worker has come."""
@@ -262,12 +267,12 @@ class Migration:
     def _give_up(self, generation: Generation) -> None:
         self._core.fail(generation, RequestFailure.no_worker(self._model, generation.last_loss))
 
-    def give_back(self, generation: Generation) -> None:
+    def redirect_if_replaced(self, generation: Generation) -> None:
         """If the model is replaced, end a request that has no token and no worker, with its siblings (n, several
         prompts), so that the other model serves it. A request at which an engine died is not tried there: those workers
         would count its victims from 0 again. A request that has tokens waits for another worker of its own model."""
         state = generation.state
-        if not self.replaced or state.first_token:
+        if not self.is_replaced or state.first_token:
             return
         siblings = self._core.generations_of(state)
         if generation in siblings and not any(sibling.link for sibling in siblings):

@@ -22,20 +22,20 @@ from pdserve.frontend.vllm.api_server import EngineCoreOutput, EngineCoreRequest
 T = TypeVar("T")
 S = TypeVar("S")
 
-PACE = 2 / 3
+PACE_SHARE = 2 / 3
 """of the promised gap, after which an output follows from the reserve. The rest is for the way to the client, and for
 whatever else this process and the client do then"""
-MOST = 16
+MAX_HELD = 16
 """outputs in a reserve. At a gap of 60 ms they bridge 16 x 40 + 20 ms, which is about what a migration takes, and they
 are all that leaves at once when an answer ends"""
-LONGEST = 0.25
-"""seconds that an output is held while others come after it: little for a reader, and enough for those `MOST` at 64
+MAX_HOLD = 0.25
+"""seconds that an output is held while others come after it: little for a reader, and enough for those `MAX_HELD` at 64
 tokens per second"""
-FIRST_MARGIN = 0.1
+TTFT_MARGIN = 0.1
 """seconds before the promised TTFT at which the first output leaves, also without a second; a fifth of shorter ones"""
-LAST_MARGIN = 1.0
+DEADLINE_MARGIN = 1.0
 """seconds before a request's deadline from which on nothing is held"""
-GRAIN = 0.005
+MAX_EARLY = 0.005
 """seconds by which an output may leave early, so that those of many streams leave in one turn of the event loop"""
 
 
@@ -46,7 +46,7 @@ class Reserve(Generic[T]):
     pace: float
     """seconds from one output to the next, when none comes"""
     first_due: float
-    """when the first output leaves, also without a second; infinite: `LONGEST` after it came"""
+    """when the first output leaves, also without a second; infinite: `MAX_HOLD` after it came"""
     until: float
     """from then on nothing is held"""
     _held: deque[tuple[float, T]] = field(default_factory=deque)
@@ -59,8 +59,8 @@ class Reserve(Generic[T]):
         """Return the reserve for a request that arrived then; None without a promised gap, for which to hold any."""
         if promised.gap is None:
             return None
-        ttft = math.inf if promised.ttft is None else promised.ttft - min(FIRST_MARGIN, promised.ttft / 5)
-        return cls(promised.gap * PACE, arrived + ttft, deadline - LAST_MARGIN)
+        ttft = math.inf if promised.ttft is None else promised.ttft - min(TTFT_MARGIN, promised.ttft / 5)
+        return cls(promised.gap * PACE_SHARE, arrived + ttft, deadline - DEADLINE_MARGIN)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -78,24 +78,24 @@ class Reserve(Generic[T]):
         held.append((now, output))
         if not self._left:
             self.first_due = (
-                min(self.first_due, now + LONGEST) if self.first_due == math.inf else self.first_due
+                min(self.first_due, now + MAX_HOLD) if self.first_due == math.inf else self.first_due
             )
             if len(held) < 2 and self.due > now:
                 return leaves  # else the second is here, which can follow the first in time
             leaves.append(self._pop(now))
         while held and (
             now >= self._left + self.pace
-            or now - held[0][0] >= LONGEST
-            or len(held) > MOST
+            or now - held[0][0] >= MAX_HOLD
+            or len(held) > MAX_HELD
             or now >= self.until
         ):
             leaves.append(self._pop(now))
         return leaves
 
-    def take(self, now: float) -> list[T]:
-        """Return what leaves although nothing has come, up to `GRAIN` early."""
+    def pop_due(self, now: float) -> list[T]:
+        """Return what leaves although nothing has come, up to `MAX_EARLY` early."""
         leaves = []
-        while self.due <= now + GRAIN:
+        while self.due <= now + MAX_EARLY:
             leaves.append(self._pop(now))
         return leaves
 
@@ -160,7 +160,7 @@ class Pacer(Generic[S, T]):
         return reserve.flush() if reserve is not None else []
 
     def _wake_by(self, due: float) -> None:
-        if due >= self._wake - GRAIN:
+        if due >= self._wake - MAX_EARLY:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -171,7 +171,7 @@ class Pacer(Generic[S, T]):
         self._timer, self._wake = None, math.inf
         now, leaves, wake = time.monotonic(), list[tuple[S, T]](), math.inf
         for stream, reserve in list(self._streams.items()):
-            leaves += [(stream, output) for output in reserve.take(now)]
+            leaves += [(stream, output) for output in reserve.pop_due(now)]
             wake = min(wake, reserve.due)
             if not len(reserve):
                 del self._streams[stream]

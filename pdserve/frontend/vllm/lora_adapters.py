@@ -21,7 +21,7 @@ SEEN_WITHIN = 10.0
 """seconds for a frontend to see its own claim"""
 
 
-def served(
+def servable_adapters(
     kept: Mapping[str, Adapter], workers: Sequence[Instance], before: Mapping[str, Adapter] = {}
 ) -> dict[str, Adapter]:
     """The adapters that clients may name, by name: what was loaded at run time, and what the workers' files name unless
@@ -128,7 +128,7 @@ class AdapterStore:
         }
         for other in models - {model}:
             kept = self._view.adapters(other)
-            found.update(served(kept, self._view.instances(model=other)))
+            found.update(servable_adapters(kept, self._view.instances(model=other)))
             found.update(each.name for each in kept.values() if each.path)
         return found
 

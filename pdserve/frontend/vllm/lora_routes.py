@@ -28,7 +28,7 @@ class AppAdapters:
     vLLM's, around what `store` does."""
 
     def __init__(self, models: OpenAIServingModels, model: str, store: AdapterStore | None) -> None:
-        self.look: Callable[[], None] = lambda: None
+        self.refresh: Callable[[], None] = lambda: None
         """calls `set` with what the registry has now"""
         self._models, self._model, self._store = models, model, store
         self._home = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class AppAdapters:
                 kind = "InvalidUserInput" if isinstance(error, BadRequest) else "ServiceUnavailableError"
                 return create_error_response(str(error), kind, HTTPStatus(error.status))
             finally:
-                self.look()
+                self.refresh()
 
         return lambda request: run_on_loop(self._home, at_home(request))
 
@@ -66,9 +66,9 @@ class AppAdapters:
         _check_lengths(request)
         assert self._store is not None
         async with self._store.claimed(self._model, request.lora_name):
-            self.look()  # vLLM refuses names that it knows
+            self.refresh()  # vLLM refuses names that it knows
             answer: ErrorResponse | str = await self._loads(request)
-            self.look()  # vLLM has noted a number of its own, which no worker has
+            self.refresh()  # vLLM has noted a number of its own, which no worker has
         return answer
 
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:

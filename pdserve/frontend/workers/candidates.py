@@ -54,10 +54,10 @@ class Candidates:
             self._capacities[worker] = capacity
             self._add(capacity, 1)
 
-    def full(self, worker: str) -> bool:
+    def is_full(self, worker: str) -> bool:
         return not _available(self._capacities.get(worker))
 
-    def next(
+    def next_in_turn(
         self, last: str, avoid: Collection[str], *, only_others: bool, preferred: Iterable[str] = ()
     ) -> list[str]:
         """The workers that a choice has to look at: the next `WINDOW` in turn behind `last`, then, of `preferred`, what
@@ -71,7 +71,7 @@ class Candidates:
                         worker
                         for worker in preferred
                         if worker in self._capacities
-                        and (may_be_full or not self.full(worker))
+                        and (may_be_full or not self.is_full(worker))
                         and worker not in avoided
                         and worker not in found
                     ]
@@ -110,7 +110,7 @@ def _turn(workers: list[str], last: str, avoid: Collection[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Prospect:
+class Forecast:
     """Of a request at a worker, in seconds."""
 
     first: float
@@ -119,22 +119,24 @@ class Prospect:
     """between two tokens"""
 
     @classmethod
-    def of(cls, load: Load, sent: int, prompt: int) -> "Prospect":
+    def of(cls, load: Load, sent: int, prompt: int) -> "Forecast":
         """`sent`: tokens of the prompts sent since the worker reported this load; `prompt`: of the request's, without
         what the worker has cached."""
         return cls(load.prompt_wait + (sent + prompt) * load.token_seconds, load.gap_seconds)
 
-    def broken(self, promise: Promise) -> float:
+    def miss_probability(self, promise: Promise) -> float:
         """The probability that the promise is broken."""
         kept = 1.0 if promise.ttft is None else 1 - ttft_miss_probability(self.first, promise.ttft)
         return 1 - kept * (1.0 if promise.gap is None else 1 - gap_miss_probability(self.gap, promise.gap))
 
 
-def keeping(
-    promise: Promise, candidates: Sequence[Instance], prospects: Mapping[str, Prospect]
+def likely_to_keep(
+    promise: Promise, candidates: Sequence[Instance], forecasts: Mapping[str, Forecast]
 ) -> list[Instance]:
     """The candidates that are expected to keep the promise about as well as the best of them, and those of which
     nothing is known."""
-    broken = {each.id: prospects[each.id].broken(promise) for each in candidates if each.id in prospects}
+    broken = {
+        each.id: forecasts[each.id].miss_probability(promise) for each in candidates if each.id in forecasts
+    }
     best = min(broken.values(), default=0.0)
     return [each for each in candidates if broken.get(each.id, 0.0) <= best + MIN_MISS_DIFFERENCE]

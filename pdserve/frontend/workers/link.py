@@ -25,59 +25,62 @@ class Link:
         """tokens of KV that these will need"""
         self.load = Load()
         """the worker's last report"""
-        self.placed = 0.0
+        self.new_kv_tokens = 0.0
         """tokens of KV that the requests sent since that report will need"""
-        self.sent = 0
+        self.new_prompt_tokens = 0
         """tokens of their prompts"""
-        self._others = 0
+        self._others_kv_tokens = 0
         """tokens of other frontends' requests in that report"""
         self.refused = False
         """the worker takes no requests from this frontend"""
         self.round_trip: Callable[[], float | None] = lambda: None
         """seconds, as the stream measures it"""
-        self.heard: Callable[[], float] = lambda: 0.0
+        self.last_received: Callable[[], float] = lambda: 0.0
         """when bytes of the worker last came"""
-        self.made = time.monotonic()
-        self.silent = 0
+        self.created_at = time.monotonic()
+        self.silent_checks = 0
         """how often in a row `listen` found that none had come"""
-        self._last_heard = 0.0
+        self._seen_received = 0.0
         self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
 
     def add(self, generation: Generation) -> None:
         """Count the generation's attempt among those of the worker."""
         self.generations[generation.attempt_id] = generation
-        self.tokens += generation.size
-        self.placed += generation.size
-        self.sent += len(generation.prompt)
-        self.touch()
+        self.tokens += generation.kv_tokens
+        self.new_kv_tokens += generation.kv_tokens
+        self.new_prompt_tokens += len(generation.prompt)
+        self.notify_changed()
 
     def remove(self, generation: Generation) -> None:
         self.generations.pop(generation.attempt_id, None)
-        self.tokens -= generation.size
+        self.tokens -= generation.kv_tokens
         if not self.generations:  # a worker that is idle again may report nothing
-            self.placed, self.sent = 0.0, 0
-        self.touch()
+            self.new_kv_tokens, self.new_prompt_tokens = 0.0, 0
+        self.notify_changed()
 
-    def touch(self) -> None:
+    def notify_changed(self) -> None:
         """Call after each change of what the worker's capacity depends on."""
         self._changed(self)
 
-    def listen(self) -> None:
-        heard, before = self.heard(), self._last_heard
-        self.silent, self._last_heard = self.silent + 1 if heard == before else 0, heard
+    def check_silence(self) -> None:
+        heard, before = self.last_received(), self._seen_received
+        self.silent_checks, self._seen_received = self.silent_checks + 1 if heard == before else 0, heard
 
     @property
     def requests(self) -> int:
         return len(self.generations)
 
-    def take_load(self, load: Load) -> None:
+    def update_load(self, load: Load) -> None:
         ours = sum(
             len(generation.prompt) + len(generation.tokens) for generation in self.generations.values()
         )
-        self.load, self.placed, self.sent, self._others = load, 0.0, 0, max(0, load.tokens - ours)
-        self.touch()
+        self.load = load
+        self.new_kv_tokens = 0.0
+        self.new_prompt_tokens = 0
+        self._others_kv_tokens = max(0, load.tokens - ours)
+        self.notify_changed()
 
-    def make_way(self, count: int) -> None:
+    def pause_generations(self, count: int) -> None:
         """Pause so many of the generations there."""
         here = self.generations.values()
         permits = {each.permit: bool(each.placed and each.placed.begun) for each in here if each.permit}
@@ -87,7 +90,7 @@ class Link:
     def outstanding(self, frontends: int) -> float:
         """About how many tokens of KV all requests at the worker need. Each other frontend is taken to have sent as
         much as this one since the last report: otherwise all frontends would choose the same worker."""
-        return self.tokens + self._others + (frontends - 1) * self.placed
+        return self.tokens + self._others_kv_tokens + (frontends - 1) * self.new_kv_tokens
 
     @property
     def starting(self) -> bool:

@@ -24,7 +24,7 @@ from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.sequence.generation import Generation, WorkerLink
 from pdserve.frontend.sequence.migration import promise_left
 from pdserve.frontend.workers import Connect
-from pdserve.frontend.workers.candidates import WINDOW, Candidates, Prospect, keeping
+from pdserve.frontend.workers.candidates import WINDOW, Candidates, Forecast, likely_to_keep
 from pdserve.frontend.workers.link import Link, LinkListener
 from pdserve.frontend.workers.prefix_index import PrefixIndex
 from pdserve.frontend.workers.router import choose
@@ -34,15 +34,15 @@ from pdserve.util.errors import BadRequest, PeerGone, error_text, leaf_errors
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY = 0.5
-LAST_RETRY = 5.0
+MIN_RETRY_DELAY = 0.5
+MAX_RETRY_DELAY = 5.0
 """seconds between attempts to reach a worker that the registry still lists"""
-HAND_OVER = 5.0
+HAND_OVER_AFTER = 5.0
 """seconds that a stand-in's requests may go on there when a decode worker is back: short ones end, and the others delay
 prompts"""
-LOOK = 0.5
+HAND_OVER_POLL = 0.5
 """seconds between two checks whether a stand-in is still needed"""
-TICK, SILENT = 0.25, 9
+SILENCE_CHECK_INTERVAL, MAX_SILENT_CHECKS = 0.25, 9
 """seconds between two checks for stalled workers; after so many without a byte, though heartbeats are answered, a
 worker is stalled"""
 
@@ -132,12 +132,12 @@ class WorkerPool:
         self._leave_stalled()
 
     @property
-    def live(self) -> int:
+    def usable(self) -> int:
         """How many workers would take a request now."""
         return len(self._ready())
 
     @property
-    def decode_workers(self) -> int:
+    def usable_decode_workers(self) -> int:
         """How many of these are no stand-ins."""
         return len(self._decode) if self._ready() is self._decode else 0
 
@@ -161,7 +161,7 @@ class WorkerPool:
             failure=failure,
         )
 
-    def takes(self, link: WorkerLink | None) -> bool:
+    def accepts_requests(self, link: WorkerLink | None) -> bool:
         """Whether the link is there, and its worker may get further requests."""
         return link is not None and link.instance in self._ready()
 
@@ -178,7 +178,7 @@ class WorkerPool:
             instance, link = self._instances.get(id), self._links.get(id)
             kind: Candidates | None = None
             if not (instance is None or link is None or instance.draining or link.refused):
-                stalled = instance.stalled or link.silent >= SILENT
+                stalled = instance.stalled or link.silent_checks >= MAX_SILENT_CHECKS
                 kind = self._stalled if stalled else self._stand_ins if instance.is_stand_in else self._decode
                 kind.set(id, worker_capacity(instance, link, self._frontends))
             for other in self._kinds:
@@ -213,11 +213,11 @@ class WorkerPool:
                 gone = f"The lora adapter '{lora.lora_name}' was unloaded, and no worker has it any more."
                 raise BadRequest(gone, "model")
 
-    def has_place(self, generation: Generation, *, full: bool = False) -> bool:
+    def has_capacity(self, generation: Generation, *, full: bool = False) -> bool:
         """Whether any worker that has its adapter has capacity for one more request, or may be `full`."""
         ready = self._ready()
-        found = ready.next(self._last, self._lacking(generation), only_others=True)
-        return bool(found) and (full or not ready.full(found[0]))
+        found = ready.next_in_turn(self._last, self._lacking(generation), only_others=True)
+        return bool(found) and (full or not ready.is_full(found[0]))
 
     def _touch(self, link: Link) -> None:
         self._touched.add(link.instance)
@@ -233,11 +233,11 @@ class WorkerPool:
         cached = self._prefixes.cached(generation.prompt, salt, generation.adapter, shown)
         best, lost = nlargest(WINDOW, cached, cached.__getitem__), generation.lost_by
         if lacking:
-            others = self._ready().next(self._last, lacking | lost, only_others=True, preferred=best)
-            ids = others or self._ready().next(self._last, lacking, only_others=True, preferred=best)
+            others = self._ready().next_in_turn(self._last, lacking | lost, only_others=True, preferred=best)
+            ids = others or self._ready().next_in_turn(self._last, lacking, only_others=True, preferred=best)
             ids = others if only_others else ids
         else:
-            ids = self._ready().next(self._last, lost, only_others=only_others, preferred=best)
+            ids = self._ready().next_in_turn(self._last, lost, only_others=only_others, preferred=best)
         if not ids:
             if len(lacking) == len(self._instances):
                 self._check_adapter(generation.request.lora_request)
@@ -245,7 +245,7 @@ class WorkerPool:
         outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}
         candidates = [self._instances[id] for id in ids]
         if (promise := promise_left(generation)) is not UNSET:
-            candidates = keeping(promise, candidates, self._prospects(generation, ids, cached))
+            candidates = likely_to_keep(promise, candidates, self._forecasts(generation, ids, cached))
         chosen = choose(self.policy, candidates, outstanding, cached)
         self._last = chosen.id
         logger.debug(
@@ -259,15 +259,15 @@ class WorkerPool:
         ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()
         return self._links[chosen.id]
 
-    def _prospects(
+    def _forecasts(
         self, generation: Generation, ids: Iterable[str], cached: Mapping[str, int]
-    ) -> dict[str, Prospect]:
+    ) -> dict[str, Forecast]:
         """By instance id, of those that have reported their speed. Each other frontend is taken to have sent as much as
         this one."""
         prompt = len(generation.prompt) + len(generation.tokens)
         known = {id: link for id in ids if (link := self._links[id]).load.token_seconds}
         return {
-            id: Prospect.of(link.load, link.sent * self._frontends, prompt - cached.get(id, 0))
+            id: Forecast.of(link.load, link.new_prompt_tokens * self._frontends, prompt - cached.get(id, 0))
             for id, link in known.items()
         }
 
@@ -276,12 +276,12 @@ class WorkerPool:
     async def _watch(self) -> None:
         """Look for stalled workers, for ever. Ticks are counted, not measured, because this process may pause."""
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(SILENCE_CHECK_INTERVAL)
             for link in list(self._links.values()):
-                was = link.silent >= SILENT
-                link.listen()
-                if was != (link.silent >= SILENT):
-                    link.touch()
+                was = link.silent_checks >= MAX_SILENT_CHECKS
+                link.check_silence()
+                if was != (link.silent_checks >= MAX_SILENT_CHECKS):
+                    link.notify_changed()
                     logger.warning(
                         "%s %s", link.instance, "works again" if was else "is stalled: it is silent"
                     )
@@ -310,7 +310,7 @@ class WorkerPool:
 
     async def _keep_link(self, instance: Instance) -> None:
         """Hold a link to the worker, and renew it, while it is wanted."""
-        pause = FIRST_RETRY
+        pause = MIN_RETRY_DELAY
         try:
             while self._wanted(instance):
                 started = time.monotonic()
@@ -325,8 +325,8 @@ class WorkerPool:
                     say("the link to %s ended; connecting again while it is listed", instance.id)
                 if instance.id not in self._renewing:
                     await asyncio.sleep(pause)
-                held = time.monotonic() - started > 2 * LAST_RETRY
-                pause = FIRST_RETRY if held else min(2 * pause, LAST_RETRY)
+                held = time.monotonic() - started > 2 * MAX_RETRY_DELAY
+                pause = MIN_RETRY_DELAY if held else min(2 * pause, MAX_RETRY_DELAY)
         finally:
             self._linking.discard(instance.id)
             self._renewing.discard(instance.id)
@@ -342,11 +342,11 @@ class WorkerPool:
                 if instance.is_stand_in:
                     tasks.create_task(self._hand_over(link), name=f"hand over: {instance.id}")
                 logger.info("connected to %s", instance.id)
-                link.round_trip, link.heard = lambda: client.round_trip, lambda: client.heard
+                link.round_trip, link.last_received = lambda: client.round_trip, lambda: client.heard
                 self._links[instance.id] = link
                 self._renewing.discard(instance.id)
                 IN_FLIGHT.labels(instance.id).set_function(lambda: link.requests)
-                link.touch()
+                link.notify_changed()
                 link.post(self._hello)
                 self._listener.link_up(link)
                 await client.deliver(partial(self._received, link))
@@ -360,9 +360,9 @@ class WorkerPool:
                 del self._links[instance.id]
                 with suppress(KeyError):
                     IN_FLIGHT.remove(instance.id)
-                link.touch()
+                link.notify_changed()
                 self._prefixes.forget(instance.id)
-                if time.monotonic() - link.made > FIRST_RETRY:
+                if time.monotonic() - link.created_at > MIN_RETRY_DELAY:
                     self._renewing.add(instance.id)
             else:
                 self._renewing.discard(instance.id)
@@ -372,11 +372,11 @@ class WorkerPool:
         """Look whether decode workers are back, and let them take over a stand-in's requests. Raises HandedOver when
         that is done."""
         back = 0.0
-        while back < HAND_OVER or link.generations:
-            await asyncio.sleep(LOOK)
-            back = back + LOOK if self._ready() is self._decode else 0.0
+        while back < HAND_OVER_AFTER or link.generations:
+            await asyncio.sleep(HAND_OVER_POLL)
+            back = back + HAND_OVER_POLL if self._ready() is self._decode else 0.0
             if back:
-                self._listener.hand_over(link, begun=back >= HAND_OVER)
+                self._listener.hand_over(link, begun=back >= HAND_OVER_AFTER)
         raise HandedOver
 
     def _note_failure(self, id: str, why: str) -> None:
@@ -387,7 +387,7 @@ class WorkerPool:
     def _received(self, link: Link, message: ToFrontend) -> None:
         if isinstance(message, Refused):
             link.refused = True
-            link.touch()
+            link.notify_changed()
             self._note_failure(link.instance, f"it refuses this frontend: {message.message}")
             logger.warning("%s refuses this frontend: %s", link.instance, message.message)
         elif isinstance(message, PrefixesChanged):
@@ -395,6 +395,6 @@ class WorkerPool:
                 self._prefixes.apply(link.instance, message)
         else:
             if isinstance(message, WorkerLoad):
-                link.take_load(message.load)
-                link.make_way(message.make_way)
+                link.update_load(message.load)
+                link.pause_generations(message.make_way)
             self._listener.received(link, message)

@@ -91,7 +91,7 @@ async def test_what_is_flexible_leaves_its_place_also_while_a_prefill_worker_has
 
 async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
     async with graph.worker(pace=None, at_once=2) as first, graph.worker(pace=None, at_once=2) as second:
-        await until(lambda: graph.models.live().get("demo") == 2)
+        await until(lambda: graph.models.usable_workers().get("demo") == 2)
         admission = graph.models.find("demo").admission
         answers = [asyncio.create_task(complete(graph)) for _ in range(5)]
         await until(lambda: (len(first.jobs), len(second.jobs), len(admission)) == (2, 2, 1))

@@ -142,7 +142,7 @@ async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCer
         decode = await stack.enter_async_context(graph.worker(at_once=4, pace=0.001))
         connections = ClientConnections(60.0, 60.0, pause_after=0.2)
         address = await stack.enter_async_context(server(graph, either, connections))
-        await until(lambda: bool(graph.models.live().get("demo")))
+        await until(lambda: bool(graph.models.usable_workers().get("demo")))
         unread = []
         for _ in range(5):
             unread.append(await stack.enter_async_context(client(address, either)))
@@ -163,7 +163,7 @@ async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCer
 async def test_an_unread_stream_makes_way_also_with_a_second_request_behind_it(graph: Graph) -> None:
     connections = ClientConnections(60.0, 60.0, pause_after=0.2)
     async with graph.worker(), server(graph, None, connections) as address, client(address, None) as sock:
-        await until(lambda: bool(graph.models.live().get("demo")))
+        await until(lambda: bool(graph.models.usable_workers().get("demo")))
         for _ in range(2):
             ask(sock, max_tokens=3500, logprobs=5)
         running = graph.context.running
@@ -173,7 +173,7 @@ async def test_an_unread_stream_makes_way_also_with_a_second_request_behind_it(g
 @in_session
 async def test_a_deadline_ends_the_request_of_a_slow_reader(graph: Graph) -> None:
     async with graph.worker(pace=0.0003) as decode, server(graph) as address, client(address, None) as sock:
-        await until(lambda: bool(graph.models.live().get("demo")))
+        await until(lambda: bool(graph.models.usable_workers().get("demo")))
         ask(sock, within=b"1.5", max_tokens=3500, logprobs=5)
         await decode.until(lambda: decode.jobs)
         end = time.monotonic() + 5

@@ -108,7 +108,7 @@ async def test_a_client_that_leaves_ends_its_request(
     graph: Graph, certificate: ServerCertificate, way: str
 ) -> None:
     async with graph.worker(pace=None) as decode, server(graph, certificate) as address:
-        await until(lambda: bool(graph.models.live().get("demo")))
+        await until(lambda: bool(graph.models.usable_workers().get("demo")))
         async with client(address, certificate) as sock:
             ask(sock)
             await decode.until(lambda: decode.jobs)

@@ -89,7 +89,7 @@ async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(grap
         waiting = [post(graph, presence_penalty=0.5, request_id="a"), post(graph, request_id="b")]
         await first.until(lambda: len(first.jobs) == 2)
         core = graph.processor().core
-        generation = next(found for found in core._generations.values() if found.replays)
+        generation = next(found for found in core._generations.values() if found.must_replay)
         generation.request.sampling_params.extra_args = {"late": HUGE}
         await first.die()
         await until(lambda: not core.running)

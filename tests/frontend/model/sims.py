@@ -46,7 +46,7 @@ async def sim_workers(
     settings = DecodeConfig(remote_prefill=bool(prefill), max_local_prefill_length=64, engine_args=args)
     prefilling = PrefillConfig(engine_args=args)
     config = Config(Path("test.yaml"), str(folder), model, None, settings, prefilling, drain_timeout=1.0)
-    config, before = replace(config, otlp_endpoint=traces), graph.models.live().get(model, 0)
+    config, before = replace(config, otlp_endpoint=traces), graph.models.usable_workers().get(model, 0)
     async with AsyncExitStack() as stack:
         for number, role in enumerate([Role.PREFILL] * prefill + [Role.DECODE] * decode):
             slot = Slot(role, number)
@@ -59,7 +59,7 @@ async def sim_workers(
                 else DecodeWorker(config, slot, name, *seams, TcpStreamServer("127.0.0.1"))
             )
             workers.append(Started(worker, engine, await stack.enter_async_context(living(worker))))
-        await until(lambda: graph.models.live().get(model) == before + decode)
+        await until(lambda: graph.models.usable_workers().get(model) == before + decode)
         yield workers[prefill:] + workers[:prefill]
 
 

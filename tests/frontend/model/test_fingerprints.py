@@ -59,7 +59,7 @@ async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(
     other = card("upgraded", fingerprint="new", vllm_version=theirs, generation=99)
     async with MemoryRegistry(graph.registry) as registry:
         await registry.put(keys.card("upgraded", "decode-9-up"), encode_record(other))
-        await until(lambda: theirs in graph.models.missing("upgraded"))
+        await until(lambda: theirs in graph.models.why_unserved("upgraded"))
         assert "upgraded" not in [listed.name for listed in graph.models.listed()]
         refused = await post(graph, model="upgraded")
         async with graph.worker("upgraded", loaded="old", generation=9):

@@ -42,7 +42,7 @@ async def test_no_full_collection_runs_beside_a_request_however_many_objects_it_
     monkeypatch.setattr(garbage, "EVERY", 0.001)
     requests = 1
     async with TaskOwner() as tasks:
-        tasks.start(garbage.collect_at_rest(lambda: requests), "collecting")
+        tasks.start(garbage.collect_when_idle(lambda: requests), "collecting")
         answer = [[position] for position in range(100 * garbage.YOUNG)]
         await holds(lambda: not full, 0.05)
         node = weakref.ref(Node())
@@ -57,6 +57,6 @@ async def test_a_full_collection_runs_beside_requests_that_never_end(
     monkeypatch.setattr(garbage, "EVERY", 0.001)
     monkeypatch.setattr(garbage, "LATEST", 0.01)
     async with TaskOwner() as tasks:
-        tasks.start(garbage.collect_at_rest(lambda: 1), "collecting")
+        tasks.start(garbage.collect_when_idle(lambda: 1), "collecting")
         node = weakref.ref(Node())
         await until(lambda: bool(full) and node() is None)

@@ -52,7 +52,7 @@ async def test_from_a_worker_once(tmp_path: Path) -> None:
     ("blob", "part"), [("", "has no archive"), ("gone", "no worker sends its archive gone")]
 )
 async def test_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blob: str, part: str) -> None:
-    monkeypatch.setattr("pdserve.frontend.model.processor.FETCH_WITHIN", 0.1)
+    monkeypatch.setattr("pdserve.frontend.model.processor.FETCH_TIMEOUT", 0.1)
     async with EchoWorker("decode-0") as worker:
         with pytest.raises(Unavailable, match=part):
             await folder_of(card("/elsewhere/model", blob), tmp_path, worker.instance)

@@ -158,7 +158,7 @@ async def test_what_waits_for_a_place_is_a_backlog_in_seconds(graph: Graph) -> N
 async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_nor_others(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("pdserve.frontend.model.processor.NEXT", 0.01)
+    monkeypatch.setattr("pdserve.frontend.model.processor.ASK_INTERVAL", 0.01)
     new = shutil.copytree(MODEL, tmp_path / "model") / "new.txt"
     new.write_text("no frontend has this folder")
     archive = pack_model(new.parent)
@@ -229,9 +229,9 @@ async def test_a_long_body_waits_while_the_graph_starts(tmp_path: Path) -> None:
 
 async def test_health_says_what_is_missing(graph: Graph) -> None:
     async with graph.worker():
-        await until(lambda: not graph.models.missing())
+        await until(lambda: not graph.models.why_unserved())
         well = await graph.http.get("/health")
-    await until(lambda: bool(graph.models.missing()))
+    await until(lambda: bool(graph.models.why_unserved()))
     ill = await graph.http.get("/health")
     assert well.status_code == 200
     assert well.json()["workers"]["demo"] == 1
@@ -257,7 +257,7 @@ async def test_health_says_what_else_is_wrong_by_the_registry_and_is_200(graph: 
         async def put(instance: Instance) -> None:
             await registry.put(keys.instance(instance), encode_record(instance))
 
-        await until(lambda: not graph.models.missing())
+        await until(lambda: not graph.models.why_unserved())
         await put(replace(worker.instance, prefills_remotely=True))
         await until(lambda: told(without))
         await put(prefill)

@@ -77,7 +77,7 @@ async def test_while_the_only_decode_worker_drains_new_requests_go_to_the_stand_
 async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_not_begun(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.frontend.workers.pool.LOOK", 0.01)
+    monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_POLL", 0.01)
     async with alone(graph) as prefill:
         begun = post(graph, max_tokens=3)
         await steps(prefill, 1)
@@ -96,8 +96,8 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
 async def test_streams_on_a_stand_in_are_handed_over_unless_they_would_have_to_be_replayed(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER", 0.0)
-    monkeypatch.setattr("pdserve.frontend.workers.pool.LOOK", 0.01)
+    monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_AFTER", 0.0)
+    monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_POLL", 0.01)
     before = counted("pdserve_migrations_total", reason="handed-over")
     async with alone(graph) as prefill:
         moves, stays = post(graph, max_tokens=12), post(graph, presence_penalty=0.5)
@@ -120,7 +120,7 @@ async def test_streams_on_a_stand_in_are_handed_over_unless_they_would_have_to_b
 async def test_a_stand_in_keeps_a_request_whose_adapter_no_decode_worker_has(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.frontend.workers.pool.LOOK", 0.01)
+    monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_POLL", 0.01)
     async with alone(graph) as prefill, having(graph, prefill, RED):
         await until(lambda: "red" in graph.models.find("demo").adapters)
         request = post(graph, model="red")
@@ -133,7 +133,7 @@ async def test_a_stand_in_keeps_a_request_whose_adapter_no_decode_worker_has(
 
 async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Graph) -> None:
     async with alone(graph, at_once=2) as prefill:
-        await until(lambda: graph.models.live().get("demo") == 1)
+        await until(lambda: graph.models.usable_workers().get("demo") == 1)
         requests = [post(graph) for _ in range(3)]
         await prefill.until(lambda: len(prefill.seen) == 2)
         await holds(lambda: len(prefill.seen) == 2)
@@ -150,7 +150,7 @@ async def test_prefill_workers_without_an_address_or_with_other_weights_do_not_s
             await registry.put(keys.instance(instance), encode_record(instance))
         async with graph.worker():
             pass
-        await until(lambda: graph.models.live().get("demo") == 0)
+        await until(lambda: graph.models.usable_workers().get("demo") == 0)
         answer = await complete(graph, headers={"x-request-timeout": "0.3"})
         assert answer.status_code == 503
         assert silent.hello == other.hello == ""
@@ -161,8 +161,8 @@ async def test_a_lost_connection_is_renewed_before_a_prefill_worker_stands_in(
 ) -> None:
     """As after a pause of the frontend, whose connections the workers have given up."""
     async with graph.worker() as decode, stand_in(graph) as prefill:
-        monkeypatch.setattr("pdserve.frontend.workers.pool.FIRST_RETRY", 0.1)
-        await holds(lambda: graph.models.live()["demo"], 0.2)
+        monkeypatch.setattr("pdserve.frontend.workers.pool.MIN_RETRY_DELAY", 0.1)
+        await holds(lambda: graph.models.usable_workers()["demo"], 0.2)
         (connection,) = decode._stream._frontends.values()
         connection.cut("was silent")
         await until(lambda: any(link.failures for link in graph.models.links()))

@@ -7,7 +7,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from pdserve.contract.sampling import stateful_parameter
-from pdserve.frontend.sequence.migration import body, repeatable, too_many_losses
+from pdserve.frontend.sequence.migration import encode_body, loss_limit_failure, seeded_for_replay
 from pdserve.frontend.workers.link import Link
 from tests.frontend.workers.test_router import generation
 
@@ -18,7 +18,7 @@ def request(**params: Any) -> EngineCoreRequest:
 
 
 def sent(original: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
-    return MsgpackDecoder(EngineCoreRequest).decode(body(original, "r#2", tokens))
+    return MsgpackDecoder(EngineCoreRequest).decode(encode_body(original, "r#2", tokens))
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_seeds_differ_by_position_and_are_repeatable() -> None:
 
 def test_sampling_that_may_be_replayed_gets_a_seed() -> None:
     original = request(presence_penalty=0.5, temperature=0.7)
-    seeds = {repeatable(original).sampling_params.seed for _ in range(3)}
+    seeds = {seeded_for_replay(original).sampling_params.seed for _ in range(3)}
     assert len(seeds - {None}) == 3
     assert original.sampling_params.seed is None
     for params in ({}, {"presence_penalty": 0.5, "temperature": 0.0}, {"presence_penalty": 0.5, "seed": 4}):
-        assert repeatable(same := request(**params)) is same
+        assert seeded_for_replay(same := request(**params)) is same
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_sampling_that_may_be_replayed_gets_a_seed() -> None:
 def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: int | None) -> None:
     lost = generation([1], losses=losses, engines_died=engines_died)
     lost.last_loss = "it is gone"
-    failure = too_many_losses(lost)
+    failure = loss_limit_failure(lost)
     assert (failure.status if failure else None) == status
     if failure is not None:
         assert "it is gone" in failure.message

@@ -189,9 +189,9 @@ async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it
 
 async def test_a_worker_that_refused_gets_no_more_requests(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second:
-        await until(lambda: graph.models.live().get("demo") == 2)
+        await until(lambda: graph.models.usable_workers().get("demo") == 2)
         await first.send(Refused("another vLLM"))
-        await until(lambda: graph.models.live().get("demo") == 1)
+        await until(lambda: graph.models.usable_workers().get("demo") == 1)
         for _ in range(4):
             assert (await complete(graph)).status_code == 200
     assert not first.seen
@@ -214,16 +214,16 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its link held all the time, so there is no new connection."""
-    monkeypatch.setattr("pdserve.frontend.sequence.migration.PAUSE", 0.01)
+    monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with EchoWorker("decode-0-away") as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
             await registry.put(keys.instance(away.instance), encode_record(away.instance))
             await away.until(lambda: away.hello)
             await registry.delete(keys.instance(away.instance))
-            await until(lambda: graph.models.live().get("demo") == 1)
+            await until(lambda: graph.models.usable_workers().get("demo") == 1)
             request = post(graph, max_tokens=6)
             await steps(first, 2)
-        await until(lambda: graph.models.live().get("demo") == 0)
+        await until(lambda: graph.models.usable_workers().get("demo") == 0)
         await holds(lambda: not request.done())  # longer than PAUSE: then it is not tried again by itself
         await registry.put(keys.instance(away.instance), encode_record(away.instance))
         assert (await asyncio.wait_for(request, 5)).status_code == 200
@@ -274,7 +274,7 @@ async def test_a_request_goes_on_where_its_adapter_is_loaded_later(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That worker could not load it when the other one did."""
-    monkeypatch.setattr("pdserve.frontend.sequence.migration.PAUSE", 0.01)
+    monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with graph.worker(pace=None) as first, graph.worker() as second, having(graph, first, RED):
         await until(lambda: "red" in graph.models.find("demo").adapters)
         request = post(graph, model="red")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.contract.slo import SloTargets
-from pdserve.frontend.sequence.pacing import GRAIN, LAST_MARGIN, LONGEST, MOST, Reserve
+from pdserve.frontend.sequence.pacing import DEADLINE_MARGIN, MAX_EARLY, MAX_HELD, MAX_HOLD, Reserve
 
 CHAT, AGENT, RAG = SloTargets(0.5, 0.06), SloTargets(0.2, 0.1), SloTargets(2.0, 0.04)
 STARTED = 1000.0
@@ -26,12 +26,12 @@ def left(
     for number, arrival in enumerate(arrivals):
         while reserve.due < arrival:
             now = reserve.due
-            new = reserve.take(now)
+            new = reserve.pop_due(now)
             assert new, "due, and nothing leaves"
             leaves, times = leaves + new, times + [now] * len(new)
         last = number == len(arrivals) - 1
         new = [*reserve.flush(), number] if last else reserve.add(number, arrival)
-        assert len(reserve) <= MOST
+        assert len(reserve) <= MAX_HELD
         leaves, times = leaves + new, times + [arrival] * len(new)
     assert leaves == list(range(len(arrivals))), "lost, or out of order"
     return times
@@ -79,16 +79,16 @@ def test_whatever_comes_no_answer_ends_later_and_no_gap_grows_beyond_the_pace(
     assert paced[-1] == arrivals[-1]
     assert all(after >= before for before, after in zip(arrivals, paced, strict=True))
     assert longest(paced) <= max(longest(arrivals), promised.gap * 2 / 3) + 1e-9
-    first = STARTED + (promised.ttft or PREFILL + LONGEST)
+    first = STARTED + (promised.ttft or PREFILL + MAX_HOLD)
     assert paced[0] <= max(first, arrivals[0]) + 1e-9
 
 
 @pytest.mark.parametrize("interval", [0.001, 0.01, 0.03])
 def test_what_is_held_is_bounded(interval: float) -> None:
-    """By `MOST` outputs (see `left`), and in seconds while outputs come."""
+    """By `MAX_HELD` outputs (see `left`), and in seconds while outputs come."""
     arrivals = come(interval, 500)
     held = [after - before for before, after in zip(arrivals, left(CHAT, arrivals), strict=True)]
-    assert max(held) <= LONGEST + interval
+    assert max(held) <= MAX_HOLD + interval
     assert max(held[100:]) > 5 * interval, "there is a reserve"
 
 
@@ -105,7 +105,7 @@ def test_an_answer_that_is_no_faster_than_its_promise_waits_for_nothing() -> Non
         (CHAT, 0.4),
         (AGENT, 0.16),
         (SloTargets(0.05, 0.06), PREFILL),
-        (SloTargets(gap=0.06), PREFILL + LONGEST),
+        (SloTargets(gap=0.06), PREFILL + MAX_HOLD),
     ],
     ids=["as its TTFT allows", "short", "late already", "without a TTFT"],
 )
@@ -119,7 +119,7 @@ def test_nothing_is_held_when_the_deadline_is_near() -> None:
     deadline = STARTED + 2.0
     arrivals = come(0.01, 150)
     paced = left(CHAT, arrivals, deadline)
-    late = [pair for pair in zip(arrivals, paced, strict=True) if pair[0] >= deadline - LAST_MARGIN]
+    late = [pair for pair in zip(arrivals, paced, strict=True) if pair[0] >= deadline - DEADLINE_MARGIN]
     assert late
     assert all(before == after for before, after in late)
     assert left(CHAT, come(5.0, 2), STARTED + 1.3)[0] == pytest.approx(STARTED + 0.3)
@@ -130,6 +130,6 @@ def test_an_output_may_leave_a_little_early_and_only_so() -> None:
     assert reserve is not None
     assert reserve.add(0, STARTED) == []
     assert reserve.add(1, STARTED) == [0]
-    assert reserve.take(reserve.due - GRAIN - 0.001) == []
-    assert reserve.take(reserve.due - GRAIN + 0.001) == [1]
+    assert reserve.pop_due(reserve.due - MAX_EARLY - 0.001) == []
+    assert reserve.pop_due(reserve.due - MAX_EARLY + 0.001) == [1]
     assert reserve.due == math.inf

@@ -298,7 +298,7 @@ async def test_without_workers_an_adapter_waits_as_its_model_does(adapted: Adapt
     async with MemoryRegistry(adapted.registry) as registry:
         await registry.put(keys.instance(worker), encode_record(worker))
         await registry.put(keys.card("gone", worker.id), encode_record(card("gone")))
-        await until(lambda: "gone" in models.live())
+        await until(lambda: "gone" in models.usable_workers())
         assert "lost" in models.find("lost").adapters
     await until(lambda: "gone" not in [card.name for card in models.known()])
     assert models.find("lost") is models.find("gone")

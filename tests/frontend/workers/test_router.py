@@ -12,7 +12,7 @@ from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.sequence.generation import Generation
 from pdserve.frontend.vllm.api_server import EngineCoreRequest
-from pdserve.frontend.workers.candidates import WINDOW, Candidates, Prospect, keeping
+from pdserve.frontend.workers.candidates import WINDOW, Candidates, Forecast, likely_to_keep
 from pdserve.frontend.workers.link import Link
 from pdserve.frontend.workers.router import choose
 
@@ -71,20 +71,20 @@ KEEPS, SLOW, BUSY = Load(), Load(gap_seconds=0.1), Load(prompt_wait=2.0, token_s
 )
 def test_a_promise_is_for_the_workers_that_are_expected_to_keep_it(promise: Promise, expected: str) -> None:
     loads = {"a": KEEPS, "b": SLOW, "c": BUSY}
-    prospects = {name: Prospect.of(load, 0, 100) for name, load in loads.items()}
-    assert "".join(each.id for each in keeping(promise, [A, B, C], prospects)) == expected
+    forecasts = {name: Forecast.of(load, 0, 100) for name, load in loads.items()}
+    assert "".join(each.id for each in likely_to_keep(promise, [A, B, C], forecasts)) == expected
 
 
 def test_a_worker_of_which_nothing_is_known_is_neither_the_best_nor_left_out() -> None:
     """One of an older build, or before its first report."""
-    prospects = {"a": Prospect(0.45, 0.01), "b": Prospect(3.0, 0.01)}
-    assert [each.id for each in keeping(Promise(0.5, 0.06), [A, B, C], prospects)] == ["a", "c"]
-    assert keeping(Promise(0.5, 0.06), [A, B], {}) == [A, B]
+    forecasts = {"a": Forecast(0.45, 0.01), "b": Forecast(3.0, 0.01)}
+    assert [each.id for each in likely_to_keep(Promise(0.5, 0.06), [A, B, C], forecasts)] == ["a", "c"]
+    assert likely_to_keep(Promise(0.5, 0.06), [A, B], {}) == [A, B]
 
 
 def test_prompts_sent_since_the_report_count() -> None:
     load = Load(prompt_wait=0.25, token_seconds=0.125, gap_seconds=0.04)
-    assert Prospect.of(load, 3, 1) == Prospect(0.75, 0.04)
+    assert Forecast.of(load, 3, 1) == Forecast(0.75, 0.04)
 
 
 # those that may
@@ -107,14 +107,14 @@ def candidates(workers: dict[str, Capacity]) -> Candidates:
 def test_where_it_failed_is_the_last_resort_even_with_capacity(
     avoid: set[str], only_others: bool, expected: str
 ) -> None:
-    found = candidates({"a": FREE, "b": FULL}).next("", avoid, only_others=only_others)
+    found = candidates({"a": FREE, "b": FULL}).next_in_turn("", avoid, only_others=only_others)
     assert "".join(found) == expected
 
 
 def test_a_choice_looks_at_a_window() -> None:
     names = [f"{number:03}" for number in range(100)]
     found = candidates(dict.fromkeys(names, FREE))
-    assert found.next("097", {"099", "001"}, only_others=False) == ["098", "000", *names[2:WINDOW]]
+    assert found.next_in_turn("097", {"099", "001"}, only_others=False) == ["098", "000", *names[2:WINDOW]]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
     found = candidates({f"{number:02}": FREE for number in range(100)})
     for name, capacity in changed.items():
         found.set(name, capacity)
-    chosen = found.next("20", avoid, only_others=False, preferred=["97", "21", "05", "gone"])
+    chosen = found.next_in_turn("20", avoid, only_others=False, preferred=["97", "21", "05", "gone"])
     assert chosen == [*(f"{number}" for number in range(21, 21 + WINDOW)), *expected]
 
 
@@ -149,7 +149,7 @@ def test_after_any_changes() -> None:
             found.set(name, there[name])
         free = {each: capacity for each, capacity in there.items() if capacity.has_room}
         assert len(found) == len(there)
-        assert {each for each in there if not found.full(each)} == free.keys()
+        assert {each for each in there if not found.is_full(each)} == free.keys()
         total = found.capacity
         assert total.max_requests == 10 * len(there)
         assert total.free_requests == sum(capacity.free_requests for capacity in free.values())
@@ -157,7 +157,7 @@ def test_after_any_changes() -> None:
         last = f"{chance.randrange(40):02}"
         order = sorted(free or there)
         turn = [name for name in order if name > last] + [name for name in order if name <= last]
-        assert found.next(last, (), only_others=False) == turn[:WINDOW]
+        assert found.next_in_turn(last, (), only_others=False) == turn[:WINDOW]
 
 
 # what each has to do
@@ -170,18 +170,20 @@ def generation(prompt: list[int], **fields: float) -> Generation:
 
 def test_outstanding_tokens_include_what_other_frontends_chose_since_the_report() -> None:
     link = Link("decode-0", lambda _: None)
-    first, second = generation([1] * 50, size=60.0), generation([1] * 50, size=70.0)
+    first, second = generation([1] * 50, kv_tokens=60.0), generation([1] * 50, kv_tokens=70.0)
     first.attach(link, "1")
     assert [link.outstanding(frontends) for frontends in (1, 3)] == [60, 3 * 60]
     first.add_tokens([5] * 4)
-    link.take_load(Load(tokens=1054))
+    link.update_load(Load(tokens=1054))
     assert [link.outstanding(frontends) for frontends in (1, 3)] == [1060, 1060]
     second.attach(link, "2")
     assert [link.outstanding(frontends) for frontends in (1, 3)] == [1130, 1130 + 2 * 70]
     first.detach()
-    link.take_load(Load(tokens=20))  # it does not know of the second yet
+    link.update_load(Load(tokens=20))  # it does not know of the second yet
     assert link.outstanding(3) == 70
-    generation([1] * 50, size=80.0).attach(link, "3")
+    generation([1] * 50, kv_tokens=80.0).attach(link, "3")
     second.detach()
     link.generations["3"].detach()
-    assert (link.outstanding(3), link.sent) == (0, 0), "nothing is reported while the load stays the same"
+    assert (link.outstanding(3), link.new_prompt_tokens) == (0, 0), (
+        "nothing is reported while the load stays the same"
+    )

@@ -37,9 +37,13 @@ class Routing:
     @asynccontextmanager
     async def two_workers(self, policy: str = "kv") -> AsyncIterator[None]:
         first, second = self.frontends
-        await until(lambda: not (first.models.live().get("demo") or second.models.live().get("demo")))
+        await until(
+            lambda: (
+                not (first.models.usable_workers().get("demo") or second.models.usable_workers().get("demo"))
+            )
+        )
         async with sim_workers(first, 2) as self.workers:
-            await until(lambda: second.models.live().get("demo") == 2)
+            await until(lambda: second.models.usable_workers().get("demo") == 2)
             await self.route(policy)
             yield
 
@@ -161,7 +165,7 @@ async def test_a_promise_goes_to_the_worker_that_is_expected_to_keep_it(routed: 
         pool = routed.frontends[0].processor().workers
         one, slow = (pool._links[worker.id] for worker in routed.workers)
         await until(lambda: bool(one.load.token_seconds and slow.load.token_seconds))
-        slow.take_load(msgspec.structs.replace(slow.load, gap_seconds=0.5))
+        slow.update_load(msgspec.structs.replace(slow.load, gap_seconds=0.5))
         chosen = {promised: picked(pool, promised) for promised in (NO_SLO, SloTargets(gap=0.06))}
     assert chosen[NO_SLO] == {one.instance: 5, slow.instance: 5}
     assert chosen[SloTargets(gap=0.06)] == {one.instance: 10}

@@ -95,13 +95,13 @@ async def test_a_silent_worker_is_stalled_until_it_is_heard(
         requests = [post(graph), post(graph)]
         await silent.until(lambda: silent.jobs)
         link = graph.processor().workers._links[silent.id]
-        monkeypatch.setattr(link, "heard", lambda: 1.0)
+        monkeypatch.setattr(link, "last_received", lambda: 1.0)
         ways = {(await request).headers["x-pdserve-instance"] for request in requests}
         assert ways == {other.id, f"{silent.id},{other.id}"}
         assert {(await complete(graph)).headers["x-pdserve-instance"] for _ in range(3)} == {other.id}
         monkeypatch.undo()
         silent.go()
-        await until(lambda: link.silent == 0)
+        await until(lambda: link.silent_checks == 0)
         ways = {(await complete(graph)).headers["x-pdserve-instance"] for _ in range(4)}
         assert ways == {other.id, silent.id}
 
@@ -118,12 +118,12 @@ async def test_prefill_workers_stand_in_for_a_decode_worker_whose_connection_was
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with graph.worker(pace=None) as only, stand_in(graph) as prefill:
-        monkeypatch.setattr("pdserve.frontend.workers.pool.FIRST_RETRY", 0.1)
-        await holds(lambda: graph.models.live()["demo"], 0.2)
+        monkeypatch.setattr("pdserve.frontend.workers.pool.MIN_RETRY_DELAY", 0.1)
+        await holds(lambda: graph.models.usable_workers()["demo"], 0.2)
         (connection,) = only._stream._frontends.values()
         connection.cut("was silent")
         await until(lambda: any(link.failures for link in graph.models.links()))
-        await until(lambda: graph.models.live()["demo"] == 1)
+        await until(lambda: graph.models.usable_workers()["demo"] == 1)
         waiting = post(graph)
         await only.until(lambda: only.jobs)
         async with stalled(graph, only):
