@@ -215,8 +215,6 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     traceparent: str = ""
     held: float = 0.0
     """seconds that it waited at the decode worker, before it was stored"""
-    behind: int = 0
-    """prompts of its client that the decode worker sent before and waits for; of two, the one with fewer comes first"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):

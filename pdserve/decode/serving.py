@@ -19,7 +19,7 @@ from pdserve.decode.remote.client import RemotePrefill
 from pdserve.decode.replies import INTERNAL, Frontends
 from pdserve.decode.requests import OWN, STAND_IN, DecodeRequest, DecodeRequests, Phase
 from pdserve.decode.scheduling.chunk_size import ChunkLimit
-from pdserve.decode.scheduling.prefill_slots import PromptTurns
+from pdserve.decode.scheduling.prefill_slots import PromptSlots
 from pdserve.decode.scheduling.prefill_times import Estimator
 from pdserve.decode.scheduling.quarantine import Quarantine
 from pdserve.engine.base import Engine, Output, Step
@@ -47,7 +47,7 @@ class RequestRunner:
     settings: LiveSettings
     quarantine: Quarantine
     estimator: Estimator
-    engine_turns: PromptTurns
+    slots: PromptSlots
     chunk: ChunkLimit
     start: Callable[[Coroutine[Any, Any, None]], object]
     """start a task that ends with the worker and whose failure ends the worker"""
@@ -132,7 +132,7 @@ class RequestRunner:
 
     def _decide(self, request: DecodeRequest) -> Decision:
         submit, settings = request.submit, self.settings.current
-        prompt, depth = len(submit.prompt), self.remote.queue_turns.ahead(submit.client)
+        prompt, depth = len(submit.prompt), self.remote.publisher.ahead(submit.client)
         prefix_hit = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
         hit = request.hit = prefix_hit or 0
         workers = len(self.workers.available())
@@ -158,7 +158,7 @@ class RequestRunner:
         """Generate without remote KV, when it is the prompt's turn to be computed."""
         since, tokens = time.monotonic(), request.computes
         order = request.submit.client, request.due, tokens * self.estimator.token_seconds_here
-        async with self.engine_turns.turn(tokens, *order, request.begins) as waited:
+        async with self.slots.take(tokens, *order, request.begins) as waited:
             if waited:
                 request.hops.add("turn", since, time.monotonic())
             if not request.cancelled:

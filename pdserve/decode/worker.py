@@ -14,12 +14,12 @@ from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.policy.decision import queue_limit
 from pdserve.decode.remote.answer_reader import AnswerReader
 from pdserve.decode.remote.client import RemotePrefill
-from pdserve.decode.remote.publisher import PrefillTurns
+from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.remote.warm_up import WarmUp
 from pdserve.decode.replies import INTERNAL, Frontends
 from pdserve.decode.requests import DecodeRequests
 from pdserve.decode.scheduling.chunk_size import ChunkLimit
-from pdserve.decode.scheduling.prefill_slots import PromptTurns
+from pdserve.decode.scheduling.prefill_slots import PromptSlots
 from pdserve.decode.scheduling.prefill_times import Estimator
 from pdserve.decode.scheduling.quarantine import Quarantine
 from pdserve.decode.serving import RequestRunner
@@ -55,9 +55,9 @@ class DecodeWorker(EngineWorker):
             self.id, config.served_model_name, engine, queue, self.view, self.requests
         )
         self._links = KvLinks(self._workers, self.requests)
-        self._queue_turns = PrefillTurns(queue, self._workers)
-        self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links, self._queue_turns)
-        self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests, self._queue_turns)
+        self._publisher = PromptPublisher(queue, self._workers)
+        self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links, self._publisher)
+        self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests, self._publisher)
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
         quarantine = Quarantine()
         self._frontends = Frontends(engine, self._stream, self._workers, self.requests, quarantine)
@@ -75,7 +75,7 @@ class DecodeWorker(EngineWorker):
             self.settings,
             quarantine,
             estimator,
-            PromptTurns(lambda: estimator.chunk, usual),
+            PromptSlots(lambda: estimator.chunk, usual),
             ChunkLimit(engine, estimator),
             start=lambda work: self.tasks.create_task(work),
         )
@@ -100,7 +100,7 @@ class DecodeWorker(EngineWorker):
             "prefill answers": self._answers.read,
             "registry changes": self._follow_registry,
             "prefill workers": self._workers.watch,
-            "turns at the prefill queue": self._queue_turns.watch,
+            "turns at the prefill queue": self._publisher.watch,
             **(warm_ups if self.settings.current.remote_prefill else {}),
         }
 

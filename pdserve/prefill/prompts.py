@@ -82,14 +82,13 @@ class PromptRunner:
         logger.info("draining: %d prompts to finish", len(self._running))
         try:
             async with asyncio.timeout(self._config.drain_timeout):
-                await until(lambda: not (self._running or self.pulling.held), self._running.changed, TICK)
+                await until(lambda: not self._running, self._running.changed, TICK)
                 await self._answers.empty()
         except TimeoutError:
             logger.warning("leaving %d prompts to another worker", len(self._running))
 
     async def engine_died(self, death: EngineDead) -> None:
         """Return prompts that may have killed the engine to their decode workers, not to another prefill worker."""
-        await unless_away(self.pulling.give_back())
         for running in self._running if death.crashed else ():
             request = running.request
             if may_have_killed(len(request.prompt), running.started):
@@ -104,11 +103,11 @@ class PromptRunner:
         await announced.wait()
         while True:
             try:
-                await self.pulling.next()
+                deliveries = await self.pulling.next()
             except QueueUnavailable:
                 await asyncio.sleep(1.0)  # the queue reconnects by itself
                 continue
-            async for delivery in self.pulling.begin():
+            for delivery in deliveries:
                 await self._take(delivery)
 
     async def _read_warm_ups(self) -> None:
@@ -230,10 +229,9 @@ class PromptRunner:
         cancelled = [running for name in request_ids if (running := self._running.of_request(name))]
         for running in cancelled:
             self._running.cancel(running)
-        acked = [running.delivery for running in cancelled] + self.pulling.drop(request_ids)
         await self._engine.cancel([running.engine_id for running in cancelled])
-        for delivery in acked:
-            await delivery.ack()
+        for running in cancelled:
+            await running.delivery.ack()
 
     async def _report_progress(self) -> None:
         while True:

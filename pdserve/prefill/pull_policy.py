@@ -10,8 +10,7 @@ See docs/decisions/0026-any-worker-can-do-either.md.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.contract.messages import PrefillLoad
@@ -20,7 +19,6 @@ from pdserve.prefill.running import RunningPrefills, until
 from pdserve.process.learned import PrefillSpeed
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
-from pdserve.util.errors import QueueUnavailable
 
 PULL_WAIT = 5.0
 """seconds that one pull waits for a request"""
@@ -70,8 +68,6 @@ class Pulling:
     """pull nothing any more"""
     stalled: bool = False
     """the engine hangs: pull nothing until it works again"""
-    held: list[Delivery] = field(default_factory=list)
-    """pulled, and not begun yet; in the order in which they are to begin"""
     looked: float = 0.0
     """monotonic time of the last look at the queue"""
     prompt_seconds: float = 0.0
@@ -82,51 +78,20 @@ class Pulling:
     _waiting: asyncio.Timeout | None = field(default=None)
     """set while it waits for a prompt"""
 
-    async def next(self) -> None:
-        """Wait until the engine has capacity and it is time to look, then pull into `held`. With streams, take only
-        what is there; without, wait for a prompt until `stop_waiting`. Raises QueueUnavailable."""
+    async def next(self) -> list[Delivery]:
+        """Wait until the engine has capacity and it is time to poll, then pull a prompt; return an empty list if there
+        is none. With streams, take only what is in the queue; without, wait for a prompt until `stop_waiting`. Raises
+        QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
         wait = PULL_WAIT if self.beside() == Beside() else 0.0
         try:
             async with asyncio.timeout(None) as waiting:
                 self._waiting = waiting if wait else None
-                await self._pull(wait)
+                return await self.queue.pull(1, wait, Puller(self.instance, self._load))
         except TimeoutError:
-            return
+            return []
         finally:
             self.looked, self._waiting = time.monotonic(), None
-
-    async def _pull(self, wait: float) -> None:
-        """A prompt; or two, if one may have passed the other (`PrefillRequest.behind`)."""
-        puller = Puller(self.instance, self._load)
-        self.held += await self.queue.pull(1, wait, puller)
-        if self.held and self.held[0].request.behind and self.queue.depth and not self.beside().streams:
-            self._waiting = None
-            with suppress(QueueUnavailable):
-                self.held += await self.queue.pull(1, 0.0, puller)
-        self.held.sort(key=lambda delivery: delivery.request.behind)
-
-    async def begin(self) -> AsyncIterator[Delivery]:
-        """Yield the held prompts, each when the engine should get it: one that another has passed not in its step."""
-        before, passed = set(self.running), self.held and not self.held[0].request.behind
-        for delivery in list(self.held):
-            if passed and delivery.request.behind:
-                await self.running.alone(before)
-            if delivery in self.held:  # else it was cancelled meanwhile
-                self.held.remove(delivery)
-                yield delivery
-
-    def drop(self, request_ids: list[str]) -> list[Delivery]:
-        """Hold these no longer."""
-        dropped = [each for each in self.held if each.request.request_id in request_ids]
-        for delivery in dropped:
-            self.held.remove(delivery)
-        return dropped
-
-    async def give_back(self) -> None:
-        """Return what is held to the queue."""
-        while self.held:
-            await self.held.pop().give_back()
 
     @property
     def full(self) -> bool:

@@ -15,10 +15,6 @@ from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import Delivery
 from pdserve.util.lru import LruDict
 
-LONGEST = 1.0
-"""seconds to wait for what was in the engine before a prompt that is to have a step of its own"""
-BEGINS = 0.01
-"""seconds in which an idle engine begins a step"""
 _REMEMBERED = 1000
 
 
@@ -93,13 +89,6 @@ class RunningPrefills:
 
     def of_request(self, request_id: str) -> RunningPrefill | None:
         return self._by_request.get(request_id)
-
-    async def alone(self, before: set[RunningPrefill]) -> None:
-        """Wait until the engine has begun a step with none of those before it and one that has just come: that step
-        ends sooner without the next one."""
-        ends = time.monotonic() + LONGEST
-        await until(lambda: not before & set(self) or time.monotonic() >= ends, self.changed, LONGEST)
-        await asyncio.sleep(BEGINS)
 
     @property
     def tokens(self) -> int:

@@ -17,9 +17,9 @@ from pdserve.config.schema import DecodeSection
 from pdserve.contract.messages import PrefillDone, PrefillLoad
 from pdserve.contract.slo import SloTargets as Pacing
 from pdserve.decode.policy.decision import Decision, decide
-from pdserve.decode.remote.publisher import PrefillTurns
-from pdserve.decode.scheduling.fair_order import FairOrder
+from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.scheduling.prefill_times import Estimator
+from pdserve.decode.scheduling.prompt_queue import PromptQueue
 from pdserve.engine.sim.model import SimModel
 from pdserve.kv.prefill_chunk import MAX_SHORT_STEPS
 from pdserve.plan.plan import DECODE_CHUNK
@@ -177,13 +177,13 @@ class VirtualEngine:
 class VirtualDecode(VirtualEngine):
     def __init__(self, graph: "VirtualGraph", chunk: int) -> None:
         super().__init__(graph, chunk)
-        self.waiting: FairOrder[VirtualRequest] = FairOrder()
+        self.waiting: PromptQueue[VirtualRequest] = PromptQueue()
         self.live: list[VirtualRequest] = []
         available = [SimpleNamespace(id=worker.id) for worker in graph.prefill]
         workers = SimpleNamespace(available=lambda: available)
         clock = lambda: graph.now  # noqa: E731
         self.estimator = Estimator(self, graph, workers, clock, chunk, lambda: BLOCK)  # type: ignore[arg-type]
-        self.turns = PrefillTurns(graph, workers, clock)  # type: ignore[arg-type]
+        self.turns = PromptPublisher(graph, workers, clock)  # type: ignore[arg-type]
 
     @property
     def chunk(self) -> int:
@@ -226,7 +226,7 @@ class VirtualDecode(VirtualEngine):
     def answered(self, request: VirtualRequest) -> None:
         request.awaits_tokens, request.since = 0, self.graph.now
         request.came()
-        self.turns.over(request)  # type: ignore[arg-type]
+        self.turns.remove(request)  # type: ignore[arg-type]
         self.graph.after(TRANSFER, lambda: self.add(request))
 
     def ended(self) -> None:
@@ -244,10 +244,6 @@ class VirtualDecode(VirtualEngine):
             self.graph.ended(request)
 
 
-def _behind(request: VirtualRequest) -> int:
-    return request.decode.turns.behind(request)  # type: ignore[arg-type]
-
-
 class VirtualPrefill(VirtualEngine):
     def __init__(self, graph: "VirtualGraph", number: int) -> None:
         super().__init__(graph)
@@ -260,17 +256,14 @@ class VirtualPrefill(VirtualEngine):
 
     def pull(self) -> None:
         while self.graph.queue and sum(each.prompt for each in self.requests) < self._below:
-            two = self.graph.queue[: 2 if _behind(self.graph.queue[0]) else 1]
-            for request in sorted(two, key=_behind):
-                self.graph.queue.remove(request)
-                self._take(request)
+            self._take(self.graph.queue.pop(0))
 
     def _take(self, request: VirtualRequest) -> None:
         tokens = sum(each.prompt for each in [*self.requests, request])
         load = PrefillLoad(tokens, self._speed.token_seconds.value or 0.0)
         self.graph.loads[self.id] = load, self.graph.now
         request.prefiller, request.pulled = self.id, self.graph.now
-        self.graph.after(PUBLISH, request.decode.turns.look)  # `PrefillStarted`
+        self.graph.after(PUBLISH, request.decode.turns.publish_next)  # `PrefillStarted`
         self.add(request)
 
     def token(self, request: VirtualRequest) -> None:
@@ -302,7 +295,7 @@ class VirtualGraph:
         self.queue: list[VirtualRequest] = []
         self.loads: dict[str, tuple[PrefillLoad, float]] = {}
         self.connected = True
-        self.turns, self.held, self.promised, self.one_core = turns, 0, promised, one_core
+        self.turns, self.promised, self.one_core = turns, promised, one_core
         self.prefill = [VirtualPrefill(self, number) for number in range(prefill)]
         self.decode = [VirtualDecode(self, DECODE_CHUNK) for _ in range(decode)]
         for decoding in self.decode:
@@ -320,10 +313,10 @@ class VirtualGraph:
 
     @property
     def depth(self) -> int:
-        return self.stored + self.held
+        return self.stored + sum(worker.turns._held.regular for worker in self.decode)
 
     def hold(self, requests: int) -> None:
-        self.held = requests
+        """Nothing to report: `depth` asks the decode workers."""
 
     @property
     def sharing(self) -> int:

@@ -15,10 +15,7 @@ from pdserve.contract.messages import (
     PrefillStarted,
 )
 from pdserve.contract.records import Role, decode_instance
-from pdserve.engine.sim import wire
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.model import SimModel
-from pdserve.engine.sim.wire import SimRequest
 from pdserve.kv.handles import check_handle
 from pdserve.prefill.answer_sender import AnswerSender
 from pdserve.prefill.worker import PrefillWorker
@@ -62,11 +59,8 @@ class Scene(Seams):
             else:
                 self.answers.setdefault(answer.request_id, []).append(answer)
 
-    async def ask(
-        self, request_id: str = "r", prompt: list[int] = PROMPT, block_size: int = 16, behind: int = 0
-    ) -> None:
-        asked = PrefillRequest(request_id, "decode-0", prompt, 30.0, block_size, body(), behind=behind)
-        await self.decode.publish(asked)
+    async def ask(self, request_id: str = "r", prompt: list[int] = PROMPT, block_size: int = 16) -> None:
+        await self.decode.publish(PrefillRequest(request_id, "decode-0", prompt, 30.0, block_size, body()))
 
     async def ask_and_run(self) -> None:
         """Ask for a prefill, and return when it runs."""
@@ -190,62 +184,6 @@ async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
         scene.engine.faults.going.set()
         for number in range(10):
             assert await scene.done(f"r{number}")
-
-
-@pytest.mark.parametrize("step", [0.001, 0.1])
-async def test_of_two_prompts_that_wait_the_one_comes_first_whose_client_has_fewer(
-    monkeypatch: pytest.MonkeyPatch, step: float
-) -> None:
-    steps: list[list[str]] = []
-
-    def load_of(share: list[tuple[SimRequest, int]]) -> tuple[int, int, list[tuple[int, int]]]:
-        steps.append([request.request_id for request, _ in share])
-        return 0, 0, []
-
-    monkeypatch.setattr(wire, "load_of", load_of)
-    monkeypatch.setattr(SimModel, "step_time", lambda *_: step)
-    async with Scene(max_num_batched_tokens=256) as scene:
-        scene.engine.faults.going.clear()
-        for name, behind in {"a0": 0, "c0": 0, "a1": 1, "b0": 0, "a2": 2}.items():
-            await scene.ask(name, behind=behind)
-        await until(lambda: scene.decode.depth == 3)
-        scene.engine.faults.going.set()
-        await scene.done("a2")
-        assert list(scene.started) == ["a0", "c0", "b0", "a1", "a2"]
-        assert ["prefill-2"] in steps, "b0 shares its step with none"
-
-
-@pytest.mark.parametrize("end", ["it is cancelled", "the engine dies"])
-async def test_a_prompt_that_waits_for_a_step_of_its_own_belongs_to_the_worker(
-    monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    """Between the queue and the engine."""
-    monkeypatch.setattr("pdserve.prefill.running.LONGEST", 60.0)
-    async with Scene(max_num_batched_tokens=256) as scene:
-        scene.broker.ack_wait = 60.0
-        scene.engine.faults.going.clear()
-        for name, behind in {"a0": 0, "c0": 0, "a1": 1, "b0": 0}.items():
-            await scene.ask(name, behind=behind)
-        await until(lambda: scene.decode.depth == 2)
-        scene.engine.faults.slow = 60.0
-        scene.engine.faults.going.set()
-        await until(lambda: "b0" in scene.started)
-        if end == "it is cancelled":
-            await scene.decode.cancel(["a1"])
-            await until(
-                lambda: "a1" not in {entry.request.request_id for entry in scene.decode._requests.entries}
-            )
-            assert "b0" not in scene.answers
-            await scene.done("b0")
-            await scene.ask("later")
-            await scene.done("later")
-            assert list(scene.started) == ["a0", "c0", "b0", "later"]
-        else:
-            scene.engine.die()
-            with pytest.raises(EngineDead):
-                await scene.life
-            await scene.prefill("prefill-1")
-            await scene.done("a1")
 
 
 async def test_drain_finishes_takes_nothing_new_and_waits_for_the_pull(scene: Scene) -> None:

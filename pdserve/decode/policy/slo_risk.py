@@ -4,7 +4,7 @@ Of the prompt's own request, of those that run or wait here, and of those that w
 with the probability that this prompt makes it break a promise that it has kept so far."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.contract.slo import GAP_VARIATION, gap_miss_probability, ttft_miss_probability
@@ -52,27 +52,15 @@ class Stakes:
     """of a step with a chunk in it, as a mean"""
     gaps: Sequence[float] = ()
     """promised to the requests that run here, and kept so far"""
-    here: Sequence[tuple[float, float]] = ()
-    """prompts that wait here behind this one: when their first tokens are expected, and when they are due"""
-    there: Sequence[tuple[float, float]] = ()
-    """prompts that wait for prefill workers behind this one"""
 
     def broken_here(self, wait: float, compute: float) -> float:
-        streams = sum(gap_miss_probability(self.step, gap) for gap in self.gaps)
-        return self._own(wait + compute) + streams + _delayed(self.here, compute)
+        return self._own(wait + compute) + sum(gap_miss_probability(self.step, gap) for gap in self.gaps)
 
-    def broken_there(self, first: float, spread: float) -> float:
-        """`first`: seconds until its first token; `spread`: those that the others wait longer."""
-        return self._own(first) + _delayed(self.there, spread)
+    def broken_there(self, first: float) -> float:
+        """`first`: seconds until its first token."""
+        return self._own(first)
 
     def _own(self, first: float) -> float:
         return 1 - (1 - ttft_miss_probability(first, self.left)) * (
             1 - gap_miss_probability(self.plain, self.gap)
         )
-
-
-def _delayed(waiting: Iterable[tuple[float, float]], seconds: float) -> float:
-    return sum(
-        ttft_miss_probability(expected + seconds, left) - ttft_miss_probability(expected, left)
-        for expected, left in waiting
-    )

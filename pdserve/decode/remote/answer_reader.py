@@ -13,7 +13,7 @@ from pdserve.contract.messages import (
     PrefillStarted,
 )
 from pdserve.decode.peers.prefill_workers import UNKNOWN, UNREACHABLE, PrefillWorkers
-from pdserve.decode.remote.publisher import PrefillTurns
+from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
 from pdserve.kv.handles import check_handle, source
@@ -31,7 +31,7 @@ class AnswerReader:
     queue: PrefillQueue
     workers: PrefillWorkers
     requests: DecodeRequests
-    queue_turns: PrefillTurns
+    publisher: PromptPublisher
 
     async def read(self) -> None:
         """Hand each answer to the request that waits for it, for ever."""
@@ -60,7 +60,7 @@ class AnswerReader:
             request.resolve(UNKNOWN)
         elif self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
-        self.queue_turns.look()
+        self.publisher.publish_next()
 
     async def _read_ahead(self, request: DecodeRequest, handle: KvHandle) -> None:
         """Read the part of the KV that is computed. What was read is used only if the prefill's answer confirms it

@@ -14,7 +14,7 @@ from pdserve.contract.messages import KvHandle, PrefillDone, PrefillFailed, Pref
 from pdserve.decode.peers.links import KvLinks
 from pdserve.decode.peers.prefill_workers import ALONE, GONE, LOST, UNKNOWN, UNREACHABLE, PrefillWorkers
 from pdserve.decode.policy.decision import PrefillTimeout
-from pdserve.decode.remote.publisher import PrefillTurns
+from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, Outcome
 from pdserve.engine.base import Engine
 from pdserve.kv.handles import check_handle, prefix_hit, source
@@ -63,7 +63,7 @@ class RemotePrefill:
     queue: PrefillQueue
     workers: PrefillWorkers
     links: KvLinks
-    queue_turns: PrefillTurns
+    publisher: PromptPublisher
     timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
     def fits(self, submit: Submit) -> bool:
@@ -102,12 +102,12 @@ class RemotePrefill:
         tokens = len(request.submit.prompt)
         request.answer = asyncio.get_running_loop().create_future()
         try:
-            if not request.warms and not await self.queue_turns.wait(request, partial(self._bound, request)):
+            if not request.warms and not await self.publisher.wait(request, partial(self._bound, request)):
                 request.resolve(TIMEOUT)
             if request.awaits:
                 await self._wait_answer(request, request.answer)
         finally:
-            self.queue_turns.over(request)
+            self.publisher.remove(request)
         now, outcome = time.monotonic(), request.answer.result()
         if not isinstance(outcome, PrefillDone):
             request.hops.ended(now)
@@ -153,7 +153,6 @@ class RemotePrefill:
             warm_up=bool(request.warms),
             traceparent=submit.traceparent,
             held=request.hops.held,
-            behind=self.queue_turns.behind(request),
         )
         request.losses = self.queue.losses
         try:

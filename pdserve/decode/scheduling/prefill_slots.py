@@ -1,9 +1,9 @@
-"""Limits the prompts that a decode worker's engine computes at a time.
+"""Limits how many prompts a decode worker's engine computes at a time.
 
-In each step the engine computes a chunk of every prompt that it has, and running streams wait for all of these chunks.
-So the engine gets only as many prompts as make one chunk together: a long prompt alone, or several short ones. The
-others wait here (`fair_order.py`), so that a request whose KV comes from a prefill worker is never behind them in the
-engine. A very short one does not wait for the chunks of another client's long one."""
+Each engine step computes a chunk of every prompt in the engine, and running streams wait for all of these chunks. So
+the engine gets only as many prompts as fit into one chunk together: one long prompt, or several short ones. The others
+wait in a fair queue, so that a request whose KV comes from a prefill worker never waits behind them in the engine. A
+very short prompt does not wait for another client's long one."""
 
 import asyncio
 import math
@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pdserve.contract.slo import is_flex
-from pdserve.decode.scheduling.fair_order import FairOrder
+from pdserve.decode.scheduling.prompt_queue import PromptQueue
 
 SHORT = 8
-"""a prompt of at most the usual chunk divided by this is short"""
-PASSING = 4
-"""short prompts that may be in the engine beside a chunk of others, one for each client that has no other there"""
+"""A prompt of at most the usual chunk divided by this is very short."""
+MAX_PASSING = 4
+"""Very short prompts that may be in the engine beside a full chunk: one for each client without another one there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,16 +28,17 @@ class _Prompt:
     begins: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class PromptTurns:
+class PromptSlots:
     def __init__(self, chunk: Callable[[], int], usual: int) -> None:
-        """Tokens: of the chunk now, and of the one where nothing makes it shorter; 0: no limit."""
-        self._chunk, self._short = chunk, usual // SHORT
+        """`chunk` returns the tokens of a chunk now, `usual` are those without an SLO to keep; 0: no limit."""
+        self._chunk = chunk
+        self._short = usual // SHORT
         self._inside: set[_Prompt] = set()
         self._passing: set[_Prompt] = set()
-        self._waiting: FairOrder[_Prompt] = FairOrder()
+        self._waiting: PromptQueue[_Prompt] = PromptQueue()
 
     @asynccontextmanager
-    async def turn(
+    async def take(
         self,
         tokens: int,
         client: str = "",
@@ -45,8 +46,8 @@ class PromptTurns:
         needs: float = 0.0,
         begins: asyncio.Event | None = None,
     ) -> AsyncIterator[bool]:
-        """Hold a turn for a prompt with so many tokens to compute, whose first token is promised for `due` and comes
-        `needs` seconds after its turn. Yields whether it had to wait."""
+        """Hold a slot for a prompt with `tokens` to compute; yield whether it had to wait. `due`: the TTFT deadline;
+        `needs`: seconds from getting the slot to the first token. Setting `begins` ends the wait without a slot."""
         prompt = _Prompt(tokens, client, begins or asyncio.Event())
         self._waiting.add(client, prompt, due, needs)
         self._start_next()
@@ -65,15 +66,15 @@ class PromptTurns:
             self._start_next()
 
     def _may_pass(self, prompt: _Prompt) -> bool:
-        here = {each.client for each in self._inside | self._passing}
-        may = prompt.tokens <= self._short and not is_flex(prompt.client)
-        return may and len(self._passing) < PASSING and prompt.client not in here
+        if prompt.tokens > self._short or is_flex(prompt.client) or len(self._passing) >= MAX_PASSING:
+            return False
+        return prompt.client not in {each.client for each in self._inside | self._passing}
 
     def _start_next(self) -> None:
         now, chunk = time.monotonic(), self._chunk()
         while prompt := self._waiting.first(now):
-            spare = is_flex(prompt.client)  # spare ones hold up no other
-            inside = [each for each in self._inside if spare or not is_flex(each.client)]
+            flex = is_flex(prompt.client)  # flex prompts in the engine keep no other prompt out
+            inside = [each for each in self._inside if flex or not is_flex(each.client)]
             if inside and sum(min(each.tokens, chunk) for each in (*inside, prompt)) > chunk:
                 return
             self._waiting.pop(now)

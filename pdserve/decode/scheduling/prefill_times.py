@@ -6,8 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Self
 
 import msgspec
 
@@ -17,7 +15,7 @@ from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.policy.cost import Estimates, SeenLoad, estimate
 from pdserve.decode.policy.slo_risk import Stakes, chunk_of, chunk_without_promise, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
-from pdserve.decode.scheduling.fair_order import rank
+from pdserve.decode.scheduling.prompt_queue import is_late
 from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, decayed
 from pdserve.queue.base import PrefillQueue
 from pdserve.util.lru import LruDict
@@ -34,37 +32,13 @@ DISTURBED = 1.5
 """factor between steps beside a prefill elsewhere and without: less is what noise and a few streams more make of it"""
 
 
-@dataclass(frozen=True)
-class _Behind:
-    """The prompts that have their turn after a new one (`fair_order.py`), as far as they are of its client."""
-
-    prompts: list[tuple[float, int]]
-    """when the first token is due, and the tokens, in the order of their turns"""
-    token_seconds: float
-
-    @classmethod
-    def of(
-        cls, waiting: Iterable[tuple[float, int]], due: float, tokens: int, token_seconds: float, now: float
-    ) -> Self:
-        """The new prompt has so many tokens and is promised for `due`: without a promise nothing waits behind it."""
-        new = rank(due, tokens * token_seconds, now)
-        if new == math.inf:
-            return cls([], token_seconds)
-        ranked = [(rank(each[0], each[1] * token_seconds, now), each) for each in waiting]
-        behind = sorted((pair for pair in ranked if pair[0] > new), key=lambda pair: pair[0])
-        return cls([each for _, each in behind], token_seconds)
-
-    @property
-    def tokens(self) -> int:
-        return sum(tokens for _, tokens in self.prompts)
-
-    def expected(self, wait: float, now: float) -> list[tuple[float, float]]:
-        """Return, for each, when its first token is expected and when it is due, in seconds from now."""
-        sums = accumulate(tokens for _, tokens in self.prompts)
-        return [
-            (wait + tokens * self.token_seconds, due - now)
-            for tokens, (due, _) in zip(sums, self.prompts, strict=True)
-        ]
+def _passed(
+    waiting: Iterable[tuple[float, int]], due: float, tokens: int, token_seconds: float, now: float
+) -> int:
+    """Tokens of the waiting prompts (TTFT deadline, tokens) that let a new prompt pass (`prompt_queue.py`)."""
+    if is_late(due, tokens * token_seconds, now):
+        return 0
+    return sum(each for when, each in waiting if is_late(when, each * token_seconds, now))
 
 
 @dataclass(frozen=True)
@@ -133,17 +107,17 @@ class Estimator:
             held[request.prefiller] += request.awaits_tokens
         here, there = self._token_seconds(seen, now)
         computed = ((each.due, each.computes) for each in requests if each.computes and not each.since)
-        behind_here = _Behind.of(computed, due, compute, here, now)
+        passed_here = _passed(computed, due, compute, here, now)
         held_back = ((each.due, each.awaits_tokens) for each in requests if not each.published)
         spread = 1 / sum(1 / seconds for seconds in there)
-        behind_there = _Behind.of((each for each in held_back if each[1]), due, prompt, spread, now)
+        passed_there = _passed(held_back, due, prompt, spread, now)
         estimates = estimate(
             compute,
             prompt,
             streams=sum(request.proven for request in requests),
-            ahead_here=self.beside() + sum(request.computes for request in requests) - behind_here.tokens,
+            ahead_here=self.beside() + sum(request.computes for request in requests) - passed_here,
             here=here,
-            queued=self._queued(requests, prompt) - behind_there.tokens,
+            queued=self._queued(requests, prompt) - passed_there,
             there=[
                 seen[name].left(held[name], seconds) for name, seconds in zip(workers, there, strict=True)
             ],
@@ -165,12 +139,10 @@ class Estimator:
                 for each in requests
                 if not each.broken and (each.proven or (now < each.due and each.computes))
             ],
-            here=behind_here.expected(estimates.wait_here, now),
-            there=behind_there.expected(estimates.wait_there, now),
         )
         breaks = (
             stakes.broken_here(estimates.wait_here, estimates.compute_here),
-            stakes.broken_there(estimates.wait_there + estimates.compute_there, prompt * spread),
+            stakes.broken_there(estimates.wait_there + estimates.compute_there),
         )
         return replace(estimates, breaks=breaks)
 

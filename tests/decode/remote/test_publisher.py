@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.config.schema import DecodeSection
 from pdserve.contract.messages import PrefillDone
-from pdserve.decode.remote.publisher import AHEAD, enough
+from pdserve.decode.remote.publisher import BUFFER, are_busy
 from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, WorkerGraph, failing, handle, shared_queue
 from tests.decode.virtual import PULL_BELOW, SPEED, VirtualGraph
@@ -27,21 +27,6 @@ async def take(graph: WorkerGraph, acted: ActedPrefill) -> str:
     await delivery.ack()
     await acted.start(delivery.request.request_id)
     return delivery.request.request_id
-
-
-async def test_a_clients_only_prompt_passes_another_clients_next(
-    graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
-) -> None:
-    greedy = await flood(graph, frontend, 3)
-    assert await take(graph, acted) == greedy[0]
-    await until(lambda: shared_queue(graph.broker).stored == 1)
-    honest = await frontend.submit(LONG[9:], client="honest")
-    await until(lambda: graph.depth == 3)
-    assert await take(graph, acted) == greedy[1]
-    await until(lambda: shared_queue(graph.broker).stored == 2)
-    deliveries = await acted.pull() + await acted.pull()
-    took = {each.request.request_id: each.request.behind for each in deliveries}
-    assert took == {greedy[2]: 2, honest: 0}
 
 
 async def test_a_prompt_waits_for_about_one_of_another_client_and_for_no_spare_one(
@@ -124,14 +109,14 @@ async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_ha
 
 
 @pytest.mark.parametrize(
-    ("queued", "own", "tokens", "workers", "full"),
+    ("stored", "own", "tokens", "workers", "busy"),
     [
         (0, [], 5000, 1, False),
         (9, [], 5000, 1, False),  # of other decode workers: one of each is always there
         (1, [1300], 1300, 1, True),
         (1, [1300], 1300, 2, False),
         (2, [1300], 1300, 2, True),
-        (1, [50], 50, 1, False),  # short ones, as many as take `AHEAD` together
+        (1, [50], 50, 1, False),  # short ones, as many as take `BUFFER` together
         (9, [50] * 9, 50, 1, False),
         (9, [50] * 9, 51, 1, True),
         (9, [50] * 3, 50, 1, False),
@@ -139,9 +124,9 @@ async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_ha
     ],
 )
 def test_as_much_is_published_as_keeps_the_prefill_workers_busy(
-    queued: int, own: list[int], tokens: int, workers: int, full: bool
+    stored: int, own: list[int], tokens: int, workers: int, busy: bool
 ) -> None:
-    assert enough(queued, own, tokens, workers, AHEAD / 500) is full
+    assert are_busy(stored, own, tokens, workers, BUFFER / 500) is busy
 
 
 @pytest.mark.parametrize(
@@ -170,5 +155,5 @@ def test_a_flood_is_prefilled_as_fast_and_others_wait_for_little(
     engine = 1.25 * (2 * PULL_BELOW + prompt) / SPEED.prefill_rate
     assert sum(ends for ends, _ in now) < 1.04 * sum(ends for ends, _ in before)
     for (_, waited), (_, waits) in zip(before, now, strict=True):
-        assert waits < engine + (AHEAD + 2 * one) * max(1, decode / prefill)
+        assert waits < engine + (BUFFER + 2 * one) * max(1, decode / prefill)
         assert waits < 0.5 * waited

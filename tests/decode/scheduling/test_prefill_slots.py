@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdserve.decode.scheduling.prefill_slots import PromptTurns
+from pdserve.decode.scheduling.prefill_slots import PromptSlots
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ async def test_which_prompts_are_in_the_engine(story: list[str]) -> None:
     the chunk is so long. Usually it is 100."""
     chunk, inside = 100, list[str]()
     ends, tasks = dict[str, asyncio.Event](), dict[str, asyncio.Task[None]]()
-    turns = PromptTurns(lambda: chunk, chunk)
+    slots = PromptSlots(lambda: chunk, chunk)
 
     async def stay(name: str, tokens: int) -> None:
-        async with turns.turn(tokens, name.rstrip("0123456789")):
+        async with slots.take(tokens, name.rstrip("0123456789")):
             inside.append(name)
             await ends[name].wait()
             inside.remove(name)
@@ -90,6 +90,6 @@ async def test_which_prompts_are_in_the_engine(story: list[str]) -> None:
 
 
 async def test_without_a_chunk_there_are_no_turns() -> None:
-    turns = PromptTurns(lambda: 0, 0)
-    async with turns.turn(5000) as first, turns.turn(5000) as second:
+    slots = PromptSlots(lambda: 0, 0)
+    async with slots.take(5000) as first, slots.take(5000) as second:
         assert [first, second] == [False, False]
