@@ -135,6 +135,7 @@ SOURCES = {
         "        if num_external_tokens == 0:\n            return\n",
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker": ("self.spec = spec",),
+    "vllm.v1.kv_offload.cpu.manager": ("self._num_chunks", "self._policy.get(key)"),
     "vllm.v1.kv_offload.cpu.spec": ("self._manager", "self._worker", "self.num_chunks"),
     "vllm.v1.kv_offload.cpu.gpu_worker": ("self._mmap_region = mmap_region",),
     "vllm.v1.kv_offload.cpu.shared_offload_region": ("self._creator", "self.mmap_path"),

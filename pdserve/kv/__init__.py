@@ -1,30 +1,42 @@
-"""What pdserve adds to vLLM's NIXL connector, which runs inside vLLM's processes, and the check of KV handles, which
-runs in ours. Nothing heavy is imported here.
+"""KV transfer between engines, on vLLM's NIXL connector: a decode engine reads a prompt's KV blocks over UCX.
 
-The constants are keys of the connector's statistics, unless something else is said."""
+1. The prefill engine computes the prompt, and keeps its blocks under a lease (`read_ahead/scheduler.py`, `leases.py`).
+2. Its last output names the blocks in a `KvHandle` (`engine/vllm/translation.py`). The prefill worker sends it to the
+   decode worker, which checks that its engine can use such KV (`handles.py`).
+3. The decode engine takes the handle with the request and allocates blocks for the prompt. Before the first read from
+   an engine it asks that engine's side channel how to reach its memory (`side_channel.py`).
+4. Its connector reads the blocks (`connector.py`). A read that takes too long is reported (`stalled_reads.py`), and the
+   prompt is computed locally (`engine/vllm/engine.py`).
+5. After the read, the connector asks the prefill engine whether it held the blocks until now. Only then does the
+   request run; without a yes its prompt is computed locally.
+6. vLLM notifies the prefill engine that the blocks were read, and it frees them.
+
+Long prompts are read in pieces while the rest is computed (`read_ahead/`). Blocks that leave an engine's cache stay in
+host memory or on disk (`tiers/`). `connector.py`, `prefill_chunk.py`, `read_ahead/` and `tiers/` run in vLLM's
+processes. The constants are keys of the connector's statistics, unless they say otherwise; this module imports nothing
+heavy."""
 
 STALLED = "pdserve_stalled_requests"
-"""the engine's ids of requests whose read is overdue"""
+"""engine ids of requests whose read is overdue"""
 FAILED = "pdserve_failed_requests"
-"""the engine's ids of requests whose KV could not be read"""
+"""engine ids of requests whose KV could not be read"""
 READS = "pdserve_reads"
-"""of each successful read: the engine's id of the request or piece, id of the source engine, seconds, bytes of this
-rank"""
+"""for each successful read: engine id of the request or piece, id of the source engine, seconds, bytes of this rank"""
 RELEASED = "pdserve_released_requests"
-"""ids of prefills whose blocks are kept no longer"""
-AFTER = "pdserve_tokens_after"
-"""in a request's transfer parameters: number of its tokens after those whose KV is read"""
+"""ids of prefills whose blocks were freed"""
 UNREACHABLE = "pdserve_unreachable_engines"
 """ids of engines with which a handshake failed"""
 COMPLETE = "pdserve_complete_blocks"
 """handles of running prefills, for the blocks that are complete"""
+AFTER = "pdserve_tokens_after"
+"""in a request's transfer parameters: number of its tokens after those whose KV is read"""
 PREEMPTED = "pdserve_preempted"
 """in a handle: how often the prefill lost its blocks and began again"""
 AHEAD = "pdserve_ahead"
-"""in the transfer parameters of a request that is not to be run but to read KV ahead: number of leading blocks that the
-prefix cache has, and that are not read; -1: free what was read ahead"""
+"""in the transfer parameters of a request that only reads KV ahead: number of leading blocks that the prefix cache has
+and that are not read; -1: free the blocks that were read ahead"""
 CHUNK = "pdserve_chunk"
-"""in the transfer parameters of a request that is not to be run: how many tokens of prompts a step computes"""
+"""in the transfer parameters of a request that only sets how many prompt tokens a step computes"""
 
 CREDENTIALS = "pdserve_credentials"
 """in the connector's extra configuration: folder of the graph's credentials on this host, or None"""
@@ -33,7 +45,7 @@ DISK, FOLDER = "pdserve_disk", "pdserve_folder"
 
 
 def nixl_connector(role: str, lease: int, credentials: str | None) -> dict[str, object]:
-    """Ours, as vLLM's `kv-transfer-config` says it. `lease`: seconds; `credentials`: see `CREDENTIALS`."""
+    """The NIXL connector as vLLM's `kv-transfer-config`. `lease`: seconds; `credentials`: see `CREDENTIALS`."""
     return {
         "kv_connector": "PdserveConnector",
         "kv_connector_module_path": "pdserve.kv.connector",
@@ -49,24 +61,16 @@ def connectors(
     none; `disk`: bytes of disk below it, in `folder`."""
     if nixl and not offload:
         return nixl
-    host = {
-        "cpu_bytes_to_use": offload,
-        "spec_name": "HostSpec",
-        "spec_module_path": "pdserve.kv.tiers.host_memory",
-        "offload_prompt_only": False,  # the next prompt of a conversation has the answer, too
-    }
+    tiers: dict[str, object] = {"spec_name": "HostSpec", "spec_module_path": "pdserve.kv.tiers.host_memory"}
     if disk:
-        below = {
-            "spec_name": "DiskSpec",
-            "spec_module_path": "pdserve.kv.tiers.disk",
-            DISK: disk,
-            FOLDER: folder,
-        }
-        host = host | below
+        tiers = {"spec_name": "DiskSpec", "spec_module_path": "pdserve.kv.tiers.disk"}
+        tiers |= {DISK: disk, FOLDER: folder}
+    tiers["cpu_bytes_to_use"] = offload
+    tiers["offload_prompt_only"] = False  # the next prompt of a conversation has the answer, too
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": host,
+        "kv_connector_extra_config": tiers,
     }
     return {
         "kv_connector": "PdserveConnectors",

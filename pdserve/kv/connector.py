@@ -1,29 +1,25 @@
-"""vLLM's NIXL connector (pull mode), with a quiet agent and a watch for reads that never end.
+"""pdserve's KV connector: vLLM's NIXL connector in pull mode with some changes (steps 4 and 5 of `kv/__init__.py`).
 
-**Quiet.** The agent's progress thread sleeps (`nixl.py`), and the worker's main thread keeps its CPU affinity: on CPU
-hosts vLLM's NIXL worker pins it, and with it the model, to the last core of the machine, which all engines would share.
+**Idle CPU.** NIXL's progress thread sleeps between polls (`nixl.py`). The worker's main thread keeps its CPU affinity:
+on CPU hosts vLLM pins it, and with it the model, to the last core, which all engines would share.
 
-**Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as TCP
-retries, a quarter of an hour, and its request with it. vLLM has no timeout, and a read cannot be aborted
-(docs/decisions/0004-stalled-reads.md). So it is not failed, but *reported*, with the connector's statistics;
-`VllmEngine` then aborts its request and starts it again in other blocks, without remote KV. vLLM keeps the blocks of an
-aborted request until its read has really ended: that is the quarantine. An engine from which a read is stalled is asked
-for no more until that has ended.
+**Stalled reads.** On a link that drops packets a read stays in progress for as long as TCP retries, a quarter of an
+hour. vLLM has no timeout, and NIXL cannot abort a read (docs/decisions/0004-stalled-reads.md). So the connector reports
+the read with its statistics, and `VllmEngine` aborts the request and computes its prompt in other blocks. vLLM keeps
+the blocks of an aborted request until its read has ended. Meanwhile nothing else is read from that engine.
 
 **Broken connections.** UCX gives up an endpoint whose peer was silent for some seconds. From then on every read and
-notification fails, also when the peer is back; vLLM connects anew only if NIXL dropped the peer's metadata, which it
-does not do in this case. Here every failure of the transport makes a new connection.
+notification fails, even if the peer is back, because vLLM connects anew only where NIXL dropped the peer's metadata.
+Here every transport failure makes a new connection.
 
-**Leases.** A read does not check whether the blocks still hold the prompt's KV. So when it has ended, and before vLLM
-hears of that, the prefill engine is asked whether it held them until now (`leases.py`). If it did not, or does not
-answer, the prompt is recomputed.
+**Leases.** A read does not check whether the blocks still hold the prompt's KV. So before vLLM hears that a read has
+ended, the prefill engine is asked whether it held them until now (`leases.py`). If it did not, or does not answer, the
+prompt is recomputed.
 
-**Reading ahead.** A prefill engine names the blocks that are complete after each step, and a decode engine reads them
-while the rest is computed (`read_ahead/scheduler.py`).
+**Handshakes.** A handshake with a peer that does not answer takes 5 s. For a while after it failed, reads from there
+fail at once, and the decode worker sends no prompts there (`UNREACHABLE`).
 
-**Handshakes.** Each attempt with a peer that does not answer takes 5 s. After a failed attempt, reads from there fail
-at once for a while, and the decode worker, by the statistics, sends no prefill there. The listener at the other end is
-`side_channel.py`."""
+The private parts of vLLM that this relies on are in `tools/vllm_surface.py`, which a test compares with vLLM."""
 
 import time
 from threading import Event
@@ -57,9 +53,9 @@ logger = init_logger(__name__)
 
 _KEYS = (STALLED, FAILED, READS, RELEASED, UNREACHABLE, COMPLETE)
 FLOOR, RATE = 3.0, 50e6
-"""seconds, and bytes per second, within which a read is not stalled"""
+"""Seconds, and bytes per second, within which a read is not stalled."""
 HANDSHAKE_PAUSE = 10.0
-"""seconds after a failed handshake during which none is tried with that engine"""
+"""Seconds from a failed handshake to the next attempt with that engine."""
 
 
 class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
@@ -83,8 +79,8 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 class ConnectorScheduler(ReadAheadScheduler):
-    """With our listener for handshakes, for requests that have tokens after the prompt that was prefilled, and with
-    chunks of prompts that leave room for what runs beside them."""
+    """Adds pdserve's handshake listener, requests that have tokens after the prefilled prompt, and a limit for the
+    prompt tokens of a step."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -93,31 +89,31 @@ class ConnectorScheduler(ReadAheadScheduler):
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            self._chunk.spare()
+            self._chunk.shorten_next_step()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._chunk.admitted(request)
+        self._chunk.add(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        self._chunk.scheduled(scheduler_output.num_scheduled_tokens)
+        self._chunk.on_step(scheduler_output.num_scheduled_tokens)
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
         if connector_output.finished_recving:
-            self._chunk.spare()
+            self._chunk.shorten_next_step()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        self._chunk.ended(request.request_id)
+        self._chunk.remove(request.request_id)
         if (tokens := (request.kv_transfer_params or {}).get(CHUNK)) is not None:
-            self._chunk.limit(tokens)
+            self._chunk.set_limit(tokens)
             return False, None
         kept: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         return kept
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """vLLM counts the tokens after the prompt, too, for which the prefill engine has no KV."""
+        """Leave out the tokens after the prompt, for which the prefill engine has no KV; vLLM counts them."""
         count, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if count is not None:
             count = max(0, count - (request.kv_transfer_params or {}).get(AFTER, 0))
@@ -131,7 +127,7 @@ class ConnectorScheduler(ReadAheadScheduler):
 
 
 class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
-    """vLLM's statistics, and those of pdserve (keys in `kv/__init__.py`)."""
+    """vLLM's statistics and those of pdserve (keys in `kv/__init__.py`)."""
 
     def reset(self) -> None:
         super().reset()
@@ -142,7 +138,7 @@ class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
 
 
 class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
-    """Reads that stall, fail, or are not confirmed are reported and recomputed."""
+    """Reports reads that stall, fail or are not confirmed; their prompts are recomputed."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         key = side_channel.CurveKey.configured(vllm_config)
@@ -152,7 +148,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self.xfer_stats = TransferStats()
         self._stalls = StallWatch(FLOOR, RATE)
         self._no_handshake_before: dict[str, float] = {}
-        """by engine id; monotonic time"""
+        """monotonic time, by engine id"""
         self._reads = ReadTimes()
         self.ahead = RankReport()
 
@@ -176,11 +172,11 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             self._no_handshake_before[engine] = time.monotonic() + HANDSHAKE_PAUSE
             self.xfer_stats.data[UNREACHABLE].append(engine)
             return
-        self._forget_agents(context.get("dst_engine_id") or self._source_of(req_id))
+        self._disconnect(context.get("dst_engine_id") or self._engine_of(req_id))
 
-    def _forget_agents(self, engine: str | None) -> None:
-        """Have a new handshake with this engine. Once for all reads that fail together: vLLM doubles the pause before
-        the handshake each time."""
+    def _disconnect(self, engine: str | None) -> None:
+        """Make a new handshake with this engine; only one for all reads that fail together, because vLLM doubles the
+        pause before it each time."""
         if engine in self._remote_agents and engine not in self._invalid_remote_engines:
             self._mark_remote_engine_invalid(engine, time.perf_counter())
 
@@ -201,21 +197,21 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         return done, failed
 
     def _confirm(self, done: set[str], failed: set[str], transfers: dict[str, list[Any]]) -> None:
-        """Keep reads that have ended in `transfers`, without handles, until the engine that was read from has said
-        whether it held the KV. What failed on this rank is recomputed anyway."""
+        """Keep ended reads in `transfers`, without handles, until their prefill engine says whether it held the KV.
+        Reads that failed on this rank are recomputed anyway."""
         good = done - failed - self._recv_failures
         sources = {name: source for name in good if (source := self._source(name)) is not None}
         held, lost = self._confirmations.update(sources)
         for request in lost:
             source = sources[request]
-            logger.warning("request %s: %s no longer held its KV: recomputing it", request, source.engine)
+            logger.warning("request %s: %s no longer held its KV; recomputing it", request, source.engine)
             self._handle_failed_transfer(request, None, failed)
         for request in sources.keys() - held - lost:
             done.discard(request)
             transfers[request] = []
 
     def _source(self, request: str) -> Source | None:
-        """Where KV was read for this request or piece; None: nothing was."""
+        """Where KV was read for this request or piece; None: nothing was read."""
         meta = self._recving_metadata.get(request)
         if meta is None or meta.remote is None or not any(meta.local_block_ids):
             return None
@@ -238,16 +234,18 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         blocks = sum(len(group) for group in meta.local_physical_block_ids)
         return blocks * sum(self.block_len_per_layer)
 
-    def _source_of(self, request: str | None) -> str | None:
+    def _engine_of(self, request: str | None) -> str | None:
         meta = self._recving_metadata.get(request)
         return None if meta is None or meta.remote is None else meta.remote.engine_id
 
     def _report_stall(self, request: str) -> None:
-        engine = self._source_of(request)
+        engine = self._engine_of(request)
         if engine is None:
             return
-        logger.warning("KV read of request %s from %s is overdue: recomputing it elsewhere", request, engine)
+        logger.warning(
+            "request %s: the KV read from %s stalled; recomputing it in other blocks", request, engine
+        )
         self.ahead.bad.add(request)
         self.xfer_stats.data[STALLED].append(request)
         self.xfer_stats.record_failed_transfer()
-        self._forget_agents(engine)
+        self._disconnect(engine)

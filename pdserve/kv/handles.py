@@ -1,18 +1,18 @@
-"""What must hold before an engine may read the KV that a handle names. vLLM does not check it: it dies, or answers
-nonsense."""
+"""Checks a KV handle before an engine reads what it names. vLLM does not check it, and would die or generate wrong
+tokens."""
 
 from pdserve.contract.messages import KvHandle
 from pdserve.util.errors import ProtocolError
 
 
 def prefix_hit(handle: KvHandle) -> int:
-    """Prompt tokens whose KV the prefill engine had in its prefix cache, as vLLM's handle says."""
+    """Prompt tokens whose KV the prefill engine had in its prefix cache."""
     hit = handle.extra.get("remote_prefill_cached_tokens")
     return hit if isinstance(hit, int) else 0
 
 
 def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerprint: str) -> None:
-    """Raises ProtocolError with the reason. For models with one KV cache group: hybrid models are not supported."""
+    """Raises ProtocolError with the reason. Assumes one KV cache group, because hybrid models are not supported."""
     if handle.block_size != block_size:
         raise ProtocolError(f"KV blocks of {handle.block_size} tokens do not fit blocks of {block_size}")
     if handle.fingerprint != fingerprint:
@@ -33,5 +33,5 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerpr
 
 
 def source(handle: KvHandle) -> tuple[str, str]:
-    """Identifies the prefill, now and after its end."""
+    """Identify the prefill: its engine and its request there, the same while it runs and afterwards."""
     return handle.engine_id, handle.request_id

@@ -1,7 +1,7 @@
-"""NIXL for vLLM: found under any name of its wheels, and with agents that do not burn a core.
+"""Makes NIXL importable for vLLM, whichever wheel is installed, and keeps idle NIXL agents from using a core.
 
-vLLM imports `nixl`, an empty wheel that depends on the CUDA-specific wheels; pdserve installs one of those directly.
-They work on host memory without CUDA."""
+vLLM imports `nixl`, an empty wheel that depends on the CUDA-specific wheels. pdserve installs one of those directly;
+they also work on host memory without CUDA."""
 
 import importlib
 import importlib.util
@@ -30,11 +30,11 @@ def provide_nixl() -> None:
 
 @contextmanager
 def quiet_agents(pause: int = PAUSE_MICROSECONDS) -> Iterator[None]:
-    """NIXL agents created inside this block have a progress thread that sleeps between two polls.
+    """Give NIXL agents that are created in this block a progress thread that sleeps between two polls.
 
-    The C++ agent takes that pause (`pthrDelay`) from its configuration, in which NIXL's Python API (1.5) always writes
-    0: the thread polls without end, and an idle agent burns most of a core. With a millisecond it takes 2 %, at the
-    same bandwidth. Inside the block, the API module finds bindings that correct the configuration on its way."""
+    NIXL's Python API (1.5) always sets this pause (`pthrDelay`) to 0, so that an idle agent uses most of a core. With a
+    millisecond it uses 2 %, at the same bandwidth. In the block, the API's private name `nixlBind` is a wrapper that
+    corrects the configuration of each agent."""
     api: Any = importlib.import_module("nixl._api")
     real = api.nixlBind
 
@@ -56,6 +56,7 @@ def quiet_agents(pause: int = PAUSE_MICROSECONDS) -> Iterator[None]:
 
 @contextmanager
 def affinity_kept() -> Iterator[None]:
+    """Restore this thread's CPU affinity after the block."""
     before = os.sched_getaffinity(0)
     try:
         yield

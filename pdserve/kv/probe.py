@@ -1,7 +1,7 @@
-"""Measures the way to an engine's KV as a decode engine would read it: `python -m pdserve.kv.probe HOST:PORT [FOLDER]`,
-the engine's side channel and the graph's credentials. Prints JSON. It only reads, and what it reads is not looked at.
+"""Measures latency and bandwidth of KV reads from an engine: `python -m pdserve.kv.probe HOST:PORT [FOLDER]`, with the
+engine's side channel and the folder of the graph's credentials. Prints JSON, and drops the data that it reads.
 
-A process of its own: calls into NIXL cannot be given up."""
+It is a process of its own because calls into NIXL cannot be cancelled."""
 
 import ctypes
 import json
@@ -20,24 +20,24 @@ from pdserve.kv.nixl import provide_nixl
 from pdserve.kv.side_channel import CurveKey, ask
 from pdserve.security.credentials import Credentials
 
-ANSWER_WITHIN = 3.0
-"""seconds"""
-MOST = 64 << 20
-"""bytes that are read for the bandwidth, at a time"""
-FOR = 1.0
-"""seconds in which that is read again and again"""
-SMALL, TRIES = 64, 11
-"""bytes that are read for the latency, and how often"""
+HANDSHAKE_TIMEOUT = 3.0
+"""Seconds."""
+LARGE_READ = 64 << 20
+"""Bytes of each read that measures the bandwidth."""
+BANDWIDTH_SECONDS = 1.0
+"""Seconds for which these reads are repeated."""
+SMALL_READ, SMALL_READS = 64, 11
+"""Bytes of each read that measures the latency, and the number of such reads."""
 
-Piece = tuple[int, int, int]
-"""address, length and device of memory"""
+Region = tuple[int, int, int]
+"""Address, length and device of memory."""
 
 
 def main() -> None:
     path, folder = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
     try:
         key = CurveKey.of(Credentials.load(Path(folder)) if folder else None)
-        handshake = msgspec.msgpack.decode(ask(f"tcp://{path}", ANSWER_WITHIN, key))
+        handshake = msgspec.msgpack.decode(ask(f"tcp://{path}", HANDSHAKE_TIMEOUT, key))
         found: dict[str, object] = {**_measure(msgspec.msgpack.decode(handshake["agent_metadata_bytes"]))}
     except TimeoutError as error:
         found = {"error": f"{error}: it hangs, or its host has other credentials"}
@@ -46,7 +46,7 @@ def main() -> None:
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-def _blocks(meta: dict[str, Any]) -> Iterator[Piece]:
+def _blocks(meta: dict[str, Any]) -> Iterator[Region]:
     device, strides = meta["device_id"], meta.get("block_strides") or meta["block_lens"]
     for base, length, stride in zip(meta["kv_caches_base_addr"], meta["block_lens"], strides, strict=False):
         for number in range(meta["num_blocks"]):
@@ -58,28 +58,29 @@ def _measure(meta: dict[str, Any]) -> dict[str, float]:
     from nixl._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(f"pdserve-probe-{time.monotonic_ns()}", nixl_agent_config(backends=["UCX"]))
-    blocks = list(islice(_blocks(meta), max(1, MOST // max(meta["block_lens"]))))
+    blocks = list(islice(_blocks(meta), max(1, LARGE_READ // max(meta["block_lens"]))))
     size = sum(length for _, length, _ in blocks)
     memory = ctypes.create_string_buffer(size)
-    here = ctypes.addressof(memory)
-    registered = agent.register_memory([(here, size, 0, "")], "DRAM")
+    address = ctypes.addressof(memory)
+    registered = agent.register_memory([(address, size, 0, "")], "DRAM")
     peer = agent.add_remote_agent(meta["agent_metadata"])
     peer = peer.decode() if isinstance(peer, bytes) else peer
     first, _, device = blocks[0]
     kind = next(
         kind
         for kind in ("VRAM", "DRAM")
-        if agent.check_remote_metadata(peer, agent.get_xfer_descs([(first, SMALL, device)], kind))
+        if agent.check_remote_metadata(peer, agent.get_xfer_descs([(first, SMALL_READ, device)], kind))
     )
 
-    def read(pieces: list[Piece]) -> float:
-        local, at = [], here
-        for _, length, _ in pieces:
-            local.append((at, length, 0))
-            at += length
+    def read(regions: list[Region]) -> float:
+        """Read remote memory; return the seconds."""
+        local, target = [], address
+        for _, length, _ in regions:
+            local.append((target, length, 0))
+            target += length
         started = time.perf_counter()
         handle = agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(pieces, kind), peer
+            "READ", agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(regions, kind), peer
         )
         state = agent.transfer(handle)
         while state == "PROC":
@@ -90,15 +91,16 @@ def _measure(meta: dict[str, Any]) -> dict[str, float]:
             raise ConnectionError(f"the read ended with {state}")
         return seconds
 
-    connected = read([(first, SMALL, device)])
-    latency = median(read([(first, SMALL, device)]) for _ in range(TRIES))
-    until, taken = time.monotonic() + FOR, [read(blocks)]
-    while time.monotonic() < until:
-        taken.append(read(blocks))
+    small = [(first, SMALL_READ, device)]
+    connected = read(small)
+    latency = median(read(small) for _ in range(SMALL_READS))
+    ends, times = time.monotonic() + BANDWIDTH_SECONDS, [read(blocks)]
+    while time.monotonic() < ends:
+        times.append(read(blocks))
     with suppress(Exception):
         agent.remove_remote_agent(peer)
         agent.deregister_memory(registered)
-    return {"connected": connected, "latency": latency, "bandwidth": size / min(taken)}
+    return {"connected": connected, "latency": latency, "bandwidth": size / min(times)}
 
 
 if __name__ == "__main__":

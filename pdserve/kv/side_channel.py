@@ -1,16 +1,13 @@
-"""Both ends of NIXL's side channel, on which a decode engine asks a prefill engine how to reach its memory.
+"""The side channel of a prefill engine (ZeroMQ): decode engines ask it how to reach the engine's memory, and whether it
+still held a prompt's KV after they read it (`leases.py`).
 
-vLLM's listener ends its thread at the first message that it cannot read, such as a port scan: no new decode engine can
-then read KV from that prefill engine, and each attempt waits for 5 s. This listener speaks the same protocol and drops
-such messages. And a prefill worker asks its own listener now and then (`ask`), since nothing else shows whether it can
-be reached: health and queue do not depend on it.
+Listener and client speak vLLM's protocol. vLLM's own listener ends at the first message that it cannot read, such as a
+port scan, and from then on no new decode engine can read KV there. This listener drops such messages. A prefill worker
+also asks its own listener now and then (`ask`), because nothing else shows that it can be reached.
 
-Here decode engines also ask, after each read, whether the prefill engine held the KV until now (`leases.py`).
-
-With the answer a peer can read and write all KV of the engine. ZeroMQ does not speak TLS: if the graph has credentials,
-both ends use ZeroMQ's CURVE instead, with one pair of keys that only processes of the graph can derive. The server
-answers no peer that does not know its public key, and that key is never sent.
-"""
+With the answer a peer can read and write all KV of the engine. ZeroMQ does not speak TLS, so a graph with credentials
+uses ZeroMQ's CURVE: both ends have one key pair that only processes of the graph can derive, and the listener answers
+no peer that does not know the public key, which is never sent."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,27 +27,26 @@ from pdserve.kv import CREDENTIALS
 from pdserve.security.credentials import Credentials
 
 GET_META = b"get_meta_msg"
-"""vLLM's name of the request"""
+"""vLLM's request for a handshake."""
 HELD = b"pdserve-held"
-"""our question whether the KV of a prefill is held"""
+"""pdserve's request whether the KV of a prefill is held."""
 _POLL_MS = 1000
-"""milliseconds between two looks at `stop`"""
+"""Milliseconds between two checks of `stop`."""
 _RESTART_DELAY = 0.5
-"""seconds"""
+"""Seconds from a failure of the listener to its restart."""
 _MAX_MESSAGE = 4 << 10
-"""bytes; a request has about 20"""
+"""Bytes; a request has about 20."""
 CONFIRM_WITHIN = 3.0
-"""seconds after which an engine that does not answer counts as one that held nothing"""
+"""Seconds after which an engine that does not answer counts as one that held nothing."""
 WAIT_MS = 2
-"""milliseconds that an engine step waits for answers; else a read would count one step later"""
+"""Milliseconds that an engine step waits for answers, so that a read need not wait for the next step."""
 _IDLE = 600.0
-"""seconds after which a connection that nothing was asked on is closed"""
+"""Seconds after which an unused connection is closed."""
 _confirmed = msgspec.msgpack.Decoder(tuple[int, bool])
 _request = msgspec.msgpack.Decoder(tuple[bytes, int | tuple[str, str], int])
 
-
-Held = Callable[[str, str], bool]
-"""whether an engine holds the KV of a prefill, by their ids"""
+IsHeld = Callable[[str, str], bool]
+"""Takes the ids of an engine and a prefill; returns whether the engine holds the prefill's KV."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class CurveKey:
 
     @classmethod
     def of(cls, credentials: Credentials | None) -> "CurveKey | None":
-        """None without credentials: the channel is then not encrypted."""
+        """None without credentials; then the channel is not encrypted."""
         if credentials is None:
             return None
         secret = z85.encode(credentials.secret("KV side channel"))
@@ -68,7 +64,7 @@ class CurveKey:
 
     @classmethod
     def configured(cls, vllm_config: Any) -> "CurveKey | None":
-        """In vLLM's processes: the key by the connector's extra configuration."""
+        """The key that the connector's extra configuration names."""
         folder = vllm_config.kv_transfer_config.get_from_extra_config(CREDENTIALS, None)
         return cls.of(Credentials(Path(folder)) if folder else None)
 
@@ -80,9 +76,9 @@ def listen(
     path: str,
     log: Logger,
     key: CurveKey | None = None,
-    held: Held = lambda engine, prefill: False,
+    is_held: IsHeld = lambda engine, prefill: False,
 ) -> None:
-    """Answer until `stop`, whatever arrives. `answers`: by pipeline-parallel and tensor-parallel rank."""
+    """Answer until `stop`, whatever arrives. `answers`: handshakes by pipeline-parallel and tensor-parallel rank."""
     while not stop.is_set():
         try:
             with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -95,16 +91,16 @@ def listen(
                     socket.curve_secretkey = key.secret
                 socket.bind(path)
                 ready.set()
-                _serve(socket, answers, held, stop, log)
+                _serve(socket, answers, is_held, stop, log)
         except Exception:
-            log.exception("the KV side channel at %s failed and starts again", path)
+            log.exception("KV side channel: the listener at %s failed; restarting it", path)
             stop.wait(_RESTART_DELAY)
 
 
 def _serve(
     socket: "zmq.Socket[bytes]",
     answers: Mapping[tuple[int, int], bytes],
-    held: Held,
+    is_held: IsHeld,
     stop: Event,
     log: Logger,
 ) -> None:
@@ -114,21 +110,21 @@ def _serve(
         except zmq.Again:
             continue
         try:
-            answer = _answer(parts, answers, held)
+            answer = _answer(parts, answers, is_held)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            log.warning("KV side channel: a message of %d parts is dropped: %s", len(parts), error)
+            log.warning("KV side channel: dropped an unreadable message of %d parts: %s", len(parts), error)
             continue
-        # vLLM estimates its peer's clock from this: it must be read in the process that sets the blocks' expiry
+        # vLLM estimates its peer's clock from this time, which must be of the process that sets the blocks' expiry
         socket.send_multipart((parts[0], b"", answer, msgspec.msgpack.encode(time.perf_counter())))
 
 
-def _answer(parts: list[bytes], answers: Mapping[tuple[int, int], bytes], held: Held) -> bytes:
+def _answer(parts: list[bytes], answers: Mapping[tuple[int, int], bytes], is_held: IsHeld) -> bytes:
     _, _, body = parts
     match _request.decode(body):
         case name, int(pipeline_rank), tensor_rank if name == GET_META:
             return answers[pipeline_rank, tensor_rank]
         case name, (engine, prefill), number if name == HELD:
-            return msgspec.msgpack.encode((number, held(engine, prefill)))
+            return msgspec.msgpack.encode((number, is_held(engine, prefill)))
         case name, _, _:
             raise ValueError(f"unknown request {name[:40]!r}")
 
@@ -137,7 +133,7 @@ Dial = Callable[[int, str], AbstractContextManager["zmq.Socket[bytes]"]]
 
 
 def dialer(key: CurveKey | None) -> Dial:
-    """A function that opens a requesting socket, called in place of vLLM's `zmq_ctx`."""
+    """Return a function that opens a client socket, to replace vLLM's `zmq_ctx`."""
 
     @contextmanager
     def dial(kind: int, path: str) -> "Iterator[zmq.Socket[bytes]]":
@@ -161,7 +157,7 @@ def _dialed(
 
 
 def ask(path: str, within: float, key: CurveKey | None = None) -> bytes:
-    """Ask as a decode engine would, and block; return vLLM's handshake. Raises TimeoutError without an answer."""
+    """Ask for the handshake as a decode engine does, and block. Raises TimeoutError."""
     with dialer(key)(zmq.REQ, path) as socket:
         socket.setsockopt(zmq.RCVTIMEO, int(within * 1000))
         socket.send(msgspec.msgpack.encode((GET_META, 0, 0)))
@@ -173,10 +169,10 @@ def ask(path: str, within: float, key: CurveKey | None = None) -> bytes:
 
 @dataclass(frozen=True)
 class Source:
-    """Where KV was read: a prefill engine and the id of the prefill in it."""
+    """A prefill whose KV was read."""
 
     path: str
-    """of the engine's side channel"""
+    """of its engine's side channel"""
     engine: str
     prefill: str
 
@@ -187,7 +183,7 @@ class _Question:
     path: str
     asked: float
     held: bool | None = None
-    """the answer; None: it has not come"""
+    """the answer; None: not yet known"""
 
 
 @dataclass
@@ -198,7 +194,7 @@ class _Peer:
 
 @dataclass
 class Confirmations:
-    """Asks whether KV was still held when its read had ended: a question for each read, sent after it."""
+    """Asks prefill engines, after each read of KV, whether they held it until now."""
 
     key: CurveKey | None
     _questions: dict[str, _Question] = field(default_factory=dict)
@@ -209,8 +205,8 @@ class Confirmations:
     _context: zmq.Context["zmq.Socket[bytes]"] = field(default_factory=zmq.Context)
 
     def update(self, ended: Mapping[str, Source]) -> tuple[set[str], set[str]]:
-        """Take the reads that have ended and are not confirmed yet. Return those whose KV was held, and those whose KV
-        was not, or whose engine does not answer. A read is asked about once, and forgotten when it is left out."""
+        """Pass all ended reads that are not confirmed yet. Return those whose KV was held, and those whose KV was not
+        or whose engine does not answer. A read is asked about once, and forgotten when it is left out."""
         for gone in self._questions.keys() - ended.keys():
             del self._questions[gone]
         if not ended:
@@ -220,10 +216,8 @@ class Confirmations:
             self._questions[read] = self._ask(ended[read])
         self._receive({ended[read].path for read in ended}, WAIT_MS if fresh else 0)
         self._give_up(time.monotonic())
-        held, lost = set[str](), set[str]()
-        for read, question in self._questions.items():
-            if question.held is not None:
-                (held if question.held else lost).add(read)
+        held = {read for read, question in self._questions.items() if question.held}
+        lost = {read for read, question in self._questions.items() if question.held is False}
         for read in held | lost:
             del self._questions[read]
         return held, lost
@@ -235,7 +229,7 @@ class Confirmations:
         self._context.destroy(linger=0)
 
     def _give_up(self, now: float) -> None:
-        """Count late answers as "not held", and connect anew for the next question."""
+        """Take a late answer for "not held", and connect anew for the next question."""
         for question in self._questions.values():
             if question.held is None and now > question.asked + CONFIRM_WITHIN:
                 question.held = False
@@ -246,7 +240,7 @@ class Confirmations:
         question = _Question(next(self._numbers), source.path, time.monotonic())
         peer = self._peer(source.path, question.asked)
         message = HELD, (source.engine, source.prefill), question.number
-        with suppress(zmq.Again):  # an engine that is gone: it does not answer
+        with suppress(zmq.Again):  # the engine is gone and will not answer
             peer.socket.send_multipart([b"", msgspec.msgpack.encode(message)], zmq.NOBLOCK)
         return question
 
@@ -259,7 +253,7 @@ class Confirmations:
         return self._peers[path]
 
     def _receive(self, paths: Iterable[str], wait_ms: int) -> None:
-        """Read the answers that are there, and wait for the others."""
+        """Read all answers that have arrived; wait up to `wait_ms` for the others."""
         sockets = [self._peers[path].socket for path in paths if path in self._peers]
         ends = time.monotonic() + wait_ms / 1000
         while True:
@@ -279,7 +273,7 @@ class Confirmations:
         try:
             number, held = _confirmed.decode(parts[1])
         except (msgspec.MsgspecError, IndexError):
-            return  # of another build
+            return  # of another version
         for question in self._questions.values():
             if question.number == number:
                 question.held = held

@@ -1,39 +1,30 @@
-"""Watches of KV reads: how long they take, and which are overdue."""
+"""Finds KV reads that are overdue, and measures how long reads take."""
 
 import time
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
-
-
-@dataclass
-class _Read:
-    due: float
-    reported: bool = False
 
 
 class StallWatch:
-    """A read is due `floor` seconds after it began, plus the time that all bytes under way at that moment take at
-    `rate` bytes per second: concurrent reads share the line."""
+    """A read is due `floor` seconds after its begin, plus the time that all bytes then being read take at `rate` bytes
+    per second, because concurrent reads share the link."""
 
     def __init__(self, floor: float, rate: float) -> None:
         self._floor = floor
         self._rate = rate
-        self._reads: dict[str, _Read] = {}
+        self._due: dict[str, float] = {}
+        """by request; infinite once it was returned"""
 
     def update(self, sizes: Mapping[str, int], now: float) -> list[str]:
-        """Take the bytes of the reads under way, by request. Return the reads that became overdue, each once."""
-        for gone in self._reads.keys() - sizes.keys():
-            del self._reads[gone]
-        for request in sizes.keys() - self._reads.keys():
-            self._reads[request] = _Read(now + self._floor + sum(sizes.values()) / self._rate)
-        overdue = [name for name, read in self._reads.items() if now >= read.due and not read.reported]
-        for request in overdue:
-            self._reads[request].reported = True
+        """Pass the bytes of all running reads, by request. Return the reads that became overdue, each once."""
+        due = now + self._floor + sum(sizes.values()) / self._rate
+        self._due = {request: self._due.get(request, due) for request in sizes}
+        overdue = [request for request, due in self._due.items() if now >= due]
+        self._due |= dict.fromkeys(overdue, float("inf"))
         return overdue
 
 
 class ReadTimes:
-    """The duration and size of each read."""
+    """Measures the duration and size of each read."""
 
     def __init__(self) -> None:
         self._begun: dict[str, tuple[str, float, int]] = {}
@@ -43,7 +34,7 @@ class ReadTimes:
         self._begun[request] = source, time.monotonic(), size
 
     def end(self, ended: Set[str], failed: Set[str]) -> list[list[str | float]]:
-        """What the connector reports of the ended reads (`READS`), without failed and empty reads."""
+        """Return the reads among `ended` in the form of `READS`, without failed and empty ones."""
         done = {request: self._begun.pop(request) for request in ended & self._begun.keys()}
         return [
             [request, source, time.monotonic() - began, size]

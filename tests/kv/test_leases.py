@@ -18,13 +18,15 @@ from tests.kv.test_side_channel import running
 
 def test_kv_is_held_from_the_prompt_s_arrival_to_the_end_of_its_lease() -> None:
     leases = Leases()
-    assert not leases.held("p")
+    assert not leases.is_held("p")
     leases.begin("p")
-    assert leases.held("p")
+    assert leases.is_held("p")
     leases.end("p", read=False)
-    assert not leases.held("p")
+    assert not leases.is_held("p")
     leases.end("p", read=True)
-    assert not leases.held("p"), "the last rank reported that it was read, one before that its lease ran out"
+    assert not leases.is_held("p"), (
+        "the last rank reported that it was read, one before that its lease ran out"
+    )
 
 
 def test_kv_that_was_freed_because_it_was_read_counts_as_held_for_a_while() -> None:
@@ -32,8 +34,8 @@ def test_kv_that_was_freed_because_it_was_read_counts_as_held_for_a_while() -> N
     for number in range(REMEMBERED + 1):
         leases.begin(f"p{number}")
         leases.end(f"p{number}", read=True)
-    assert leases.held(f"p{REMEMBERED}")
-    assert not leases.held("p0")
+    assert leases.is_held(f"p{REMEMBERED}")
+    assert not leases.is_held("p0")
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def leases() -> Leases:
 def engine(leases: Leases, key: CurveKey | None, name: str = "prefill-0-a") -> Iterator[str]:
     def listen(ready: threading.Event, stop: threading.Event, port: int) -> None:
         def held(engine: str, prefill: str) -> bool:
-            return engine == name and leases.held(prefill)
+            return engine == name and leases.is_held(prefill)
 
         path = f"tcp://127.0.0.1:{port}"
         side_channel.listen({}, ready, stop, path, logging.getLogger("test"), key, held)

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler reads of its configuration before each step."""
+"""The chunk that vLLM's scheduler reads from its configuration before each step."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ class Steps:
 
     def prompt(self, tokens: int) -> None:
         self.prompts.append(Request(f"r{len(self.prompts)}", tokens))
-        self.chunk.admitted(self.prompts[-1])
+        self.chunk.add(self.prompts[-1])
 
     def step(self) -> int:
         """Schedule a step; return the tokens of each prompt in it."""
@@ -33,7 +33,7 @@ class Steps:
         tokens = {
             each.request_id: min(most, each.num_tokens - each.num_computed_tokens) for each in self.prompts
         }
-        self.chunk.scheduled(tokens)
+        self.chunk.on_step(tokens)
         for each in self.prompts:
             each.num_computed_tokens += tokens[each.request_id]
         return int(most)
@@ -44,48 +44,48 @@ def steps() -> Steps:
     return Steps()
 
 
-def test_each_prompt_has_the_usual_chunk(steps: Steps) -> None:
+def test_each_prompt_has_the_default_chunk(steps: Steps) -> None:
     for _ in range(2):
         steps.prompt(1000)
         assert [steps.step(), steps.step()] == [256, 256]
 
 
-def test_a_limit_is_of_all_prompts_together(steps: Steps) -> None:
-    steps.chunk.limit(400)
+def test_a_limit_applies_to_all_prompts_together(steps: Steps) -> None:
+    steps.chunk.set_limit(400)
     steps.prompt(5000)
     assert [steps.step(), steps.step()] == [400, 400]
     steps.prompt(1000)
     assert [steps.step() for _ in range(4)] == [400, 200, 200, 200], (
-        "of one that was not known before its first"
+        "the second prompt is unknown before its first step"
     )
-    assert steps.step() == 400, "the second one is computed"
-    steps.chunk.ended("r0")
-    steps.chunk.limit(256)
+    assert steps.step() == 400, "the second prompt is computed"
+    steps.chunk.remove("r0")
+    steps.chunk.set_limit(256)
     assert steps.step() == 256
 
 
 def test_no_limit_is_below_a_block(steps: Steps) -> None:
     steps.prompt(2000)
-    steps.chunk.limit(1)
+    steps.chunk.set_limit(1)
     assert steps.step() == BLOCK
-    steps.chunk.limit(BLOCK + 1)
+    steps.chunk.set_limit(BLOCK + 1)
     steps.prompt(2000)
     steps.step()
     assert steps.step() == BLOCK
 
 
-def test_a_step_with_kv_that_comes_is_spared_but_not_for_ever(steps: Steps) -> None:
+def test_steps_that_receive_kv_are_short_but_not_for_ever(steps: Steps) -> None:
     steps.prompt(10_000)
     found = []
     for _ in range(2 * MAX_SHORT_STEPS + 2):
-        steps.chunk.spare()
+        steps.chunk.shorten_next_step()
         found.append(steps.step())
     assert found == 2 * ([BLOCK] * MAX_SHORT_STEPS + [256])
     assert steps.step() == 256
 
 
-def test_where_prompts_are_not_computed_in_chunks_nothing_changes() -> None:
+def test_without_chunks_nothing_is_limited() -> None:
     steps = Steps(0)
-    steps.chunk.spare()
+    steps.chunk.shorten_next_step()
     steps.prompt(1000)
     assert [steps.step(), steps.step()] == [0, 0]

@@ -1,5 +1,5 @@
-"""What pdserve adds to vLLM's workers. Each worker process, however it was started, imports this module before it
-makes its worker, and so before it loads the model: the engine argument `worker-extension-cls` names it."""
+"""What pdserve adds to vLLM's worker processes. Each imports this module before it loads the model, because the engine
+argument `worker-extension-cls` names it."""
 
 from vllm.platforms import current_platform
 
@@ -10,15 +10,15 @@ if current_platform.is_cpu():
 
 
 class WorkerExtension:
-    """A base class that vLLM adds to its worker. `collective_rpc` calls the methods in all workers of an engine,
-    between two steps."""
+    """Methods that `collective_rpc` calls in all workers of an engine between two steps; vLLM makes it a base class of
+    its worker."""
 
     def pdserve_answer(self) -> None:
-        """Do nothing: an answer of all ranks shows that none hangs."""
+        """Do nothing: answers of all ranks show that none hangs."""
 
     def pdserve_host_blocks(self) -> tuple[int, int]:
-        """How many KV blocks the engine's share of host memory holds, and the disk below it."""
+        """How many KV blocks fit in the engine's host memory, and on its disk."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        group = get_kv_transfer_group()
-        return int(group.host_blocks), int(group.disk_blocks)
+        blocks: tuple[int, int] = get_kv_transfer_group().tier_blocks
+        return blocks

@@ -79,7 +79,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     # in a prefill engine
 
     def holds(self, engine: str, prefill: str) -> bool:
-        return engine == self.engine_id and self._leases.held(prefill)
+        return engine == self.engine_id and self._leases.is_held(prefill)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)

@@ -1,4 +1,5 @@
-"""Keeps KV blocks on disk that leave host memory: a tier below host memory in vLLM's tiering (docs/decisions/0114).
+"""Keeps KV blocks on disk that leave host memory: a tier below host memory in vLLM's tiering
+(docs/decisions/0090-kv-on-disk.md, 0114-vllms-file-tier.md).
 
 Each block that enters host memory is also written to the disk. A request whose prompt begins with blocks that only the
 disk has waits in the queue until they are read back into host memory. Threads read and write.
@@ -7,8 +8,7 @@ disk has waits in the queue until they are read back into host memory. Threads r
 memory: vLLM's hash of a block (tokens, adapter, salt, images) and its place in the file. A block enters the index once
 it is written. One that is read back with another checksum, or was evicted meanwhile, is a miss, and is computed.
 
-**Private parts of vLLM.** `_chunks` and places in host memory are `TieringOffloadingManager`'s, `_policy` is its LRU of
-host memory, `_creator` tells which process removes the shared memory's name. test_disk.py fails where they change."""
+The private parts of vLLM that this relies on are in `tools/vllm_surface.py`, which a test compares with vLLM."""
 
 import os
 import time

@@ -1,9 +1,11 @@
-"""KV blocks that leave an engine's cache stay in host memory: vLLM's offloading beside our NIXL connector
+"""Keeps KV blocks in host memory that leave an engine's cache: vLLM's OffloadingConnector beside our NIXL connector
 (docs/decisions/0084-kv-in-host-memory.md).
 
-vLLM's scheduler asks both connectors for each request, ours first: a prompt whose KV another engine has is read whole
-from there. A block is stored in the step after it was computed or read, and found by vLLM's own hash of it (tokens,
-adapter, salt); one that is still being stored is waited for, never read."""
+vLLM's scheduler asks both connectors for each request, NIXL first: a prompt whose KV another engine has is read whole
+from there. A block is stored in the step after it was computed or read, and found by vLLM's hash of it (tokens,
+adapter, salt). A block that is still being stored is waited for.
+
+The private parts of vLLM that this relies on are in `tools/vllm_surface.py`, which a test compares with vLLM."""
 
 from typing import Any
 
@@ -16,47 +18,43 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class PdserveConnectors(MultiConnector):  # type: ignore[misc]
-    """Ours, unless no KV moves between workers, and vLLM's OffloadingConnector.
+    """The NIXL connector, unless KV does not move between workers, and vLLM's OffloadingConnector.
 
-    **The fence.** A block may be freed and given to another request while it is still copied to host memory. vLLM then
-    ends the copy before the step that writes into the block. But it looks at blocks of scheduled requests only, not at
-    those into which our connector reads, ahead or not: their KV would be kept as that of another prompt. So here all
-    blocks count that the pool gives away."""
+    A block may be freed and allocated to another request while it is still being copied to host memory. vLLM ends such
+    a copy before the step that writes into the block, but only for blocks of scheduled requests. Blocks into which the
+    NIXL connector reads are not among them: their new KV would be stored as the old prompt's. So here every allocated
+    block counts."""
 
-    _given: set[int]
+    _allocated: set[int]
     """blocks that the pool gave away since the last step"""
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._given = set()
+        self._allocated = set()
         pool = kv_cache_manager.block_pool
-        give = pool.get_new_blocks
+        allocate = pool.get_new_blocks
 
         def get_new_blocks(num_blocks: int) -> list[Any]:
-            blocks: list[Any] = give(num_blocks)
-            self._given.update(block.block_id for block in blocks)
+            blocks: list[Any] = allocate(num_blocks)
+            self._allocated.update(block.block_id for block in blocks)
             return blocks
 
         pool.get_new_blocks = get_new_blocks
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        self.sub_connectors[-1].scheduler._current_batch_allocated_block_ids |= self._given
-        self._given = set()
+        self.sub_connectors[-1].scheduler._current_batch_allocated_block_ids |= self._allocated
+        self._allocated = set()
         return super().build_connector_meta(scheduler_output)
 
     @property
-    def host_blocks(self) -> int:
-        """In a worker: blocks that the host memory holds."""
-        return int(self.sub_connectors[-1].connector_worker.spec.num_chunks)
-
-    @property
-    def disk_blocks(self) -> int:
-        """In a worker: blocks that the disk below it holds."""
-        return int(self.sub_connectors[-1].connector_worker.spec.disk_blocks)
+    def tier_blocks(self) -> tuple[int, int]:
+        """How many blocks fit in host memory, and on disk. Only in workers."""
+        spec = self.sub_connectors[-1].connector_worker.spec
+        return int(spec.num_chunks), int(spec.disk_blocks)
 
 
 class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's, also for engines on the CPU, which it refuses; and without gauges, of which each step would report."""
+    """vLLM's host memory, on CPUs too, which vLLM refuses."""
 
     _manager: OffloadingManager | None
     _worker: OffloadingWorker | None
@@ -80,17 +78,18 @@ class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
 class HostManager(CPUOffloadingManager):  # type: ignore[misc]
     def get_stats(self) -> None:
-        super().get_stats()  # it forgets what it counted
+        """Reset the statistics and report none, because their gauges would make every step report."""
+        super().get_stats()
 
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
-    """For an engine on the CPU: copies at once, between two passes of the model."""
+    """For engines on the CPU: copies at once, between two steps of the model."""
 
     def __init__(self, caches: CanonicalKVCaches, host: list[torch.Tensor]) -> None:
         self._caches = [each.tensor for each in caches.tensors]
         """of shape (blocks, bytes of a layer's block)"""
         self._host = host
-        """as `_caches`, of other numbers of blocks"""
+        """the same with other numbers of blocks"""
         self._groups = [[ref.tensor_idx for ref in refs] for refs in caches.group_data_refs]
         self._done: list[TransferResult] = []
 
@@ -103,7 +102,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
     def _copy(
         self, job: int, groups: Any, sources: list[Any], source: Any, targets: list[Any], target: Any
     ) -> bool:
-        """The blocks of each cache group follow each other; a host block has as many tokens as the engine's."""
+        """Copy blocks, which are listed group by group; a host block has as many tokens as the engine's."""
         begin, size = 0, 0
         for count, tensors in zip(groups.group_sizes, self._groups, strict=True):
             end = begin + count
@@ -121,4 +120,4 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """All is copied."""
+        """Do nothing: every copy has ended."""
