@@ -123,7 +123,7 @@ class ConnectorScheduler(ReadAheadScheduler):
         self, encoded_data: Any, ready_event: Event, stop_event: Event, host: str, port: int
     ) -> None:
         path, key = make_zmq_path("tcp", host, port), side_channel.CurveKey.configured(self.vllm_config)
-        side_channel.listen(encoded_data, ready_event, stop_event, path, logger, key, self.holds)
+        side_channel.listen(encoded_data, ready_event, stop_event, path, logger, key, self.is_held)
 
 
 class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""Reading KV ahead (`blocks.py`) and holding it (`kv/leases.py`): the scheduler's side in both engines."""
+"""The connector's scheduler: holds KV under leases in a prefill engine, and reads KV ahead in a decode engine
+(`blocks.py`)."""
 
 import time
 from collections import Counter
@@ -13,24 +14,24 @@ from pdserve.kv.leases import Leases
 from pdserve.kv.read_ahead.blocks import MIN_FREE_SHARE, MIN_PIECE_BYTES, ReadAhead, Source
 
 ADOPTED = "pdserve_adopted"
-"""key in a request's transfer parameters: number of tokens in the prefix cache that were read ahead"""
+"""Key in a request's transfer parameters: number of tokens in the prefix cache that were read ahead."""
 PIECE_OF = "HB:"
-"""before the id of a prefill of which a piece is read: vLLM takes the notification for a heartbeat of no request"""
+"""Prefix of a prefill's id in reads of a piece. vLLM takes the notification for a heartbeat and frees nothing."""
 
 
 class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers report to the scheduler of pieces read ahead, and of leases that ran out."""
+    """What the ranks report to the scheduler: ended reads of pieces, and leases that ran out."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
-        """piece -> number of ranks that have ended their reads of it"""
+        """piece -> number of ranks whose reads of it have ended"""
         self.bad: set[str] = set()
-        """pieces that failed or are overdue on any rank; ids of requests among them are ignored"""
+        """pieces whose read failed or is overdue on any rank; request ids among them are ignored"""
         self.expired: set[str] = set()
-        """prefills whose KV some rank will free unread"""
+        """prefills whose KV a rank will free unread"""
 
     def move(self, results: Any) -> None:
-        """In a worker: take the pieces out of the results, since vLLM's scheduler does not know them."""
+        """Move pieces from vLLM's results to this report, because vLLM's scheduler does not know them."""
         pieces = {name for name in results.finished_recving if name.startswith(ReadAhead.PREFIX)}
         self.ended.update(pieces)
         self.bad |= pieces & results.failed_recving
@@ -38,7 +39,7 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         results.failed_recving -= pieces
 
     def take(self) -> "RankReport | None":
-        """In a worker: unreported results, or None."""
+        """Return what was not reported yet, or None."""
         if not self.ended and not self.bad and not self.expired:
             return None
         report = RankReport()
@@ -54,9 +55,8 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
-    """In a prefill engine: names the blocks that are complete. In a decode engine: has them read."""
-
     pool: Any
+    """its block pool"""
     blocks: Any
     """vLLM's KV cache manager"""
 
@@ -65,12 +65,12 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         self._ahead = ReadAhead(parallel.world_size)
         self._leases = Leases()
-        self._plain = len(kv_cache_config.kv_cache_groups) == 1 and not self._is_hma_required
-        self._plain &= cache.enable_prefix_caching and parallel.decode_context_parallel_size == 1
+        self._can_read_ahead = len(kv_cache_config.kv_cache_groups) == 1 and not self._is_hma_required
+        self._can_read_ahead &= cache.enable_prefix_caching and parallel.decode_context_parallel_size == 1
         sizes = (tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         self._block_bytes = self.transfer_tp_size * sum(sizes) // kv_cache_config.num_blocks
         self._prefills: dict[str, tuple[Any, int]] = {}
-        """prefills for other engines, and the number of their blocks that were named"""
+        """prefill for another engine -> its request, and the number of its blocks that were named"""
         self._pieces: list[tuple[Any, dict[str, Any]]] = []
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -78,7 +78,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     # in a prefill engine
 
-    def holds(self, engine: str, prefill: str) -> bool:
+    def is_held(self, engine: str, prefill: str) -> bool:
         return engine == self.engine_id and self._leases.is_held(prefill)
 
     def on_new_request(self, request: Any) -> None:
@@ -89,7 +89,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         params = request.kv_transfer_params or {}
-        if self._plain and params.get("do_remote_decode"):
+        if self._can_read_ahead and params.get("do_remote_decode"):
             self._prefills[request.request_id] = request, 0
         if (adopted := params.pop(ADOPTED, 0)) and (stats := request.prefill_stats):
             adopted = min(adopted, stats.num_local_cached_tokens)
@@ -97,7 +97,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             stats.num_external_cached_tokens += adopted
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        self._ahead.forget(self.pool, time.perf_counter())
+        self._ahead.drop_expired(self.pool, time.perf_counter())
         self._ahead.make_room(MIN_FREE_SHARE / 2 * self.pool.num_gpu_blocks, self.pool)
         meta = super().build_connector_meta(scheduler_output)
         for piece, params in self._pieces:
@@ -109,7 +109,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return meta
 
     def _complete(self, scheduled: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """Handles of the KV that this step completes, of prompts that it does not complete."""
+        """Handles of the blocks that this step completes, for prompts that go on."""
         for name in scheduled.keys() & self._prefills.keys():
             request, named = self._prefills[name]
             computed = request.num_computed_tokens + scheduled[name]
@@ -148,9 +148,9 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def _read_ahead(self, params: dict[str, Any]) -> None:
         source, skip, blocks = _source(params), params[AHEAD], params["remote_block_ids"][0]
-        if skip < 0 or not self._plain:
+        if skip < 0 or not self._can_read_ahead:
             self._ahead.drop(source, self.pool)
-        elif piece := self._ahead.more(source, skip, blocks, self.pool, time.perf_counter()):
+        elif piece := self._ahead.next_piece(source, skip, blocks, self.pool, time.perf_counter()):
             self._pieces.append((piece, params))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -160,9 +160,9 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             for name in report.expired:
                 self._leases.end(name, read=False)
             for name in report.bad:
-                self._ahead.spoil(name)
+                self._ahead.invalidate(name)
             for name, ranks in report.ended.items():
-                self._ahead.ended(name, ranks, self.pool)
+                self._ahead.end_reads(name, ranks, self.pool)
         for name in connector_output.finished_sending or ():
             self._leases.end(name, read=True)
 
@@ -170,7 +170,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """None: ask again in the next step."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and _source(params) in self._ahead:
-            if not self._ahead.pending(_source(params)):
+            if not self._ahead.is_reading(_source(params)):
                 self._adopt(request, params)
             return None, False
         self._ahead.make_room(request.num_tokens / self.block_size + 1, self.pool)
@@ -178,15 +178,15 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return matched
 
     def has_pending_push_work(self) -> bool:
-        """Whether to go on stepping without requests: only in a step does the engine learn that a read ended."""
-        return self._ahead.clearing or bool(super().has_pending_push_work())
+        """Whether to keep stepping without requests, because the engine learns in a step that a read has ended."""
+        return self._ahead.has_dropped or bool(super().has_pending_push_work())
 
     def _adopt(self, request: Any, params: dict[str, Any]) -> None:
-        """Put what was read ahead into the prefix cache if it surely is the KV of this prompt."""
-        ahead = self._ahead.take(_source(params), params["remote_block_ids"][0], self.pool)
-        if ahead is None:
+        """Put the blocks that were read ahead into the prefix cache if they hold this prompt's KV."""
+        found = self._ahead.take(_source(params), params["remote_block_ids"][0], self.pool)
+        if found is None:
             return
-        first, blocks = ahead
+        first, blocks = found
         if params.get(PREEMPTED) == 0:
             row = [self.pool.null_block] * first + blocks
             self.pool.cache_full_blocks(request, row, first, len(row), self.block_size, 0)

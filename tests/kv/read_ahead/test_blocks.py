@@ -1,5 +1,5 @@
-"""What was read before the prefill was done is used only where it is surely the prompt's, and no block is free while a
-read may still write into it."""
+"""Blocks that were read ahead are used only if they hold the prompt's KV, and are free only when no read may still
+write into them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,46 +48,46 @@ def ahead() -> ReadAhead:
 
 
 def read(ahead: ReadAhead, pool: MemoryPool, complete: list[int], skip: int = 0, now: float = 0.0) -> str:
-    piece = ahead.more(SOURCE, skip, complete, pool, now)
+    piece = ahead.next_piece(SOURCE, skip, complete, pool, now)
     assert piece is not None
     return piece.name
 
 
-def test_each_piece_reads_what_is_new(ahead: ReadAhead, pool: MemoryPool) -> None:
-    first = ahead.more(SOURCE, 1, [11, 12, 13], pool, 0.0)
-    second = ahead.more(SOURCE, 1, [11, 12, 13, 14], pool, 0.0)
+def test_each_piece_reads_only_new_blocks(ahead: ReadAhead, pool: MemoryPool) -> None:
+    first = ahead.next_piece(SOURCE, 1, [11, 12, 13], pool, 0.0)
+    second = ahead.next_piece(SOURCE, 1, [11, 12, 13, 14], pool, 0.0)
     assert first is not None
     assert second is not None
     assert (first.remote, second.remote) == ([12, 13], [14])
-    assert ahead.more(SOURCE, 1, [11, 12, 13, 14], pool, 0.0) is None
-    assert ahead.pending(SOURCE)
+    assert ahead.next_piece(SOURCE, 1, [11, 12, 13, 14], pool, 0.0) is None
+    assert ahead.is_reading(SOURCE)
     for piece in (second, first):
-        ahead.ended(piece.name, 1, pool)
-    assert not ahead.pending(SOURCE)
+        ahead.end_reads(piece.name, 1, pool)
+    assert not ahead.is_reading(SOURCE)
     found = ahead.take(SOURCE, [11, 12, 13, 14, 15], pool)
     assert found is not None
     assert found[0] == 1
     assert [block.block_id for block in found[1]] == first.local + second.local
     assert SOURCE not in ahead
-    assert len(pool.free) == 37, "they are the caller's"
+    assert len(pool.free) == 37, "the caller has to free them"
 
 
 @pytest.mark.parametrize("handle", [[11, 12], [11, 13, 12], [12, 11, 13], []])
 def test_blocks_that_the_last_handle_does_not_name_are_not_used(
     ahead: ReadAhead, pool: MemoryPool, handle: list[int]
 ) -> None:
-    ahead.ended(read(ahead, pool, [11, 12, 13]), 1, pool)
+    ahead.end_reads(read(ahead, pool, [11, 12, 13]), 1, pool)
     assert ahead.take(SOURCE, handle, pool) is None
     assert len(pool.free) == 40
 
 
 @pytest.mark.parametrize("complete", [[11], [11, 19, 13], [19]])
-def test_a_prefill_that_began_again_spoils_what_was_read(
+def test_a_prefill_that_began_again_invalidates_its_pieces(
     ahead: ReadAhead, pool: MemoryPool, complete: list[int]
 ) -> None:
-    ahead.ended(read(ahead, pool, [11, 12, 13]), 1, pool)
-    assert ahead.more(SOURCE, 0, complete, pool, 0.0) is None
-    assert ahead.more(SOURCE, 0, [11, 12, 13, 14], pool, 0.0) is None
+    ahead.end_reads(read(ahead, pool, [11, 12, 13]), 1, pool)
+    assert ahead.next_piece(SOURCE, 0, complete, pool, 0.0) is None
+    assert ahead.next_piece(SOURCE, 0, [11, 12, 13, 14], pool, 0.0) is None
     assert ahead.take(SOURCE, [11, 12, 13, 14], pool) is None
     assert len(pool.free) == 40
 
@@ -95,32 +95,32 @@ def test_a_prefill_that_began_again_spoils_what_was_read(
 def test_blocks_are_free_only_when_every_rank_has_ended_its_read(pool: MemoryPool) -> None:
     ahead = ReadAhead(ranks=2)
     piece = read(ahead, pool, [11, 12])
-    ahead.spoil(piece)
-    assert not ahead.pending(SOURCE), "nothing to wait for"
+    ahead.invalidate(piece)
+    assert not ahead.is_reading(SOURCE), "nothing to wait for"
     assert ahead.take(SOURCE, [11, 12, 13], pool) is None
-    ahead.ended(piece, 1, pool)
+    ahead.end_reads(piece, 1, pool)
     assert len(pool.free) == 38
-    ahead.ended(piece, 1, pool)
+    ahead.end_reads(piece, 1, pool)
     assert len(pool.free) == 40
 
 
-def test_dropped_or_forgotten(ahead: ReadAhead, pool: MemoryPool) -> None:
-    ahead.ended(read(ahead, pool, [11, 12]), 1, pool)
+def test_dropped_and_expired_blocks_are_freed(ahead: ReadAhead, pool: MemoryPool) -> None:
+    ahead.end_reads(read(ahead, pool, [11, 12]), 1, pool)
     ahead.drop(SOURCE, pool)
     ahead.drop(SOURCE, pool)
     assert len(pool.free) == 40
     late = read(ahead, pool, [11, 12], now=5.0)
-    ahead.forget(pool, 5.0 + KEEP_SECONDS)
+    ahead.drop_expired(pool, 5.0 + KEEP_SECONDS)
     assert SOURCE in ahead
-    ahead.forget(pool, 5.1 + KEEP_SECONDS)
+    ahead.drop_expired(pool, 5.1 + KEEP_SECONDS)
     assert SOURCE not in ahead
     assert len(pool.free) == 38, "its read is under way"
-    ahead.ended(late, 1, pool)
+    ahead.end_reads(late, 1, pool)
     assert len(pool.free) == 40
 
 
-def test_requests_go_first(ahead: ReadAhead, pool: MemoryPool) -> None:
-    ahead.ended(read(ahead, pool, [11, 12]), 1, pool)
+def test_a_request_takes_the_room_of_blocks_read_ahead(ahead: ReadAhead, pool: MemoryPool) -> None:
+    ahead.end_reads(read(ahead, pool, [11, 12]), 1, pool)
     ahead.make_room(38, pool)
     assert SOURCE in ahead
     ahead.make_room(38.5, pool)
@@ -128,7 +128,7 @@ def test_requests_go_first(ahead: ReadAhead, pool: MemoryPool) -> None:
     assert len(pool.free) == 40
 
 
-def test_reading_ahead_leaves_room(ahead: ReadAhead, pool: MemoryPool) -> None:
-    assert ahead.more(SOURCE, 0, list(range(100, 131)), pool, 0.0) is None
-    assert ahead.more(SOURCE, 0, list(range(100, 130)), pool, 0.0) is not None
+def test_reading_ahead_leaves_a_share_of_the_pool_free(ahead: ReadAhead, pool: MemoryPool) -> None:
+    assert ahead.next_piece(SOURCE, 0, list(range(100, 131)), pool, 0.0) is None
+    assert ahead.next_piece(SOURCE, 0, list(range(100, 130)), pool, 0.0) is not None
     assert len(pool.free) == MIN_FREE_SHARE * 40
