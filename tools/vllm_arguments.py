@@ -66,6 +66,8 @@ def _row(action: argparse.Action, group: str) -> dict[str, Any]:
         row["choices"] = [choice for choice in action.choices if choice is not None]
     if names[1:]:
         row["aliases"] = names[1:]
+    if short := [option for option in action.option_strings if not option.startswith("--")]:
+        row["short"] = short
     default = _default(action.default)
     return row if default is None else {**row, "default": default}
 

@@ -1,9 +1,9 @@
-"""YAML to Config: strict, with all problems of a file reported at once.
+"""Loads a YAML file into a Config. It is strict, and reports all problems of a file at once.
 
 The sections are those of a Dynamo 0.2 graph (Common, Frontend, Processor, VllmWorker, PrefillWorker), and pdserve's own
-Graph, Slo and Security. As in Dynamo, a key of Common applies only to the sections that list it in `common-configs` and
-do not set it themselves; a key that no section lists is an error. The environment wins over the file
-(`env_overrides.py`), and so do OpenTelemetry's own variables.
+Graph, Slo and Security. As in Dynamo, a key of Common applies only to sections that list it in `common-configs` and do
+not set it themselves; a key that no section lists is an error. Environment variables win over the file: pdserve's own
+(`env_overrides.py`) and OpenTelemetry's.
 """
 
 import os
@@ -57,14 +57,15 @@ _SECTIONS = ("Common", *KINDS)
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
-    """Read the file. Raises ConfigError with all its problems. The plan checks whether this machine can run it."""
+    """Load the file. Raises ConfigError with all its problems. Whether this machine can run it, the plan checks."""
     findings = Findings(path)
     tree = read_tree(path, findings)
     _check_format(tree, path)
-    dynamo, tree = is_dynamo(tree), from_dynamo(tree, findings)
+    if dynamo := is_dynamo(tree):
+        tree = from_dynamo(tree, findings)
     _check_names(tree, findings)
-    with_variables, from_environment = with_environment(tree, env)
-    sections = SectionReader(with_variables, findings)
+    tree, from_environment = with_environment(tree, env)
+    sections = SectionReader(tree, findings)
     graph = sections.read("Graph", GraphSection)
     frontend = sections.read("Frontend", FrontendSection)
     processor = sections.read("Processor", ProcessorSection)
@@ -89,7 +90,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
             follow_decode(decode.args, prefill.args, findings)
     for worker in (decode.args, prefill.args):
         _check_adapters(worker, frontend.values.served_model_name or Path(model).name, findings)
-    places = _with_places(graph.values, env, findings)
+    graph_values = _resolved(graph.values, env, findings)
     _check_replicas(graph, findings)
     _check_security(security, findings)
     if dynamo and not elsewhere and (decode.entry or prefill.entry):
@@ -99,11 +100,11 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     prefill_config = _worker(PrefillConfig, prefill, findings)
     addresses = {"Graph": graph.own, "Frontend": frontend.own}
     needs_key = requires_key(security.values, env)
-    for section, key, problem in openings(places, frontend_config, security.values, needs_key):
+    for section, key, problem in openings(graph_values, frontend_config, security.values, needs_key):
         findings.problem(addresses[section][key], problem)
     findings.raise_if_any()
     return Config(
-        **vars(places),
+        **vars(graph_values),
         path=path,
         model=resolve_model(model, path.parent),
         served_model_name=frontend.values.served_model_name or Path(model).name,
@@ -119,12 +120,12 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
 
 def _check_replicas(graph: SectionRead[GraphSection], findings: Findings) -> None:
     if (replicas := graph.own.get("queue-replicas")) and graph.values.nats is None:
-        text = "needs Graph.nats: `serve` starts one server, which keeps one copy."
+        text = "needs Graph.nats: the one server that `serve` starts keeps one copy."
         findings.problem(replicas, f"is {shown(replicas.value)}, which {text}")
 
 
 def _check_format(tree: Mapping[str, Entry], path: Path) -> None:
-    """Raise ConfigError for files of other tools, of which one sentence says more than one for each key."""
+    """Raise ConfigError with one sentence for a file of another tool, instead of one for each of its keys."""
     manifest = "apiVersion" in tree and "kind" in tree
     if manifest or (is_vllm_config(tree) and tree.keys().isdisjoint(_SECTIONS)):
         what = "a Kubernetes manifest" if manifest else "a file of `vllm serve --config`"
@@ -140,7 +141,7 @@ def _check_names(tree: Mapping[str, Entry], findings: Findings) -> None:
 
 
 def _model(workers: Iterable[SectionRead[Any]], findings: Findings) -> str:
-    """The workers' model as written in the file; empty if there is none."""
+    """Return the workers' model as the file has it; empty if there is none."""
     models = []
     for worker in workers:
         if worker.entry is None:
@@ -163,11 +164,11 @@ def _check_split(
     elsewhere: bool,
     findings: Findings,
 ) -> None:
-    """There must be workers that prefill if, and only if, decode workers send prompts to them. `elsewhere`: the file
-    names NATS and etcd, so that they may run on other hosts, by files of their own."""
+    """Check that there are prefill workers if, and only if, decode workers send prompts to them. `elsewhere`: the file
+    names NATS and etcd, so that prefill workers may run on other hosts, by other files."""
     remote = decode.own.get("remote-prefill")
     if not decode.entry and not prefill.entry:
-        findings.whole(
+        findings.problem_without_line(
             f"there is no VllmWorker section: add one; `{pdserve_command('init graph.yaml')}` writes a file with one."
         )
     both = decode.own.get("role") if decode.values.role == "both" else None
@@ -178,14 +179,14 @@ def _check_split(
         )
         findings.problem(remote, text)
     if both and not decode.values.remote_prefill:
-        findings.problem(both, "is both, but no prompt is ever queued: set remote-prefill: true beside it.")
+        findings.problem(both, "is both, but no prompt is ever sent: set remote-prefill: true beside it.")
     elif decode.entry and prefill.entry and (remote is None or remote.value is False):
-        text = "would never get work: set remote-prefill: true in VllmWorker, or remove this section."
+        text = "would never get a prompt: set remote-prefill: true in VllmWorker, or remove this section."
         findings.problem(prefill.entry, text)
 
 
 def _with_policy(decode: SectionRead[DecodeSection], findings: Findings) -> SectionRead[DecodeSection]:
-    """The policy is `adaptive`, unless the file sets a threshold."""
+    """Fill in the policy: `adaptive`, or `threshold` if the file sets one."""
     thresholds = [name for name in THRESHOLDS if name in decode.own]
     if decode.values.policy == "adaptive":
         for name in thresholds:
@@ -198,45 +199,42 @@ def _with_policy(decode: SectionRead[DecodeSection], findings: Findings) -> Sect
 def _check_prefill(args: Arguments, findings: Findings) -> None:
     for name, entry in args.items():
         if arguments()[name].group == "api" and name != "lora-modules":
-            text = "shapes answers, which prefill workers do not give: move it to Processor."
+            text = "changes responses, which prefill workers do not send: move it to Processor."
             findings.problem(entry, text)
 
 
 def _follow_processor(processor: Arguments, worker: Arguments, findings: Findings) -> None:
-    """Give the worker the Processor's templates and parsers, which its model card brings to the frontends. Any other
-    argument of the Processor must be equal to the worker's."""
+    """Copy the Processor's templates and parsers to the worker, whose model card takes them to frontends. Any other
+    argument of the Processor must be equal to the worker's. (A worker without a model has a problem already.)"""
     for name, entry in processor.items():
         if shapes_response(name) and name not in worker:
             worker[name] = entry
-        elif (
-            "model" in worker and effective(worker, name) != entry.value
-        ):  # else what is said of the model explains it
-            other = f"says {shown(worker[name].value)}" if name in worker else "does not say so"
-            text = f"the worker {other}: the processor follows its workers; set it there."
-            findings.problem(entry, f"is {shown(entry.value)}, but {text}")
+        elif "model" in worker and effective(worker, name) != entry.value:
+            other = f"has {shown(worker[name].value)}" if name in worker else "does not set it"
+            text = f"is {shown(entry.value)}, but the worker {other}, and the worker's value counts: set it there."
+            findings.problem(entry, text)
 
 
 def _check_parsers(args: Arguments, findings: Findings) -> None:
-    """Report unknown parsers, which vLLM would report only after its engine has started."""
-    for name, plugin in (
-        ("tool-call-parser", "tool-parser-plugin"),
-        ("reasoning-parser", "reasoning-parser-plugin"),
-    ):
+    """Report unknown parsers, which vLLM reports only after its engine has started."""
+    for kind in ("tool", "reasoning"):
+        name, plugin = f"{kind}{'-call' * (kind == 'tool')}-parser", f"{kind}-parser-plugin"
         entry, known = args.get(name), arguments()[name].names
         if entry and entry.value not in known and plugin not in args:
             hint = did_you_mean(str(entry.value), known, f"use one of: {', '.join(known)}.")
-            whose = f"no parser of vLLM's (a plugin's needs {plugin})"
-            findings.problem(entry, f"is {entry.value}, {whose}: {hint}")
+            text = f"is {entry.value}, no parser of vLLM's (a plugin's needs {plugin}): {hint}"
+            findings.problem(entry, text)
     auto = args.get("enable-auto-tool-choice")
     if auto and auto.value and "tool-call-parser" not in args:
-        text = "needs tool-call-parser beside it: how the model writes its calls (hermes for Qwen)."
+        text = "needs tool-call-parser beside it: the format of the model's calls (hermes for Qwen)."
         findings.problem(auto, text)
     elif (parser := args.get("tool-call-parser")) and not (auto and auto.value):
         findings.note(parser, " has no effect without enable-auto-tool-choice: true.")
 
 
 def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
-    """Adapters are read once: an engine that has to read one again might find other weights."""
+    """Check the names of LoRA adapters, and that the engine holds all of them: it reads each only once, because the
+    folder may have other weights later."""
     if (entry := args.get("lora-modules")) is None:
         return
     found = static_adapters({"lora-modules": entry.value})
@@ -246,7 +244,7 @@ def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
     elif isinstance(entry.value, list) and len(found) < len(entry.value):
         findings.problem(entry, "names an adapter twice.")
     elif served in found:
-        findings.problem(entry, f"names an adapter {served}, as the model: choose another name.")
+        findings.problem(entry, f"names an adapter {served}, like the model: choose another name.")
     elif not most:
         findings.problem(entry, "needs enable-lora: true beside it, for all workers.")
     elif len(found) > most:
@@ -257,7 +255,7 @@ def _check_adapters(args: Arguments, served: str, findings: Findings) -> None:
 def _default_frontend(
     section: SectionRead[FrontendSection], findings: Findings
 ) -> SectionRead[FrontendSection]:
-    """Where `serve` starts NATS and etcd for this file alone, no other host can have the frontend."""
+    """Add a frontend to a Dynamo file that has none: `serve` starts its NATS and etcd, so no other host has one."""
     if section.entry is not None:
         return section
     findings.notes.append(f"{findings.path}: there is no Frontend section: one frontend serves at port 8000.")
@@ -275,7 +273,6 @@ def _frontend(section: SectionRead[FrontendSection], processor: ProcessorSection
 def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W | None:
     if section.entry is None:
         return None
-    # the model is the graph's, not an argument of its engines
     args = {name: entry for name, entry in section.args.items() if name != "model"}
     values = values_of(args)
     origins = {name: entry.section for name, entry in args.items()}
@@ -291,23 +288,23 @@ def _check_nodes(worker: WorkerConfig, args: Arguments, findings: Findings) -> N
     if worker.nodes == 1:
         return
     if worker.ranks % worker.nodes or worker.ranks < worker.nodes:
-        text = f"is {worker.nodes}, but {worker.ranks} ranks (tensor-parallel-size) cannot be shared by as many hosts"
-        findings.problem(args["nnodes"], f"{text}: make them a multiple.")
+        text = (
+            f"is {worker.nodes}, but the {worker.ranks} ranks (tensor-parallel-size) are not a multiple of it"
+        )
+        findings.problem(args["nnodes"], f"{text}: make them one.")
     backend = args.get("distributed-executor-backend")
     if backend and backend.value != "mp":
-        findings.problem(
-            backend, f"is {backend.value}, but nnodes is of vLLM's own mode: remove one of the two."
-        )
+        text = f"is {backend.value}, but nnodes works with vLLM's own mp only: remove one of the two."
+        findings.problem(backend, text)
 
 
 def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findings) -> None:
-    """`gpu` and `gpu-ids` must be as many as the engine's ranks: vLLM puts each rank on its own GPU."""
+    """Check that `gpu` and `gpu-ids` are as many as the engine's ranks: vLLM puts each rank on its own GPU."""
     ids, gpu = own.get("ServiceArgs.resources.gpu-ids"), own.get("ServiceArgs.resources.gpu")
     needed = worker.count * worker.ranks
     if ids and worker.nodes > 1:
-        findings.problem(
-            ids, "names GPUs of one host, but nnodes makes several: set CUDA_VISIBLE_DEVICES on each."
-        )
+        text = "names GPUs of one host, but nnodes needs several hosts: set CUDA_VISIBLE_DEVICES on each."
+        findings.problem(ids, text)
     elif ids and len(worker.gpu_ids) != needed:
         named = f"names {len(worker.gpu_ids)} GPUs, but {worker.count} x {worker.ranks} ranks need {needed}"
         findings.problem(ids, f"{named}: name {needed}.")
@@ -321,29 +318,28 @@ def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findin
         findings.problem(gpu, text)
 
 
-def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings) -> GraphSection:
-    """The Graph section with an absolute folder, and the environment's collector."""
+def _resolved(graph: GraphSection, env: Mapping[str, str], findings: Findings) -> GraphSection:
+    """Return the Graph section with an absolute folder, and the environment's trace collector."""
 
-    def named(variable: str, check: Callable[[str], str]) -> str | None:
-        """The variable's checked value; an empty variable counts as not set."""
+    def checked(variable: str, check: Callable[[str], str]) -> str | None:
+        """Return the variable's checked value; None if it is empty or not set."""
         try:
             return check(env[variable]) if env.get(variable) else None
         except ValueError as error:
-            findings.whole(str(error), of=f"Environment variable {variable}")
+            findings.problem_without_line(str(error), subject=f"Environment variable {variable}")
             return None
 
-    traces = named("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector_url)
-    traces = traces or named("OTEL_EXPORTER_OTLP_ENDPOINT", traces_url)
+    traces = checked("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector_url)
+    traces = traces or checked("OTEL_EXPORTER_OTLP_ENDPOINT", traces_url)
     protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL")
     if traces and protocol not in (None, "", "http/protobuf"):
-        traces, what = None, f"takes {protocol}, and traces are sent by http/protobuf"
-        findings.notes.append(f"The collector that OTEL_EXPORTER_OTLP_ENDPOINT names {what}: none are.")
+        traces = None
+        findings.notes.append(
+            f"No traces are sent to OTEL_EXPORTER_OTLP_ENDPOINT: it takes {protocol}, pdserve sends http/protobuf."
+        )
     disabled = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    return replace(
-        graph,
-        state_dir=_state_dir(graph, findings),
-        otlp_endpoint=None if disabled else traces or graph.otlp_endpoint,
-    )
+    endpoint = None if disabled else traces or graph.otlp_endpoint
+    return replace(graph, state_dir=_state_dir(graph, findings), otlp_endpoint=endpoint)
 
 
 def _check_security(security: SectionRead[SecuritySection], findings: Findings) -> None:
@@ -355,6 +351,6 @@ def _check_security(security: SectionRead[SecuritySection], findings: Findings) 
 def _state_dir(graph: GraphSection, findings: Findings) -> Path:
     try:
         return expand_home(graph.state_dir).resolve()
-    except ValueError as error:  # of the default
-        findings.whole(str(error), of="Graph.state-dir")
+    except ValueError as error:  # the default, ~, has no home folder
+        findings.problem_without_line(str(error), subject="Graph.state-dir")
         return graph.state_dir

@@ -1,11 +1,14 @@
-"""Finds vLLM servers in what other tools are started with: a flat YAML of `vllm serve --config`, a command line, a
-shell script, a manifest of Kubernetes (Dynamo's DynamoGraphDeployment among them) or a Compose file.
+"""Finds the vLLM servers that a file of another tool starts.
+
+Reads a flat YAML of `vllm serve --config`, a command line, a shell script, a Compose file, or a Kubernetes manifest
+such as a DynamoGraphDeployment.
 """
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +20,38 @@ from pdserve.convert.shell import Unset, commands_of, script_in, substituted
 from pdserve.util.errors import ConfigError
 
 _FRONTEND = "dynamo.frontend"
-_ENTRY = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main", "dynamo.vllm", _FRONTEND)
-_NO_SERVER = ("echo", "printf", "which", "pgrep", "pkill", "grep", "man")
-_SHORT = {
-    "-ac": "attention-config",
-    "-cc": "compilation-config",
-    "-dcp": "decode-context-parallel-size",
-    "-dp": "data-parallel-size",
-    "-dpa": "data-parallel-address",
-    "-dpl": "data-parallel-size-local",
-    "-dpn": "data-parallel-rank",
-    "-dpp": "data-parallel-rpc-port",
-    "-dpr": "data-parallel-start-rank",
-    "-ep": "enable-expert-parallel",
-    "-n": "nnodes",
-    "-O": "optimization-level",
-    "-pcp": "prefill-context-parallel-size",
-    "-pp": "pipeline-parallel-size",
-    "-q": "quantization",
-    "-r": "node-rank",
-    "-sc": "speculative-config",
-    "-tp": "tensor-parallel-size",
-}
+_MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main", "dynamo.vllm", _FRONTEND)
+_OTHER_PROGRAMS = ("echo", "printf", "which", "pgrep", "pkill", "grep", "man")
+"""Commands that name vLLM in their arguments and do not start it."""
+_YAML = (".yaml", ".yml", ".json")
 _KV_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _DYNAMO = re.compile(
     r"is-(prefill|decode)-worker|disaggregation-mode|connector|migration-limit|endpoint|endpoint-types|"
     r"(dyn|request-plane|store-kv|discovery|event-plane|multimodal|route-to-encoder|router|http|kv-cache-routing).*"
 )
-NUMBERS = {"int": int, "float": float}
-"""kinds whose texts are numbers"""
+"""Arguments of Dynamo's own components."""
+_BOOLEANS = {"true": True, "false": False}
+_NUMBERS = {"int": int, "float": float}
 
 
 @dataclass
 class Server:
-    """A vLLM engine with its server, or a worker of a Dynamo graph."""
+    """A vLLM server, or a component of a Dynamo graph."""
 
     args: dict[str, Any] = field(default_factory=dict)
     """vLLM's arguments by canonical name"""
     dropped: dict[str, str] = field(default_factory=dict)
-    """an argument that pdserve does not take -> why"""
+    """arguments that pdserve does not take, with the reason"""
     role: str = "both"
-    """`prefill`, `decode`, or `both`: neither is separated; `frontend`: Dynamo's, which has no engine"""
+    """`prefill` or `decode` in a disaggregated graph, else `both`; `frontend`: Dynamo's, without an engine"""
     count: int = 1
     """replicas"""
 
     def put(self, name: str, value: object, written: str) -> None:
-        """Take an argument as a file or a command line has it."""
+        """Add an argument; `written` is its name in the file or the command line."""
         name, *keys = name.split(".")
         known = canonical(kebab(name))
-        missing = [each.missing for each in _listed(value) if isinstance(each, Unset)]
+        missing = [each.missing for each in _as_list(value) if isinstance(each, Unset)]
         if missing:
             self.dropped[written] = (
                 f"has {' '.join(missing)}, which the file does not set: set it in the graph."
@@ -76,17 +62,17 @@ class Server:
                 inside[key] = inside = dict(inside[key]) if isinstance(inside.get(key), dict) else {}
             inside[keys[-1]] = value
         elif known is not None and not keys:
-            self.args[known] = _listed(value) if arguments()[known].many else value
+            self.args[known] = _as_list(value) if arguments()[known].many else value
             if known == "kv-transfer-config" and isinstance(value, dict) and self.role == "both":
                 self.role = _KV_ROLES.get(str(value.get("kv_role")), "both")
         elif gone := removed(kebab(name)):
             self.dropped[written] = gone.reason
         elif _DYNAMO.fullmatch(name := kebab(name)):
-            self._dynamo(name, value)
+            self._put_dynamo(name, value)
         else:
             self.dropped[written] = "is no argument of vLLM 0.32."
 
-    def _dynamo(self, name: str, value: object) -> None:
+    def _put_dynamo(self, name: str, value: object) -> None:
         if name in ("is-prefill-worker", "is-decode-worker"):
             self.role = name.split("-")[1]
         elif name == "disaggregation-mode" and value in ("prefill", "decode"):
@@ -96,48 +82,46 @@ class Server:
         elif name == "router-mode" and self.role == "frontend":
             self.args["router"] = value
         else:
-            self.dropped[name] = "is of Dynamo and has no meaning here."
+            self.dropped[name] = "is an argument of Dynamo that pdserve does not need."
 
 
-def _listed(value: object) -> list[object]:
+def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
 def servers_of(source: str) -> list[Server]:
-    """What the file, or the command line, starts. Raises ConfigError if it has no vLLM server."""
+    """Return the servers that a file or a command line starts. Raises ConfigError if there is no vLLM server."""
     path = Path(source)
     if not path.is_file():
         if " " not in source.strip():
-            raise ConfigError([f"{source} is not there: give a file, or a command line after `--from --`."])
+            raise ConfigError([f"{source} not found: give a file, or a command line after `--from --`."])
         return _of_commands(commands_of(source), source)
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{source} cannot be read: {error}."]) from error
-    if path.suffix in (".yaml", ".yml", ".json"):
-        documents = [each for each in read_documents(text, path) if isinstance(each, dict)]
-        if len(documents) == 1 and is_vllm_config(documents[0]):
-            return [_of_mapping(documents[0])]
-        try:
-            found = [server for document in documents for server in _of_manifest(document)]
-        except RecursionError:
-            raise ConfigError(
-                [f"{source} is nested too deeply, or an alias in it names what has it."]
-            ) from None
-        if any(server.role != "frontend" for server in found):
-            return found
-        text = "neither its keys nor a command in it do. Of a Helm chart, give what `helm template` prints."
+    if path.suffix not in _YAML:
+        return _of_commands(commands_of(text), source)
+    documents = [each for each in read_documents(text, path) if isinstance(each, dict)]
+    if len(documents) == 1 and is_vllm_config(documents[0]):
+        return [_of_mapping(documents[0])]
+    try:
+        found = [server for document in documents for server in _of_manifest(document)]
+    except RecursionError:
+        text = "is nested too deeply, or has an alias to a mapping that contains the alias"
+        raise ConfigError([f"{source} {text}."]) from None
+    if all(server.role == "frontend" for server in found):
+        text = "neither its keys nor a command in it do. For a Helm chart, use the output of `helm template`."
         raise ConfigError([f"{source} starts no vLLM server: {text}"])
-    return _of_commands(commands_of(text), source)
+    return found
 
 
 def _of_mapping(document: Mapping[Any, object]) -> Server:
     server = Server()
     for written, value in document.items():
         name = "model" if kebab(str(written)) == "model-tag" else str(written)
-        server.put(
-            name, typed(canonical(kebab(name)), value) if isinstance(value, str) else value, str(written)
-        )
+        value = _typed(canonical(kebab(name)), value) if isinstance(value, str) else value
+        server.put(name, value, str(written))
     return server
 
 
@@ -145,10 +129,10 @@ def _of_mapping(document: Mapping[Any, object]) -> Server:
 
 
 def _of_commands(commands: Iterable[list[str]], source: str) -> list[Server]:
-    """Equal commands are of one server, which has its port; Dynamo's workers have none."""
+    """Equal commands start one server, which has the port, except for Dynamo's workers, which have none."""
     found = list[Server]()
     for words in commands:
-        server = of_command(words)
+        server = _of_command(words)
         if server is not None and (server not in found or "dynamo.vllm" in words):
             found.append(server)
     if all(server.role == "frontend" for server in found):
@@ -156,60 +140,63 @@ def _of_commands(commands: Iterable[list[str]], source: str) -> list[Server]:
     return found
 
 
-def of_command(words: Sequence[str]) -> Server | None:
-    """The server that a command starts; None if it starts another program."""
-    start = _start_of(words)
+def _of_command(words: Sequence[str]) -> Server | None:
+    """Return the server that a command starts; None if it starts another program."""
+    start = _first_argument(words)
     if start is None:
         return None
     server, rest = Server(role="frontend" if words[start - 1] == _FRONTEND else "both"), list(words[start:])
     while rest:
         word = rest.pop(0)
-        if not word.startswith("-"):
-            _put_positional(server, word)
-            continue
-        option, _, given = word.partition("=")
-        given = Unset(given, word.missing) if isinstance(word, Unset) else given
-        if re.fullmatch(r"-O\w+", option):
-            option, given = "-O", option[2:]
-        first, dot, inside = option.partition(".")
-        name = (_SHORT.get(first) or kebab(first.lstrip("-"))) + dot + inside
-        negative = name.startswith("no-") and canonical(name) is None
-        known = canonical(name.removeprefix("no-") if negative else first_of(name))
-        if known and arguments()[known].kind in ("bool", "flag"):
-            given = given or (rest.pop(0) if rest and rest[0].lower() in _BOOLEAN else "true")
-            value = _BOOLEAN.get(given.lower(), True) is not negative
-            server.put(known, given if isinstance(given, Unset) else value, option)
-        elif given or "=" in word:
-            server.put(name, typed(known, given, bool(dot)), option)
+        if word.startswith("-"):
+            _put_option(server, word, rest)
         else:
-            many = arguments()[known].many if known else bool(_DYNAMO.fullmatch(name))
-            values = [typed(known, each, bool(dot)) for each in _values_of(rest, many)]
-            server.put(name, values if len(values) > 1 else values[0] if values else True, option)
+            _put_positional(server, word)
     return server
 
 
-_BOOLEAN = {"true": True, "false": False}
+def _put_option(server: Server, word: str, rest: list[str]) -> None:
+    """Add an option with its values, which are taken from the rest of the command line."""
+    option, _, given = word.partition("=")
+    given = Unset(given, word.missing) if isinstance(word, Unset) else given
+    if re.fullmatch(r"-O\w*", option):  # no option of vLLM's parser, which rewrites it
+        option, given = "--optimization-level", option[2:] or given
+    first, dot, inside = option.partition(".")
+    name = (_short_options().get(first) or kebab(first.lstrip("-"))) + dot + inside
+    is_negative = name.startswith("no-") and canonical(name) is None
+    known = canonical(name.removeprefix("no-") if is_negative else name.partition(".")[0])
+    if known and arguments()[known].kind in ("bool", "flag"):
+        given = given or (rest.pop(0) if rest and rest[0].lower() in _BOOLEANS else "true")
+        value = _BOOLEANS.get(given.lower(), True) is not is_negative
+        server.put(known, given if isinstance(given, Unset) else value, option)
+    elif given or "=" in word:
+        server.put(name, _typed(known, given, bool(dot)), option)
+    else:
+        many = arguments()[known].many if known else bool(_DYNAMO.fullmatch(name))
+        values = [_typed(known, each, bool(dot)) for each in _values_of(rest, many)]
+        server.put(name, values if len(values) > 1 else values[0] if values else True, option)
 
 
-def first_of(name: str) -> str:
-    return name.partition(".")[0]
+@cache
+def _short_options() -> dict[str, str]:
+    return {short: argument.name for argument in arguments().values() for short in argument.short}
 
 
 def _put_positional(server: Server, word: str) -> None:
     if "model" not in server.args and "the model" not in server.dropped:
         server.put("model", word, "the model")
     elif isinstance(word, Unset):
-        server.dropped[word.missing] = "is not set in the file: set in the graph what it adds."
+        server.dropped[word.missing] = "is not set in the file: add its arguments to the graph."
     else:
         server.dropped["a word beside the model"] = "is one too many: vLLM takes one model."
 
 
-def _start_of(words: Sequence[str]) -> int | None:
-    """The place of the first argument."""
-    if not words or words[0] in _NO_SERVER:
+def _first_argument(words: Sequence[str]) -> int | None:
+    """Return the index of vLLM's first argument; None if the command does not start vLLM."""
+    if not words or words[0] in _OTHER_PROGRAMS:
         return None
     for at, word in enumerate(words):
-        if word in _ENTRY or (word == "serve" and at and Path(words[at - 1]).name == "vllm"):
+        if word in _MODULES or (word == "serve" and at and Path(words[at - 1]).name == "vllm"):
             return at + 1
     for at, word in enumerate(words):  # the image of `docker run`
         if "vllm-openai" in word and not word.startswith("-") and (at == 0 or "run" in words[:at]):
@@ -218,15 +205,15 @@ def _start_of(words: Sequence[str]) -> int | None:
 
 
 def _values_of(rest: list[str], many: bool) -> list[str]:
-    """Take the values of an option from the rest. One that begins with a dash is a number."""
+    """Take an option's values from the rest. A word that begins with a dash is a value only if it is a number."""
     values = list[str]()
     while rest and re.match(r"[^-]|-\.?\d|$", rest[0]) and (many or not values):
         values.append(rest.pop(0))
     return values
 
 
-def typed(known: str | None, text: str, inside: bool = False) -> object:
-    """The text as a file would have it. `inside`: it is the value of a key of the argument."""
+def _typed(known: str | None, text: str, inside: bool = False) -> object:
+    """Convert the text as YAML would. `inside`: it is the value of a key of a JSON argument."""
     argument = arguments()[known] if known else None
     kind = "json" if inside else argument.kind if argument else "str"
     if isinstance(text, Unset):
@@ -234,8 +221,8 @@ def typed(known: str | None, text: str, inside: bool = False) -> object:
     try:
         if kind == "choice" and argument and text.isdecimal() and int(text) in argument.choices:
             return int(text)
-        if kind in NUMBERS:
-            return NUMBERS[kind](text)
+        if kind in _NUMBERS:
+            return _NUMBERS[kind](text)
         if kind.startswith("human-int") and text.isdecimal():
             return int(text)
         return json.loads(text) if kind == "json" or text.startswith("{") else text
@@ -247,9 +234,9 @@ def typed(known: str | None, text: str, inside: bool = False) -> object:
 
 
 def graph_in(source: str) -> dict[str, dict[str, Any]] | None:
-    """The sections of the graph that a manifest of Dynamo 0.3 carries in a variable; None if it has none."""
+    """Return the graph's sections in the DYN_DEPLOYMENT_CONFIG of a Dynamo 0.3 manifest; None if it has none."""
     path = Path(source)
-    if path.suffix not in (".yaml", ".yml", ".json") or not path.is_file():
+    if path.suffix not in _YAML or not path.is_file():
         return None
     for document in read_documents(path.read_text("utf-8", "replace"), path):
         spec = document.get("spec") if isinstance(document, dict) else None
@@ -264,7 +251,7 @@ def graph_in(source: str) -> dict[str, dict[str, Any]] | None:
 
 
 def _of_manifest(node: object, count: int = 1) -> Iterator[Server]:
-    """The servers of the containers in it, wherever they are."""
+    """Yield the servers of all containers in a part of a manifest; `count`: replicas of what contains it."""
     if isinstance(node, list):
         for each in node:
             yield from _of_manifest(each, count)
@@ -272,7 +259,7 @@ def _of_manifest(node: object, count: int = 1) -> Iterator[Server]:
         return
     replicas = node.get("replicas")
     count = max(1, replicas) if isinstance(replicas, int) else count
-    servers = [server for words in _commands_in(node) if (server := of_command(words)) is not None]
+    servers = [server for words in _commands_in(node) if (server := _of_command(words)) is not None]
     for server in servers:
         server.count = count
     if not servers:
@@ -283,19 +270,14 @@ def _of_manifest(node: object, count: int = 1) -> Iterator[Server]:
         if server.role == "both":
             server.role = _role_of(node)
         ranks, copies = (server.args.get(f"{name}-parallel-size", 1) for name in ("tensor", "data"))
-        if (
-            isinstance(nodes, int)
-            and nodes > 1
-            and copies == 1
-            and isinstance(ranks, int)
-            and ranks % nodes == 0
-        ):
+        are_numbers = isinstance(nodes, int) and isinstance(ranks, int)
+        if are_numbers and nodes > 1 and copies == 1 and ranks % nodes == 0:
             server.args["nnodes"] = nodes
         yield server
 
 
 def _role_of(node: Mapping[str, object]) -> str:
-    """By what Dynamo, llm-d, AIBrix and others call a part that only prefills or only decodes."""
+    """Return the role by the names and labels that Dynamo, llm-d, AIBrix and others use."""
     metadata = node.get("metadata")
     inside = metadata if isinstance(metadata, dict) else {}
     labels = inside.get("labels")
@@ -308,14 +290,13 @@ def _role_of(node: Mapping[str, object]) -> str:
 
 
 def _commands_in(node: Mapping[str, object]) -> list[list[str]]:
-    """The commands of a container, with its environment; with the image where it has arguments only."""
+    """Return a container's commands with its environment filled in; arguments alone follow the image's name."""
     known = _environment_of(node.get("env") or node.get("environment"))
     words = list[str]()
     for value in (node.get("command"), node.get("args")):
         if isinstance(value, str):
-            words += next(
-                commands_of(value.replace("\n", " "), {name: one[0] for name, one in known.items()}), []
-            )
+            variables = {name: one[0] for name, one in known.items()}
+            words += next(commands_of(value.replace("\n", " "), variables), [])
         elif isinstance(value, list):
             words += [
                 re.sub(r"\$\((\w+)\)", lambda name: known.get(name[1], [name[0]])[0], str(word))
@@ -324,12 +305,12 @@ def _commands_in(node: Mapping[str, object]) -> list[list[str]]:
     found = list(script_in(words, known))
     if found == [words]:
         words = [word if isinstance(word, Unset) else substituted(word, known) for word in words]
-        found = [words if _start_of(words) is not None else [str(node.get("image", "")), *words]]
+        found = [words if _first_argument(words) is not None else [str(node.get("image", "")), *words]]
     return found
 
 
 def _environment_of(value: object) -> dict[str, list[str]]:
-    """The variables that a container of Kubernetes or Compose sets itself."""
+    """Return the variables that a container of Kubernetes or Compose sets."""
     if isinstance(value, dict):
         pairs = [(str(name), each) for name, each in value.items()]
     else:

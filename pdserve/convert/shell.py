@@ -1,21 +1,21 @@
-"""Splits a shell script into the words of its commands, with the values of the variables that it sets itself.
+"""Splits a shell script into commands and their words, and fills in the variables that the script itself sets.
 
-Quotes, comments, continued lines, arrays, `${NAME:-default}` and scripts inside (`bash -c`) are read as a shell reads
-them; conditions and loops are not run. A word with a value that the script does not have is `Unset`.
+It reads quotes, comments, continued lines, arrays, `${NAME:-default}` and scripts inside (`bash -c`) as a shell does,
+but runs no conditions, loops or commands. A word with a value that the script does not set is `Unset`.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.util.errors import ConfigError
 
-MOST_TEXT = 100_000
-"""characters or words in a variable"""
+MAX_VARIABLE = 100_000
+"""Longest value of a variable in characters, and most words of an array."""
 
 
 def _nested(left: str, right: str) -> str:
-    """Four levels of brackets. Possessive, so that text without an end costs no more than its length."""
+    """Regex of four levels of brackets. Possessive, so that an open bracket costs only the length of the text."""
     run, inside = rf"[^{left}{right}]{{1,4000}}+", "(?!)"
     for _ in range(4):
         inside = rf"\{left}(?:{run}|{inside}){{0,99}}+\{right}"
@@ -24,7 +24,7 @@ def _nested(left: str, right: str) -> str:
 
 _BRACED, _COMMAND = _nested("{", "}"), _nested("(", ")")
 _PLACEHOLDER = "<[A-Za-z][^<>|&;\n]*>"
-"""in a manual, a value to fill in"""
+"""A value that the reader of a manual fills in: `<your-model>`."""
 _TOKEN = re.compile(
     rf"""(?P<blank>[ \t\r]+|\\[ \t]*\r?\n) | (?P<comment>\#[^\n]*) | (?P<end>\n|\|\|?|&&|;;?|&(?!>))
     | (?P<placeholder>(?:--[\w-]+=)?{_PLACEHOLDER})(?=\s)
@@ -37,28 +37,16 @@ _PIECE = re.compile(
     rf"""'[^']*' | "(?:\\.|[^"\\])*" | \\. | \${_BRACED} | \${_COMMAND} | `[^`]*` | [^'"\\$`]+ | \$\w+ | .""",
     re.X | re.S,
 )
-_REFERENCE = re.compile(rf"\$(?:[A-Za-z_]\w*|{_BRACED}|{_COMMAND}|[\d@*\#?!(])|`[^`]*`", re.S)
+_REFERENCE = re.compile(rf"(\$(?:[A-Za-z_]\w*|{_BRACED}|{_COMMAND}|[\d@*\#?!(])|`[^`]*`)", re.S)
 _PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?)([-=+?])(.*))?", re.S)
-_BEFORE_ASSIGNMENT = {
-    "export",
-    "local",
-    "readonly",
-    "declare",
-    "env",
-    "if",
-    "then",
-    "else",
-    "do",
-    "{",
-    "-a",
-    "-x",
-}
+_PREFIXES = {"export", "local", "readonly", "declare", "env", "if", "then", "else", "do", "{", "-a", "-x"}
+"""Words that may stand before an assignment."""
 Known = dict[str, list[str]]
-"""the words of each variable; of one that is no array, a single one"""
+"""Variables by name: the words of an array, or the single value of another variable."""
 
 
 class Unset(str):
-    """A word with references to values that the script does not have; `missing`: the references."""
+    """A word that refers to values that the script does not set; `missing` has the references."""
 
     missing: str
 
@@ -69,7 +57,7 @@ class Unset(str):
 
 
 def commands_of(script: str, variables: Mapping[str, str] | None = None) -> Iterator[list[str]]:
-    """The words of each command. An array that no command uses counts as a command."""
+    """Yield the words of each command. An array that no command uses counts as a command."""
     known: Known = {name: [value] for name, value in (variables or {}).items()}
     words, array, is_target = list[str](), "", False
     unused = dict[str, list[str]]()
@@ -78,14 +66,8 @@ def commands_of(script: str, variables: Mapping[str, str] | None = None) -> Iter
         if kind == "word" and is_target:
             is_target = False
         elif kind == "word":
-            text = text.removeprefix("ExecStart=")  # in a unit of systemd
-            assigned = None if array else re.match(r"([A-Za-z_]\w*)(\+?)=", text)
-            if assigned and _BEFORE_ASSIGNMENT.issuperset(words):
-                value = _joined(text[assigned.end() :], known)
-                value = _added("".join(known.get(assigned[1], [])), value) if assigned[2] else value
-                if assigned[1] not in known or not isinstance(value, Unset):  # a default stays
-                    known[assigned[1]] = _bounded([value])
-            else:
+            text = text.removeprefix("ExecStart=")  # in a systemd unit
+            if array or not _PREFIXES.issuperset(words) or not _assign(text, known):
                 unused = {name: each for name, each in unused.items() if f"{{{name}[" not in text}
                 words += _expanded(text, known)
         elif kind == "placeholder":
@@ -104,16 +86,28 @@ def commands_of(script: str, variables: Mapping[str, str] | None = None) -> Iter
     yield from unused.values()
 
 
+def _assign(text: str, known: Known) -> bool:
+    """Set a variable if the word is `NAME=value` or `NAME+=value`; return whether it is."""
+    assigned = re.match(r"([A-Za-z_]\w*)(\+?)=", text)
+    if assigned is None:
+        return False
+    name, appends = assigned.groups()
+    value = _joined(text[assigned.end() :], known)
+    value = _concat(["".join(known.get(name, [])), value]) if appends else value
+    if name not in known or not isinstance(value, Unset):  # keep a default over a value that is not known
+        known[name] = _bounded([value])
+    return True
+
+
 def _bounded(words: list[str]) -> list[str]:
-    if sum(map(len, words)) + len(words) > MOST_TEXT:
-        raise ConfigError(
-            [f"a variable grows beyond {MOST_TEXT:,} characters: give the command of vLLM alone."]
-        )
+    if sum(map(len, words)) + len(words) > MAX_VARIABLE:
+        text = f"a variable grows beyond {MAX_VARIABLE:,} characters: give the command of vLLM alone."
+        raise ConfigError([text])
     return words
 
 
 def script_in(words: Sequence[str], known: Known) -> Iterator[list[str]]:
-    """The commands of the script that these words give to a shell, or the words themselves."""
+    """Yield the commands of the script in `bash -c SCRIPT`; of any other command its words."""
     shells = [at for at, word in enumerate(words) if Path(word).name in ("sh", "bash", "zsh", "dash")]
     for at, word in enumerate(words[:-1]):
         if shells and at > shells[0] and re.fullmatch("-[eiluxo]*c", word):
@@ -125,17 +119,9 @@ def script_in(words: Sequence[str], known: Known) -> Iterator[list[str]]:
 
 
 def substituted(text: str, known: Known) -> str:
-    """The text with the values of its references; Unset if one has none."""
-    missing = list[str]()
-
-    def value(match: re.Match[str]) -> str:
-        found = _value(match[0], known)
-        if isinstance(found, Unset):
-            missing.append(found.missing)
-        return found
-
-    result = _REFERENCE.sub(value, text)
-    return Unset(result, " ".join(missing)) if missing else result
+    """Replace the references in the text by their values; `Unset` if one has none."""
+    parts = _REFERENCE.split(text)  # text and references in turn
+    return _concat(_value(part, known) if at % 2 else part for at, part in enumerate(parts))
 
 
 def _value(reference: str, known: Known) -> str:
@@ -156,34 +142,37 @@ def _value(reference: str, known: Known) -> str:
 
 
 def _joined(text: str, known: Known) -> str:
-    """A word without its quotes, as one word."""
-    word = ""
-    for match in _PIECE.finditer(text):
-        piece = match[0]
-        if piece[0] == "'":
-            word = _added(word, piece[1:-1])
-        elif piece[0] == "\\":
-            word = _added(word, piece[1:].strip("\n"))
-        elif piece[0] == '"':
-            for part in re.split(r"(\\.)", piece[1:-1], flags=re.S):
-                is_escape = part[:1] == "\\" and part[1:] in ('"', "\\", "$", "`", "\n")
-                word = _added(word, part[1:].strip("\n") if is_escape else substituted(part, known))
-        else:
-            word = _added(word, substituted(piece, known))
-    return word
+    """The word without its quotes and with its values, not split at blanks."""
+    return _concat(part for piece in _PIECE.findall(text) for part in _parts(piece, known))
 
 
-def _added(one: str, other: str) -> str:
-    missing = [each.missing for each in (one, other) if isinstance(each, Unset)]
-    return Unset(str(one) + str(other), " ".join(missing)) if missing else one + other
+def _parts(piece: str, known: Known) -> Iterator[str]:
+    if piece[0] == "'":
+        yield piece[1:-1]
+    elif piece[0] == "\\":
+        yield piece[1:].strip("\n")
+    elif piece[0] == '"':
+        for part in re.split(r"(\\.)", piece[1:-1], flags=re.S):
+            is_escape = part[:1] == "\\" and part[1:] in ('"', "\\", "$", "`", "\n")
+            yield part[1:].strip("\n") if is_escape else substituted(part, known)
+    else:
+        yield substituted(piece, known)
+
+
+def _concat(parts: Iterable[str]) -> str:
+    """Concatenate the parts of a word; `Unset` if one of them is."""
+    parts = list(parts)
+    text = "".join(parts)
+    missing = [part.missing for part in parts if isinstance(part, Unset)]
+    return Unset(text, " ".join(missing)) if missing else text
 
 
 def _expanded(text: str, known: Known) -> list[str]:
-    """The words of a word: those of an array, and of a reference without quotes."""
+    """The words that a word becomes: several for an array, or for a reference without quotes."""
     if (array := re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', text)) and array[1] in known:
         return known[array[1]]
     if re.fullmatch(rf"\$(?:\w+|{_BRACED})", text):
-        if given := re.fullmatch(r"\$\{(\w+):?\+(.*)\}", text, re.S):  # may have several words, with quotes
+        if given := re.fullmatch(r"\$\{(\w+):?\+(.*)\}", text, re.S):  # ${NAME:+words}
             is_set = known.get(given[1], [""]) != [""]
             inner = (match for match in _TOKEN.finditer(given[2]) if is_set and match.lastgroup == "word")
             return [word for match in inner for word in _expanded(match[0], known)]

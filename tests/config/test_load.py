@@ -332,7 +332,7 @@ MISTAKES: Mistakes = [
         "11: Processor.",
         {
             "router: best": "router is 'best', but must be one of: ",
-            "block-size: 16": "block-size is 16, but the worker says 32: the processor follows its workers",
+            "block-size: 16": "block-size is 16, but the worker has 32, and the worker's value counts",
             "enable-auto-tool-choice: true": "enable-auto-tool-choice needs tool-call-parser beside it",
             "tool-call-parser: hermess, enable-auto-tool-choice: true": "tool-call-parser is hermess, no",
         },
@@ -380,7 +380,7 @@ MISTAKES: Mistakes = [
         {
             "lora-modules: [a=/a, b=/b, c=/c]": "names 3 adapters, but the engine holds 2: set max-cpu-loras: 3.",
             "lora-modules: [a=/a, a=/b]": "names an adapter twice.",
-            "lora-modules: [a=/a, demo=/b]": "names an adapter demo, as the model: choose another name.",
+            "lora-modules: [a=/a, demo=/b]": "names an adapter demo, like the model: choose another name.",
             "lora-modules: [a]": "must be a list of name=folder, or of mappings with name and path.",
         },
     ),
@@ -396,7 +396,7 @@ MISTAKES: Mistakes = [
             "block-size: 64": "block-size makes block-size 32 in VllmWorker but 64 in PrefillWorker;",
             "dtype: float32": "dtype makes dtype auto in VllmWorker but float32 in PrefillWorker; KV",
             "model: gpt2": "model makes model demo in VllmWorker but gpt2 in PrefillWorker; the KV of one",
-            "max-logprobs: 5": "max-logprobs is 5, but 20 in VllmWorker: set both alike, or stand-in: false.",
+            "max-logprobs: 5": "max-logprobs is 5, but 20 in VllmWorker: set the same value in both, or",
         },
     ),
     (
@@ -405,10 +405,10 @@ MISTAKES: Mistakes = [
         {
             "ServiceArgs: {resources: {gpu: 4}}": "ServiceArgs.resources.gpu is 4, but",
             "ServiceArgs: {resources: {gpu-ids: [0]}}": "ServiceArgs.resources.gpu-ids names 1 GPUs, but 1",
-            "nnodes: 3": "nnodes is 3, but 2 ranks (tensor-parallel-size) cannot be shared by as many hosts",
+            "nnodes: 3": "nnodes is 3, but the 2 ranks (tensor-parallel-size) are not a multiple of it",
             "nnodes: 2, distributed-executor-backend: ray": "distributed-executor-backend is ray, but",
             "nnodes: 2, ServiceArgs: {resources: {gpu-ids: [0, 1]}}": (
-                "ServiceArgs.resources.gpu-ids names GPUs of one host, but nnodes makes several"
+                "ServiceArgs.resources.gpu-ids names GPUs of one host, but nnodes needs several hosts"
             ),
             "gpu-memory-utilization: 0.5, device-memory-utilization: 0.6": (
                 "device-memory-utilization is the same vLLM argument as VllmWorker.gpu-memory-utilization in line 1"
@@ -451,8 +451,8 @@ CHANGES = [
     ("port: 8000", "8000: port", ":5: Frontend has a key that is not a word"),
     ("block-size]\nP", "block-siz]\nP", ":8: VllmWorker.common-configs lists block-siz, which Common does"),
     ("[model, block-size]\nP", "model\nP", ":8: VllmWorker.common-configs must be a list of keys of Common"),
-    ("remote-prefill: true", "role: both", ":7: VllmWorker.role is both, but no prompt is ever queued"),
-    ("true", "false", ":9: PrefillWorker would never get work"),
+    ("remote-prefill: true", "role: both", ":7: VllmWorker.role is both, but no prompt is ever sent"),
+    ("true", "false", ":9: PrefillWorker would never get a prompt"),
     ("PrefillWorker:\n  common-configs: [model, block-size]", "PrefillWorker: {model: demo}", ":3:"),
     (GOOD, "Frontend: {port: 80}\n", ": there is no VllmWorker section"),
     (GOOD, "VllmWorker: {model: demo, remote-prefill: true}\n", ":1: VllmWorker.remote-prefill is true,"),

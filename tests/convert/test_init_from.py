@@ -256,7 +256,7 @@ def test_sources_without_a_server(tmp_path: Path, name: str, text: str, said: st
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=said):
         servers_of(str(tmp_path / name))
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml not found"):
         servers_of(str(tmp_path / "absent.yaml"))
 
 

@@ -203,7 +203,7 @@ def test_keys_are_lines_of_a_file(tmp_path: Path) -> None:
         ('services: {a: {command: "don\'t"}}\n', "starts no vLLM server"),
         ("spec: {envs: [{name: DYN_DEPLOYMENT_CONFIG, value: '{'}]}\n", "holds no JSON object"),
         ("spec: {envs: [{name: DYN_DEPLOYMENT_CONFIG, value: '3'}]}\n", "holds no JSON object"),
-        ("a: &a\n  - *a\n", "an alias in it names what has it"),
+        ("a: &a\n  - *a\n", "has an alias to a mapping that contains the alias"),
         (
             "a0: &a0 [0]\n" + "".join(f"a{n}: &a{n} [{9 * f'*a{n - 1}, '}]\n" for n in range(1, 9)),
             "aliases make more",

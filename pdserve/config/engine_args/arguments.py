@@ -33,6 +33,8 @@ class Argument(msgspec.Struct, frozen=True):
     """whether it takes a list of values"""
     choices: tuple[str | int, ...] = ()
     aliases: tuple[str, ...] = ()
+    short: tuple[str, ...] = ()
+    """as `-tp`, for command lines only"""
     default: object = None
     """None also if the default is an object"""
     names: tuple[str, ...] = ()

@@ -1,8 +1,6 @@
-"""Reads files of Dynamo 0.1 to 0.3 (`dynamo serve -f FILE`) as graphs of pdserve.
+"""Reads a file of Dynamo 0.1 to 0.3 (`dynamo serve -f FILE`) as a graph of pdserve.
 
-A file that has something of Dynamo's that pdserve has not is taken for Dynamo's. In it, sections and keys without a
-meaning here are dropped, each with a note, a few have another name, and what Dynamo ignored has no effect. All other
-files are left to the strict reader, for which the same is an error.
+Sections and keys that only Dynamo has are renamed or dropped, each with a note. In any other file they are errors.
 """
 
 import json
@@ -58,14 +56,12 @@ _KEYS_OF = {
     "PrefillWorker": _DISAGGREGATION,
 }
 _ROUTERS = {"random": "round-robin", "kv-load": "least-loaded"}
-"""policies of Dynamo's router -> the nearest one here"""
+"""Policies of Dynamo's router -> pdserve's nearest."""
 
 
 def from_dynamo(tree: Mapping[str, Entry], findings: Findings) -> dict[str, Entry]:
-    """The sections as pdserve reads them, with the keys of Common in the sections that list them. What is dropped or
-    renamed is in the findings' notes."""
-    if not is_dynamo(tree):
-        return dict(tree)
+    """Return the sections of a Dynamo file as pdserve reads them, with the keys of Common in the sections that list
+    them. Each key that is dropped or renamed is noted in the findings."""
     read, sections = dict(tree), _with_common(tree, findings)
     read.pop("Common", None)
     for name, why in _SECTIONS.items():
@@ -82,6 +78,7 @@ def from_dynamo(tree: Mapping[str, Entry], findings: Findings) -> dict[str, Entr
 
 
 def is_dynamo(tree: Mapping[str, Entry]) -> bool:
+    """Whether the file has a section or a key that only Dynamo has."""
     if not tree.keys().isdisjoint((*_SECTIONS, *_OTHER_NAMES)):
         return True
     keys = {section: set(_paths(entry)) for section, entry in tree.items()}
@@ -101,8 +98,8 @@ def _paths(entry: Entry, above: str = "") -> Iterator[str]:
 
 
 def _with_common(tree: Mapping[str, Entry], findings: Findings) -> dict[str, Section]:
-    """The keys of each section, its own before those of Common that it lists. As in Dynamo, a key that no section
-    lists has no effect, and so has a listed one that Common does not have."""
+    """Return the keys of each section: its own, which win, and those of Common that it lists. As in Dynamo, a key that
+    no section lists has no effect, nor has a listed key that Common lacks."""
     common = dict(tree["Common"].children) if "Common" in tree else {}
     sections, used = {}, set[str]()
     for name, entry in tree.items():
@@ -135,7 +132,7 @@ def _rename(
 
 
 def _move_to_others(read: dict[str, Entry], sections: dict[str, Section], findings: Findings) -> None:
-    """The router to the Processor, the served name to the Frontend; and out of the Processor what only workers have."""
+    """Move the router to the Processor and the served name to the Frontend; drop workers' keys from the Processor."""
     processor, frontend = sections.setdefault("Processor", {}), sections.setdefault("Frontend", {})
     for name in (*_WORKERS, "Processor"):
         section = sections.get(name, {})
@@ -154,7 +151,7 @@ def _move_to_others(read: dict[str, Entry], sections: dict[str, Section], findin
     for name, entry in list(processor.items()):
         of_worker = name != "model" and canonical(name) == name and not shapes_response(name)
         if of_worker and (name not in worker or worker[name].value != entry.value):
-            findings.note(processor.pop(name), " has no meaning here: the processor follows its workers.")
+            findings.note(processor.pop(name), " has no meaning here: the worker's own value counts.")
     for name, section in (("Processor", processor), ("Frontend", frontend)):
         if section:
             read.setdefault(name, Entry(name, next(iter(section.values())).line))
@@ -162,13 +159,13 @@ def _move_to_others(read: dict[str, Entry], sections: dict[str, Section], findin
 
 
 def _removed(section: Section) -> dict[str, str]:
-    """Arguments that vLLM took then, and that changed no answer."""
+    """Return arguments that vLLM has removed and that changed no response."""
     gone = {name: found for name in section if (found := removed(name)) and not found.instead}
-    return {name: f"vLLM has it no more since {found.since}." for name, found in gone.items()}
+    return {name: f"vLLM removed it in {found.since}." for name, found in gone.items()}
 
 
 def _without(entry: Entry, keys: Mapping[str, str], findings: Findings, above: str = "") -> Entry:
-    """The entry without these keys, which may stand in mappings inside it."""
+    """Return the entry without these keys, also in its mappings."""
     kept = {}
     for name, child in entry.children.items():
         if reason := keys.get(above + name):

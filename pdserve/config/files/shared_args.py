@@ -1,7 +1,11 @@
-"""What decode and prefill workers must have in common, because the KV of one is read by the other, and what prefill
-workers take over from decode workers where they stand in for them."""
+"""Checks vLLM arguments that decode and prefill workers share.
+
+Some must be equal, because decode workers read the prefill workers' KV. Others are copied from decode workers, so that
+a stand-in gives the same responses.
+"""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,60 +24,37 @@ from pdserve.config.sections import SectionRead
 Arguments = dict[str, Entry]
 """a section's vLLM arguments by canonical name"""
 
-_ALIKE = {
-    "model": "the KV of one model means nothing to another",
-    "revision": "the KV of one model means nothing to another",
-    "hf-overrides": "the KV of one model means nothing to another",
-    "load-format": "the KV of one model means nothing to another",
-    "dtype": "KV blocks are moved byte by byte",
-    "kv-cache-dtype": "KV blocks are moved byte by byte",
-    "quantization": "KV blocks are moved byte by byte",
+_MUST_BE_EQUAL = {
+    **dict.fromkeys(
+        ("model", "revision", "hf-overrides", "load-format"), "the KV of one model means nothing to another"
+    ),
+    **dict.fromkeys(("dtype", "kv-cache-dtype", "quantization"), "KV blocks are moved byte by byte"),
     "block-size": "unequal KV blocks give wrong tokens",
     **dict.fromkeys(("enable-lora", *LORA_ARGUMENTS), "both compute with the same adapters"),
 }
-"""vLLM arguments that must be equal in decode and prefill workers, because KV blocks move from one engine's cache into
-the other's, and the reason"""
-
-
-_LENGTH_IS_A_LIMIT = {
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma",
-    "gemma2",
-    "glm4",
-    "gpt2",
-    "gpt_neox",
-    "gpt_oss",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "opt",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "starcoder2",
-}
-"""model types whose KV does not depend on max-model-len in vLLM 0.32, except with longrope. Llama 4, for example,
+"""vLLM arguments that must be equal in decode and prefill workers, with the reason."""
+_LENGTH_IS_A_LIMIT = re.compile(
+    "deepseek_v[23]|gemma2?|glm4|gpt2|gpt_neox|gpt_oss|granite|llama|mistral|mixtral|olmo2|opt|phi3?|"
+    "qwen[23](_moe)?|starcoder2"
+)
+"""Model types whose KV does not depend on max-model-len in vLLM 0.32, except with longrope. Llama 4, for example,
 scales its attention by it (`default_attn_temperature_tuning`)."""
 
 
 def length_changes_kv(folder: Path | None, args: Mapping[str, object]) -> bool:
-    """Whether the KV of a prompt may depend on max-model-len. `folder` has the model's config.json; None: unknown."""
+    """Whether a prompt's KV may depend on max-model-len. `folder` has the model's config.json; None: unknown."""
     try:
         text = (folder / "config.json").read_text() if folder else "{}"
         kind = json.loads(text).get("model_type")
     except (OSError, ValueError, AttributeError):
         return True
-    return kind not in _LENGTH_IS_A_LIMIT or "longrope" in text + str(args.get("hf-overrides", ""))
+    return not _LENGTH_IS_A_LIMIT.fullmatch(str(kind)) or "longrope" in text + str(
+        args.get("hf-overrides", "")
+    )
 
 
 def compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
-    for name, why in _ALIKE.items():
+    for name, why in _MUST_BE_EQUAL.items():
         ours, theirs = effective(decode, name), effective(prefill, name)
         if ours != theirs:
             text = (
@@ -88,31 +69,31 @@ def compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -
         )
         text = (
             f"makes the draft model {ours or 'none'} in VllmWorker but {theirs or 'none'} in PrefillWorker; KV blocks "
-            "have its KV, too: set it once in Common and list it in the common-configs of both (n-gram has no KV)."
+            "hold its KV too: set it once in Common and list it in the common-configs of both (n-gram has no KV)."
         )
         findings.problem(entry, text)
 
 
 def follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
-    """Give prefill workers, which may stand in for decode workers, the arguments on which answers depend."""
+    """Copy the arguments that change responses to prefill workers, which may stand in for decode workers."""
     for name in sorted(RESPONSE_ARGUMENTS & (decode.keys() | prefill.keys())):
         if name not in prefill:
             prefill[name] = decode[name]
         elif (theirs := effective(decode, name)) != prefill[name].value:
-            text = f"but {shown(theirs)} in VllmWorker: set both alike, or stand-in: false."
+            text = f"but {shown(theirs)} in VllmWorker: set the same value in both, or stand-in: false."
             findings.problem(prefill[name], f"is {shown(prefill[name].value)}, {text}")
 
 
 def without_stand_in(
     decode: Arguments, prefill: SectionRead[PrefillSection], findings: Findings
 ) -> SectionRead[PrefillSection]:
-    """Prefill workers that take shorter prompts than decode workers cannot stand in for them."""
+    """Turn stand-in off if prefill workers take shorter prompts than decode workers."""
     entry, longest = prefill.args.get("max-model-len"), decode.get("max-model-len")
     if entry is None or not prefill.values.stand_in or (longest and longest.value == entry.value):
         return prefill
-    text = "differs from VllmWorker's: longer prompts are prefilled locally, and PrefillWorker does not stand in for it"
+    text = "differs from VllmWorker's: longer prompts are prefilled locally, and PrefillWorker is no stand-in"
     if "stand-in" in prefill.own:
-        findings.problem(entry, f"{text}: set stand-in: false, or both alike.")
+        findings.problem(entry, f"{text}: set stand-in: false, or the same length in both.")
     findings.note(entry, f" {text}.")
     return replace(prefill, values=replace(prefill.values, stand_in=False))
 

@@ -1,5 +1,5 @@
-"""A YAML file as entries with their lines, and the findings about them: every problem names its place, and all problems
-of a file are reported at once."""
+"""Parses a YAML file into entries that know their lines, and collects the file's problems, so that all are reported at
+once with their places."""
 
 import difflib
 import re
@@ -15,8 +15,8 @@ from pdserve.config.schema import kebab
 from pdserve.util.errors import ConfigError
 from pdserve.util.program import pdserve_command
 
-MOST_ALIASED = 100_000
-"""values of a file by aliases (`*name`), beside those that it writes out"""
+MAX_ALIASED = 100_000
+"""Most values that aliases (`*name`) may add to those that a file writes out."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Entry:
     line: int
     """0: not of the file"""
     value: object = None
-    """plain; keys inside are as written"""
+    """plain Python; keys of a mapping are as written"""
     children: Mapping[str, "Entry"] = field(default_factory=dict)
-    """of a mapping, with keys in kebab-case (`served_model_name` is `served-model-name`); else empty"""
+    """a mapping's entries, with keys in kebab-case (`served_model_name` is `served-model-name`)"""
 
     @property
     def section(self) -> str:
@@ -39,21 +39,21 @@ class Entry:
 
 @dataclass
 class Findings:
-    """Problems and notes about a file. A problem is a full sentence that begins with `file:line: key` and says what to
-    do; notes are shown once at start."""
+    """Problems and notes of a file. A problem is a sentence that begins with `file:line: key` and says what to do.
+    Notes are shown once at start."""
 
     path: Path
     notes: list[str] = field(default_factory=list)
     _problems: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def problem(self, entry: Entry, text: str) -> None:
-        """Add a problem; only the first one of a key is kept, since the others follow from it."""
+        """Add a problem. Only a key's first problem is kept, because others often follow from it."""
         place = f"{self.path}:{entry.line}: {entry.path}".removesuffix(" ") if entry.line else entry.path
         self._problems.setdefault((entry.line, entry.path), f"{place} {text}")
 
-    def whole(self, text: str, of: str = "") -> None:
-        """Add a problem of the whole file, or `of` something else, such as an environment variable."""
-        self._problems.setdefault((0, of), f"{of} {text}" if of else f"{self.path}: {text}")
+    def problem_without_line(self, text: str, subject: str = "") -> None:
+        """Add a problem of the whole file, or of a subject outside, such as an environment variable."""
+        self._problems.setdefault((0, subject), f"{subject} {text}" if subject else f"{self.path}: {text}")
 
     def note(self, entry: Entry, text: str) -> None:
         note = f"{self.path}:{entry.line}: {entry.path}{text}"
@@ -63,23 +63,16 @@ class Findings:
     def raise_if_any(self) -> None:
         """Raise a ConfigError with the problems in order of their lines, if there are any."""
         if self._problems:
-            raise ConfigError(
-                [self._problems[place] for place in sorted(self._problems, key=lambda place: place[0])]
-            )
+            places = sorted(self._problems, key=lambda place: place[0])
+            raise ConfigError([self._problems[place] for place in places])
 
 
-_OPPOSITES = (
-    ("enable", "disable"),
-    ("allow", "disallow"),
-    ("min", "max"),
-    ("local", "remote"),
-    ("cpu", "gpu"),
-)
+_OPPOSITES = ("enable disable", "allow disallow", "min max", "local remote", "cpu gpu")
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
-    """`did you mean …?` with the valid name that `name` abbreviates or misspells; `otherwise` if there is none. A name
-    that means the opposite, or has words that `name` lacks, is not offered."""
+    """Return `did you mean …?` with the valid name that `name` abbreviates or misspells; `otherwise` if there is none.
+    A name that means the opposite, or has words that `name` lacks, is not offered."""
     names = list(valid)
     longer = [each for each in names if re.match(re.escape(name) + r"[-_]", each, re.IGNORECASE)]
     if 1 <= len(longer) <= 3:
@@ -90,31 +83,31 @@ def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
 
 
 def _misspells(name: str, valid: str) -> bool:
-    """Whether each word of `valid` is in `name`, perhaps misspelt, and none is there as its opposite."""
+    """Whether each word of `valid` is in `name`, perhaps misspelt, and none of them as its opposite."""
     written, meant = ({word.lower() for word in re.findall(r"[A-Za-z0-9]+", each)} for each in (name, valid))
-    if any({written & {*pair} != meant & {*pair}, bool(written & {*pair})} == {True} for pair in _OPPOSITES):
-        return False
+    for pair in map(set, map(str.split, _OPPOSITES)):
+        if written & pair and written & pair != meant & pair:
+            return False
     whole = "".join(sorted(written - meant))
     return all(difflib.get_close_matches(word, [*written, whole], cutoff=0.7) for word in meant - written)
 
 
 def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
-    """The file's top-level entries. Raises ConfigError if the file is not one YAML mapping; other problems, such as
-    duplicate keys, go to `findings`."""
+    """Return the file's top-level entries. Raises ConfigError if the file is not one YAML mapping; other problems, such
+    as duplicate keys, go to `findings`."""
+    advice = "give the path of a YAML file with -f"
     try:
         text = path.read_text("utf-8")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(
-            [f"{path} cannot be read ({reason}): give the path of a YAML file with -f."]
-        ) from error
+        raise ConfigError([f"{path} cannot be read ({reason}): {advice}."]) from error
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path} is not UTF-8 text: give the path of a YAML file with -f."]) from error
+        raise ConfigError([f"{path} is not UTF-8 text: {advice}."]) from error
     return parse_tree(text, findings, f"`{pdserve_command('init graph.yaml')}` writes one to start from")
 
 
 def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry]:
-    """`read_tree` for a text; `advice` says what to do if it is not a mapping."""
+    """Do the same for a text. `advice` says what to do if it is not a mapping."""
     path = findings.path
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -131,24 +124,22 @@ def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry
 
 
 def _bound_aliases(path: Path, node: yaml.Node, seen: dict[yaml.Node, int]) -> int:
-    """Return how many nodes this one is with its aliases written out; `seen` has those of the nodes before it. Raises
-    ConfigError where aliases multiply: each of 30 levels that names the one before twice makes a billion."""
+    """Return the size of a node in nodes, with its aliases written out; `seen` has the sizes of the nodes before it.
+    Raises ConfigError if aliases multiply: 30 levels that each name the level before twice make a billion nodes."""
     if node in seen:
         return seen[node]
-    seen[node] = 1  # for an alias to what contains it
+    seen[node] = 1  # an alias inside may name this node
     parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
     if not isinstance(node, yaml.ScalarNode):
         seen[node] += sum(_bound_aliases(path, part, seen) for part in parts)
-    if seen[node] > len(seen) + MOST_ALIASED:
-        line, most = node.start_mark.line + 1, f"{MOST_ALIASED:,}"
-        raise ConfigError(
-            [f"{path}:{line}: aliases make more than {most} values of this: write fewer of them."]
-        )
+    if seen[node] > len(seen) + MAX_ALIASED:
+        text = f"aliases make more than {MAX_ALIASED:,} values of this: write fewer of them."
+        raise ConfigError([f"{path}:{node.start_mark.line + 1}: {text}"])
     return seen[node]
 
 
 def read_documents(text: str, path: Path) -> list[object]:
-    """All documents of a YAML file of another tool, as plain values. Raises ConfigError."""
+    """Return all documents of another tool's YAML file, as plain values. Raises ConfigError."""
     try:
         loader, documents = yaml.SafeLoader(text), []
         while loader.check_node():
@@ -170,8 +161,8 @@ def _not_yaml(path: Path, error: Exception) -> str:
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """Reads dates as dates: lm-format-enforcer, which vLLM imports, changes PyYAML's own table so that all dates of the
-    process are read as words. A whole number that begins with 0, which YAML 1.1 has octal, is an error."""
+    """Reads dates as dates, although lm-format-enforcer, which vLLM imports, changes PyYAML's own table to read them as
+    words. A whole number that begins with 0, which is octal in YAML 1.1, is an error."""
 
     def number(self, node: yaml.ScalarNode) -> int:
         if re.match(r"[-+]?0[\d_]", node.value):
@@ -190,10 +181,9 @@ class _Reader:
         self._construct = _Constructor()
 
     def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
-        """`above`: the nodes that contain this node; an alias to one of them would never end."""
+        """Return the entries of a mapping. `above`: the nodes that contain it; an alias to one of them has no end."""
         self._find_duplicates(path, node)
-        # `<<: *defaults`: the mapping's own keys come after those and win
-        self._construct.flatten_mapping(node)
+        self._construct.flatten_mapping(node)  # `<<: *defaults`: the mapping's own keys win
         entries = {}
         for key_node, value_node in node.value:
             entry = self._entry(path, key_node, value_node, (*above, node))
@@ -211,7 +201,7 @@ class _Reader:
             return None
         entry = Entry(_inside(path, key_node), line)
         if any(node is outer for outer in above):
-            self._findings.problem(entry, "is an alias to what contains it: write the value out.")
+            self._findings.problem(entry, "is an alias to a mapping that contains it: write the value out.")
             return None
         children = self.children(entry.path, node, above) if isinstance(node, yaml.MappingNode) else {}
         try:
@@ -219,7 +209,7 @@ class _Reader:
         except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
             if not isinstance(node, yaml.MappingNode) or len(children) == len(
                 node.value
-            ):  # else said of a key in it
+            ):  # else a key has a problem
                 said = getattr(error, "problem", None) or error
                 self._findings.problem(entry, f"has no plain value ({said}): put quotes round a word.")
             return None

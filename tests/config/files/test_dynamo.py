@@ -141,7 +141,7 @@ def test_a_wrong_router_is_still_a_problem(tmp_path: Path) -> None:
             "  max-local-prefill-length: 10",
             "PrefillWorker.max-local-prefill-length has",
         ),
-        ("  priority-queue: shortest", "  enable-reasoning: true", "vLLM has it no more since 0.10."),
+        ("  priority-queue: shortest", "  enable-reasoning: true", "vLLM removed it in 0.10."),
         (
             "    workers: 2",
             "    workers: 2\n    worker-env: [A=1]",
@@ -180,11 +180,11 @@ def test_the_workers_of_its_second_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["block-size: 128", "tensor-parallel-size: 8"])
-def test_the_processor_follows_its_workers(tmp_path: Path, key: str) -> None:
+def test_a_workers_argument_in_the_processor_is_dropped(tmp_path: Path, key: str) -> None:
     text = FILE.replace("  router-num-threads: 4\n", f"  {key}\n").replace(
         "Processor:\n", "Processor:\n  model: demo\n"
     )
-    assert f"Processor.{key.split(':')[0]} has no meaning here: the processor follows" in " ".join(
+    assert f"Processor.{key.split(':')[0]} has no meaning here: the worker's own value counts" in " ".join(
         notes(tmp_path, text)
     )
 
@@ -228,7 +228,7 @@ def test_prefill_workers_may_take_shorter_prompts(tmp_path: Path) -> None:
     assert not prefill.stand_in
     assert "longer prompts are prefilled locally" in " ".join(notes(tmp_path, text))
     [problem] = problems(tmp_path, text.replace("PrefillWorker:", "PrefillWorker:\n  stand-in: true"))
-    assert problem.endswith("set stand-in: false, or both alike.")
+    assert problem.endswith("set stand-in: false, or the same length in both.")
 
 
 @pytest.mark.parametrize(
