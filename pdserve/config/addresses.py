@@ -1,5 +1,5 @@
-"""Addresses of servers as they are written in a file. Each check returns the address as it is used, or raises
-ValueError with the end of a sentence that begins with the key."""
+"""Checks addresses of servers. Each check returns the address in its used form, or raises ValueError with the end of a
+sentence that begins with the key."""
 
 from collections.abc import Callable
 from urllib.parse import SplitResult, urlsplit
@@ -10,18 +10,17 @@ from pdserve.util.net import split_servers, strip_passwords
 
 
 def nats_url(url: str) -> str:
-    """The URL with a lower-case scheme."""
+    """Return the URL with a lower-case scheme."""
     parts = _split(url := _lower_scheme(url))
-    if parts is not None and parts.scheme in ("ws", "wss"):
-        text = "NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
-        raise ValueError(f"is {strip_passwords(url)!r}, but {text}")
     if parts is None or parts.scheme not in ("nats", "tls") or not parts.hostname or parts.path.strip("/"):
-        raise ValueError(f"is {strip_passwords(url)!r}, but must be a NATS URL, as in nats://10.0.0.5:4222.")
+        is_web = parts is not None and parts.scheme in ("ws", "wss")
+        text = f"must be a NATS URL{' without WebSockets' * is_web}, as in nats://10.0.0.5:4222."
+        raise ValueError(f"is {strip_passwords(url)!r}, but {text}")
     return url
 
 
 def etcd_address(address: str) -> str:
-    """host:port, without `http://`: the graph's credentials decide whether it is encrypted."""
+    """Return host:port, without `http://`: the graph's credentials decide whether the connection is encrypted."""
     address = _lower_scheme(address)
     parts = _split(address if "://" in address else f"http://{address}")
     if (
@@ -35,8 +34,8 @@ def etcd_address(address: str) -> str:
     return address.removeprefix("http://").rstrip("/")
 
 
-def each(check: Callable[[str], str]) -> Callable[[object], str]:
-    """The check of one address, several separated by commas, or a list of them: it returns all, separated by commas."""
+def each_address(check: Callable[[str], str]) -> Callable[[object], str]:
+    """Apply the check to each address of a list, or of a text with commas. The result joins them with commas."""
 
     def check_each(value: object) -> str:
         texts = split_servers(value) if isinstance(value, str) else value
@@ -52,16 +51,15 @@ def each(check: Callable[[str], str]) -> Callable[[object], str]:
 
 def own_address(host: str) -> str:
     if not host.strip("0.:"):
-        text = "must be an address at which other machines reach this one: they are given it."
+        text = "must be the address at which other machines reach this one."
         raise ValueError(f"is {host!r}, but {text}")
     return host
 
 
 def traces_url(url: str) -> str:
-    """The URL to send spans to, from a collector's URL."""
-    url = collector_url(url)
-    path = "/v1/traces"
-    return url if urlsplit(url).path.endswith(path) else url.rstrip("/") + path
+    """Return the URL to send spans to, from a collector's URL."""
+    url = collector_url(url).rstrip("/")
+    return url if urlsplit(url).path.endswith("/v1/traces") else f"{url}/v1/traces"
 
 
 def collector_url(url: str) -> str:

@@ -1,14 +1,14 @@
-"""API keys with their names and limits.
+"""Reads API keys with their names and limits.
 
-They come from the file `Security.api-keys` and from PDSERVE_API_KEYS (keys separated by commas, or `@FILE`); if both
-are set, the keys of both are accepted. A file is YAML
+Keys come from the file `Security.api-keys` and from PDSERVE_API_KEYS (keys separated by commas, or `@FILE`); the keys
+of both are accepted. A file has a key, or name=key, on each line, or it is YAML:
 
     alice:
       key: sk-...              # or key-sha256: 64 hex digits; then the file holds no secret
       requests-per-minute: 60
       admin: true              # sees the receipts of all keys
 
-or has a key, or name=key, on each line. No error or note here shows a key.
+No error or note shows a key.
 """
 
 import hashlib
@@ -23,16 +23,15 @@ from pdserve.config.schema import SecuritySection
 from pdserve.util.errors import ConfigError
 
 KEYS_VARIABLE = "PDSERVE_API_KEYS"
-MOST = 10**12
-"""the largest limit"""
-SHORT = 16
-"""characters; a shorter key can be guessed"""
+MAX_LIMIT = 10**12
+MIN_LENGTH = 16
+"""Characters of a key. A shorter key can be guessed."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _NAMES = "letters, digits and . _ @ -, at most 64"
 _KEY = re.compile(r"[!-~]+")
 _FIT = "of ASCII characters without spaces, since clients cannot send others"
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrent-requests")
-_LIMIT = f"a whole number from 1 to {MOST}; without it there is no such limit"
+_LIMIT = f"a whole number from 1 to {MAX_LIMIT}; without it there is no such limit"
 _FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
     "key": (
         lambda value: isinstance(value, str) and _KEY.fullmatch(value),
@@ -43,14 +42,14 @@ _FIELDS: dict[str, tuple[Callable[[Any], object], str]] = {
         "64 hex digits, the SHA-256 of the key, in quotes",
     ),
     "admin": (lambda value: isinstance(value, bool), "true or false"),
-    **dict.fromkeys(_LIMITS, (lambda value: type(value) is int and 0 < value <= MOST, _LIMIT)),
+    **dict.fromkeys(_LIMITS, (lambda value: type(value) is int and 0 < value <= MAX_LIMIT, _LIMIT)),
 }
-"""of a key's mapping: whether a value is valid, and what it must be"""
+"""Keys of an API key's mapping: a check of the value, and what it must be."""
 
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """Limits of a key, at all frontends together; None: no limit."""
+    """Limits of a key over all frontends together; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -69,7 +68,7 @@ class ApiKey:
 
     @classmethod
     def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits(), admin: bool = False) -> Self:
-        """A key without a name is named by its digest, which is the same wherever the key stands."""
+        """Make a key. Without a name it is named by its digest, which is the same in any file."""
         digest = digest_of(key)
         return cls(name or f"key-{digest.hex()[:12]}", digest, limits, admin)
 
@@ -82,19 +81,18 @@ def digest_of(key: str) -> bytes:
 class FoundKeys:
     keys: list[ApiKey] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
-    """that were read"""
     notes: list[str] = field(default_factory=list)
     """warnings, full sentences"""
 
 
 def requires_key(security: SecuritySection, env: Mapping[str, str]) -> bool:
-    """Whether the API requires a key. (If configured keys cannot be read, the frontend does not start.)"""
+    """Whether the API requires a key. (A frontend that cannot read its keys does not start.)"""
     return security.api_keys is not None or bool(env.get(KEYS_VARIABLE))
 
 
 def read_keys(file: Path | None, env: Mapping[str, str]) -> FoundKeys:
-    """The keys of the file and of the environment; none if neither is set. Raises ConfigError, also for a file or value
-    without a key: a mistake must not open the API to all."""
+    """Return the keys of the file and of the environment. Raises ConfigError, also for a file or a variable without a
+    key, because a mistake must not open the API to everyone."""
     read, value = FoundKeys(), env.get(KEYS_VARIABLE, "")
     if value.startswith("@"):
         _read_file(Path(value[1:]), read)
@@ -116,9 +114,8 @@ def _read_file(path: Path, into: FoundKeys) -> None:
         text, mode = path.read_text("utf-8-sig"), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            [f"{path}: the API keys cannot be read ({reason}): correct Security.api-keys or {KEYS_VARIABLE}."]
-        ) from None
+        advice = f"correct Security.api-keys or {KEYS_VARIABLE}"
+        raise ConfigError([f"{path}: the API keys cannot be read ({reason}): {advice}."]) from None
     lines = [
         (f"{path}:{number}", line)
         for number, line in enumerate(text.splitlines(), 1)
@@ -130,16 +127,14 @@ def _read_file(path: Path, into: FoundKeys) -> None:
     else:
         secret = _read_yaml(path, text, into)
     if len(into.keys) == before:
-        raise ConfigError([f"{path}: there is no API key in it: add one, or take the file away."])
+        raise ConfigError([f"{path}: the file has no API key: add one."])
     if secret and mode & 0o004:
-        into.notes.append(
-            f"{path} holds API keys and every user of this machine can read it: chmod 600 {path}, or give "
-            "key-sha256 in place of key."
-        )
+        advice = f"chmod 600 {path}, or set key-sha256 instead of key"
+        into.notes.append(f"{path} holds API keys, and every user of this machine can read it: {advice}.")
 
 
 def _read_lines(lines: Iterable[tuple[str, str]], into: FoundKeys) -> None:
-    """`key` or `name=key`; a key may end in `=` itself."""
+    """Read lines of `key` or `name=key`. A key may itself end in `=`."""
     for place, line in lines:
         if not (text := line.strip()):
             continue
@@ -147,7 +142,7 @@ def _read_lines(lines: Iterable[tuple[str, str]], into: FoundKeys) -> None:
         if not key.strip("="):
             name, key = "", text
         elif not _NAME.fullmatch(name):
-            raise ConfigError([f"{place}: what stands before the = is no name for an API key: {_NAMES}."])
+            raise ConfigError([f"{place}: the text before the = is no name for an API key: {_NAMES}."])
         if not _KEY.fullmatch(key):
             raise ConfigError([f"{place}: the key must be {_FIT}."])
         _note_short(f"{place}: the key{name and f' {name}'}", key, into)
@@ -155,7 +150,7 @@ def _read_lines(lines: Iterable[tuple[str, str]], into: FoundKeys) -> None:
 
 
 def _read_yaml(path: Path, text: str, into: FoundKeys) -> bool:
-    """Returns whether the file holds a key itself, not only digests."""
+    """Read a YAML file; return whether it has a key itself, not only digests."""
     findings, secret = Findings(path), False
     try:
         tree = parse_tree(text, findings, "name each key, as in docs/frontend.md")
@@ -180,7 +175,7 @@ def _read_yaml(path: Path, text: str, into: FoundKeys) -> bool:
 
 
 def _values(entry: Entry, findings: Findings) -> dict[str, Any]:
-    """The valid values of a key's mapping by their names. No problem shows a value."""
+    """Return the valid values of a key's mapping. No problem shows a value."""
     values = {}
     for name, field_ in entry.children.items():
         valid, rule = _FIELDS.get(name, (None, ""))
@@ -197,8 +192,10 @@ def _values(entry: Entry, findings: Findings) -> dict[str, Any]:
 
 
 def _note_short(what: str, key: str, into: FoundKeys) -> None:
-    if len(key) < SHORT:
-        into.notes.append(f"{what} has fewer than {SHORT} characters and can be guessed: use a longer one.")
+    if len(key) < MIN_LENGTH:
+        into.notes.append(
+            f"{what} has fewer than {MIN_LENGTH} characters and can be guessed: use a longer one."
+        )
 
 
 def _check_unique(keys: Iterable[ApiKey]) -> None:

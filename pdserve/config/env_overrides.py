@@ -1,4 +1,4 @@
-"""The environment variables that win over a file: its keys that differ by host."""
+"""Replaces keys that differ by host with environment variables, which win over the file."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,19 +18,20 @@ VARIABLES = {
     "PDSERVE_FRONTEND_PORT": "Frontend.port",
     "PDSERVE_CREDENTIALS": "Security.credentials",
 }
-"""variable -> the key in whose place it stands. An empty variable counts as not set."""
+"""Variable -> the key that it replaces. An empty variable counts as not set."""
 _FOLDERS = ("PDSERVE_STATE_DIR", "PDSERVE_CREDENTIALS")
-"""count from the working directory, not from the file's folder"""
+"""Their relative paths count from the working directory, not from the file's folder."""
 _SERVICE_LINK = "tcp://"
-"""what Kubernetes puts into PDSERVE_FRONTEND_PORT of all pods beside a Service of the name pdserve-frontend"""
+"""Kubernetes sets PDSERVE_FRONTEND_PORT=tcp://... in all pods beside a Service named pdserve-frontend."""
 
 
 def with_environment(
     tree: Mapping[str, Entry], env: Mapping[str, str]
 ) -> tuple[dict[str, Entry], tuple[str, ...]]:
-    """The file's sections with the variables in place of their keys, so that the same checks apply and errors name the
-    variable; and the variables with their keys. A file without a Frontend has none with its variables either."""
-    read, taken = dict(tree), list[str]()
+    """Return the file's sections with the variables in place of their keys, and the variables used. The same checks
+    apply to them, and errors name the variable. Frontend variables add no Frontend to a file without one."""
+    read = dict(tree)
+    used = list[str]()
     for variable, place in VARIABLES.items():
         section, _, key = place.partition(".")
         text = env.get(variable, "")
@@ -38,11 +39,11 @@ def with_environment(
         if not text or linked or (section == "Frontend" and section not in tree):
             continue
         entry = read.get(section, Entry(section, 0))
-        if entry.value is None or isinstance(entry.value, dict):  # else a mistake, which is reported
+        if entry.value is None or isinstance(entry.value, dict):  # else SectionReader reports it
             own = Entry(f"Environment variable {variable}", 0, _value(variable, text))
             read[section] = replace(entry, value={}, children={**entry.children, key: own})
-            taken.append(f"{variable} ({place})")
-    return read, tuple(taken)
+            used.append(f"{variable} ({place})")
+    return read, tuple(used)
 
 
 def _value(variable: str, text: str) -> object:

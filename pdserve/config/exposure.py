@@ -1,5 +1,5 @@
-"""Finds what other machines can reach without protection. A file with any of it is refused, unless `Security.allow`
-accepts it."""
+"""Finds addresses that other machines can reach without protection. A file that has one is refused, unless
+`Security.allow` accepts it."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -10,16 +10,15 @@ from pdserve.util.program import pdserve_command
 
 _MAKE = f"make credentials (`{pdserve_command('credentials FOLDER')}`) and set Security.credentials"
 Opening = tuple[str, str, str]
-"""the section and the key of the address, and the problem, as the end of a sentence that begins with the key"""
+"""Section and key of the address, and the problem, as the end of a sentence that begins with the key."""
 
 
 def openings(
     graph: GraphSection, frontend: FrontendConfig | None, security: SecuritySection, keys: bool
 ) -> Iterator[Opening]:
-    """All that is not allowed. `keys`: whether the API requires a key."""
-    if security.credentials is None and (
-        graph.nats or graph.etcd
-    ):  # else `serve` starts both, and makes some
+    """Find openings that are not allowed. `keys`: whether the API requires a key. Where the file names no servers,
+    `serve` starts both with credentials of its own."""
+    if security.credentials is None and (graph.nats or graph.etcd):
         yield from _of_graph(graph, "plain-graph" in security.allow)
     if frontend is not None and not is_loopback(frontend.host):
         lacks: dict[Allowance, tuple[str, str]] = {}
@@ -35,19 +34,17 @@ def openings(
 
 
 def _of_graph(graph: GraphSection, allowed: bool) -> Iterator[Opening]:
-    """`allowed`: that the graph is not encrypted. An address that asks for TLS cannot be accepted."""
+    """Find addresses in a graph without credentials. `allowed`: it may be unencrypted, but then no address may ask for
+    TLS."""
     plain = f"{_MAKE}, {_or_accept('plain-graph')}."
     named = [("nats", "tls", each) for each in split_servers(graph.nats)]
     named += [("etcd", "https", each) for each in split_servers(graph.etcd)]
     for key, scheme, address in named:
         if address.startswith(f"{scheme}://"):
-            yield (
-                "Graph",
-                key,
-                f"is {strip_passwords(address)}, which asks for TLS, but the graph has no credentials: {_MAKE}.",
-            )
+            what = f"is {strip_passwords(address)}, which asks for TLS, but the graph has no credentials"
+            yield "Graph", key, f"{what}: {_MAKE}."
         elif not allowed and not is_loopback(_host(address)):
-            what = f"is {_host(address)}, which is reached over the network, but nothing there would be encrypted"
+            what = f"is {_host(address)}, on another machine, but the connection would not be encrypted"
             yield "Graph", key, f"{what}: {plain}"
     if not allowed and not is_loopback(graph.host):
         what = f"is {graph.host}, where other machines reach the workers' streams, but the graph has no credentials"

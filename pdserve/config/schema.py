@@ -1,8 +1,8 @@
-"""The schema of a configuration file, section by section, and `Config`, which is read from it.
+"""The schema of a configuration file, section by section, and `Config`, the loaded file.
 
 Frozen dataclasses. The type of a key is its rule: pydantic checks it when a section is read (`sections.py`), and error
-texts and `docs/configuration.md` are made from it. A key's text is below it: before `;` a number's unit, at the end
-what holds where the key is not set.
+texts and `docs/configuration.md` are made from it. The text below a key is its documentation: the unit before `;`, then
+the meaning, then `not set:` with the default.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from pdserve.config.addresses import each, etcd_address, nats_url, own_address, traces_url
+from pdserve.config.addresses import each_address, etcd_address, nats_url, own_address, traces_url
 from pdserve.config.engine_args.installed import expand_home
 from pdserve.contract.live_settings import PrefillPolicy, RouterPolicy
 from pdserve.contract.slo import DURATION, NO_SLO, SloTargets, parse_duration
@@ -46,14 +46,14 @@ def _namespace(name: str) -> str:
 
 
 def _text(value: object) -> object:
-    """Not blank. (An error that is no ValueError is reported as "is …, but must be …", by the key's type.)"""
+    """Refuse a blank text. (`PydanticCustomError` is reported as "is …, but must be …", by the key's type.)"""
     if not isinstance(value, str) or not value.strip():
         raise PydanticCustomError("text", "not a text")
     return value
 
 
 def _gpu_count(value: object) -> object:
-    """May be a text, as in Dynamo's files. A key without a value is an error, unlike no key. A share is of one GPU."""
+    """Accept a text too, as in Dynamo's files; a share counts as one GPU. A key without a value is an error."""
     if value is None:
         raise PydanticCustomError("number", "not a number")
     if share_of_gpu(value) < 1:
@@ -62,7 +62,7 @@ def _gpu_count(value: object) -> object:
 
 
 def share_of_gpu(value: object) -> float:
-    """The share that a worker has of each of its GPUs: less than 1 where `gpu` is a fraction."""
+    """Return a worker's share of its GPU: less than 1 if `gpu` is a fraction."""
     return value if isinstance(value, float) and 0 < value < 1 else 1.0
 
 
@@ -89,7 +89,7 @@ def _origin(origin: str) -> str:
 
 
 def _absolute(path: Path, info: ValidationInfo) -> Path:
-    """A relative path counts from the file's folder, which is the context."""
+    """Resolve a path. A relative one counts from the file's folder, which is the context."""
     return Path(info.context or "", expand_home(path)).resolve()
 
 
@@ -97,13 +97,13 @@ Text = Annotated[str, BeforeValidator(_text)]
 Host = Annotated[Text, AfterValidator(_host)]
 NatsServers = Annotated[
     str | None,
-    BeforeValidator(each(nats_url)),
+    BeforeValidator(each_address(nats_url)),
     Field(json_schema_extra={"is": "a URL as in nats://10.0.0.5:4222, or a list of URLs"}),
 ]
 TracesUrl = Annotated[str, AfterValidator(traces_url)]
 EtcdMembers = Annotated[
     str | None,
-    BeforeValidator(each(etcd_address)),
+    BeforeValidator(each_address(etcd_address)),
     Field(json_schema_extra={"is": "an address as in 10.0.0.5:2379, or a list of addresses"}),
 ]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
@@ -138,25 +138,25 @@ GpuCount = Annotated[
 
 
 class Section:
-    """Keys are in kebab-case. A key inside of a mapping has the mapping's name before it: `ServiceArgs.workers`."""
+    """Keys are in kebab-case. A key in a mapping has the mapping's name before it: `ServiceArgs.workers`."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", alias_generator=kebab)
     takes_arguments: ClassVar[bool] = False
-    """whether vLLM's arguments may stand beside the section's own keys"""
+    """whether the section may have vLLM's arguments beside its own keys"""
 
 
 @dataclass(frozen=True)
 class AdmissionLimits(Section):
-    """For each model and frontend process: which requests wait while the decode workers are full."""
+    """Limits on requests that wait while the decode workers are full, for each model and frontend process."""
 
     max_wait: Seconds = 30.0
     """seconds; a request that would wait longer is refused at once"""
     max_waiting: OneOrMore = 1024
-    """requests; more waiting ones are refused"""
+    """requests; a request is refused while this many wait"""
     max_waiting_tokens: OneOrMore = 1_000_000
-    """tokens; about, of the waiting prompts and their outputs; more are refused"""
+    """tokens; a request is refused while the waiting prompts and their outputs have about this many"""
     max_outputs: OneOrMore = 128
-    """outputs; of one request: n times its prompts"""
+    """outputs; most outputs of one request: n times its prompts"""
 
 
 @dataclass(frozen=True)
@@ -166,14 +166,14 @@ class FrontendProcesses(Section):
     processes: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
     """frontend processes, which share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
     gpu: Annotated[Zero, Field(validation_alias="ServiceArgs.resources.gpu")] = 0
-    """a frontend needs none; accepted because Dynamo's files set it"""
+    """a frontend needs no GPU; accepted because Dynamo's files set it"""
 
 
 @dataclass(frozen=True)
 class RouterChoice(Section):
     router: RouterPolicy = "round-robin"
-    """how a decode worker is chosen: in turn; by outstanding tokens relative to its KV cache; or by those and the
-    prompt's prefix hit there"""
+    """how a decode worker is chosen: in turn; by its outstanding tokens relative to its KV cache; or by these and the
+    prompt's prefix hit"""
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,16 @@ class ProcessorSection(RouterChoice, FrontendProcesses):
 @dataclass(frozen=True)
 class HttpServer(AdmissionLimits, FrontendProcesses):
     host: Host = "127.0.0.1"
-    """address that clients connect to; 0.0.0.0: from other machines too"""
+    """address that clients connect to; 0.0.0.0: also from other machines"""
     port: Port = 8000
     """port of the OpenAI API"""
     header_timeout: Seconds = 30.0
-    """seconds; for a complete request head, else the connection is closed"""
+    """seconds; a connection without a complete request head by then is closed"""
     write_timeout: Seconds = 30.0
-    """seconds; a request whose client reads nothing for so long is ended"""
+    """seconds; a request is ended if its client reads nothing for this long"""
     max_connections: OneOrMore = 8192
-    """connections; open at a time at each frontend process, at most its file descriptors less 256; more are closed"""
+    """connections; most open connections of a frontend process, at most its file descriptors less 256; more are
+    closed"""
     allowed_origins: Origins = ()
     """web pages that may use the API from a browser; ["*"]: all; not set: all if requests need an API key, else those
     of this machine"""
@@ -230,60 +231,59 @@ class WorkerSection(Section):
     """GPUs; per worker; 0.5: half of one, which two workers share; 0: on the CPU; not set: one for each rank of the
     engine if the machine has GPUs, else 0"""
     gpu_ids: Annotated[GpuNumbers, Field(validation_alias="ServiceArgs.resources.gpu-ids")] = ()
-    """exactly these GPUs: those of the first worker's ranks, then of the second's, and so on; workers may share a GPU;
-    not set: the placement chooses"""
+    """exactly these GPUs: the first worker's ranks, then the second's, and so on; workers may share a GPU; not set:
+    pdserve chooses"""
 
     kv_offload: Size = 0
-    """host memory of each worker for KV that leaves its cache: prompts that begin with it load it from there
+    """host memory of each worker for KV that leaves its cache, for later prompts with the same prefix
     ([memory.md](memory.md#kv-in-host-memory)); not set: none"""
     kv_offload_disk: Size = 0
-    """disk of each worker for what leaves that host memory ([memory.md](memory.md#kv-on-disk)); not set: none"""
+    """disk of each worker for KV that leaves that host memory ([memory.md](memory.md#kv-on-disk)); not set: none"""
     kv_offload_folder: File | None = None
-    """where on the disk; a relative path counts from the file's folder; not set: the state directory"""
+    """folder for KV on disk; a relative path counts from the file's folder; not set: the state directory"""
 
 
 @dataclass(frozen=True)
 class DecodeSection(WorkerSection):
     role: WorkerRole = "decode"
-    """`both`: these workers also prefill, for each other and for themselves, when they have time"""
+    """`both`: these workers also prefill for each other while they have capacity"""
     remote_prefill: Flag = False
     """prefill long prompts on prefill workers, or on workers of role `both`"""
     conditional_disagg: Flag = True
-    """false: every prompt is prefilled remotely, as long as there is a prefill worker"""
+    """false: prefill every prompt remotely while there is a prefill worker"""
     policy: PrefillPolicy | None = None
-    """decides between local and remote prefill: `threshold`, by the two keys below; `adaptive`, the cheaper way by
+    """decides between local and remote prefill: `threshold`, by the two keys below; `adaptive`, the cheaper one by
     measured speeds; not set: `adaptive`, unless a threshold is set"""
     max_local_prefill_length: ZeroOrMore = 512
     """tokens; a prompt with more tokens to compute goes to a prefill worker"""
     max_prefill_queue_size: ZeroOrMore = 10
-    """requests; with this many waiting in the prefill queue, a prompt is prefilled locally"""
+    """requests; while this many wait in the prefill queue, prompts are prefilled locally"""
 
 
 @dataclass(frozen=True)
 class PrefillSection(WorkerSection):
     stand_in: Flag = True
-    """while there is no decode worker, prefill workers decode"""
+    """prefill workers also decode while no decode worker is available"""
 
 
 @dataclass(frozen=True)
 class WorkerConfig(WorkerSection):
     engine_args: Mapping[str, object] = field(default_factory=dict)
-    """vLLM's arguments in kebab-case, of the section and of Common, checked against vLLM's argument list; without those
-    that the graph sets itself"""
+    """checked vLLM arguments in kebab-case, from the section and Common; without those that pdserve sets itself"""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """the origin of each of `engine_args`: `Common`, the section's name, or `pdserve (reason)`"""
+    """where each of `engine_args` comes from: `Common`, the section's name, or `pdserve (reason)`"""
     share: float = 1.0
-    """of its GPU; the rest is for others"""
+    """of its GPU; other workers may use the rest"""
 
     @property
     def ranks(self) -> int:
-        """Processes of an engine, each with a share of the model: tensor x pipeline x prefill-context parallel."""
+        """Processes of an engine: tensor x pipeline x prefill-context parallel."""
         names = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
         return math.prod(int(str(self.engine_args.get(name, 1))) for name in names)
 
     @property
     def nodes(self) -> int:
-        """Hosts of an engine, each with as many of its ranks."""
+        """Hosts of an engine, each with the same number of its ranks."""
         return int(str(self.engine_args.get("nnodes", 1)))
 
     @property
@@ -310,35 +310,36 @@ class GraphSection(Section):
     etcd: EtcdMembers = None
     """the etcd server, or all members of one cluster; not set: `serve` starts its own"""
     queue_replicas: Annotated[int | None, Field(strict=True, ge=1, le=5)] = None
-    """servers; how many of a NATS cluster keep the prefill queue; not set: 3 if `nats` names three or more"""
+    """servers of a NATS cluster that keep a copy of the prefill queue; not set: 3 if `nats` names three or more"""
     host: Annotated[Host, AfterValidator(own_address)] = "127.0.0.1"
-    """address at which other machines reach this machine's workers, whose engines listen on its network device only
-    (and on RDMA ports)"""
+    """address at which other machines reach this machine's workers; engines listen on its network device only (and on
+    RDMA ports)"""
     kv_port: Port = 5600
     """first of the workers' NIXL side-channel ports, one for each worker, where others ask how to read its KV"""
     stream_port: Port | None = None
-    """first of the ports at which workers take requests from frontends, to which a role that runs alone adds its
-    `--index`; not set: free ones"""
+    """first of the ports at which workers take requests from frontends; a role that runs alone adds its `--index`; not
+    set: free ports"""
     pages_port: Port | None = None
-    """the same for the pages of each process (`/metrics`, `/live`, `/ready`); not set: free ones"""
+    """first of the ports for each process's pages (`/metrics`, `/live`, `/ready`), counted likewise; not set: free
+    ports"""
     state_dir: File = Path("~/.pdserve")
-    """folder for the data of embedded servers; a relative path counts from the file's folder"""
+    """folder for the data of the NATS and etcd that `serve` starts; a relative path counts from the file's folder"""
     request_timeout: Seconds = 600.0
     """seconds; the deadline of a request that sets none"""
     drain_timeout: SecondsOrZero = 30.0
-    """seconds; for running requests to finish after SIGTERM"""
+    """seconds; time for running requests to finish after SIGTERM"""
     otlp_endpoint: Annotated[TracesUrl | None, BeforeValidator(_text)] = None
     """OpenTelemetry collector for [traces](traces.md), as in http://127.0.0.1:4318; not set: no traces"""
 
 
 @dataclass(frozen=True)
 class SloSection(Section):
-    """The promise of the model. Of several files with workers of one model, the tightest counts."""
+    """The model's promise. If several files have workers of one model, the tightest promise counts."""
 
     ttft: Duration = None
-    """from a request's arrival to its first token; not set: not promised"""
+    """longest time from a request's arrival to its first token; not set: not promised"""
     gap: Duration = None
-    """the longest between two tokens of an answer; not set: not promised"""
+    """longest time between two tokens of a response; not set: not promised"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,8 +356,8 @@ class SecuritySection(Section):
     tls_key: File | None = None
     """private key of `tls-certificate`, in PEM"""
     allow: Allowances = ()
-    """what other machines may reach unprotected: `no-keys`, an API without keys; `plain-http`, an API without TLS, as
-    behind a proxy; `plain-graph`, NATS, etcd and streams without credentials"""
+    """what other machines may reach unprotected: `no-keys`, an API without keys; `plain-http`, an API without TLS (for
+    example behind a proxy); `plain-graph`, NATS, etcd and streams without credentials"""
 
 
 @dataclass(frozen=True)
@@ -364,7 +365,7 @@ class Config(GraphSection):
     path: Path
     """the YAML file, for messages"""
     model: str
-    """absolute path of a model folder, or a hub id; `demo` was resolved to the bundled model's folder"""
+    """absolute path of a model folder, or a hub id; for `demo` the bundled model's folder"""
     served_model_name: str
     """the name that clients put into `model`"""
     frontend: FrontendConfig | None
@@ -373,11 +374,10 @@ class Config(GraphSection):
     security: SecuritySection = field(default_factory=SecuritySection)
     """with absolute paths"""
     slo: SloTargets = NO_SLO
-    """what is promised to the clients of the model"""
     from_environment: tuple[str, ...] = ()
-    """the variables that won over the file, with their keys"""
+    """variables that replaced keys of the file, with the keys"""
     notes: tuple[str, ...] = ()
-    """keys with another meaning here than in Dynamo, one sentence each, to be shown once at start"""
+    """full sentences to show once at start, as of keys that mean something else than in Dynamo"""
 
     @property
     def spans_hosts(self) -> bool:
@@ -389,7 +389,7 @@ class Config(GraphSection):
 
     @property
     def url(self) -> str:
-        """Of the frontends of this machine; empty where it has none."""
+        """Address of this machine's frontends; empty without one."""
         if self.frontend is None:
             return ""
         return f"{self.scheme}://{url_host(self.frontend.host, '127.0.0.1')}:{self.frontend.port}"

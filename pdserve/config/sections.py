@@ -1,4 +1,4 @@
-"""Reads a section of a file: keys from Common, its own keys by the schema, and vLLM's arguments by vLLM's list."""
+"""Reads a section of a file: keys from Common, its own keys by the schema, and vLLM arguments by vLLM's list."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -39,13 +39,13 @@ _CONNECTORS = ("DynamoNixlConnector", "NixlConnector")
 
 @cache
 def rules(section: str) -> dict[str, dict[str, Any]]:
-    """JSON schema of each of the section's own keys."""
+    """Return the JSON schema of each of the section's own keys."""
     properties: dict[str, dict[str, Any]] = TypeAdapter(KINDS[section]).json_schema()["properties"]
     return properties
 
 
 def must_be(rule: Mapping[str, Any]) -> str:
-    """The rule in words, for errors and for `docs/configuration.md`."""
+    """Put the rule into words, for errors and for `docs/configuration.md`."""
     if "is" in rule:
         return str(rule["is"])
     rule = rule.get("anyOf", [rule])[0]
@@ -69,20 +69,18 @@ def must_be(rule: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class SectionRead(Generic[S]):
-    """A section of the file."""
-
     entry: Entry | None
-    """None if the file does not have it"""
+    """None if the file does not have the section"""
     values: S
-    """a key that is missing or has a problem has its default"""
+    """defaults for keys that are missing or have a problem"""
     own: Mapping[str, Entry]
     """the section's own keys"""
     args: dict[str, Entry]
-    """vLLM's arguments by canonical name, with their values as vLLM will parse them"""
+    """vLLM arguments by canonical name, with their values as vLLM parses them"""
 
 
 class SectionReader:
-    """Reads the sections of a tree. Problems go to `findings`, so that all are reported."""
+    """Reads the sections of a file. Problems go to `findings`, so that all are reported."""
 
     def __init__(self, tree: Mapping[str, Entry], findings: Findings) -> None:
         self._tree = tree
@@ -106,7 +104,7 @@ class SectionReader:
                 self._findings.problem(entry, text)
 
     def _children(self, entry: Entry | None) -> Mapping[str, Entry]:
-        """The entry's children; a problem if its value is neither a mapping nor empty."""
+        """Return the entry's children; report a value that is neither a mapping nor empty."""
         if entry is None:
             return {}
         if entry.value is not None and not isinstance(entry.value, dict):
@@ -114,7 +112,7 @@ class SectionReader:
         return entry.children
 
     def _from_common(self, listed: Entry) -> dict[str, Entry]:
-        """The keys that a section's `common-configs` lists."""
+        """Return the keys of Common that a section's `common-configs` lists."""
         if not isinstance(listed.value, list) or not all(isinstance(name, str) for name in listed.value):
             self._findings.problem(listed, "must be a list of keys of Common, as in [model, block-size].")
             return {}
@@ -132,8 +130,8 @@ class SectionReader:
     def _split(
         self, entries: Mapping[str, Entry], section: str, above: str = ""
     ) -> tuple[dict[str, Entry], dict[str, Entry]]:
-        """The section's own keys, with the mappings' names before those inside, and all other entries. `above` is the
-        mapping that `entries` stand in."""
+        """Return the section's own keys by full name (`ServiceArgs.workers`), and all other entries. `above` is the
+        name of the mapping that the entries are in, with a dot."""
         own: dict[str, Entry] = {}
         others: dict[str, Entry] = {}
         for name, entry in entries.items():
@@ -163,7 +161,7 @@ class SectionReader:
             return adapter.validate_python(values, context=folder)
 
     def _arguments(self, entries: Mapping[str, Entry], section: str) -> dict[str, Entry]:
-        """The vLLM arguments among the keys that are not the section's own; all others are problems."""
+        """Return the vLLM arguments among keys that are not the section's own, and report all other keys."""
         valid = arguments() if KINDS[section].takes_arguments else {}
         read: dict[str, Entry] = {}
         for key, entry in entries.items():
@@ -187,7 +185,7 @@ class SectionReader:
     def _unknown(
         self, entry: Entry, name: str, owner: str, own: Iterable[str], beside: Iterable[str] = ()
     ) -> None:
-        """Report an unknown key; `own` are the valid ones, `beside` vLLM's arguments if they are allowed here."""
+        """Report an unknown key. `own` are the valid keys, `beside` vLLM's arguments if the section takes them."""
         if gone := removed(name) if beside else None:
             self._findings.problem(entry, gone.problem)
             return
@@ -202,7 +200,7 @@ class SectionReader:
         self._findings.problem(entry, f"is {nor}: {hint}")
 
     def _check_connector(self, entry: Entry) -> None:
-        """Accept a kv-transfer-config that only asks for what pdserve does anyway; report any other."""
+        """Accept a kv-transfer-config that asks for what pdserve does anyway; report any other."""
         try:
             config = json.loads(entry.value) if isinstance(entry.value, str) else entry.value
         except ValueError as error:
@@ -222,7 +220,7 @@ class SectionReader:
 
 
 def _names(section: str, above: str = "") -> dict[str, None]:
-    """Names of the section's own keys and mappings; with `above`, of those in that mapping."""
+    """Return the names of the section's own keys and mappings; with `above`, of those in that mapping."""
     keys = (key.removeprefix(above) for key in rules(section) if key.startswith(above))
     return dict.fromkeys(key.split(".")[0] for key in keys)
 

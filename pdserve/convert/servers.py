@@ -270,8 +270,8 @@ def _of_manifest(node: object, count: int = 1) -> Iterator[Server]:
         if server.role == "both":
             server.role = _role_of(node)
         ranks, copies = (server.args.get(f"{name}-parallel-size", 1) for name in ("tensor", "data"))
-        are_numbers = isinstance(nodes, int) and isinstance(ranks, int)
-        if are_numbers and nodes > 1 and copies == 1 and ranks % nodes == 0:
+        is_split = isinstance(ranks, int) and isinstance(nodes, int) and nodes > 1 and ranks % nodes == 0
+        if is_split and copies == 1:
             server.args["nnodes"] = nodes
         yield server
 

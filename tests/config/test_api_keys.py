@@ -61,7 +61,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("# only a comment\n", ": there is no API key in it"),
+        ("# only a comment\n", ": the file has no API key"),
         ("alice:\n", ":1: alice must be a mapping"),
         ("alice: {}\n", ":1: alice needs either key or key-sha256"),
         (f"alice: {{key: {LONG}, key-sha256: {HASH}}}", ":1: alice needs either key or key-sha256"),
@@ -80,7 +80,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
         (f"alice: {{key: {LONG}}}\nalice: {{key: {OTHER}}}", ":2: alice was already set in line 1"),
         (f"alice: {{key: {LONG}}}\nbob: {{key: {LONG}}}", "the API keys alice and bob are the same key"),
         (f"alice={LONG}\nalice={OTHER}", "there are two API keys of the name alice"),
-        (f"al/ice={LONG}", ":1: what stands before the = is no name"),
+        (f"al/ice={LONG}", ":1: the text before the = is no name"),
         (f"- {LONG}", ":1: the file is not a mapping"),
         (f"alice: {{key: *{LONG}}}", ":1: this is not YAML"),
         (f"alice:\n  key: !{LONG} x", ":2: alice.key has no plain value"),

@@ -243,7 +243,7 @@ def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
     named = {problem.partition(", but must be ")[0] for problem in found}
     assert named == {f"Environment variable {name} is {shown}" for name, (_, shown) in wrong.items()}
     (exposed,) = problems(tmp_path, GOOD, {"PDSERVE_ETCD": "h:2"})
-    assert exposed.startswith("Environment variable PDSERVE_ETCD is h, which is reached over the network")
+    assert exposed.startswith("Environment variable PDSERVE_ETCD is h, on another machine")
 
 
 def test_the_variables_of_a_kubernetes_service_are_none_of_ours(tmp_path: Path) -> None:
@@ -314,17 +314,17 @@ MISTAKES: Mistakes = [
         {
             "ServiceArgs: {workers: 2}": "ServiceArgs is not a key of Graph: move it to Frontend,",
             "nats: 'nats://127.0.0.1:1, http://x:1'": "nats is 'http://x:1', but must be a NATS URL",
-            "nats: 'wss://x:1'": "nats is 'wss://x:1', but NATS is reached without WebSockets only",
+            "nats: 'wss://x:1'": "nats is 'wss://x:1', but must be a NATS URL without WebSockets",
             "etcd: ['127.0.0.1:1', 'http://127.0.0.1:1']": "etcd names '127.0.0.1:1' twice: name each",
             "etcd: '10.0.0.5'": "etcd is '10.0.0.5', but must be etcd's client address",
-            "host: 0.0.0.0": "host is '0.0.0.0', but must be an address at which other machines reach",
-            "host: '::'": "host is '::', but must be an address at which other machines reach this one",
+            "host: 0.0.0.0": "host is '0.0.0.0', but must be the address at which other machines reach",
+            "host: '::'": "host is '::', but must be the address at which other machines reach this one",
             "host: 'http://x'": "host is 'http://x', but must be a host name or IP address without scheme",
             "namespace: a.b": "namespace is 'a.b', but may have letters, digits, - and _ only",
             "queue-replicas: 3": "queue-replicas is 3, which needs Graph.nats",
             "request-timeout: 0": "request-timeout is 0, but must be a number of seconds above 0",
             f"drain-timeout: {10**400}": f"drain-timeout is {10**400}, but must be a number of seconds, 0",
-            "state-dir: '~no-such-user/x'": "state-dir is '~no-such-user/x', but this host knows no home",
+            "state-dir: '~no-such-user/x'": "state-dir is '~no-such-user/x', but this host has no home",
         },
     ),
     (
@@ -364,14 +364,14 @@ MISTAKES: Mistakes = [
             "served-model-name: x": "served-model-name belongs in Frontend",
             "api-server-count: 2": "api-server-count is Frontend.ServiceArgs.workers",
             "data-parallel-size: 2": "data-parallel-size is ServiceArgs.workers",
-            "disable-log-stats: true": "disable-log-stats would blind",
+            "disable-log-stats: true": "disable-log-stats would turn off",
             "kv-events-config: {}": "kv-events-config is set by pdserve",
-            "ssl-keyfile: x": "ssl-keyfile is about vLLM's own HTTP server",
+            "ssl-keyfile: x": "ssl-keyfile is for vLLM's own HTTP server",
             "otlp-traces-endpoint: http://h": "otlp-traces-endpoint is Graph.otlp-endpoint in pdserve",
-            "api-key: [x]": "api-key is about vLLM's own HTTP server",
-            "device-ids: '0'": "device-ids is decided by the placement",
+            "api-key: [x]": "api-key is for vLLM's own HTTP server",
+            "device-ids: '0'": "device-ids is chosen by pdserve",
             "node-rank: 1": "node-rank differs by host: start `pdserve decode`",
-            "master-addr: 10.0.0.5": "master-addr is found through etcd",
+            "master-addr: 10.0.0.5": "master-addr is not needed",
         },
     ),
     (

@@ -130,7 +130,7 @@ def test_a_flat_file(tmp_path: Path) -> None:
     assert {name: reason.split(":")[0].rstrip(".") for name, reason in graph.dropped.items()} == {
         "swap-space": "was removed by vLLM in 0.18",
         "disable-log-requests": "was removed by vLLM in 0.17",
-        "uvicorn-log-level": "is about vLLM's own HTTP server, which a worker does not have; remove it",
+        "uvicorn-log-level": "is for vLLM's own HTTP server, which a worker does not have; remove it",
         "kv-transfer-config": "is set by pdserve itself",
         "no-such-argument": "is no argument of vLLM 0.32",
         "served-model-name": "of another",

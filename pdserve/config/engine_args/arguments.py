@@ -1,5 +1,6 @@
-"""vLLM's own argument list, without importing vLLM (which takes seconds): names, kinds and choices from the JSON file
-beside this module. `python -m tools.vllm_arguments` writes it, and a test asserts that it equals the installed vLLM's.
+"""vLLM's argument list, read from a JSON file because importing vLLM takes seconds.
+
+`python -m tools.vllm_arguments` writes the file, and a test asserts that it equals the installed vLLM's list.
 """
 
 import json
@@ -18,7 +19,7 @@ N = TypeVar("N", int, float)
 
 PATH = Path(__file__).with_name("vllm_arguments.json")
 KV_ROLES = {Role.DECODE: "kv_consumer", Role.PREFILL: "kv_producer", Role.BOTH: "kv_consumer"}
-"""what vLLM's `kv-transfer-config` calls them. With NIXL any of them hands out KV, and `kv_both` is deprecated"""
+"""Role -> vLLM's name in `kv-transfer-config`. With NIXL each of them sends KV; `kv_both` is deprecated."""
 
 
 class Argument(msgspec.Struct, frozen=True):
@@ -38,7 +39,7 @@ class Argument(msgspec.Struct, frozen=True):
     default: object = None
     """None also if the default is an object"""
     names: tuple[str, ...] = ()
-    """of vLLM's own parsers; a plugin may add others"""
+    """vLLM's own parsers; a plugin may add others"""
 
 
 class _ArgumentFile(msgspec.Struct):
@@ -59,8 +60,7 @@ _AT_LEAST_ONE = {
     "prefill-context-parallel-size",
     "tensor-parallel-size",
 }
-"""counts that vLLM's parser lets through and its engine refuses a minute later"""
-_SHARES = {"gpu-memory-utilization"}
+"""Counts that vLLM's parser accepts below 1, and its engine refuses a minute later."""
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -70,24 +70,24 @@ _REFUSED = {
     "port": "belongs in Frontend; workers choose their own ports.",
     "api-server-count": "is Frontend.ServiceArgs.workers in pdserve; remove it.",
     "served-model-name": "belongs in Frontend, because every worker of a graph serves the same name.",
-    "kv-events-config": "is set by pdserve, which finds prefix hits by it; remove it.",
+    "kv-events-config": "is set by pdserve, which finds prefix hits with it; remove it.",
     "kv-offloading-size": "is kv-offload in pdserve, as in kv-offload: 32GiB; set that.",
     "kv-offloading-backend": "is kv-offload in pdserve, as in kv-offload: 32GiB; set that.",
-    "ec-transfer-config": "is a split that this graph does not have; remove it.",
-    "disable-log-stats": "would blind what routing and `pdserve status` read; remove it.",
+    "ec-transfer-config": "is for separate encoders, which pdserve does not have; remove it.",
+    "disable-log-stats": "would turn off statistics that routing and `pdserve status` need; remove it.",
     "otlp-traces-endpoint": "is Graph.otlp-endpoint in pdserve, which traces the whole graph; set it there.",
     "collect-detailed-traces": "needs vLLM's own traces; pdserve's are set by Graph.otlp-endpoint; remove it.",
-    "device-ids": "is decided by the placement; use ServiceArgs.resources.gpu or .gpu-ids.",
+    "device-ids": "is chosen by pdserve; use ServiceArgs.resources.gpu or .gpu-ids.",
     "node-rank": "differs by host: start `pdserve decode` or `pdserve prefill` with --node-rank there; remove it.",
-    "master-addr": "is found through etcd by the hosts of a worker (nnodes); remove it.",
-    "master-port": "is found through etcd by the hosts of a worker (nnodes); remove it.",
-    "worker-extension-cls": "is pdserve's own, which asks for AMX in each worker before its first pass; remove it.",
-    "runner": "is always generate in this graph; remove it.",
-    "convert": "would make an embedding model, which has nothing to decode; remove it.",
+    "master-addr": "is not needed, because the hosts of a worker (nnodes) find each other in etcd; remove it.",
+    "master-port": "is not needed, because the hosts of a worker (nnodes) find each other in etcd; remove it.",
+    "worker-extension-cls": "is pdserve's own, which enables AMX in each worker before its first pass; remove it.",
+    "runner": "is always generate in pdserve; remove it.",
+    "convert": "would make an embedding model, which cannot decode; remove it.",
     "skip-tokenizer-init": "would leave the frontends without a tokenizer; remove it.",
-    "enable-elastic-ep": "changes the ranks while running, which KV transfer cannot follow; remove it.",
+    "enable-elastic-ep": "changes the number of ranks while running, which breaks KV transfer; remove it.",
 }
-"""vLLM arguments that a file may not set, and the reason as the end of a sentence that begins with the key"""
+"""vLLM arguments that a file may not set, with the reason as the end of a sentence that begins with the key."""
 
 
 SAMPLING_ARGUMENTS = {
@@ -98,16 +98,16 @@ SAMPLING_ARGUMENTS = {
     "watermark",
     "watermark-config",
 }
-"""engine arguments with which an engine may sample other tokens than another engine, or other logprobs of them"""
+"""Engine arguments that change which tokens an engine samples, or their logprobs."""
 SPECULATION_ARGUMENTS = {
     "speculative-config": "",
     "spec-method": "method",
     "spec-model": "model",
     "spec-tokens": "num_speculative_tokens",
 }
-"""engine arguments of speculative decoding -> the key of the first one that they set"""
-_LOOKED_UP = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
-"""methods that look drafts up in the tokens so far"""
+"""Engine arguments of speculative decoding -> the key of speculative-config that they set."""
+_WITHOUT_MODEL = {"ngram", "[ngram]", "ngram_gpu", "suffix"}
+"""Methods that take drafts from the tokens so far."""
 RESPONSE_ARGUMENTS = SAMPLING_ARGUMENTS | {
     "max-logprobs",
     "reasoning-config",
@@ -115,7 +115,7 @@ RESPONSE_ARGUMENTS = SAMPLING_ARGUMENTS | {
     "reasoning-parser-plugin",
     "structured-outputs-config",
 }
-"""engine arguments on which it depends what a request may ask for, and what it is answered"""
+"""Engine arguments that change what a request may ask for, or its response."""
 
 
 @cache
@@ -126,15 +126,15 @@ def arguments() -> Mapping[str, Argument]:
 
 @cache
 def canonical(name: str) -> str | None:
-    """vLLM's first name for an argument or one of its aliases; None if vLLM has no such argument."""
+    """Return vLLM's first name for an argument or an alias of it; None if vLLM has no such argument."""
     if name in arguments():
         return name
     return next((known.name for known in arguments().values() if name in known.aliases), None)
 
 
 def parse(name: str, value: object) -> object:
-    """The value as vLLM will parse it: 16k as a number, JSON text as a mapping. `name` is canonical. Raises ValueError
-    with what it must be, as the end of a sentence that begins with the key."""
+    """Parse the value as vLLM does: 16k is a number, JSON text a mapping. `name` is canonical. Raises ValueError with
+    the end of a sentence that begins with the key."""
     argument = arguments()[name]
     if value is None:
         raise ValueError("has no value: give it one or remove the line.")
@@ -145,41 +145,40 @@ def parse(name: str, value: object) -> object:
 
 
 def refusal(name: str) -> str | None:
-    """Why the argument cannot be set in a worker, as the end of a sentence that begins with its key; None if it can.
-    pdserve refuses it rather than change it silently."""
+    """Return why a worker cannot have the argument (the end of a sentence that begins with its key), or None."""
     if name in _REFUSED:
         return _REFUSED[name]
     if name.startswith("data-parallel-"):
         return "is ServiceArgs.workers in pdserve: each worker is an engine of its own; remove it."
     if arguments()[name].group == "server":
-        return "is about vLLM's own HTTP server, which a worker does not have; remove it."
+        return "is for vLLM's own HTTP server, which a worker does not have; remove it."
     return None
 
 
 def shapes_response(name: str) -> bool:
-    """Whether frontends need the argument too (the worker's model card brings it there). Decode engines need the
-    reasoning arguments as well: a grammar applies only after the reasoning."""
+    """Whether frontends need the argument; the worker's model card takes it there. Decode engines need the reasoning
+    arguments too, because a grammar applies only after the reasoning."""
     return arguments()[name].group == "api" or name.startswith("reasoning-")
 
 
 def for_engine(args: Mapping[str, object]) -> dict[str, object]:
-    """The arguments that vLLM's engine parser takes: without those of the API (templates, parsers)."""
+    """Return the arguments that vLLM's engine parser takes, without those of the API (templates, parsers)."""
     return {name: value for name, value in args.items() if arguments()[name].group != "api"}
 
 
 def speculation(args: Mapping[str, object]) -> dict[str, object]:
-    """vLLM's speculative-config, with what the other arguments of speculative decoding set; empty: there is none."""
+    """Return vLLM's speculative-config with the keys that other arguments set; empty without speculative decoding."""
     given = args.get("speculative-config")
     found = dict(given) if isinstance(given, dict) else {}
     return found | {key: args[name] for name, key in SPECULATION_ARGUMENTS.items() if key and name in args}
 
 
 def draft_model(args: Mapping[str, object]) -> dict[str, object] | None:
-    """The speculative decoding whose drafts come from layers of their own (a draft model, EAGLE, MTP), with weights and
-    KV; None if there is none."""
+    """Return the speculative decoding if its drafts come from layers with weights and KV (a draft model, EAGLE, MTP),
+    else None."""
     found = speculation(args)
-    looked_up = str(found.get("method", found.get("model"))) in _LOOKED_UP
-    return None if looked_up or not found else found
+    without_model = str(found.get("method", found.get("model"))) in _WITHOUT_MODEL
+    return None if without_model or not found else found
 
 
 def to_argv(args: Mapping[str, object]) -> list[str]:
@@ -228,7 +227,7 @@ def _of_type(kind: type[T] | tuple[type[T], ...], value: object, what: str) -> T
 def _in_range(name: str, number: N) -> N:
     if name in _AT_LEAST_ONE and number < 1:
         raise ValueError(f"is {number}, but must be at least 1.")
-    if name in _SHARES and not 0 < number <= 1:
+    if name == "gpu-memory-utilization" and not 0 < number <= 1:
         raise ValueError(f"is {number:g}, but must be a share above 0 and up to 1.")
     return number
 

