@@ -1,15 +1,15 @@
-"""Background tasks: each has an owner, and none ends unseen.
+"""Background tasks: each has an owner that cancels and awaits it, and each failure is logged and counted.
 
-A background task is a task that nothing awaits while it runs: heartbeats, watches, reconnecting connections. When it
-ends by mistake, its process goes on without a part of itself and looks healthy. So such tasks are made here and
-nowhere else (`tests/test_house.py` checks it); a task that the next lines await may be made anywhere.
+A background task is one that nothing awaits while it runs: a heartbeat, a watch, a reconnecting connection. If one ends
+by mistake, its process looks healthy but has lost a part. So background tasks are made only here (`tests/test_house.py`
+checks it). A task that the next lines await may be made anywhere.
 
-`forever` restarts work that must not end. `isolate_errors` keeps an error about one item, such as one connection, from
-the others. `Owner` holds the tasks of one object, `process_owner` those of all objects of a process. `Lifetime` is the
-base class of objects that are entered with `async with`.
+`forever` restarts work that must not end. `isolate_errors` contains an error about one item, such as one connection.
+`TaskOwner` holds the tasks of an object, `process_owner` those of a process. `Lifetime` is the base class of objects
+that are entered with `async with`.
 
-Two errors win over all others, since a task that keeps one of them goes on for ever: a cancellation, which is repeated
-until the task ends, and EngineDead, which is also found inside an exception group (docs/decisions/0097).
+Two errors are never swallowed, because a task that swallows one runs for ever: a cancellation, which is repeated until
+the task ends, and EngineDead, also inside an exception group (docs/decisions/0097).
 """
 
 import asyncio
@@ -28,33 +28,33 @@ from pdserve.util.errors import find_engine_death
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
-"""seconds before a failed task starts again; doubled with each failure"""
+"""Seconds before a failed task restarts: the first pause doubles with each failure, up to the last."""
 HEALTHY = 30.0
-"""seconds of running after which the next failure counts as the first"""
+"""Seconds of running after which the back-off starts again at the first pause."""
 CANCEL_INTERVAL = 2.0
-"""seconds between two cancellations of a task that is to stop: an error in a `finally`, or a library, may have
-replaced the one before"""
-_REMEMBERED = 100
-"""distinct failures that are logged, of one task"""
+"""Seconds between two cancellations of a task that should stop, because an error in a `finally` block or a library may
+have swallowed the first."""
+_MAX_LOGGED = 100
+"""Distinct failures of one task that are logged."""
 
 T = TypeVar("T")
 Work = Callable[[], Awaitable[None]]
 
 
 async def run_on_loop(loop: asyncio.AbstractEventLoop, work: Awaitable[T]) -> T:
-    """Await `work` on this loop, which may be another thread's. Context variables go with it."""
+    """Await `work` on this loop, which may run in another thread, with the caller's context variables."""
     if asyncio.get_running_loop() is loop:
         return await work
 
-    async def there() -> T:
+    async def run() -> T:
         return await work
 
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), loop))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop))
 
 
 class Lifetime(ABC):
-    """An object to enter with `async with`. `_lifetime`, an `@asynccontextmanager`, sets it up, yields and takes it
-    down. It may be entered again after it was left."""
+    """Base of objects that are entered with `async with`. `_lifetime`, an `@asynccontextmanager`, sets the object up,
+    yields and tears it down. The object may be entered again after it was left."""
 
     @abstractmethod
     def _lifetime(self) -> AbstractAsyncContextManager[None]: ...
@@ -69,8 +69,8 @@ class Lifetime(ABC):
 
 
 class TaskOwner:
-    """The background tasks of one object. Leaving cancels them and waits for their end. It may be entered again, from
-    any task of the loop."""
+    """The background tasks of one object. Leaving it cancels and awaits them. It may be entered again, from any task of
+    the loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,12 +89,12 @@ class TaskOwner:
             self._tasks.difference_update(done)
 
     async def settle(self, within: float) -> None:
-        """Wait up to `within` seconds for the tasks to end by themselves."""
+        """Wait up to `within` seconds for the tasks to end on their own."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=within)
 
     def forever(self, work: Work, name: str, *, again_after: float | None = None) -> asyncio.Task[None]:
-        """Start a task that runs the function `forever` with these arguments."""
+        """Start a task that runs `forever` with these arguments."""
         return self.start(forever(work, name, again_after=again_after), name)
 
     def start(
@@ -103,8 +103,8 @@ class TaskOwner:
         name: str,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> asyncio.Task[None]:
-        """Start a task that runs `work` once. A failure is logged, counted and passed to `on_failure`; so is a
-        cancellation that nothing outside the task asked for."""
+        """Start a task that runs `work` once. A failure is logged, counted and passed to `on_failure`, and so is a
+        CancelledError that no `cancel()` of this task caused."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         for owner in {self, _process_owner.get() or self}:
             owner._tasks.add(task)
@@ -126,7 +126,7 @@ _process_owner: ContextVar[TaskOwner | None] = ContextVar("pdserve_process_owner
 
 @asynccontextmanager
 async def process_owner() -> AsyncIterator[None]:
-    """Cancel at the end every task that any Owner started meanwhile, also where its object was not left."""
+    """On leaving, cancel every task that any TaskOwner started since, also of objects that were not left."""
     async with TaskOwner() as owner:
         token = _process_owner.set(owner)
         try:
@@ -138,11 +138,11 @@ async def process_owner() -> AsyncIterator[None]:
 async def forever(
     work: Work, name: str, *, until_done: bool = False, again_after: float | None = None
 ) -> None:
-    """Run `work` again whenever it ends, with a back-off, until cancelled. Each distinct failure is logged once, all
-    are counted. Raises EngineDead where `work` does: the process has to end.
+    """Run `work` until cancelled, and restart it with a back-off when it fails. Each distinct failure is logged once;
+    all are counted. Raises EngineDead if `work` does, because the process must end.
 
-    To return is a failure too, unless `until_done` (then this returns as well) or `again_after`, the seconds until
-    `work` runs again: it may be the life of one connection."""
+    A return of `work` counts as a failure. Exceptions: with `until_done` this returns too; with `again_after`, `work`
+    (such as the life of one connection) runs again after so many seconds."""
     seen: set[str] = set()
     pause = FIRST_PAUSE
     while True:
@@ -158,22 +158,22 @@ async def forever(
             continue
         except (Exception, asyncio.CancelledError) as error:
             reraise_fatal(error)
-            failure = error  # of a cancellation: a library's
+            failure = error
         if time.monotonic() - started > HEALTHY:
             pause = FIRST_PAUSE
         TASK_FAILURES.labels(_kind_of(name)).inc()
-        what = _fingerprint(failure)
-        if what not in seen and len(seen) < _REMEMBERED:
-            seen.add(what)
+        fingerprint = _fingerprint(failure)
+        if fingerprint not in seen and len(seen) < _MAX_LOGGED:
+            seen.add(fingerprint)
             logger.error(
-                "%s failed and starts again (the same failure is logged once)", name, exc_info=failure
+                "%s failed; restarting it (each distinct failure is logged once)", name, exc_info=failure
             )
         await asyncio.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)
 
 
 async def _until_it_ends(work: Work) -> None:
-    """Await `work` in a task of its own, which is cancelled until it ends once this one is asked to stop."""
+    """Await `work` in a task of its own. When this task is cancelled, cancel that one until it ends."""
     task = asyncio.ensure_future(work())
     try:
         await asyncio.wait([task])
@@ -209,8 +209,8 @@ class isolate_errors:
 
 
 def reraise_fatal(error: BaseException | None) -> None:
-    """Raise EngineDead if `error` is one or contains one, and CancelledError if the current task was asked to stop,
-    whatever `error` replaced it. A handler that keeps any error calls this first."""
+    """Raise EngineDead if `error` is or contains one, and CancelledError if the current task was cancelled. Every
+    handler that swallows arbitrary errors calls this first."""
     if (death := find_engine_death(error)) is not None:
         raise death
     if is_cancelled():
@@ -218,25 +218,25 @@ def reraise_fatal(error: BaseException | None) -> None:
 
 
 def is_cancelled() -> bool:
-    """Whether something cancelled the current task, and not only what it awaits."""
+    """Whether the current task was cancelled, and not only the future that it awaits."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 def _failure(task: asyncio.Task[None]) -> BaseException | None:
-    """The error of a finished task; None where it returned or was asked to stop."""
+    """Return the error of a finished task; None if it returned or was cancelled on purpose."""
     if task.cancelled():
-        return None if task.cancelling() else asyncio.CancelledError("nothing asked the task to stop")
+        return None if task.cancelling() else asyncio.CancelledError("the task was not asked to stop")
     return task.exception()
 
 
 def _kind_of(name: str) -> str:
-    """The label of the metric: the name up to a colon, so that there are few of them."""
+    """Return the metric's label: the name up to a colon, so that there are few labels."""
     return name.partition(":")[0]
 
 
 def _fingerprint(failure: BaseException) -> str:
-    """The type of the error and the line that raised it."""
+    """Return the error's type and the line that raised it."""
     frames = traceback.extract_tb(failure.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(failure).__name__} {place}"

@@ -1,16 +1,16 @@
-"""Every error that pdserve raises on purpose.
+"""The errors that pdserve raises.
 
 PdserveError
-├── ConfigError             the YAML, a flag or the machine cannot do what was asked; exit code 2
-├── Unavailable             a peer is not there now; the caller falls back, waits or answers 503
-│   ├── QueueUnavailable        NATS is not connected: prefill locally
+├── ConfigError             the YAML, a flag or the machine does not fit; exit code 2
+├── Unavailable             a peer is not reachable now: fall back, wait or answer 503
+│   ├── QueueUnavailable        NATS is disconnected: prefill locally
 │   │   └── QueueFull               NATS is connected, but the queue is full
-│   ├── RegistryUnavailable     etcd is not connected: keep the last known topology
+│   ├── RegistryUnavailable     etcd is disconnected: use the last known topology
 │   └── PeerGone                the process at the other end of a stream is gone
-├── BadRequest              the client's request cannot be served, and repeating it would not help; 400
-├── Overloaded              a bound is reached; 429 with Retry-After
-├── EngineDead              the engine core is gone; the worker process must exit
-└── ProtocolError           a peer sent something that does not fit its contract
+├── BadRequest              the request is invalid, so a retry would fail too; 400
+├── Overloaded              a limit is reached; 429 with Retry-After
+├── EngineDead              the engine process died; the worker must exit
+└── ProtocolError           a peer sent a message that cannot be decoded
 """
 
 import math
@@ -18,20 +18,21 @@ from dataclasses import dataclass
 
 
 class PdserveError(Exception):
-    """Base of the tree above. The attributes go into the answer of a client that the error reaches: the HTTP `status`;
-    `param`, the field or header of the request that is at fault; `retry_after` in seconds, 0: do not retry; and
-    `limit`, the limit of the API key that was reached, `requests` or `tokens`."""
+    """Base of the tree above. Its attributes go into the HTTP response to the client."""
 
     status = 500
     param: str | None = None
+    """the invalid field or header of the request"""
     retry_after: float = 0.0
+    """seconds; 0: do not retry"""
     limit: str = ""
+    """the limit of the API key that was reached: `requests` or `tokens`"""
 
 
 @dataclass
 class ConfigError(PdserveError):
-    """Something in the configuration is wrong: `problems` holds one complete sentence for each finding,
-    naming file, line and key where they are known, and what to do."""
+    """The configuration is invalid. Each of `problems` is a sentence with file, line and key where they are known, and
+    what to do."""
 
     problems: list[str]
     status = 400
@@ -58,7 +59,7 @@ class RegistryUnavailable(Unavailable):
 
 @dataclass
 class PeerGone(Unavailable):
-    """The process `peer` (an instance or frontend id, or an address) cannot be reached any more."""
+    """`peer` (an instance or frontend id, or an address) cannot be reached any more."""
 
     peer: str
 
@@ -76,7 +77,7 @@ class BadRequest(PdserveError):
 
 @dataclass
 class Overloaded(PdserveError):
-    """The bound that `what` names was reached."""
+    """A limit was reached; `what` names it."""
 
     what: str
     retry_after: float = 1.0
@@ -87,14 +88,15 @@ class Overloaded(PdserveError):
 
 
 class EngineDead(PdserveError):
-    """`crashed`: the engine ended by itself, so that one of the requests that it computed may be the cause. `killed`:
-    something outside ended it. Else it hangs, or lost another host."""
+    """The engine died. `crashed`: by itself, so one of its running requests may be the cause. `killed`: by a signal
+    from outside. Neither: it hangs, or lost another host."""
 
     status = 503
 
     def __init__(self, message: str, *, crashed: bool = False, killed: bool = False) -> None:
         super().__init__(message)
-        self.crashed, self.killed = crashed, killed
+        self.crashed = crashed
+        self.killed = killed
 
 
 class ProtocolError(PdserveError):
@@ -102,12 +104,12 @@ class ProtocolError(PdserveError):
 
 
 def retry_after_seconds(seconds: float) -> int:
-    """Return seconds for HTTP's Retry-After, rounded up, since a client that comes too early is refused again."""
+    """Round up for HTTP's Retry-After, since a client that retries too early is refused again."""
     return max(1, math.ceil(seconds))
 
 
 def error_text(error: BaseException, otherwise: str = "") -> str:
-    """What it says; where it says nothing (as a TimeoutError), `otherwise` or the name of its type."""
+    """Return the error's message; if it has none, as a TimeoutError, `otherwise` or its type's name."""
     return str(error) or otherwise or type(error).__name__
 
 
@@ -119,6 +121,6 @@ def leaf_errors(error: BaseException) -> list[BaseException]:
 
 
 def find_engine_death(error: BaseException | None) -> EngineDead | None:
-    """Return the engine's death that this error is, or that is inside its exception group."""
-    found = (leaf for leaf in leaf_errors(error) if isinstance(leaf, EngineDead)) if error is not None else ()
-    return next(iter(found), None)
+    """Return the EngineDead that this error is, or that its exception group contains."""
+    leaves = leaf_errors(error) if error is not None else ()
+    return next((leaf for leaf in leaves if isinstance(leaf, EngineDead)), None)

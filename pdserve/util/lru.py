@@ -7,14 +7,14 @@ T = TypeVar("T")
 
 
 class LruDict(OrderedDict[str, T]):
-    """Keeps the `bound` keys that were set last; a key that is set again counts as new."""
+    """Keeps the `capacity` keys that were set most recently."""
 
-    def __init__(self, bound: int) -> None:
+    def __init__(self, capacity: int) -> None:
         super().__init__()
-        self._bound = bound
+        self._capacity = capacity
 
     def __setitem__(self, key: str, value: T) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
-        if len(self) > self._bound:
+        if len(self) > self._capacity:
             self.popitem(last=False)

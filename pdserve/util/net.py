@@ -1,4 +1,4 @@
-"""Addresses and TCP ports of this machine."""
+"""Addresses, URLs and TCP ports."""
 
 import errno
 import os
@@ -15,17 +15,17 @@ import psutil
 from pdserve.util.errors import ConfigError
 
 _FIRST, _LAST = 15000, 30000
-"""range of `free_port`, below the ports that Linux gives to outgoing connections (32768 and up): such a port may be
-taken while its server is down, even by a client that tries to reach that server and connects to itself"""
+"""Range of `free_port`. It is below the ephemeral ports of Linux (32768 and up), because an outgoing connection may
+take an ephemeral port while its server is down, and a client could even connect to itself there."""
 _TRIES = 1000
-_KEPT = 256
-"""claims of this process that are held, the newest"""
+_MAX_CLAIMS = 256
+"""Newest port claims that this process holds."""
 _claims: deque[int] = deque()
-"""their file descriptors"""
+"""File descriptors of the claims."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address is a loopback address. False for every name but localhost: it may resolve to anything."""
+    """Whether the address is a loopback address. False for every name but localhost, which may resolve to anything."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -36,7 +36,7 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve_host(host: str) -> list[str]:
-    """The IP addresses that a host's name stands for, or the address itself; none where the name cannot be resolved."""
+    """Return the IP addresses of a host name or address; none if it cannot be resolved."""
     try:
         return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
@@ -44,8 +44,7 @@ def resolve_host(host: str) -> list[str]:
 
 
 def is_local_host_header(authority: str) -> bool:
-    """Whether the `Host` header of a request is localhost or an IP address, and not a name that a web page could have
-    made to resolve to this machine (DNS rebinding)."""
+    """Whether a request's `Host` header is localhost or an IP address. Any other name may be DNS rebinding."""
     try:
         name = urlsplit(f"//{authority}").hostname or ""
         return name == "localhost" or name.endswith(".localhost") or bool(ip_address(name))
@@ -54,25 +53,25 @@ def is_local_host_header(authority: str) -> bool:
 
 
 def url_host(host: str, everywhere: str) -> str:
-    """Return `host` as it is written in a URL; `everywhere` in its place where it listens on all addresses."""
+    """Return `host` as it is written in a URL; `everywhere` replaces the wildcard address."""
     host = everywhere if host in ("0.0.0.0", "::", "") else host
     return f"[{host}]" if ":" in host else host
 
 
 def split_servers(text: str | None) -> list[str]:
-    """The addresses of a server or, separated by commas, of all servers of a cluster; none for an empty text."""
+    """Split comma-separated server addresses."""
     return [server.strip() for server in text.split(",")] if text else []
 
 
 def strip_passwords(addresses: str) -> str:
-    """The addresses of servers without the user names and passwords before an `@`: for logs, errors and pages."""
+    """Remove user names and passwords from comma-separated server addresses, for logs, errors and pages."""
     parts = (server.rpartition("://") for server in split_servers(addresses))
     return ",".join(f"{scheme}{colon}{rest.rpartition('@')[2]}" for scheme, colon, rest in parts)
 
 
 def free_port(host: str, count: int = 1) -> int:
-    """Return the first of `count` free ports in a row. None of them was given to any process lately, since a server may
-    take seconds until it listens on its port. Raises OSError where there are none."""
+    """Return the first of `count` consecutive free ports, and claim them, because a server may take seconds until it
+    listens on its port. Raises OSError if there are none."""
     for _ in range(_TRIES):
         first = random.randint(_FIRST, _LAST)
         ports = range(first, first + count)
@@ -82,8 +81,8 @@ def free_port(host: str, count: int = 1) -> int:
 
 
 def _claim(ports: Iterable[int]) -> bool:
-    """Claim the ports among all processes of this machine that call `free_port`, by an abstract Unix socket named after
-    each; false where one is claimed. A claim ends with the process, or after `_KEPT` further claims."""
+    """Claim the ports against other calls of `free_port` on this machine, by an abstract Unix socket for each port.
+    Return false if one is claimed already. A claim ends with the process, or after `_MAX_CLAIMS` further claims."""
     claims: list[int] = []
     for port in ports:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
@@ -95,33 +94,33 @@ def _claim(ports: Iterable[int]) -> bool:
                 return False
             claims.append(claim.detach())
     _claims.extend(claims)
-    while len(_claims) > _KEPT:
+    while len(_claims) > _MAX_CLAIMS:
         os.close(_claims.popleft())
     return True
 
 
 def find_port_holder(host: str, port: int, ours: Collection[int] = ()) -> str | None:
-    """Return the name and pid of the process that listens on this port, as far as this user may know; None where it is
-    free, or held by one of `ours` (pids). Raises ConfigError where this user cannot listen at all: the address is not
-    this machine's, or the port is reserved for root."""
+    """Return the name and pid of the process that listens on this port, or `another process` if this user may not know.
+    None: the port is free, or one of the pids `ours` has it. Raises ConfigError if this user cannot listen there: the
+    address is not this machine's, or the port is reserved for root."""
     try:
-        if _is_free(host, port, again=True):
+        if _is_free(host, port, reuse=True):
             return None
     except OSError as error:
-        raise ConfigError([f"{host}:{port} cannot be listened on: {error.strerror or error}."]) from error
+        raise ConfigError([f"cannot listen on {host}:{port}: {error.strerror or error}."]) from error
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
             if connection.pid in ours:
                 return None
-            with suppress(psutil.Error):  # it has just ended
+            with suppress(psutil.Error):  # the process has just ended
                 return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return "another process"
 
 
-def _is_free(host: str, port: int, again: bool = False) -> bool:
-    """With `again`, connections that a stopped server left behind do not count."""
+def _is_free(host: str, port: int, reuse: bool = False) -> bool:
+    """Whether the port can be bound. `reuse` ignores the TIME_WAIT connections of a stopped server."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
             probe.bind((host, port))
         except OSError as error:

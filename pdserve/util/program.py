@@ -1,4 +1,4 @@
-"""The command by which the user runs pdserve, for output that suggests one: it works as typed."""
+"""The command line that runs pdserve on this machine, for messages that suggest a command."""
 
 import os
 import shlex
@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 
 PROGRAM_VARIABLE = "PDSERVE_PROGRAM"
-"""environment variable with the program that the user ran, where it went on in another environment"""
+"""Environment variable with the program that the user ran, set before pdserve re-executes in another venv."""
 
 
 def pdserve_command(text: str) -> str:
-    """`pdserve TEXT`, with the path of this installation's program where the shell would not find it."""
+    """Return `pdserve TEXT`, with the program's path if the shell would not find it."""
     return f"{program_path()} {text}"
 
 
@@ -25,5 +25,5 @@ def program_path() -> str:
         return f"{shlex.quote(sys.executable)} -P -m pdserve"
     if (known := shutil.which("pdserve")) and Path(known).resolve() == script.resolve():
         return "pdserve"
-    here = Path.cwd()
-    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
+    folder = Path.cwd()
+    return shlex.quote(str(script.relative_to(folder) if script.is_relative_to(folder) else script))

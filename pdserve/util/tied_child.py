@@ -1,4 +1,4 @@
-"""Children that end with their parent. The standard library alone: an install needs it before anything is there."""
+"""Child processes that end with their parent. Imports only the standard library, because `pdserve install` uses it."""
 
 import os
 import signal
@@ -15,6 +15,7 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 
 def tied_command(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
-    """A command that gets this signal when the process that runs it dies: the thread that starts it must be the main
-    thread. Not by Popen's `preexec_fn`: beside threads of gRPC, code between fork and exec crashes now and then."""
+    """Return a command that runs `command` and gets signal `number` when this process dies. Start it from the main
+    thread: Linux sends the signal when the starting thread ends. Popen's `preexec_fn` would crash now and then beside
+    gRPC's threads."""
     return [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), str(int(number)), *command]
