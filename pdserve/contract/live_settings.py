@@ -1,7 +1,7 @@
-"""Live settings: what `pdserve set` changes in a running graph, and what of it is in force. Pure.
+"""Live settings: values that `pdserve set` changes in a running graph. Pure.
 
-They are keys in the registry, as text, and win over the values of the file. As in a file, a threshold without a policy
-means the policy `threshold`."""
+They are text values in the registry and override the file's. As in a file, a threshold without a policy implies the
+policy `threshold`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
@@ -13,47 +13,47 @@ POLICIES: tuple[str, ...] = get_args(RouterPolicy)
 PrefillPolicy = Literal["threshold", "adaptive"]
 PREFILL_POLICIES: tuple[str, ...] = get_args(PrefillPolicy)
 THRESHOLDS = ("max-local-prefill-length", "max-prefill-queue-size")
-"""keys that imply the policy `threshold` if no policy is set"""
+"""Keys that imply the policy `threshold` if no policy is set."""
 MAX_THRESHOLD = 2**31 - 1
-"""tokens or requests"""
+"""Tokens or requests."""
 
 SETTINGS = {
-    "policy": f"which way a prompt goes: {', '.join(PREFILL_POLICIES)}",
-    "max-local-prefill-length": "tokens; a prompt with more than these to compute goes to a prefill worker",
-    "max-prefill-queue-size": "requests; with these many waiting, prefill locally",
+    "policy": f"how a decode worker chooses local or remote prefill: {', '.join(PREFILL_POLICIES)}",
+    "max-local-prefill-length": "tokens; prompts with more uncached tokens are prefilled remotely",
+    "max-prefill-queue-size": "requests; from this queue depth on, prefill locally",
     "router": f"how frontends choose a decode worker: {', '.join(POLICIES)}",
-    "slo-ttft": f"the promised time to the first token, as 500ms or 2s; {OFF}: none",
-    "slo-gap": f"the promised longest gap between two tokens, as 60ms; {OFF}: none",
+    "slo-ttft": f"SLO for the time to the first token, as 500ms or 2s; {OFF}: none",
+    "slo-gap": f"SLO for the longest gap between two tokens, as 60ms; {OFF}: none",
 }
-_PROMISES = ("slo-ttft", "slo-gap")
+_SLO_NAMES = ("slo-ttft", "slo-gap")
 _CHOICES = {"policy": PREFILL_POLICIES, "router": POLICIES}
 
 
 def value_error(name: str, text: str) -> str:
-    """Return what the setting takes, if `text` is not a valid value of it; else empty."""
+    """Return which values the setting takes, if `text` is none of them; else an empty text."""
     if name in _CHOICES:
         return "" if text in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
-    if name in _PROMISES:
-        return "" if _is_promise(text) else f"{DURATION}, or {OFF}"
+    if name in _SLO_NAMES:
+        return "" if _is_slo(text) else f"{DURATION}, or {OFF}"
     digits = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_THRESHOLD))
     return "" if digits and int(text) <= MAX_THRESHOLD else f"a whole number from 0 to {MAX_THRESHOLD}"
 
 
-def slo_settings(promised: SloTargets) -> dict[str, str]:
-    """Return the promise of a file as settings."""
-    return dict(zip(_PROMISES, (format_duration(promised.ttft), format_duration(promised.gap)), strict=True))
+def slo_settings(slo: SloTargets) -> dict[str, str]:
+    """Return an SLO as settings."""
+    return dict(zip(_SLO_NAMES, (format_duration(slo.ttft), format_duration(slo.gap)), strict=True))
 
 
 def parse_slo(settings: Mapping[str, str]) -> SloTargets:
-    """Return the promise that the settings make; what is missing or not valid promises nothing."""
+    """Return the SLO in the settings; a value that is missing or invalid means none."""
     ttft, gap = (
-        parse_duration(text) if text != OFF and _is_promise(text) else None
-        for text in (settings.get(name, OFF) for name in _PROMISES)
+        parse_duration(text) if text != OFF and _is_slo(text) else None
+        for text in (settings.get(name, OFF) for name in _SLO_NAMES)
     )
     return SloTargets(ttft, gap)
 
 
-def _is_promise(text: str) -> bool:
+def _is_slo(text: str) -> bool:
     try:
         return text == OFF or parse_duration(text) > 0
     except ValueError:
@@ -61,12 +61,12 @@ def _is_promise(text: str) -> bool:
 
 
 def effective_slo(files: Iterable[Mapping[str, str]], live: Mapping[str, str]) -> SloTargets:
-    """Return what is promised to the clients of a model; `files`: the settings of its workers."""
+    """Return the SLO of a model now; `files` are the settings in its workers' files."""
     return parse_slo(effective_settings(slo_settings(tightest_slo(map(parse_slo, files))), live))
 
 
 def effective_settings(file: Mapping[str, str], live: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that processes go by; `file` has those of their file."""
+    """Return the values that processes obey: those of their file, overridden by valid live ones."""
     valid = {name: live[name] for name in SETTINGS if name in live and not value_error(name, live[name])}
     if "policy" not in valid and any(name in valid for name in THRESHOLDS):
         valid["policy"] = "threshold"
@@ -74,7 +74,7 @@ def effective_settings(file: Mapping[str, str], live: Mapping[str, str]) -> dict
 
 
 def merge_files(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Merge what the files of several processes say."""
+    """Merge the settings in the files of several processes."""
     found: dict[str, list[str]] = {}
     for file in files:
         for name, value in file.items():
@@ -84,14 +84,14 @@ def merge_files(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def explain_settings(file: Mapping[str, str], live: Mapping[str, str]) -> dict[str, str]:
-    """Return the value of each setting, with the file's where that differs and why it has no effect or was not set
-    itself. `file` is empty where no process runs."""
+    """Return each setting's value, and as text the file's value if it differs and why a live value has no effect.
+    `file` is empty if no process runs."""
     now = effective_settings(file, live)
-    return {name: _explained(name, now, file, live) for name in SETTINGS}
+    return {name: _explain(name, now, file, live) for name in SETTINGS}
 
 
 def list_changes(file: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
-    """Return a line for each setting that is not as in the file, or that was set without effect."""
+    """Return a line for each setting that differs from the file or was set without effect."""
     return [
         f"{name} = {text}"
         for name, text in explain_settings(file, live).items()
@@ -99,15 +99,16 @@ def list_changes(file: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _explained(name: str, now: Mapping[str, str], file: Mapping[str, str], live: Mapping[str, str]) -> str:
-    value, before = now.get(name, ""), file.get(name)
+def _explain(name: str, now: Mapping[str, str], file: Mapping[str, str], live: Mapping[str, str]) -> str:
+    value = now.get(name, "")
+    before = file.get(name)
     if name in live and (wanted := value_error(name, live[name])):
         return f"{value or '(as in the file)'}; {live[name][:40]!r}, which was set, is ignored: it takes {wanted}"
     why = ""
     if name in THRESHOLDS and name in live and now["policy"] == "adaptive":
         why = ", without effect under policy adaptive"
     elif name in live and file and before is None:
-        why = ", without effect: no process that runs goes by it"
+        why = ", without effect: no running process uses it"
     elif name == "policy" and name not in live and value not in ("", before):
         why = f", since {next(each for each in THRESHOLDS if each in live)} is set"
     if value in ("", before) and not why:

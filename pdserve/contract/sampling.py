@@ -1,12 +1,11 @@
-"""Whether a request can continue in another engine after some of its tokens, by its sampling parameters. These are
-vLLM's SamplingParams, which need not be imported for this."""
+"""Whether a request can continue in another engine, by its sampling parameters (vLLM's SamplingParams)."""
 
 from typing import Any
 
 
 def stateful_parameter(params: Any) -> str | None:
-    """Return the name of a parameter for which the engine keeps state about the output tokens so far. Another engine
-    lacks that state, so the request cannot continue with these tokens as part of its prompt. None: it can."""
+    """Return the name of a parameter for which the engine keeps state about the output tokens; None if there is none.
+    Another engine lacks that state, so it cannot continue the request with these tokens as part of the prompt."""
     checks = {
         "structured output": params.structured_outputs is not None,
         "presence_penalty": params.presence_penalty != 0,
@@ -20,7 +19,7 @@ def stateful_parameter(params: Any) -> str | None:
 
 
 MAX_LOGPROBS = 20
-"""logprobs that a first token may have to cross the queue: a message cannot hold those of a whole vocabulary"""
+"""Most logprobs of a first token that crosses the queue: a message cannot hold those of a whole vocabulary."""
 
 
 def can_split_after_first_token(params: Any) -> bool:

@@ -35,7 +35,7 @@ def test_what_is_no_number_is_refused() -> None:
                 f"{LENGTH} = 0 (file: 512), without effect under policy adaptive",
             ],
         ),
-        (ADAPTIVE, {"router": "kv"}, ["router = kv, without effect: no process that runs goes by it"]),
+        (ADAPTIVE, {"router": "kv"}, ["router = kv, without effect: no running process uses it"]),
         (
             ADAPTIVE,
             {LENGTH: "\uff15"},
