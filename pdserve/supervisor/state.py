@@ -236,8 +236,8 @@ def _stop_leftovers(pid: int, run: str, patience: float) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and keep other users out of it, because its files may hold prompts, and the lock file can be
-    locked by anybody with access. A folder that all users share (/tmp), or another user's, stays as it is. Raises OSError."""
+    """Make a folder, and keep other users out of it: its files may hold prompts, and every user that can open the lock
+    file can lock it. A folder that all users share (/tmp), or another user's, stays as it is. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = folder.stat().st_mode
     if mode & 0o077 and not mode & stat.S_ISVTX:
