@@ -372,7 +372,7 @@ def test_ctrl_c_while_it_starts(serve: Serve) -> None:
 def test_a_configuration_that_a_role_finds_wrong_ends_the_graph_at_once(serve: Serve) -> None:
     _simulate(serve, "no-such-key: 1")
     assert serve.start().wait(240) == 2
-    assert "not started again, for its configuration is wrong" in serve.text
+    assert "not restarting it, because its configuration is wrong" in serve.text
     assert "sim: unknown key no_such_key" in serve.text
     assert "Traceback" not in serve.text
     assert "starts again" not in serve.text

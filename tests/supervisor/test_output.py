@@ -139,10 +139,9 @@ def test_a_log_file_that_is_removed_renamed_or_cut_goes_on_under_its_name(tmp_pa
     file.write("after mv")
     assert (renamed.read_text(), path.read_text()) == ("after rm\n", "after mv\n")
     path.rename(renamed)
-    path.touch(0o644)
+    path.touch()
     file.write("into the new one")
     assert (renamed.read_text(), path.read_text()) == ("after mv\n", "into the new one\n")
-    assert path.stat().st_mode & 0o777 == 0o600
     os.truncate(path, 0)
     file.write("after copytruncate")
     assert path.read_text() == "after copytruncate\n"

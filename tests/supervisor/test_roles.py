@@ -222,7 +222,7 @@ async def test_the_signals_of_one_stop_count_once(monkeypatch: pytest.MonkeyPatc
 async def test_stop_while_waiting_to_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = replace(QUICK, first=60, ceiling=60)
     async with Graph(tmp_path, fake(CRASH), policy=policy, registered=False) as graph:
-        await until(lambda: "starts again in 60" in caplog.text)
+        await until(lambda: "restarting it in 60" in caplog.text)
         graph.supervisor.stop()
         await asyncio.wait_for(asyncio.shield(graph.running), 30)
 
@@ -243,7 +243,7 @@ async def test_a_role_that_is_missing_in_etcd_for_long_is_stopped_and_started_ag
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     """A healthy one finishes its requests; one that hangs is killed."""
-    monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(readiness, "CHECK_INTERVAL", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.1)
     async with Graph(tmp_path, fake(SERVE), patience=0.2 if hangs else 60) as graph:
         await graph.up()

@@ -1,7 +1,7 @@
-"""One child process: started in its own process group, its output read, and its whole group ended with it.
+"""A child process in its own process group: start it, read its output, and kill the whole group when it ends.
 
-The group stays in the supervisor's session: with a session for each child, Linux's autogroup would make every child a
-scheduling group of its own, in which spinning workers starve the others (measured: ten times the TTFT).
+All groups stay in the supervisor's session. With a session for each child, Linux's autogroup makes each child a
+scheduling group, and spinning workers starve the others (measured: ten times the TTFT).
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from pdserve.util.tied_child import tied_command
 logger = logging.getLogger(__name__)
 
 CONFIG_ERROR = 2
-"""exit code of a role whose configuration is wrong: starting it again would change nothing"""
+"""Exit code of a role with a wrong configuration, which a restart would not change."""
 TAIL = 30
-"""last lines of output that are kept, to report why a process ended"""
+"""Last lines of output to keep, for the report why a process ended."""
 _LONGEST_LINE = 1 << 20
-"""characters; a longer line is cut"""
+"""Characters; a longer line is split."""
 _CAUSE_LIMIT = 300
-"""characters"""
+"""Characters of `Exit.cause`."""
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -42,31 +42,31 @@ class Exit:
     """How a child ended."""
 
     code: int
-    """exit code; negative: the signal"""
+    """Exit code; negative: the signal."""
     last_lines: tuple[str, ...] = ()
 
     @property
     def from_outside(self) -> bool:
-        """Whether an operator ended it or its engine, or the kernel for lack of memory: not a failure of its own."""
+        """Whether an operator, or the kernel for lack of memory, ended the process or its engine."""
         return self.code in (0, ENGINE_KILLED) or -self.code in _FROM_OUTSIDE
 
     @property
     def cause(self) -> str:
-        """The last error in its output, else the last line; at most `_CAUSE_LIMIT` characters."""
+        """The last error in the output, else its last line."""
         output = self._output()
         errors = [line for line in output if line.level in "EC"] or output
         return errors[-1].message.strip().splitlines()[-1][:_CAUSE_LIMIT] if errors else ""
 
     def tail(self, count: int = 15) -> str:
-        """Its last lines, to append to a log line."""
+        """The last lines of output, to append to a log line."""
         lines = [text for line in self._output() for text in line.message.splitlines()][-count:]
         return "\nIts last lines:\n  " + "\n  ".join(lines) if lines else ""
 
     def _output(self) -> list[LogLine]:
-        """Its last lines without noise; none for a child that was killed, which had no time to log why."""
+        """The last lines without noise; none for a killed child, which had no time to log the cause."""
         if self.code == -signal.SIGKILL:
             return []
-        said = takewhile(lambda raw: not raw.startswith("goroutine "), self.last_lines)  # a stack of Go
+        said = takewhile(lambda raw: not raw.startswith("goroutine "), self.last_lines)  # without Go's stacks
         lines = [logs.parse(raw, "") for raw in said]
         return [line for line in lines if not line.noise and line.message.strip()]
 
@@ -97,13 +97,12 @@ class Child:
         parent_death: signal.Signals | None = signal.SIGKILL,
         outlives: bool = False,
     ) -> None:
-        """Start it; raises OSError. Call it in a running loop and in the main thread: the kernel sends `parent_death`
-        when the thread that started the child ends.
+        """Start the child; raises OSError. Call it in a running loop and in the main thread, because the kernel sends
+        the signal `parent_death` when the thread that started the child ends.
 
-        `output` gets each line of stdout and stderr, in the order written, without its end. `env` is added to this
-        process's environment. The guardian stops the child in its `wave` when the supervisor is killed. A child that
-        `outlives` the supervisor until then gets the reading end of its own pipe too: a broken pipe ends programs
-        written in Go."""
+        `output` gets each line of stdout and stderr, without its end. `env` is added to this process's environment. The
+        guardian stops the child in its `wave` when the supervisor is killed. A child that `outlives` the supervisor
+        until then inherits the reading end of its own pipe, because a broken pipe ends programs written in Go."""
         self.name = name
         self._guardian = guardian
         self._tail: deque[str] = deque(maxlen=TAIL)
@@ -135,26 +134,26 @@ class Child:
         return self._process.poll() is None
 
     async def wait(self) -> Exit:
-        """Wait for its end, then kill what is left of its group."""
+        """Wait for the child's exit, then kill the rest of its group."""
         code = await wait_for_exit(self._process)
         await end_group(self.pid, self._memory)
         if self._guardian:
             self._guardian.forget(self.pid)
-        # The pipe is at its end now, unless a process that left the group holds it.
+        # The pipe is closed now, unless a process that left the group holds it.
         with suppress(TimeoutError):
             await asyncio.wait_for(self._reader, 1)
         return Exit(code, self.last_lines())
 
     async def stop(self, patience: float) -> None:
-        """Send SIGTERM to the child alone, which stops the processes below it in its own order; after `patience`
-        seconds SIGKILL. `wait` ends its group."""
+        """Send SIGTERM to the child, which stops its descendants itself, and SIGKILL after `patience` seconds. `wait`
+        kills the rest of the group."""
         with suppress(ProcessLookupError):
             self._process.terminate()
         try:
             async with asyncio.timeout(patience):
                 await wait_for_exit(self._process)
         except TimeoutError:
-            logger.warning("%s did not stop within %g s and is killed", self.name, patience)
+            logger.warning("%s did not stop within %g s; killing it", self.name, patience)
         finally:
             self.kill()
 
@@ -165,8 +164,7 @@ class Child:
                 self._process.kill()
 
     def note_memory(self) -> None:
-        """Remember its shared memory: once all of the group is killed, the resource tracker included, its
-        segments can no longer be listed."""
+        """Record the shared memory segments of the group, which cannot be listed after it was killed."""
         self._memory = shared_memory(members(self.pid))
 
     def last_lines(self) -> tuple[str, ...]:
@@ -181,7 +179,7 @@ class Child:
         rest = ""
         try:
             while chunk := await stream.read(1 << 16):
-                # A progress bar ends its lines with \r; a last line may have no end at all.
+                # Progress bars end their lines with \r; the last line may have no end.
                 *lines, rest = re.split(r"[\r\n]+", rest + decode(chunk))
                 if len(rest) > _LONGEST_LINE:
                     lines, rest = [*lines, rest], ""
@@ -195,5 +193,5 @@ class Child:
             self._tail.append(line)
             try:
                 on_line(line)
-            except Exception:  # the pipe must be read on, or the child hangs in its next line
-                logger.exception("a line of %s could not be taken", self.name)
+            except Exception:  # keep reading the pipe, or the child blocks when it writes
+                logger.exception("cannot process a line of output of %s; dropping it", self.name)

@@ -1,5 +1,5 @@
-"""The ends of processes: wait for them, kill what is left of a process group, and keep a guardian, a small process that
-stops the graph when the supervisor was killed."""
+"""Wait for the exit of child processes, kill the rest of their process groups, and run the guardian, a small process
+that stops the graph when the supervisor was killed."""
 
 import asyncio
 import contextlib
@@ -22,21 +22,21 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan below it, so that `end_group` can reap them: in a container, process
-    1 may not."""
+    """Make this process the parent of every orphan below it (a subreaper), so that `end_group` can reap them: in a
+    container, process 1 may not."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def process_tree(pid: int) -> set[int]:
-    """The process and all below it; empty where it has ended."""
+    """The pids of a process and all its descendants; empty where it has ended."""
     with contextlib.suppress(psutil.Error):
         return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
     return set()
 
 
 async def wait_for_exit(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for a child's end; return its exit code, negative for a signal. A pidfd works under every event loop,
-    without child watchers or threads, and does not depend on the child's pipes."""
+    """Wait for a child to exit; return its exit code, negative for a signal. Uses a pidfd, which needs no child watcher
+    or thread of the event loop."""
     if process.poll() is None:
         loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
         loop.add_reader(pidfd, ended.set)
@@ -49,7 +49,7 @@ async def wait_for_exit(process: "subprocess.Popen[bytes]") -> int:
 
 
 async def end_group(group: int, memory: Collection[str] = ()) -> None:
-    """Kill what is left of a process group whose leader is gone, and return when nothing is. `memory`: as in `kill`."""
+    """Kill the rest of a process group whose leader has ended, and wait until it is gone. `memory`: as in `kill`."""
 
     def left() -> list[int]:
         with contextlib.suppress(ChildProcessError):
@@ -62,9 +62,9 @@ async def end_group(group: int, memory: Collection[str] = ()) -> None:
 
 
 class Guardian:
-    """The guardian's process, kept by the supervisor. Each wave of roles gets `patience` seconds to stop. `lock` is the
-    descriptor of an open file that the guardian keeps open until nothing is left. `run` marks what it watches, for the
-    next supervisor, if the guardian is killed too."""
+    """The supervisor's side of the guardian. Each wave of roles gets `patience` seconds to stop. The guardian inherits
+    `lock`, a descriptor of the lock file, and ends when no process is left. `run` marks the watched processes, so that
+    the next supervisor finds them if the guardian is killed too."""
 
     def __init__(self, patience: float, lock: int | None = None, run: str = "") -> None:
         self.run = run
@@ -86,7 +86,7 @@ class Guardian:
         return self._process.pid
 
     def watch(self, group: int, wave: int = 0) -> None:
-        """Let the guardian stop this process group when the supervisor is gone, lower waves first."""
+        """Have the guardian stop this process group after the supervisor's death, lower waves first."""
         self._groups[group] = wave
         self._send(f"+{group} {wave}")
 
@@ -95,10 +95,10 @@ class Guardian:
         self._send(f"-{group}")
 
     async def keep_running(self) -> None:
-        """Start the guardian again whenever it ends; never returns."""
+        """Restart the guardian whenever it ends; never returns."""
         while True:
             code = await wait_for_exit(self._process)
-            logger.warning("the guardian ended (%s), starts again", code)
+            logger.warning("guardian ended (exit code %s); restarting it", code)
             with contextlib.suppress(OSError):
                 self._stdin.close()
             self._start()
@@ -117,8 +117,6 @@ class Guardian:
             self._send(f"+{group} {wave}")
 
     def _send(self, line: str) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the guardian was killed: `keep` sends everything to its successor
+        with contextlib.suppress(OSError):  # the guardian was killed: its successor gets all groups
             self._stdin.write(f"{line}\n".encode())
             self._stdin.flush()

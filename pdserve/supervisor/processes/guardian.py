@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 SERVERS = 99
-"""wave of the servers: after all roles"""
+"""Wave of the servers: after all roles."""
 SERVERS_PATIENCE = 5.0
-"""seconds that a server gets to stop"""
+"""Seconds for a server to stop."""
 RUN_VARIABLE = "PDSERVE_RUN"
-"""environment variable of each process of a graph: a mark of this run of the graph, and the wave of the process"""
+"""Environment variable of each process of a graph: the mark of this run of the graph, and the wave of the process."""
 TRACKER_PATIENCE = 2.0
-"""seconds for multiprocessing's resource tracker to remove the shared memory of killed processes"""
+"""Seconds for multiprocessing's resource tracker to remove the shared memory of killed processes."""
 _SHARED = re.compile(r" (/dev/shm/(?:psm|vllm)_\S+)$", re.MULTILINE)
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def stop_in_waves(groups: Mapping[int, int], patience: float) -> None:
-    """Stop process groups, given with their waves: each wave of roles gets `patience` seconds, lower waves first."""
+    """Stop process groups (wave by group), lower waves first. Each wave of roles gets `patience` seconds."""
     began = {group: _stat(group)[2] for group in groups}
     for wave in sorted(set(groups.values())):
         allowed = SERVERS_PATIENCE if wave == SERVERS else patience
@@ -47,9 +47,9 @@ def stop_in_waves(groups: Mapping[int, int], patience: float) -> None:
 
 
 def stop(groups: Mapping[int, int], patience: float) -> None:
-    """Send SIGTERM to the leaders, each of which stops the processes below it in its own order; then kill what is left
-    of the groups when all leaders are gone, or after `patience` seconds. `groups` have the start times of their
-    leaders: one with another start time only has the pid of a leader that ended."""
+    """Send SIGTERM to the leaders of the groups, which stop their descendants themselves. Kill the rest of the groups
+    when all leaders have ended, or after `patience` seconds. `groups` has the start time of each leader, because the
+    pid of an ended leader may be another process's."""
 
     def left() -> list[int]:
         return [group for group, began in groups.items() if _stat(group)[2] in (began, 0)]
@@ -63,17 +63,19 @@ def stop(groups: Mapping[int, int], patience: float) -> None:
 
 
 def kill(left: Callable[[], Collection[int]], memory: Collection[str] = ()) -> Iterator[None]:
-    """Kill the processes that `left` lists, again and again, and yield between two looks, until none is left. Then
-    remove their shared memory, and `memory`, segments that were known before.
+    """Kill the processes that `left` lists until it lists none, and yield between two calls of it. Then remove their
+    shared memory segments, and those in `memory`.
 
-    multiprocessing's resource tracker removes the shared memory of killed processes and ends by itself when they are
-    gone, so it is only killed after `TRACKER_PATIENCE`. After twice that time, what is left does not end."""
+    multiprocessing's resource tracker is killed only after `TRACKER_PATIENCE`, because it removes the shared memory of
+    killed processes and then ends by itself. After twice that time, give up on the processes that do not end."""
     started, pids = time.monotonic(), left()
     segments = shared_memory(pids) | set(memory)
     while pids:
         waited = time.monotonic() - started
         if waited > 2 * TRACKER_PATIENCE:
-            logging.getLogger(__name__).warning("processes that do not end: %s", ", ".join(map(str, pids)))
+            logging.getLogger(__name__).warning(
+                "processes do not end after SIGKILL: %s", ", ".join(map(str, pids))
+            )
             break
         send((pid for pid in pids if waited > TRACKER_PATIENCE or not is_tracker(pid)), signal.SIGKILL)
         yield
@@ -91,7 +93,7 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; false for a zombie: in a container, process 1 may never wait for it."""
+    """Whether the process runs; false for a zombie, which process 1 of a container may never reap."""
     return _stat(pid)[0] not in "ZX"
 
 
@@ -107,9 +109,8 @@ def members(group: int) -> list[int]:
 
 
 def groups_of(run: str) -> dict[int, int]:
-    """The process groups of a run of a graph, with their waves: those of the live processes that were started with the
-    run's mark in `RUN_VARIABLE`, as the supervisor starts all of them. All other processes of a group were started
-    by them."""
+    """The process groups of a run of a graph, with their waves, found by the run's mark in `RUN_VARIABLE`, which the
+    supervisor gives to each process that it starts."""
     groups = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/environ", "rb") as environ:
@@ -120,7 +121,7 @@ def groups_of(run: str) -> dict[int, int]:
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in ticks since boot: with the pid, it is of no other process. 0: there is none."""
+    """Start time of a process in ticks since boot, which tells processes of one pid apart; 0: there is no process."""
     return _stat(pid)[2]
 
 
@@ -133,16 +134,15 @@ def _stat(pid: int) -> tuple[str, int, int]:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether it is multiprocessing's resource tracker, which removes the shared memory of killed processes and
-    ends by itself when they are gone."""
+    """Whether the process is multiprocessing's resource tracker."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
         return b"resource_tracker" in command.read()
     return False
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """The shared memory segments of Python and vLLM (`/dev/shm/psm_*`, `/dev/shm/vllm_*`) that these processes have
-    mapped. That of KV in host memory, `vllm_offload_*`, has a name while its engine starts."""
+    """Paths of the shared memory segments of Python and vLLM that these processes have mapped. That of KV in host
+    memory, `vllm_offload_*`, has a name only while its engine starts."""
     segments: set[str] = set()
     for pid in pids:
         with (
@@ -154,7 +154,7 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
 
 
 def release(memory: Collection[str]) -> None:
-    """Remove these segments, except those that a process has mapped."""
+    """Remove the segments that no process has mapped."""
     if left := {name for name in memory if os.path.exists(name)}:
         for name in left - shared_memory(int(pid) for pid in os.listdir("/proc") if pid.isdecimal()):
             with contextlib.suppress(OSError):

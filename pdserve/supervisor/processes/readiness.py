@@ -1,4 +1,4 @@
-"""Whether processes are ready and healthy: roles by their registration in etcd, frontends also by their answers."""
+"""Whether roles are ready and healthy, by their registration in etcd, and frontends also by their `/health`."""
 
 import asyncio
 import logging
@@ -16,23 +16,23 @@ from pdserve.util.errors import RegistryUnavailable, error_text
 logger = logging.getLogger(__name__)
 
 MISSING = 60.0
-"""seconds that a live process may be missing from the registry before it counts as hung: far more than a lease (10),
-the time after an outage and a stall of the machine. By then no other process uses it any more."""
-CHECK_EVERY = 1.0
-"""seconds between two looks at the registry"""
-FRONTEND_CHECK_EVERY = 0.25
-"""seconds between two questions to frontends that are not ready"""
-SAME_AGAIN = 0.02
-"""seconds to the next question after an answer of a frontend that is known to be ready"""
+"""Seconds for which a live process may be missing in the registry before it counts as hung: far more than a lease (10),
+a reconnect after an outage, or a stall of the machine. By then no other process uses it any more."""
+CHECK_INTERVAL = 1.0
+"""Seconds between two checks of the registry."""
+FRONTEND_CHECK_INTERVAL = 0.25
+"""Seconds between two checks while frontends are not ready."""
+KNOWN_FRONTEND_DELAY = 0.02
+"""Seconds to the next check when a frontend answered that is known to be ready."""
 
 
-async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], every: float, limit: float) -> float:
-    """Return when the check has failed for `limit` seconds on end, with these seconds. Checks are counted and time is
-    not measured: a supervisor that was stopped itself knows nothing of that time."""
+async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], interval: float, limit: float) -> float:
+    """Check every `interval` seconds; return the seconds when the check has failed for `limit` seconds in a row. Checks
+    are counted, because the supervisor may have been stopped itself meanwhile."""
     failing = 0.0
     while failing < limit:
-        await asyncio.sleep(every)
-        failing = 0.0 if await healthy() else failing + every
+        await asyncio.sleep(interval)
+        failing = 0.0 if await healthy() else failing + interval
     return failing
 
 
@@ -42,8 +42,8 @@ class RegisteredInstances:
     def __init__(
         self, registry: Registry, view: RegistryView, host: str, leaving: float = 0.0, model: str = ""
     ) -> None:
-        """`host` is this machine, and `model` its workers', for the reports. `leaving` are the seconds that a process
-        may go on after it removed its instance (a frontend that drains)."""
+        """`host` and `model` are for the slot records. `leaving`: seconds that a process may run after it removed its
+        instance (a frontend that drains)."""
         self.registry = registry
         self.view = view
         self._host, self._model = host, model
@@ -58,37 +58,36 @@ class RegisteredInstances:
         raise AssertionError("the registry's changes never end")
 
     async def until_missing(self, instance: Instance) -> float:
-        """Wait until the registry has lacked this instance for long, although a process that works renews its lease;
-        return the seconds. Time without a registry does not count."""
+        """Wait until the instance has been missing in the registry for too long, though a working process renews its
+        lease; return the seconds. Time without etcd does not count."""
 
         async def registered() -> bool:
             listed = any(each.id == instance.id for each in self.view.instances())
             return listed or not self.registry.connected
 
-        return await until_unhealthy(registered, CHECK_EVERY, self._patience)
+        return await until_unhealthy(registered, CHECK_INTERVAL, self._patience)
 
     async def remove(self, instance: Instance) -> None:
-        """Remove the instance and the card of a dead process, so that other processes need not wait for its lease to
-        expire."""
+        """Remove the instance and the card of a dead process before its lease expires."""
         try:
             await self.registry.delete(keys.instance(instance))
             if instance.model:
                 await self.registry.delete(keys.card(instance.model, instance.id))
         except RegistryUnavailable:
-            logger.debug("%s stays listed until its lease runs out: etcd is away", instance.id)
+            logger.debug("%s stays registered until its lease expires: etcd is unreachable", instance.id)
 
     async def report(self, state: SlotState) -> None:
-        """Publish the state of a process."""
+        """Write the slot record of a process."""
         model = "" if state.role is Role.FRONTEND else self._model
         state = msgspec.structs.replace(state, host=self._host, model=model)
         await self.registry.put(keys.slot(state), encode_record(state))
 
 
 async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
-    """Yield what a frontend reports as missing, until as many frontends as `processes` have reported to be ready. They
-    share one port, and which of them answers is chance."""
+    """Yield what frontends report as missing, until `processes` different frontends have reported to be ready. They
+    share one port, so a random one of them answers."""
     ready: set[str] = set()
-    # these are this machine's own: no proxy stands before them, and no name of theirs need be in their certificate
+    # they run on this machine: no proxy, and their certificate may be for other names
     async with httpx.AsyncClient(
         headers={"connection": "close"}, timeout=5, trust_env=False, verify=False
     ) as client:
@@ -96,18 +95,18 @@ async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
             id, missing = await _ask(client, url)
             if missing or id in ready:
                 yield missing or f"{len(ready)} of {processes} frontends have answered"
-                await asyncio.sleep(FRONTEND_CHECK_EVERY if missing else SAME_AGAIN)
+                await asyncio.sleep(FRONTEND_CHECK_INTERVAL if missing else KNOWN_FRONTEND_DELAY)
             ready = set() if missing else ready | {id}
 
 
 async def _ask(client: httpx.AsyncClient, url: str) -> tuple[str, str]:
-    """The id of the frontend that answers, and what is missing."""
+    """The id of the frontend that responds, and what it reports as missing."""
     try:
-        answer = await client.get(f"{url}/health")
+        response = await client.get(f"{url}/health")
     except httpx.HTTPError as error:
         return "", error_text(error)
     try:
-        health = answer.json()
+        health = response.json()
         return str(health["frontend"]), str(health.get("missing", ""))
     except (ValueError, LookupError, TypeError, AttributeError):
-        return "", f"HTTP {answer.status_code}"
+        return "", f"HTTP {response.status_code}"

@@ -1,8 +1,7 @@
-"""The restart loop with back-off, for roles and embedded servers alike: start, readiness, health check, restart.
+"""The restart loop with backoff, for roles and embedded servers: start, wait for readiness, check health, restart.
 
-The loop gives up, and the graph with it, only where the configuration is wrong or no process of this kind has ever
-become ready. Later, a process that does not come back is no reason to stop the others: it is started again without end,
-at the back-off's ceiling.
+The loop gives up, and ends the graph, only where the configuration is wrong or no process of this kind has ever been
+ready. Any later failure is retried for ever, at the backoff's ceiling.
 """
 
 import asyncio
@@ -24,11 +23,11 @@ from pdserve.util.errors import PdserveError
 logger = logging.getLogger(__name__)
 
 LOADING_PATIENCE = 2.0
-"""seconds to stop for a process that is not ready: it has nothing to drain"""
+"""Seconds to stop for a process that is not ready: it has no requests to drain."""
 _HISTORY = 50
-"""runs that are remembered"""
+"""Past runs of a process to keep."""
 _WAIT_AGAIN = 0.5
-"""seconds"""
+"""Seconds until a failed wait for a child's exit is repeated."""
 
 # the policy
 
@@ -36,24 +35,23 @@ _WAIT_AGAIN = 0.5
 @dataclass(frozen=True)
 class RestartPolicy:
     first: float = 1.0
-    """seconds before the first restart; doubled with each further one"""
+    """Seconds before the first restart; doubled for each further failure."""
     ceiling: float = 30.0
-    """seconds before a restart, at most"""
+    """Seconds before a restart, at most."""
     healthy: float = 60.0
-    """seconds of a run that ends a series of failures"""
+    """Seconds of a run that reset the backoff."""
     failed_starts: int = 3
-    """failed starts in a row after which the process cannot be started"""
+    """Failed starts in a row after which the loop gives up."""
     kills: int = 20
-    """the same for starts that were ended from outside, such as by the kernel for lack of memory"""
+    """The same for starts that were ended from outside, such as by the kernel for lack of memory."""
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """One run of a process, from its start to its end."""
-
     seconds: float
+    """From its start to its end."""
     ready: bool
-    """whether it became ready"""
+    """Whether it became ready."""
     exit: Exit
 
 
@@ -74,8 +72,8 @@ def decide(
     was_ready: bool = False,
     kind_was_ready: bool = False,
 ) -> Restart | NoRestart:
-    """Decide what to do after the last of these runs (oldest first, at least one) ended unasked. `was_ready`: this
-    process has ever been ready; `kind_was_ready`: any process of its kind has. Pure."""
+    """Decide whether to restart a process whose last run ended unasked. `history`: its runs, the last one last.
+    `was_ready`: this process has ever been ready; `kind_was_ready`: any process of its kind has. Pure."""
     if history[-1].exit.code == CONFIG_ERROR and not was_ready:
         return NoRestart("its configuration is wrong")
     if not kind_was_ready:
@@ -88,7 +86,7 @@ def decide(
 
 
 def failed_starts(history: Sequence[PastRun]) -> int:
-    """Failed starts since it was last ready. A start that was ended from outside did not fail."""
+    """Failed starts since the process was last ready, without those that were ended from outside."""
     count = 0
     for run in reversed(history):
         if run.ready:
@@ -98,7 +96,7 @@ def failed_starts(history: Sequence[PastRun]) -> int:
 
 
 def _failures_in_a_row(history: Sequence[PastRun], policy: RestartPolicy) -> int:
-    """Runs that failed since the last healthy one, without those that were ended from outside."""
+    """Runs since the last healthy one, without those that were ended from outside."""
     count = 0
     for run in reversed(history):
         if run.seconds >= policy.healthy:
@@ -123,7 +121,7 @@ class ProcessState(StrEnum):
 
 
 class CannotStart(PdserveError):
-    """A process cannot be started, and the graph ends with it; the text has the cause."""
+    """A process cannot be started, so that the graph ends; the text has the cause."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -131,7 +129,7 @@ class CannotStart(PdserveError):
 
 
 class SupervisedProcess(ABC):
-    """The process of a restart loop: how to start it and how to watch it."""
+    """What a restart loop runs: how to start a process and how to watch it."""
 
     @property
     @abstractmethod
@@ -139,32 +137,32 @@ class SupervisedProcess(ABC):
 
     @abstractmethod
     def spawn(self) -> Child:
-        """Start it; raises OSError or ConfigError where that cannot be done now."""
+        """Start a child; raises OSError or ConfigError where that fails now."""
 
     @abstractmethod
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
-        """Call `ready` when the child is ready. Return what is wrong where it does not become ready, or hangs: the loop
-        ends it then. May be called again for the same child."""
+        """Call `ready` when the child is ready. Return the problem where it does not become ready, or hangs; the loop
+        then stops it. May be called again for the same child."""
 
     @property
     def patience(self) -> float:
-        """Seconds that it gets to finish its work where it seems to hang; 0: it is killed at once."""
+        """Seconds for a hung child to stop before it is killed."""
         return 0.0
 
     @property
     @abstractmethod
     def kind_was_ready(self) -> bool:
-        """Whether a process of this kind has ever been ready: then its configuration is right."""
+        """Whether a process of this kind has ever been ready, so that its configuration is right."""
 
     async def ended(self, exit_: Exit) -> None:  # noqa: B027 (servers have nothing to do)
-        """Called when the child has ended and nothing of it is left."""
+        """Called when the child and its process group have ended."""
 
 
 AnyProcess = TypeVar("AnyProcess", bound=SupervisedProcess)
 
 
 class RestartLoop(Generic[AnyProcess]):
-    """Keeps one process running. Its owner awaits `run`; `stop` may be called at any time."""
+    """Keeps a process running. Its owner awaits `run`; `stop` may be called at any time."""
 
     def __init__(
         self,
@@ -177,23 +175,23 @@ class RestartLoop(Generic[AnyProcess]):
         self.process = process
         self.state = ProcessState.STARTING
         self.since = clock.unix()
-        """Unix seconds when it became ready or ceased to be"""
+        """Unix seconds of the last change to or from READY."""
         self.restarts = 0
         self.history: deque[PastRun] = deque(maxlen=_HISTORY)
         self.settled = asyncio.Event()
-        """set when the graph need not wait for it any more: it has been ready, or it does not start while others of its
-        kind do"""
+        """Set when the start of the graph need not wait for this process: it has been ready, or its starts fail while
+        another of its kind has been ready."""
         self._policy = policy
         self._on_change = on_change
         self._child = child
         self._failed_start: Exit | None = None
-        """why the present child is killed before it became ready"""
+        """Why the current child is stopped before it became ready."""
         self._was_ready = child is not None
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
-        """Return when stopped. Raises CannotStart where starting it again would not help. Kills it when cancelled."""
+        """Return when stopped. Raises CannotStart where a restart would not help. Kills the child when cancelled."""
         try:
             while self._child or not self._stopping.is_set():
                 self.history.append(await self._run_once())
@@ -205,8 +203,8 @@ class RestartLoop(Generic[AnyProcess]):
             self._become(ProcessState.STOPPED)
 
     async def stop(self, patience: float) -> None:
-        """Send SIGTERM, and SIGKILL after `patience` seconds to drain, `LOADING_PATIENCE` where the process is not
-        ready. Return when nothing of it is left."""
+        """Send SIGTERM, and SIGKILL after `patience` seconds, or `LOADING_PATIENCE` where the process is not ready.
+        Return when its process group has ended."""
         self._stopping.set()
         if self._child:
             if self.state is ProcessState.READY:
@@ -246,7 +244,7 @@ class RestartLoop(Generic[AnyProcess]):
         return PastRun(time.monotonic() - started, ready, self._failed_start or exit_)
 
     async def _watch(self, child: Child) -> None:
-        """End a child that hangs, unless it is being stopped."""
+        """Stop a child that hangs, unless it is being stopped already."""
 
         def ready() -> None:
             child.note_memory()
@@ -270,9 +268,9 @@ class RestartLoop(Generic[AnyProcess]):
             self.history, self._policy, was_ready=self._was_ready, kind_was_ready=kind_was_ready
         )
         if isinstance(decision, NoRestart):
-            text = f"{name} ended ({exit_}); not started again, for {decision.reason}.{exit_.tail()}"
+            text = f"{name} ended ({exit_}); not restarting it, because {decision.reason}.{exit_.tail()}"
             raise CannotStart(text, CONFIG_ERROR if exit_.code == CONFIG_ERROR else 1)
-        logger.error("%s ended (%s), starts again in %g s%s", name, exit_, decision.delay, exit_.tail(5))
+        logger.error("%s ended (%s); restarting it in %g s%s", name, exit_, decision.delay, exit_.tail(5))
         if kind_was_ready and failed_starts(self.history) >= self._policy.failed_starts:
             self.settled.set()
         self._become(ProcessState.WAITING)
@@ -289,7 +287,7 @@ class RestartLoop(Generic[AnyProcess]):
 
 
 async def _wait_for_exit(child: Child) -> Exit:
-    """Wait for its end, however often that fails: there may be no file descriptor left for it."""
+    """Wait for the child's exit. Repeat a wait that fails, as for lack of file descriptors."""
     while True:
         with isolate_errors("ends of processes"):
             return await child.wait()

@@ -1,4 +1,4 @@
-"""A role without a supervisor: what the process above it does."""
+"""The parent process of a role that runs without `serve`."""
 
 import asyncio
 import os
@@ -86,7 +86,7 @@ def line(process: "subprocess.Popen[str]") -> list[str]:
     return process.stdout.readline().split()
 
 
-def test_paths_of_sockets_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_sockets_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the state directory and the temporary folder are; on a full disk, too."""
     with TemporaryDirectory(dir="/tmp") as short:
         long = Path(short, "a-long-name" * 5)
@@ -105,7 +105,7 @@ def test_paths_of_sockets_fit(monkeypatch: pytest.MonkeyPatch) -> None:
             shutil.rmtree(folder)
 
 
-async def test_ctrl_c_comes_once() -> None:
+async def test_the_role_gets_one_signal_for_ctrl_c() -> None:
     """The terminal sends it to both."""
     with Terminal([sys.executable, "-c", HEAD + ENDS + TAIL], _environment()) as terminal:
         await asyncio.to_thread(terminal.until, "role ")
@@ -115,7 +115,7 @@ async def test_ctrl_c_comes_once() -> None:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_nothing_is_left_of_a_role_that_is_killed_or_hangs(killed: bool) -> None:
+def test_a_killed_or_hung_role_leaves_nothing_behind(killed: bool) -> None:
     with running(LEAVES, HANGS_AFTER="60" if killed else "1") as process:
         _, pid, engine, memory, folder = line(process)
         if killed:
@@ -127,11 +127,11 @@ def test_nothing_is_left_of_a_role_that_is_killed_or_hangs(killed: bool) -> None
         assert not Path(folder).exists()
         assert process.stderr is not None
         said = process.stderr.read()
-        assert ("no sign of life" in said) != killed
-        assert ("in role" in said) != killed, "the stack of what hangs"
+        assert ("no heartbeat" in said) != killed
+        assert ("in role" in said) != killed, "the stack of the hung role"
 
 
-async def test_a_role_drains_where_the_process_above_it_is_killed() -> None:
+async def test_a_role_drains_when_its_parent_is_killed() -> None:
     with running(ENDS) as process:
         _, pid, folder = line(process)
         process.kill()
@@ -140,7 +140,7 @@ async def test_a_role_drains_where_the_process_above_it_is_killed() -> None:
         await until(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie")
 
 
-def test_systemd_learns_when_it_serves_and_stops_and_that_it_works(tmp_path: Path) -> None:
+def test_systemd_gets_readiness_stopping_and_heartbeats(tmp_path: Path) -> None:
     signs = "".join(f"    beat({sign!r})\n    time.sleep(0.3)\n" for sign in (STARTS, SERVES, SERVES, DRAINS))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))

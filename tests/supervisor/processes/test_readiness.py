@@ -55,7 +55,7 @@ async def test_an_instance_counts_as_missing_after_long_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And after the time that it may drain without being registered."""
-    monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(readiness, "CHECK_INTERVAL", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.05)
     server = MemoryServer()
     async with MemoryRegistry(server) as ours, MemoryRegistry(server) as theirs, RegistryView(ours) as view:
@@ -82,7 +82,7 @@ async def test_each_frontend_of_the_port_has_to_be_ready(monkeypatch: pytest.Mon
         return next(answers)
 
     monkeypatch.setattr(readiness, "_ask", ask)
-    monkeypatch.setattr(readiness, "FRONTEND_CHECK_EVERY", 0.0)
+    monkeypatch.setattr(readiness, "FRONTEND_CHECK_INTERVAL", 0.0)
     missing = [what async for what in readiness.until_frontends_ready("", 2)]
     assert missing == ["1 of 2 frontends have answered", "no worker", "refused"]
 

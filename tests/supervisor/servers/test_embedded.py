@@ -160,7 +160,7 @@ async def test_a_server_that_never_answers_is_killed_and_counts_as_a_failed_star
     monkeypatch.setattr(embedded, "READY_TIMEOUT", 0.1)
     server.mute = True
     await kill(server)
-    await until(lambda: "starts again in 0.04 s" in caplog.text)
+    await until(lambda: "restarting it in 0.04 s" in caplog.text)
     assert "nats does not become ready: nats does not answer after 0.1 s" in caplog.text
     await loop.stop(5)
     await running
