@@ -1,4 +1,4 @@
-"""The output of all processes: one readable stream on the terminal, and one complete log file for each process."""
+"""The output of all processes of `serve`: a readable stream on the terminal, and a complete log file per process."""
 
 import logging
 import os
@@ -20,20 +20,20 @@ from pdserve.supervisor.state import make_private, private
 logger = logging.getLogger(__name__)
 
 FILE_LIMIT = 64 << 20
-"""bytes; a log file that reaches it is renamed to `<name>.log.1`, which replaces the one before"""
+"""Bytes of a log file; then it is renamed to `<name>.log.1`, and a new one begins."""
 UNREAD = 10_000
-"""lines that wait for a terminal"""
-FLUSH_WITHIN = 1.0
-"""seconds at the end to write what is not written yet"""
+"""Lines in the queue to the terminal, at most."""
+FLUSH_TIMEOUT = 1.0
+"""Seconds to write the queued lines at the end."""
 
 _COLOURS = {"frontend": 36, "decode": 32, "both": 32, "prefill": 35, "nats": 34, "etcd": 34}
 _LEVEL_COLOURS = {"W": "33", "E": "1;31", "C": "1;31"}
-"""of ANSI"""
+"""ANSI codes by level."""
 
 
 class ProcessOutput:
-    """What `pdserve serve` shows: with `fmt` `json`, nothing but JSON lines. The files have every line, as long as
-    there is space; the terminal has no INFO lines of vLLM and no known noise unless `verbose`."""
+    """The terminal and the log files of `serve`. The files get every line; the terminal no INFO lines of vLLM and no
+    known noise unless `verbose`, and with `fmt` `json` only JSON lines."""
 
     def __init__(
         self, log_dir: Path, fmt: str = "text", verbose: bool = False, stream: TextIO | None = None
@@ -52,7 +52,7 @@ class ProcessOutput:
 
     @contextmanager
     def capture_logging(self) -> Iterator[Self]:
-        """Also show what this process logs; close on leaving."""
+        """Also show the log records of this process; close on leaving."""
         root = logging.getLogger()
         before = root.handlers[:], root.level
         root.handlers[:] = [_Handler(self)]
@@ -76,22 +76,22 @@ class ProcessOutput:
         self._terminal.write(logs.as_json(line) if self.json else self._text(line))
 
     def print(self, text: str) -> None:
-        """Show something for people; nothing in JSON."""
+        """Show a text for people; not in JSON."""
         if not self.json:
             self._terminal.write(text)
 
 
 def _coloured(line: LogLine) -> str:
-    """For a terminal: the time of day, the process in a colour of its role, and the message in one of its level."""
+    """A line with the process in the colour of its role, and the message in the colour of its level."""
     colour, level = _COLOURS.get(line.name.split("-")[0], 1), _LEVEL_COLOURS.get(line.level)
     message = f"\x1b[{level}m{line.message}\x1b[0m" if level else line.message
     return f"\x1b[2m{line.time[11:19]}\x1b[0m \x1b[{colour}m{line.name:<10}\x1b[0m {message}"
 
 
 class TerminalWriter:
-    """Writes lines to the terminal, from a thread: one that is not read (Ctrl-S, a lost connection, `| less`) would
-    hold up the supervisor, and soon all roles, whose output it reads. Lines beyond `UNREAD` are left out; the files
-    have them."""
+    """Writes lines to the terminal from a thread, because a terminal that is not read (Ctrl-S, a lost connection,
+    `| less`) would block the supervisor, and soon all roles, whose output it reads. Lines beyond `UNREAD` are dropped;
+    the log files have them."""
 
     def __init__(self, stream: TextIO) -> None:
         self._lines: Queue[str | None] = Queue(UNREAD)
@@ -105,7 +105,7 @@ class TerminalWriter:
     def close(self) -> None:
         with suppress(Full):
             self._lines.put_nowait(None)
-        self._thread.join(FLUSH_WITHIN)
+        self._thread.join(FLUSH_TIMEOUT)
 
     def _write(self, stream: TextIO) -> None:
         while (text := self._lines.get()) is not None:
@@ -114,20 +114,19 @@ class TerminalWriter:
 
 
 def _unbuffered(stream: TextIO) -> TextIO:
-    """The same without a buffer, whose lock a thread that waits would keep at the end of the process."""
+    """The stream without a buffer, whose lock a blocked thread would hold at the end of the process."""
     try:
         raw = FileIO(stream.fileno(), "w", closefd=False)
-    except OSError:  # it is in memory
+    except OSError:  # a stream in memory
         return stream
     return TextIOWrapper(raw, errors="backslashreplace", write_through=True)
 
 
 class LogFile(RotatingFileHandler):
-    """A log file, begun anew with each `serve`; the file before is kept as `.1`.
+    """A log file, new with each `serve`; the previous one is kept as `.1`.
 
-    It is opened for each line, since it may be removed, renamed or cut at any time, as by logrotate. It never fails:
-    where it cannot be written, as on a full disk, lines are dropped until it can again. `on_trouble` gets each reason
-    once."""
+    It is opened for each line, because it may be removed, renamed or truncated, as by logrotate. While it cannot be
+    written, as on a full disk, lines are dropped; `on_trouble` gets each new reason once."""
 
     def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
         super().__init__(path, maxBytes=FILE_LIMIT, backupCount=1, errors="replace", delay=True)
@@ -143,14 +142,14 @@ class LogFile(RotatingFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
         opened, self.stream = self.stream, None
-        with suppress(OSError):  # as `emit` has found
+        with suppress(OSError):  # `emit` has reported it
             if opened is not None:
                 opened.close()
 
     def handleError(self, record: logging.LogRecord) -> None:
         reason = str(sys.exc_info()[1])
         if reason != self._reason:
-            self._on_trouble(f"{self.baseFilename} cannot be written, its lines are dropped: {reason}")
+            self._on_trouble(f"cannot write {self.baseFilename}, dropping its lines: {reason}")
         self._reason = reason
 
     def _open(self) -> TextIOWrapper:

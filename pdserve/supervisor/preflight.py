@@ -1,5 +1,5 @@
-"""What `serve` refuses at this moment, beside the plan's problems (`plan/checks.py`): state directory, disk space and
-ports. `plan` and `doctor` ask for the same."""
+"""Checks of state directory, disk space and ports before `serve` starts. The plan has its own (`plan/checks.py`);
+`plan` and `doctor` report both."""
 
 import os
 import socket
@@ -22,13 +22,12 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.net import find_port_holder, resolve_host
 
 ETCD_SPACE = 160 * MIB
-"""that an etcd takes when it starts: two WAL files of 64 MB, allocated before they are needed"""
+"""Bytes that etcd allocates when it starts: two WAL files of 64 MB."""
 
 
 def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) -> Iterator[tuple[str, str]]:
-    """Why `serve` would refuse the graph now: a subject (`state`, `disk`, `ports`) and a sentence. The ports of a
-    running graph of this file are its own, as those of its roles that run alone on this host, and of the processes
-    `ours` (pids)."""
+    """Why `serve` would refuse the graph now: a subject (`state`, `disk`, `ports`) and a sentence. Ports may be in use
+    by a running graph of this file, by its standalone roles on this host, and by the processes `ours` (pids)."""
     running, problem = running_graph(config)
     if problem:
         yield "state", problem
@@ -37,8 +36,8 @@ def refusals(config: Config, slots: Sequence[Slot], ours: Collection[int] = ()) 
 
 
 def running_graph(config: Config) -> tuple[set[int], str]:
-    """The processes of the graph that runs on the state directory, and a sentence where it is the graph of another
-    file, or the directory cannot be used: `serve` would be refused."""
+    """The pids of the graph that runs on the state directory, and why `serve` would be refused: another file's graph
+    runs there, or the directory cannot be written."""
     graph = state.read(config.state_dir)
     if graph is None:
         folder = next(path for path in (config.state_dir, *config.state_dir.parents) if path.exists())
@@ -55,10 +54,9 @@ def running_graph(config: Config) -> tuple[set[int], str]:
 
 @contextmanager
 def hold_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
-    """Hold the graph's fixed ports against other graphs of this machine, by an abstract Unix socket named after each:
-    its processes listen on them seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is
-    busy or held, or the disk full. Of graphs that start at the same moment one gets all it needs, since each takes the
-    lowest first."""
+    """Reserve the graph's fixed ports on this machine by an abstract Unix socket named after each, because its processes
+    listen on them only seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is busy or
+    reserved, or the disk full. All graphs reserve in one order, so that of two that start together one gets all."""
     if refused := [text for _, text in _refused_now(config, slots)]:
         raise ConfigError(refused)
     with ExitStack() as held:
@@ -77,9 +75,7 @@ def _refused_now(
     if config.etcd is None and not etcd_runs and (text := _disk(config)):
         yield "disk", text
     try:
-        claims = defaultdict[str, set[int]](
-            set
-        )  # a process that is being started has its parent's sockets, too
+        claims = defaultdict[str, set[int]](set)  # several pids: a forked child has its parent's sockets too
         for each in psutil.net_connections("unix"):
             claims[str(each.laddr).removeprefix("@")].add(each.pid or 0)
         yield from (("ports", text) for text in busy_ports(_fixed_ports(config, slots), ours, claims))
@@ -88,7 +84,7 @@ def _refused_now(
 
 
 def _disk(config: Config) -> str:
-    """What an earlier etcd left there is removed first."""
+    """A sentence where the disk is too full for etcd. Data of an earlier etcd count as free: `serve` removes them."""
     left = [path for path in (config.state_dir / "servers").rglob("*") if path.is_file()]
     _, free = free_disk(config.state_dir) or (0, ETCD_SPACE)
     room = free + sum(path.stat().st_blocks * 512 for path in left)
@@ -100,14 +96,14 @@ class FixedPort(NamedTuple):
     number: int
     host: str
     use: str
-    """its key in the file, and the slot"""
+    """Its key in the file, and the slot."""
 
     def is_held_by(self, holder: str) -> str:
         where = f"Port {self.number} on {self.host} ({self.use})"
         return f"{where} is held by {holder}: stop that, or set another."
 
     def claims(self) -> list[str]:
-        """The names of the abstract sockets that hold it, for each address that a server on `host` listens on."""
+        """Names of the abstract sockets that reserve the port, one for each address of `host`."""
         addresses = resolve_host(self.host)
         if self.host in ("0.0.0.0", "::"):
             addresses = [self.host, *(each.address for of in psutil.net_if_addrs().values() for each in of)]
@@ -121,7 +117,7 @@ def _fixed_ports(config: Config, slots: Iterable[Slot]) -> list[FixedPort]:
 
 
 def slot_ports(config: Config, slot: Slot) -> list[FixedPort]:
-    """Without that of its side channel an engine would hang at start for ever."""
+    """The fixed ports of a slot. (Without its side channel's, an engine hangs at its start for ever.)"""
     ports = {"kv": slot.kv_port, "stream": slot.stream_port, "pages": slot.pages_port}
     use = "Graph.{}-port, {}".format
     return [FixedPort(port, config.host, use(kind, slot.name)) for kind, port in ports.items() if port]
@@ -130,8 +126,8 @@ def slot_ports(config: Config, slot: Slot) -> list[FixedPort]:
 def busy_ports(
     ports: Iterable[FixedPort], ours: Collection[int] = (), claims: Mapping[str, set[int]] = {}
 ) -> Iterator[str]:
-    """A sentence for each port on which another process listens, most likely an orphan, or which another graph claims:
-    none of `ours` (pids). Raises ConfigError where this user cannot listen on one."""
+    """A sentence for each port on which a process other than `ours` (pids) listens, or which another graph reserved.
+    Raises ConfigError where this user may not listen on a port."""
     for port in sorted(ports):
         pids = (claims.get(claim, set()) for claim in port.claims())
         graphs = (min(found) for found in pids if found and found.isdisjoint(ours))
@@ -141,15 +137,14 @@ def busy_ports(
 
 
 def standalone_roles(config: Config) -> set[int]:
-    """The processes of this file's roles that run alone on this host, also where they start and are not registered."""
+    """The pids of this file's roles on this host that run without `serve`, also before they are registered."""
     found, file = set[int](), config.path.resolve()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             words = process.cmdline()
             files = {Path(process.cwd(), word.removeprefix("--file=")).resolve() for word in words}
             ours = "doctor" not in words and any("pdserve" in word for word in words) and file in files
+            # the variable marks roles and orphans of `serve`
             if ours and not set(words).isdisjoint(Role) and SLOT_VARIABLE not in process.environ():
-                found |= process_tree(
-                    process.pid
-                )  # with the variable: an orphan of `serve`, or in its family
+                found |= process_tree(process.pid)
     return found

@@ -1,4 +1,4 @@
-"""The roles of a graph, from start to stop: each in a restart loop, ready when registered, stopped in waves."""
+"""Run the roles of a graph: each in a restart loop, ready when registered, stopped in waves."""
 
 import asyncio
 import logging
@@ -31,24 +31,24 @@ from pdserve.supervisor.processes.restarts import (
 logger = logging.getLogger(__name__)
 
 REMIND = 10.0
-"""seconds between two lines about what the start waits for"""
+"""Seconds between two log lines that say which processes the start waits for."""
 
 
 @dataclass
 class SupervisedRole(SupervisedProcess):
-    """A role, as the restart loop sees it."""
+    """A role for the restart loop."""
 
     spec: ProcessSpec
     instances: RegisteredInstances
     guardian: Guardian
     ready_roles: set[Role]
-    """roles of which a process has been ready; all processes share this set"""
+    """Roles of which a process has been ready; all processes share this set."""
     on_line: Callable[[str], None]
     drains_within: float
     instance: Instance | None = None
     _instance_id: str = ""
     _sockets: str = ""
-    """folder of the sockets of its engine"""
+    """Folder for the sockets of the engine."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class SupervisedRole(SupervisedProcess):
 
     @property
     def patience(self) -> float:
-        """It may be healthy, with requests, and only unable to reach etcd."""
+        """A role that is missing in etcd may be serving requests, and only unable to reach etcd."""
         return self.drains_within
 
     def spawn(self) -> Child:
@@ -79,7 +79,7 @@ class SupervisedRole(SupervisedProcess):
             env={**self.spec.env, BOOT_VARIABLE: boot, SOCKETS_VARIABLE: self._sockets},
             guardian=self.guardian,
             wave=self.wave,
-            # The guardian then stops it in its turn; if the guardian is gone too, the role ends by itself.
+            # The guardian then stops the role in its wave; without a guardian, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
         )
 
@@ -88,7 +88,7 @@ class SupervisedRole(SupervisedProcess):
         self.ready_roles.add(self.spec.role)
         ready()
         seconds = await self.instances.until_missing(self.instance)
-        return f"its process {child.pid} lives, but has been missing in etcd for {seconds:g} s"
+        return f"its process {child.pid} runs, but has been missing in etcd for {seconds:g} s"
 
     def _remove_sockets(self) -> None:
         shutil.rmtree(self._sockets, ignore_errors=True)
@@ -111,7 +111,7 @@ class RoleSupervisor:
         policy: RestartPolicy,
         patience: float,
     ) -> None:
-        """`patience` are the seconds that a role gets to drain and end."""
+        """`patience`: seconds for a role to drain and end."""
         ready_roles: set[Role] = set()
         self._instances = instances
         self._patience = patience
@@ -127,7 +127,7 @@ class RoleSupervisor:
         ]
         self._began = time.monotonic()
         self._missing = ""
-        """what the frontends lack"""
+        """What the frontends report as missing."""
         self._reported: dict[str, SlotState] = {}
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -136,9 +136,8 @@ class RoleSupervisor:
     async def run(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
-        """Start all roles; return after `stop`, when nothing of them is left. `missing` yields what the frontends still
-        lack; at its end `on_ready` is called, with the instances and the seconds that the start took. Raises
-        CannotStart."""
+        """Start all roles; return after `stop`, when all their processes have ended. `missing` yields what the frontends
+        still lack; then call `on_ready` with the instances and the seconds that the start took. Raises CannotStart."""
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(missing, on_ready))
             running = [group.create_task(self._run(loop)) for loop in self._loops]
@@ -152,9 +151,9 @@ class RoleSupervisor:
             raise self._cause
 
     def stop(self) -> None:
-        """Let all roles drain and end; the second call kills them."""
+        """Let all roles drain and end. The second call kills them."""
         if self._stop.is_set():
-            logger.warning("killing what still runs")
+            logger.warning("killing all processes that still run")
             for loop in self._loops:
                 loop.kill()
         else:
@@ -164,7 +163,7 @@ class RoleSupervisor:
     async def _start(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
-        """Log what is awaited, again and again, until all is ready; then call `on_ready`."""
+        """Wait until all roles are ready, logging which are not, and call `on_ready`."""
         with isolate_errors("the report of the start"):
             async with asyncio.TaskGroup() as group:
                 reminding = group.create_task(self._remind())
@@ -196,8 +195,8 @@ class RoleSupervisor:
             self._stop.set()
 
     async def _stop_all(self) -> None:
-        """Stop the ready roles in waves, and beside that the others, which have nothing to drain. Ready roles may have
-        requests even if the graph never became ready, as where a worker is killed whenever it starts."""
+        """Stop the ready roles in waves, and at the same time the others, which have no requests to drain. Ready roles
+        may have requests even if the graph never became ready."""
         ready = [loop for loop in self._loops if loop.state is ProcessState.READY]
         loading = [loop for loop in self._loops if loop not in ready]
 
@@ -217,7 +216,7 @@ class RoleSupervisor:
             logger.info("%s is ready after %.0f s", loop.process.name, time.monotonic() - self._began)
 
     async def _report(self) -> None:
-        """Write each change of a role's state to the registry; never returns."""
+        """Write each change of a role's state into the registry; never returns."""
         while True:
             self._changed.clear()
             for loop in self._loops:

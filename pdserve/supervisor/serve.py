@@ -1,4 +1,4 @@
-"""`pdserve serve`: the whole graph on this machine, from the first check to the last process gone."""
+"""`pdserve serve`: run the whole graph on this machine, from the first check to the end of its last process."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ from pdserve.util.program import pdserve_command
 logger = logging.getLogger(__name__)
 
 AFTER_DRAIN = 10.0
-"""seconds that a role gets to end beyond its drain timeout"""
+"""Seconds beyond its drain timeout for a role to end."""
 
 
 def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
@@ -72,8 +72,8 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
 async def _serve(
     config: Config, slots: Sequence[Slot], output: ProcessOutput, folder: state.StateFolder
 ) -> None:
-    """Start the servers, then the roles, and watch them until they are stopped. Then, in the opposite order: stop the
-    roles, leave the registry, stop the servers and the guardian."""
+    """Start the servers, then the roles, and watch them until they are stopped. Then stop the roles, leave the registry,
+    and stop the servers and the guardian."""
     task = asyncio.current_task()
     assert task is not None
     _on_stop_signals(task.cancel)
@@ -107,8 +107,8 @@ async def _serve(
 
 
 def _credentials(config: Config, folder: state.StateFolder) -> Credentials | None:
-    """The credentials that the file names; new ones where the graph runs its own NATS and etcd. The locks of the state
-    directory and of their data ensure that nothing still uses those of an earlier run."""
+    """The credentials that the file names; new ones where the graph runs its own NATS and etcd. Because of the state
+    directory's lock, no process uses those of an earlier run any more."""
     if config.security.credentials is None and config.nats is None and config.etcd is None:
         return folder.fresh_credentials()
     credentials = Credentials.load(config.security.credentials)
@@ -150,7 +150,7 @@ def _record(
 def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[str, str]:
     return {
         **to_environment(graph.serving(config), slot),
-        # One record per line, tracebacks included; the supervisor shows them as the user wants them.
+        # The supervisor reads JSON records, and shows them in the format that the user wants.
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
@@ -161,7 +161,7 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord) -> dict[s
 
 
 def _on_stop_signals(act: Callable[[], object]) -> None:
-    """Call `act` at each stop that `STOPPERS` ask for, in place of an earlier one, until the event loop is closed."""
+    """Call `act`, in place of an earlier function, at each stop that signals ask for (`Stops`)."""
     stops = Stops()
 
     def stop(number: signal.Signals) -> None:

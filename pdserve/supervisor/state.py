@@ -119,13 +119,13 @@ class StateFolder:
             self.keep(_RECORD, msgspec.json.encode(self._graph))
 
     def keep(self, name: str, data: bytes) -> None:
-        """Write a file, and keep it as it is; where that fails now, `restore` tries again."""
+        """Write a file, which `restore` writes again if it is lost, or cannot be written now."""
         self._files[self.path / name] = data
         with contextlib.suppress(OSError):
             _write(self.path / name, data)
 
     async def keep_restored(self) -> None:
-        """Call `restore` every `RESTORE_INTERVAL`; never returns. Log each new reason for failures once."""
+        """Call `restore` again and again; never returns. Log each new problem once."""
         while True:
             await asyncio.sleep(RESTORE_INTERVAL)
             problem = ""

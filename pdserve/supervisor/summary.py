@@ -1,4 +1,4 @@
-"""What `pdserve serve` prints once the graph is ready: where it is, what it can hold, and how to try it."""
+"""The summary that `pdserve serve` prints when the graph is ready: its URL, the room of its workers, a command to try."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _DEMO_PROMPT = (
     "The code of the red box is 4711. The code of the blue box is 2093. The code of the green box is 8150. "
     "The code of the black bag is 3364. What is the code of the red box?"
 )
-"""long enough for configs/local.yaml to prefill it remotely"""
+"""Long enough for configs/local.yaml to prefill it remotely."""
 _PROMPT = "Why is the sky blue? Answer in one sentence."
 
 
@@ -65,7 +65,7 @@ def curl(config: Config) -> str:
         "temperature": 0,
         "stream": True,
     }
-    # Keys on lines of their own, so that it can be read and edited.
+    # A line for each key, so that people can edit the command.
     text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
     unverified = "k" * (config.scheme == "https")  # the certificate need not be for this address
     key = '-H "Authorization: Bearer $KEY" ' if requires_key(config.security, os.environ) else ""
