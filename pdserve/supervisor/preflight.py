@@ -54,9 +54,10 @@ def running_graph(config: Config) -> tuple[set[int], str]:
 
 @contextmanager
 def hold_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
-    """Reserve the graph's fixed ports on this machine by an abstract Unix socket named after each, because its processes
-    listen on them only seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is busy or
-    reserved, or the disk full. All graphs reserve in one order, so that of two that start together one gets all."""
+    """Reserve the graph's fixed ports on this machine by an abstract Unix socket named after each, because its
+    processes listen on them only seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is
+    busy or reserved, or the disk full. All graphs reserve in one order, so that of two that start together one gets
+    all."""
     if refused := [text for _, text in _refused_now(config, slots)]:
         raise ConfigError(refused)
     with ExitStack() as held:

@@ -136,8 +136,9 @@ class RoleSupervisor:
     async def run(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
-        """Start all roles; return after `stop`, when all their processes have ended. `missing` yields what the frontends
-        still lack; then call `on_ready` with the instances and the seconds that the start took. Raises CannotStart."""
+        """Start all roles; return after `stop`, when all their processes have ended. `missing` yields what the
+        frontends still lack; then call `on_ready` with the instances and the seconds that the start took. Raises
+        CannotStart."""
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(missing, on_ready))
             running = [group.create_task(self._run(loop)) for loop in self._loops]

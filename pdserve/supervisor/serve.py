@@ -72,8 +72,8 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
 async def _serve(
     config: Config, slots: Sequence[Slot], output: ProcessOutput, folder: state.StateFolder
 ) -> None:
-    """Start the servers, then the roles, and watch them until they are stopped. Then stop the roles, leave the registry,
-    and stop the servers and the guardian."""
+    """Start the servers, then the roles, and watch them until they are stopped. Then stop the roles, leave the
+    registry, and stop the servers and the guardian."""
     task = asyncio.current_task()
     assert task is not None
     _on_stop_signals(task.cancel)

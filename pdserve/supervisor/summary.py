@@ -1,4 +1,5 @@
-"""The summary that `pdserve serve` prints when the graph is ready: its URL, the room of its workers, a command to try."""
+"""The summary that `pdserve serve` prints when the graph is ready: its URL, the room of its workers, a command to
+try."""
 
 import json
 import os
