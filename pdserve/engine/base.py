@@ -30,9 +30,9 @@ class EngineFacts:
     fingerprint: str = ""
     """of the loaded model (`engine/fingerprint.py`); the engine cannot use KV of another fingerprint"""
     host_blocks: int = 0
-    """KV blocks in host memory, for what leaves the cache (`kv-offload`)"""
+    """KV blocks that fit in host memory (`kv-offload`)"""
     disk_blocks: int = 0
-    """KV blocks on disk, for what leaves host memory (`kv-offload-disk`)"""
+    """KV blocks that fit on disk (`kv-offload-disk`)"""
     side_channel: str = ""
     """host:port at which other engines ask how to read its KV; empty: there is none"""
 
@@ -46,7 +46,7 @@ class EngineUsage:
     running: int = 0
     waiting: int = 0
     queued: int = 0
-    """of the waiting ones, those that could run but for places or KV blocks"""
+    """waiting requests that lack only a slot or KV blocks"""
     kv_usage: float = 0.0
     """share of the KV blocks held by requests, 0 to 1"""
 

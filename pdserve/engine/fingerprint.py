@@ -1,11 +1,10 @@
-"""A digest of a model's files and of the engine arguments that change the content of a KV block. Workers with the same
-served name and different fingerprints must not share KV or tokens.
+"""The fingerprint of a model: a digest of its files and of the engine arguments that change the content of a KV block.
+Workers with the same served name and different fingerprints must not share KV or tokens.
 
-It is equal on all hosts with the same files: paths and times do not count. Small files (configuration, tokenizer, code)
-count as a whole; of weights the name, the size, the header and some pages of each tensor, or some pages of the file if
-its format has no tensor index. That reads some megabytes of a model of 30 GB, and misses only changes of a few numbers
-within single tensors: training changes nearly all of them.
-"""
+It is equal on all hosts with the same files; paths and times do not count. Small files (configuration, tokenizer, code)
+are read completely. Of weights it reads the name, the size, the header and some pages of each tensor, or some pages of
+the file if its format has no tensor index. That is some megabytes of a model of 30 GB, and misses only changes of a few
+numbers within single tensors; training changes nearly all of them."""
 
 import asyncio
 import hashlib
@@ -35,17 +34,17 @@ _ARGUMENTS = (
     "quantization-config",
     "tokenizer-mode",
 )
-"""engine arguments that change the KV of a prompt, its tokens, or which files are read"""
+"""Engine arguments that change the KV of a prompt, its tokens, or which files are read."""
 _CODE = {".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".vocab"}
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-"""in vLLM's order: if there are files of one kind, it reads none of a later kind"""
+"""In vLLM's order: it reads only files of the first kind that is present."""
 _WHOLE = 4 << 20
-"""bytes; files up to this size are read as a whole"""
+"""Bytes; files up to this size are read completely."""
 _PAGE = 4096
-_PLACES = 64
-"""pages read of a file of unknown format"""
-_MANY = 3000
-"""in files with more tensors, each is read in one place instead of three"""
+_PAGES = 64
+"""Pages read of a file of unknown format."""
+_MANY_TENSORS = 3000
+"""In files with more tensors, one page of each is read instead of three."""
 _MAX_HEADER = 100 << 20
 
 
@@ -59,13 +58,13 @@ class Fingerprint:
         self._before: str | None = None
 
     async def before(self) -> None:
-        """Note what is there. Of a hub id only the commit counts: its files may still have to be downloaded, and never
-        change afterwards."""
+        """Record the state of the files. For a hub id that is the commit, because its files may not be downloaded yet,
+        and never change afterwards."""
         self._before = await asyncio.to_thread(self._state)
 
     async def after(self) -> str:
-        """The fingerprint. Raises EngineDead if the files changed since `before`: it is unknown which version the
-        engine has read. A restarted worker reads the new one."""
+        """The fingerprint. Raises EngineDead if the files changed since `before`, because it is unknown which version
+        the engine has read. A restarted worker reads the new one."""
         if self._before is not None and await asyncio.to_thread(self._state) != self._before:
             raise EngineDead(f"the files of {self._model} changed while they were loaded")
         return await asyncio.to_thread(self._digest)
@@ -81,7 +80,7 @@ class Fingerprint:
 
 
 def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> str:
-    """16 hex digits. A model without files on this host has the fingerprint of its name."""
+    """16 hex digits. For a model without files on this host they depend on its name."""
     known = arguments()
     settings = {name: engine_args.get(name, known[name].default) for name in _ARGUMENTS}
     if length_changes_kv(find_folder(model, _revision(engine_args)), engine_args):
@@ -111,7 +110,7 @@ def _source(model: str, revision: str) -> object:
 
 
 def _digest_folder(folder: Path) -> dict[str, str]:
-    """File name -> digest, of the files that count; subfolders have only other copies of the weights."""
+    """File name -> digest, for the files that count. Subfolders have only other copies of the weights."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     digests = {path.name: whole_digest(path) for path in files if path.suffix in _CODE}
     weights = [path for path in files if not path.name.startswith("consolidated")]
@@ -140,11 +139,11 @@ def _places(file: int, suffix: str, size: int) -> Iterator[tuple[int, int]]:
     """Start and length of each read."""
     header = int.from_bytes(os.pread(file, 8, 0), "little")
     if suffix != ".safetensors" or not 0 < header <= min(_MAX_HEADER, size - 8):
-        yield from ((place * (size - _PAGE) // (_PLACES - 1), _PAGE) for place in range(_PLACES))
+        yield from ((page * (size - _PAGE) // (_PAGES - 1), _PAGE) for page in range(_PAGES))
         return
     yield 0, 8 + header
     tensors = _tensors(os.pread(file, header, 8))
-    shares = (0.5,) if len(tensors) > _MANY else (0.0, 0.5, 1.0)
+    shares = (0.5,) if len(tensors) > _MANY_TENSORS else (0.0, 0.5, 1.0)
     for start, end in tensors:
         for share in shares:
             length = min(_PAGE, end - start)

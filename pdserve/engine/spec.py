@@ -1,4 +1,4 @@
-"""What an engine is started with, and which implementation is used."""
+"""The settings that an engine is started with, and the choice of its implementation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from pdserve.security.credentials import Credentials
 from pdserve.util.imports import import_without_gc
 
 ENGINES = {"vllm": "pdserve.engine.vllm.engine:VllmEngine", "sim": "pdserve.engine.sim.engine:SimEngine"}
-"""by the `engine` key of a worker's section; import strings, so that only the chosen module is loaded"""
+"""By the `engine` key of a worker's section. Import strings, so that only the chosen module is loaded."""
 RANKS = {"vllm": "pdserve.engine.vllm.process:VllmRanks", "sim": "pdserve.engine.sim.ranks:SimRanks"}
 
 
 @dataclass(frozen=True)
 class EngineNode:
-    """A host's place in an engine that spans hosts (vLLM's `nnodes`)."""
+    """A host of an engine that spans hosts (vLLM's `nnodes`)."""
 
     rank: int
-    """0: the leader, which has the engine core; the others have only ranks of the model"""
+    """0: the leader, which has the engine core; the other hosts have only ranks of the model"""
     host: str
     """the leader's"""
     port: int
@@ -31,28 +31,28 @@ class EngineSpec:
     role: Role
     """a decode engine reads KV blocks, a prefill engine hands them out"""
     instance: str
-    """the worker's instance id, unique for each boot; KV handles carry it"""
+    """the worker's instance id, new at each start; it is in KV handles"""
     model: str
     served_model_name: str = ""
     """for the labels of vLLM's own metrics"""
     engine_args: Mapping[str, object] = field(default_factory=dict)
     """vLLM's own arguments in kebab-case"""
     disaggregated: bool = True
-    """false: a decode engine that never reads KV, without a KV connector"""
+    """false: an engine that never transfers KV"""
     host: str = "127.0.0.1"
     """address at which other engines reach this engine"""
     credentials: Credentials | None = None
-    """that prove to other engines that this engine is of the graph"""
+    """they prove to other engines that this engine belongs to the graph"""
     kv_offload: int = 0
-    """bytes of host memory, for all its ranks, in which KV blocks stay that leave its cache"""
+    """bytes of host memory, for all its ranks, for KV blocks that leave its cache"""
     kv_offload_disk: int = 0
-    """bytes of disk, in which they stay when they leave host memory"""
+    """bytes of disk for KV blocks that leave host memory"""
     kv_offload_folder: str = ""
-    """where on the disk"""
+    """folder on that disk"""
     kv_port: int = 0
-    """port of the KV side channel, one for all ranks of the engine; 0: a free one"""
+    """port of the KV side channel, the same for all ranks of the engine; 0: a free one"""
     node: EngineNode | None = None
-    """None: the engine is on this host alone"""
+    """None: the engine is on this host only"""
 
 
 def make_engine(kind: str, spec: EngineSpec) -> Engine:
@@ -61,8 +61,8 @@ def make_engine(kind: str, spec: EngineSpec) -> Engine:
 
 
 def import_ranks(kind: str) -> Callable[[EngineSpec], Ranks]:
-    """What makes this host's part of an engine whose core is on another host. It takes seconds: call it before others
-    watch this process."""
+    """The class of this host's part of an engine whose core is on another host. The import takes seconds: call it
+    before other processes watch this one."""
     ranks: Callable[[EngineSpec], Ranks] = _imported(RANKS[kind])
     return ranks
 

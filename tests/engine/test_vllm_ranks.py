@@ -55,7 +55,7 @@ async def test_a_core_ends_with_its_first_rank_and_tells_how(
     number: int, crashed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api.MultiprocExecutor, "start_worker_monitor", None)
-    api.end_as_ranks()
+    api.end_with_ranks()
     pids = forking.SimpleQueue()
     core = forking.Process(target=act_core, args=(number, pids))
     core.start()

@@ -1,9 +1,8 @@
-"""How simulated engines hand KV over: each runs a small TCP server, which decode engines ask for blocks.
+"""KV transfer between simulated engines: each runs a small TCP server, which decode engines ask for blocks.
 
-As with RDMA, a read does not check whether the blocks still hold the promised KV: the answer is what lies in them now.
-With it the prefill engine says whether it held them until now. A read that comes too late gets another prompt's KV, and
-a decode engine that used it would generate wrong tokens.
-"""
+As with RDMA, a read does not check whether the blocks still hold the promised KV: the answer is their content at that
+moment. A late read gets another prompt's KV, and a decode engine that used it would generate wrong tokens. So the
+prefill engine also says whether it held the blocks until now."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,15 +17,15 @@ from pdserve.runtime.tasks import Lifetime, TaskOwner
 from pdserve.util.errors import Unavailable
 
 _MAX_LINE = 64 << 20
-"""bytes; a block takes some 20"""
+"""Bytes of a message; a block takes about 20."""
 
 
 class ReadBlocks(msgspec.Struct, frozen=True):
     engine_id: str
-    """of the prefill engine's boot that has the KV"""
+    """of the prefill engine that has the KV; new at each start"""
     request_id: str
     done: bool = False
-    """free the blocks: they have been read, or will not be"""
+    """free the blocks, which were read or will not be read"""
     block_ids: list[int] = []
 
 
@@ -34,7 +33,7 @@ class BlockContents(msgspec.Struct, frozen=True):
     contents: list[int] = []
     refused: str = ""
     held: bool = False
-    """answers `done`: the blocks were kept for this request until now"""
+    """with `done`: whether the blocks were held for this request until now"""
 
 
 @dataclass
@@ -73,7 +72,7 @@ class KvServer(Lifetime):
                 writer.write(msgspec.json.encode(answer) + b"\n")
                 await writer.drain()
         except (OSError, ValueError):
-            pass  # a reader that went away, or is not an engine of ours
+            pass  # the reader disconnected, or is no simulated engine
 
     def _answer(self, read: ReadBlocks) -> BlockContents:
         if read.engine_id != self.engine_id:
@@ -87,7 +86,7 @@ class Unreachable(Unavailable):
 
 
 async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: bool = False) -> BlockContents:
-    """Raises Unavailable when the other engine is gone, silent or of another boot."""
+    """Raises Unavailable if the other engine is gone, does not answer or was restarted."""
     read = ReadBlocks(handle.engine_id, handle.request_id, done, block_ids)
     try:
         async with asyncio.timeout(timeout):
@@ -96,7 +95,7 @@ async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: b
                 writer.write(msgspec.json.encode(read) + b"\n")
                 line = await reader.readline()
                 if not line:
-                    raise Unreachable(f"{handle.engine_id} hangs up")
+                    raise Unreachable(f"{handle.engine_id} closed the connection")
                 answer = msgspec.json.decode(line, type=BlockContents)
             finally:
                 writer.close()

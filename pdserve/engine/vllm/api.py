@@ -1,8 +1,7 @@
-"""All that our own processes use of vLLM's engine. Code that runs inside vLLM's processes imports vLLM itself
-(`worker.py`, `pdserve/kv/connector.py`).
+"""Everything that our own processes use of vLLM's engine. Code that runs in vLLM's processes imports vLLM itself
+(`worker.py`, `pdserve/kv/connector.py`). `tests/engine/test_vllm_api.py` compares what is used with the installed vLLM.
 
-Importing this module takes seconds: import it late. `tests/engine/test_vllm_api.py` compares what is used here with
-the installed vLLM, and says what changed after an upgrade."""
+Importing this module takes seconds: import it late."""
 
 import os
 from collections.abc import Sequence
@@ -43,13 +42,13 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 VERSION: str = __version__
 BY_SIGNAL = 128
-"""an exit status above this is this and the signal that ended a rank"""
+"""A core whose rank was ended by a signal exits with this plus the signal's number."""
 _monitor = MultiprocExecutor.start_worker_monitor
 
 
 def engine_config(argv: Sequence[str], headless: bool = False) -> VllmConfig:
-    """vLLM's configuration from its command-line arguments. Reads the model's folder and looks at the hardware.
-    `headless`: for a host of the engine that does not have its core."""
+    """vLLM's configuration from its command-line arguments. Reads the model's folder and inspects the hardware.
+    `headless`: for a host that does not have the engine's core."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     return AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv))).create_engine_config(
         headless=headless
@@ -62,36 +61,36 @@ def on_cpu() -> bool:
 
 def compute_in_core(config: VllmConfig) -> None:
     """Run the model of a CPU engine with one rank in the core process, as vLLM does on GPUs. Otherwise each step goes
-    to a second process and back, and both spin while they wait (decision 0024). vLLM starts that process to set its
-    OpenMP threads, which the plan has already done. Change nothing if vLLM is asked to bind the threads."""
+    to a second process and back, and both spin while they wait (decision 0024). vLLM uses that process to set OpenMP
+    threads, which the plan has already done. Change nothing if vLLM is to bind the threads."""
     parallel = config.parallel_config
     if parallel.world_size == 1 and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         parallel.distributed_executor_backend = "uni"
 
 
 def move_whole_prompts(config: VllmConfig) -> None:
-    """Prepare an engine whose KV moves: in blocks, of the whole prompt in each layer. Layers with a sliding window
-    keep it, too, where others have none; alone, vLLM would free what has left the window. Raises ValueError for a model
-    with layers that have a state instead of KV: it belongs to a place in the prompt, and to no block."""
+    """Keep the KV of whole prompts in every layer, so that it can be transferred in blocks. vLLM frees what has left
+    the window of layers with a sliding window, unless its hybrid manager is off. Raises ValueError for a model with
+    layers that have a state instead of KV, because a state belongs to no block."""
     model = config.model_config
     if model.is_hybrid or model.is_attention_free:
         raise ValueError(
-            f"{model.architecture} has layers whose state is not KV in blocks, and cannot move to another worker: set "
+            f"{model.architecture} has layers whose state is not KV in blocks, and cannot be transferred: set "
             "remote-prefill: false, and leave out PrefillWorker."
         )
     if model.get_sliding_window() is not None:
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
 
-def keep_pictures() -> None:
+def keep_images() -> None:
     """Let the engines that are forked from this process give their workers all pictures of a request. vLLM leaves out
     those whose KV is there; when it preempts the request, and computes it anew, it misses them and dies."""
     scheduler_output.strip_covered_mm_data = lambda features, *_, **__: features
 
 
 def meet_in(path: str) -> None:
-    """Let the ranks of each engine that is forked from this process meet through a file whose path begins so. vLLM
-    chooses a name in the temporary folder that only the engine knows, and an engine that is killed leaves the file."""
+    """Have the ranks of engines that are forked from this process meet through a file whose path begins with `path`, so
+    that the caller can remove it. vLLM's own name is unknown outside of the engine, which leaves the file if killed."""
 
     def init_method() -> str:
         return f"file://{path}{uuid4().hex}"
@@ -100,40 +99,40 @@ def meet_in(path: str) -> None:
         executor.get_file_store_init_method = init_method
 
 
-def end_as_ranks() -> None:
-    """Let the core of each engine that is forked from this process end at once when one of its ranks does, with all of
-    them, and tell by its exit status how: `BY_SIGNAL` and the signal. vLLM gives the other ranks, which wait in vain,
-    9 s, and the core's status says nothing of the first."""
-    here = os.getpid()
+def end_with_ranks() -> None:
+    """Have the core of engines that are forked from this process end with all ranks as soon as one rank ends, with an
+    exit status that says how that rank ended (`BY_SIGNAL`). vLLM waits 9 s for the other ranks, which cannot finish,
+    and its core's status does not tell of the first."""
+    this_process = os.getpid()
 
     def start_worker_monitor(self: MultiprocExecutor, inline: bool = False) -> None:
-        if os.getpid() == here:  # a host's ranks without the core
+        if os.getpid() == this_process:  # a host's ranks without the core
             _monitor(self, inline)
         else:
-            Thread(target=_end_with, args=(self,), daemon=True).start()
+            Thread(target=_end_with_first_rank, args=(self,), daemon=True).start()
 
     MultiprocExecutor.start_worker_monitor = start_worker_monitor
 
 
-def _end_with(executor: MultiprocExecutor) -> None:
+def _end_with_first_rank(executor: MultiprocExecutor) -> None:
     ranks = {each.proc.sentinel: each.proc for each in executor.workers}
     first = ranks[wait(ranks)[0]]
     if not getattr(executor, "shutting_down", False):
-        first.join()  # the kernel closes its sentinel before it has its exit status
+        first.join()  # its sentinel closes before its exit status is known
         for rank in ranks.values():
             rank.kill()
         os._exit(first.exitcode if first.exitcode >= 0 else BY_SIGNAL - first.exitcode)
 
 
 def start_core(config: VllmConfig) -> AsyncMPClient:
-    """Start the engine's processes and wait until the model is loaded, which takes a minute. Call it in a thread
-    without an event loop; the client then belongs to the loop that first awaits it."""
+    """Start the engine's processes and wait until the model is loaded, about a minute. Call it in a thread without an
+    event loop; the client then belongs to the loop that first awaits it."""
     return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), True)
 
 
 def start_ranks(config: VllmConfig) -> MultiprocExecutor:
-    """Start this host's ranks of an engine whose core is on another host, as `vllm serve --headless` does; return when
-    all ranks of the engine have loaded the model. vLLM ends them when one of this host dies (`is_failed`)."""
+    """Start this host's ranks of an engine whose core is on another host, as `vllm serve --headless` does. Return when
+    all ranks of the engine have loaded the model. vLLM ends this host's ranks when one of them dies (`is_failed`)."""
     return MultiprocExecutor(config)
 
 
@@ -153,12 +152,12 @@ def encode_request(request: EngineCoreRequest) -> list[bytes]:
 
 
 def encode_outputs(outputs: list[EngineCoreOutput], timestamp: float) -> list[bytes]:
-    """Leave out scheduler statistics: those of a KV connector crash a frontend that has no connector."""
+    """Leave out the scheduler's statistics, because those of a KV connector crash a frontend without one."""
     step = EngineCoreOutputs(outputs=outputs, scheduler_stats=None, timestamp=timestamp)
     return [bytes(frame) for frame in _encoder.encode(step)]
 
 
 def decode_outputs(body: list[bytes]) -> EngineCoreOutputs:
-    """Raises errors of many kinds if the body has no outputs."""
+    """Raises many kinds of errors if the body has no outputs."""
     outputs: EngineCoreOutputs = _output_decoder.decode(body)
     return outputs

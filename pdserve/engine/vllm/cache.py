@@ -1,5 +1,4 @@
-"""A mirror of the engine's prefix cache, kept up to date by its KV events, so that a prefix hit is known without asking
-the engine."""
+"""Mirrors the engine's prefix cache from its KV events, so that a prefix hit is known without asking the engine."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -21,15 +20,15 @@ _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 
 class CacheMirror(Lifetime):
-    """Enter it before the engine starts; call `follow` when the engine has started, before its first request. It is
-    late by the time that an event takes. A lost event makes it wrong until the block is stored or removed again."""
+    """Enter it before the engine starts; call `follow` once the engine has started, before its first request. It lags
+    by the time that an event takes. A lost event makes it wrong until the block is stored or removed again."""
 
     def __init__(self) -> None:
         self.prefixes = CachedPrefixes()
         self._blocks: dict[Any, tuple[bytes, int]] = {}
-        """vLLM's hash of a block -> its name, and its number in the prompt, from 1"""
+        """vLLM's hash of a block -> its name, and its position in the prompt from 1"""
         self.endpoint = api.get_open_zmq_ipc_path()
-        """where the engine publishes its events: a socket file that only this user can reach"""
+        """where the engine publishes its events: a socket that only this user can reach"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -57,7 +56,7 @@ class CacheMirror(Lifetime):
                 for event in _decode(frames[-1]).events:
                     self._apply(event)
             except (ValueError, TypeError, RecursionError) as error:
-                logger.warning("a KV event is skipped, it cannot be read: %s", error)
+                logger.warning("skipped an unreadable KV event: %s", error)
 
     def _apply(self, event: object) -> None:
         match event:

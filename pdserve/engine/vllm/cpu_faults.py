@@ -1,22 +1,21 @@
-"""Faults of vLLM 0.32 on the CPU that pdserve works around. Look at each when vLLM is upgraded (`tools/vllm_diff.py`
-shows whether the code around it changed), and remove it when it can go.
-None was reported for vLLM itself in November 2026.
+"""Works around faults of vLLM 0.32, most of them on the CPU. Check each when vLLM is upgraded (`tools/vllm_diff.py`
+shows whether the code around it changed). None was reported for vLLM itself in November 2026.
 
-- `keep_generators`: a request with a seed whose prompt takes several steps ends the engine. A plugin met it, too:
+- `keep_generators`: a request with a seed whose prompt takes several steps ends the engine. Also seen by
   RBLN-SW/vllm-rbln#1025. Unchanged in 0.33; goes when `_bookkeeping_sync` leaves generators without an offset alone.
-- `rank_without_compiler`: the first request for logprobs compiles for 10 s in which the engine stands still. A plugin
-  met it: torch-spyre/sendnn-inference#550. Unchanged in 0.33; goes when CPU engines compile it at start or never.
+- `rank_without_compiler`: the first request for logprobs compiles for 10 s, in which the engine stalls. Also seen by
+  torch-spyre/sendnn-inference#550. Unchanged in 0.33; goes when CPU engines compile it at start or never.
 - `verify_drafts`: with speculative decoding, requests that sample get uninitialized temperatures, top_k and top_p, end
-  the engine in a step without drafts, or get tokens of the wrong place. Goes when vLLM's `cpu_triton_utils` copies back
-  what `expand_kernel_impl` writes and rejects drafts of -1, and `apply_top_k_only` takes no rows.
+  the engine in a step without drafts, or get tokens of the wrong position. Goes when vLLM's `cpu_triton_utils` copies
+  back what `expand_kernel_impl` writes and rejects drafts of -1, and `apply_top_k_only` takes no rows.
 - `leave_out_adapters`: tokens without a LoRA adapter are computed with the adapter in the last slot. Goes when
   `torch_ops/lora_ops.py` leaves out rows whose index is -1.
 - `request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when vLLM's CPU
   worker asks for the tiles itself.
-- `api.keep_pictures`, on GPUs, too: a request with pictures that is preempted ends the engine, which lacks those whose
+- `api.keep_images`, on GPUs, too: a request with pictures that is preempted ends the engine, which lacks those whose
   KV was there. Goes when `strip_covered_mm_data` leaves what a preempted request needs again.
-- `api.compute_in_core`: an engine of one rank computes in a second process, and both spin. By design; goes when a CPU
-  engine with one rank has the executor `uni`.
+- `api.compute_in_core`: an engine of one rank computes in a second process, and both processes spin. By design; goes
+  when a CPU engine with one rank has the executor `uni`.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,8 +41,8 @@ def work_around() -> None:
 
 
 def request_amx() -> None:
-    """Ask Linux for AMX tiles, for this process and the children that it forks: touching them without permission ends
-    a process. vLLM's attention uses them for bfloat16, and only oneDNN asks, at the first prefill."""
+    """Ask Linux for AMX tiles, for this process and its forked children, because using them without permission ends a
+    process. vLLM's attention uses them for bfloat16, but only oneDNN asks for them, at the first prefill."""
     torch.cpu._init_amx()
 
 
@@ -54,9 +53,9 @@ def rank_without_compiler() -> None:
 
 
 def verify_drafts() -> None:
-    """Repeat each request's parameters for its drafts in torch: vLLM's CPU kernel writes them into a copy that is
-    dropped. Constrain no logits where there are no drafts. Reject a draft of -1, with which vLLM fills up the first
-    step of a request whose KV has come: the CPU kernel reads its probability outside of the tensor."""
+    """Repeat each request's parameters for its drafts in torch, because vLLM's CPU kernel writes them into a copy that
+    is dropped. Constrain no logits without drafts. Reject drafts of -1, with which vLLM pads the first step of a
+    request whose KV was read, because the CPU kernel would read their probability outside of the tensor."""
     constrain = rejection_sampler.apply_sampling_constraints
     verify = rejection_sampler._rejection_random_sample
 
@@ -79,7 +78,7 @@ def verify_drafts() -> None:
 
 
 def leave_out_adapters() -> None:
-    """Add nothing to tokens without an adapter: their index is -1, with which vLLM takes the weights of the last slot.
+    """Add nothing to tokens without an adapter. Their index is -1, with which vLLM uses the weights of the last slot.
     The kernels of whole prompts (sgmv) call those of tokens (bgmv)."""
 
     def without(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -97,9 +96,9 @@ def leave_out_adapters() -> None:
 
 
 def keep_generators(runner: type) -> None:
-    """In each step of a prompt but the last, vLLM draws a token and discards it. If the request has a seed, its own
-    generator draws the token, and vLLM then turns it back. CPU generators cannot be turned back, and the error ends the
-    engine (vLLM 0.32): so let the common generator draw such tokens."""
+    """In each step of a prompt but the last, vLLM samples a token and discards it. It then rewinds the generator of a
+    request with a seed, which CPU generators cannot do, and the error ends the engine. So the shared generator samples
+    such tokens."""
 
     def without(method: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, *args: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The real engine: vLLM's EngineCore and its workers, in processes of their own, driven by vLLM's core client."""
+"""The vLLM engine: EngineCore and its workers in processes of their own, driven by vLLM's `AsyncMPClient`."""
 
 import asyncio
 import logging
@@ -27,10 +27,10 @@ from pdserve.util.errors import ConfigError, EngineDead, ProtocolError, Unavaila
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REACH_WITHIN = 5.0
-"""seconds; a decode engine waits as long"""
-SILENCE = 0.5
-"""seconds without a report after which an engine without requests is taken to hold no block"""
+REACH_TIMEOUT = 5.0
+"""Seconds; a decode engine waits as long for the side channel."""
+IDLE_AFTER = 0.5
+"""Seconds without a report after which an engine without requests holds no block."""
 
 
 class VllmEngine(Engine):
@@ -43,10 +43,12 @@ class VllmEngine(Engine):
         self._adapters: dict[int, api.LoRARequest] = {}
         self._usage = EngineUsage()
         self._reported = 0.0
+        """monotonic time of the last report"""
         self._unread: dict[str, str] = {}
         """request id -> why its KV could not be read; since the last step"""
         self._timestamp = 0.0
-        self._own_token = not SAMPLING_ARGUMENTS & spec.engine_args.keys()
+        """when the engine had the outputs of the last step"""
+        self._uses_prefill_token = not SAMPLING_ARGUMENTS & spec.engine_args.keys()
         self._spans_hosts = spec.node is not None
         self._offloads = spec.kv_offload > 0
 
@@ -68,7 +70,7 @@ class VllmEngine(Engine):
     async def _facts(self) -> EngineFacts:
         config = self._process.config
         cache, scheduler = config.cache_config, config.scheduler_config
-        host_blocks, disk_blocks = await self._host_blocks()
+        host_blocks, disk_blocks = await self._tier_blocks()
         return EngineFacts(
             kv_blocks=cache.num_gpu_blocks,
             block_size=cache.block_size,
@@ -84,12 +86,12 @@ class VllmEngine(Engine):
             side_channel=self._process.asked_for_kv,
         )
 
-    async def _host_blocks(self) -> tuple[int, int]:
-        """In host memory, and on disk."""
+    async def _tier_blocks(self) -> tuple[int, int]:
+        """KV blocks that fit in host memory, and on disk."""
         if not self._offloads:
             return 0, 0
-        found = await self._call(self._core.collective_rpc_async("pdserve_host_blocks"))
-        return min((host, disk) for host, disk in found)
+        ranks = await self._call(self._core.collective_rpc_async("pdserve_tier_blocks"))
+        return min((host, disk) for host, disk in ranks)
 
     # the contract
 
@@ -112,7 +114,7 @@ class VllmEngine(Engine):
         await self._call(self._core.add_request_async(request))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        request, samples = translation.to_prefill(request_id, prompt, body, own_token=self._own_token)
+        request, samples = translation.to_prefill(request_id, prompt, body, samples=self._uses_prefill_token)
         adapter = self._set_adapter(request)
         self._check_length(len(prompt))
         self._requests.add(
@@ -123,9 +125,9 @@ class VllmEngine(Engine):
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
     ) -> Output | None:
-        """In the prefill engine every request ends with one token; here only if it stops at that token or may have no
-        more."""
-        raw = translation.first_output(packed, self._timestamp) if self._own_token else None
+        """Every request of a prefill engine finishes after one token; here it finishes only if it stops at that token
+        or may have no more."""
+        raw = translation.first_output(packed, self._timestamp) if self._uses_prefill_token else None
         if raw is None:
             return None
         most = translation.read_body(body).sampling_params.max_tokens
@@ -156,17 +158,17 @@ class VllmEngine(Engine):
             await self._call(self._core.abort_requests_async([request.engine_id for request in running]))
 
     async def step(self) -> Step:
-        """Reports without outputs or transfers are skipped: while the engine waits for a transfer, it sends a thousand
-        a second."""
+        """Skip reports without outputs or transfers: the engine sends a thousand a second while it waits for a
+        transfer."""
         while True:
             outputs = await self._call(self._core.get_output_async())
-            moved = await self._take_stats(outputs.scheduler_stats)
+            moved = await self._record_stats(outputs.scheduler_stats)
             if outputs.outputs or moved:
                 self._timestamp = outputs.timestamp
-                mine = [output for raw in outputs.outputs if (output := self._take(raw))]
+                translated = [output for raw in outputs.outputs if (output := self._output(raw))]
                 unread, self._unread = self._unread, {}
                 return Step(
-                    mine,
+                    translated,
                     transfers=_transfers(moved) if moved else None,
                     unread=unread,
                     released=list(moved.get(RELEASED, ())),
@@ -195,13 +197,13 @@ class VllmEngine(Engine):
             await self._call(self._core.add_lora_async(request))
         except EngineDead:
             raise
-        except Exception as error:  # whatever vLLM finds wrong with its files
-            await self._remove_half(id)
+        except Exception as error:  # vLLM has no common class for unusable files
+            await self._remove_partial(id)
             raise ConfigError([str(error)]) from error
         self._adapters[id] = request
 
     async def unload_adapter(self, id: int) -> bool:
-        if self._requests.use(id):
+        if self._requests.is_used(id):
             return False
         if self._adapters.pop(id, None) is not None:
             await self._call(self._core.remove_lora_async(id))
@@ -212,24 +214,24 @@ class VllmEngine(Engine):
 
     @property
     def usage(self) -> EngineUsage:
-        """The last report comes before the engine frees the last blocks. But it reports as long as a block is held, so
-        that silence means that none is."""
-        if not len(self._requests) and time.monotonic() > self._reported + SILENCE:
+        """The engine reports before it frees the last blocks, and again as long as a block is held. So no report means
+        that none is held."""
+        if not len(self._requests) and time.monotonic() > self._reported + IDLE_AFTER:
             return EngineUsage()
         return self._usage
 
     async def all_blocks_free(self) -> bool:
         free = bool(await self._call(self._core.reset_prefix_cache_async()))
         if free:
-            self._cache.clear()  # the engine's event comes with its next step only
+            self._cache.clear()  # the engine's event comes only with its next step
         return free
 
     async def watch(self) -> None:
         await self._process.watch()
 
     async def probe(self) -> None:
-        """The core process answers this question itself. Where the engine spans hosts, all ranks are asked: one that
-        hangs would be noticed with the next request only."""
+        """Ask the core process. If the engine spans hosts, ask all ranks, because a rank that hangs would be noticed
+        only with the next request."""
         if self._spans_hosts:
             await self._call(self._core.collective_rpc_async("pdserve_answer"))
         else:
@@ -237,7 +239,7 @@ class VllmEngine(Engine):
 
     async def reach(self) -> None:
         process = self._process
-        await asyncio.to_thread(side_channel.ask, process.side_channel, REACH_WITHIN, process.channel_key)
+        await asyncio.to_thread(side_channel.ask, process.side_channel, REACH_TIMEOUT, process.channel_key)
 
     def cpu_seconds(self) -> float:
         return self._process.cpu_seconds()
@@ -263,34 +265,36 @@ class VllmEngine(Engine):
                 raise self._process.death() from error
             raise
 
-    async def _remove_half(self, id: int) -> None:
-        """vLLM registers an adapter before it copies the weights, and would say later that it is there. Raises
-        EngineDead where vLLM keeps it."""
+    async def _remove_partial(self, id: int) -> None:
+        """vLLM registers an adapter before it copies the weights, and later takes it for loaded. Raises EngineDead if
+        vLLM cannot remove it."""
         try:
             await self._call(self._core.remove_lora_async(id))
         except Exception as error:
             raise EngineDead(f"adapter {id:x} was loaded in part and cannot be removed: {error}") from error
 
     def _set_adapter(self, request: api.EngineCoreRequest) -> int:
-        """Name the adapter to vLLM by its number, and by its folder on this host; 0: the request has none."""
+        """Set the request's adapter as loaded on this host; return its number, 0 for none."""
         if not (adapter := translation.adapter_of(request)):
             return 0
         if adapter not in self._adapters:
-            raise Unavailable(f"adapter {request.lora_request.lora_name} ({adapter:x}) is not in this engine")
+            raise Unavailable(
+                f"adapter {request.lora_request.lora_name} ({adapter:x}) is not loaded in this engine"
+            )
         request.lora_request = self._adapters[adapter]
         return adapter
 
     def _check_length(self, prompt_tokens: int) -> None:
-        """vLLM checks this in its frontend only; a longer prompt would kill the engine."""
+        """vLLM checks this only in its frontend; a longer prompt would kill the engine."""
         if prompt_tokens >= self.facts.max_model_len:
             raise ProtocolError(
                 f"a prompt of {prompt_tokens} tokens, of at most {self.facts.max_model_len - 1}"
             )
 
-    def _take(self, raw: api.EngineCoreOutput) -> Output | None:
+    def _output(self, raw: api.EngineCoreOutput) -> Output | None:
         request = self._requests.by_engine_id(raw.request_id)
         if request is None:
-            return self._take_late(raw)
+            return self._late_output(raw)
         params, raw.kv_transfer_params = raw.kv_transfer_params, None
         raw.request_id = request.request_id
         output = Output(request.request_id, raw.new_token_ids, raw.finished, raw=raw)
@@ -299,7 +303,7 @@ class VllmEngine(Engine):
         if raw.new_token_ids and not request.began:
             request.began = True
             output.begun = _scheduled(raw)
-            output.recomputed = request.pulls and self._computed_here(raw.prefill_stats)
+            output.recomputed = request.pulls and self._was_recomputed(raw.prefill_stats)
         if raw.finished:
             self._requests.drop(request)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
@@ -309,13 +313,13 @@ class VllmEngine(Engine):
             output.tokens = []
         return output
 
-    def _computed_here(self, stats: api.PrefillStats | None) -> bool:
-        """Whether the prompt was computed here though its KV was to be read: otherwise at most its last block is."""
+    def _was_recomputed(self, stats: api.PrefillStats | None) -> bool:
+        """Whether this engine computed more than the last block of a prompt whose KV was to be read."""
         computed = 0 if stats is None or stats.num_external_cached_tokens else stats.num_computed_tokens
         return bool(computed > self.facts.block_size)
 
-    def _take_late(self, raw: api.EngineCoreOutput) -> Output | None:
-        """The output of a cancelled request. A prefill that was done before vLLM saw the cancellation keeps its KV
+    def _late_output(self, raw: api.EngineCoreOutput) -> Output | None:
+        """The output of a cancelled request. A prefill that finished before vLLM saw the cancellation keeps its KV
         until the lease ends."""
         params = raw.kv_transfer_params
         if not params:
@@ -331,8 +335,8 @@ class VllmEngine(Engine):
         request = self._requests.by_engine_id(params["remote_request_id"])
         return self._handle(params, tokens, request.adapter if request is not None else 0)
 
-    async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
-        """Note the usage; return what our KV connector reports of all ranks, which is mostly nothing."""
+    async def _record_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
+        """Record the usage; return what the KV connector reports of all ranks, which is mostly nothing."""
         if stats is None:
             return {}
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
@@ -352,27 +356,27 @@ class VllmEngine(Engine):
         return moved or {}
 
     async def _restart(self, engine_id: str) -> None:
-        """The KV does not come: compute the prompt here, in other blocks. The old blocks stay with the aborted request
-        until the read has ended, because nothing can stop it from writing into them."""
+        """The read stalled: compute the prompt in other blocks. The old blocks stay with the aborted request until the
+        read has ended, because it cannot be aborted and may still write into them."""
         request = self._requests.by_engine_id(engine_id)
         if request is None:
             return
         self._note_unread(request, "the read stalled")
         self._requests.restart(request)
-        logger.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
+        logger.warning("request %s: the KV read stalled; prefilling locally", request.request_id)
         await self._call(self._core.abort_requests_async([engine_id]))
         again = translation.to_generate(request.engine_id, request.prompt, request.body, None, request.after)
         self._set_adapter(again)
         await self._call(self._core.add_request_async(again))
 
     def _note_unread(self, request: RunningRequest | None, why: str) -> None:
-        """Several ranks may have failed to read for one request."""
+        """Several ranks may report the same request."""
         if request is not None:
             self._unread.setdefault(request.request_id, why)
 
 
 def _scheduled(raw: api.EngineCoreOutput) -> float | None:
-    """When the request was first scheduled, by this host's monotonic clock. vLLM waits for its KV before."""
+    """Monotonic time at which the request was first scheduled, after its KV was read."""
     times = [event.timestamp for event in raw.events or () if event.type is api.EngineCoreEventType.SCHEDULED]
     return times[0] if times else None
 
@@ -383,13 +387,13 @@ def _prompt_tokens(stats: api.SchedulerStats | None) -> int:
 
 
 def _is_whole(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:
-    """Whether the prefill engine computed the whole prompt. For some models and kinds of speculative decoding the
-    decode engine computes the end (Mamba, for one), and the token is of another place in the prompt."""
+    """Whether the prefill engine computed the whole prompt. With some models (Mamba) and kinds of speculative decoding
+    the decode engine computes its end, and the prefill engine's token is not the request's first."""
     return params is not None and params.get("remote_num_tokens") == len(prompt)
 
 
 def _transfers(moved: Mapping[str, Any]) -> Transfers:
-    """One Read for each request, of which several ranks read parts at the same time."""
+    """One Read for each request, whose parts several ranks read concurrently."""
     reads: dict[str, Read] = {}
     for request, source, seconds, size in moved.get(READS, ()):
         before = reads.get(request, Read(source, 0.0, 0))

@@ -1,4 +1,4 @@
-"""The processes of a vLLM engine: how they are configured, started and ended."""
+"""Configures, starts and ends the processes of a vLLM engine."""
 
 import asyncio
 import gc
@@ -29,21 +29,21 @@ from pdserve.util.net import find_port_holder, free_port
 logger = logging.getLogger(__name__)
 
 LEASE = 30
-"""seconds for which a prefill engine keeps KV blocks for a decode engine"""
+"""Seconds for which a prefill engine keeps KV blocks for a decode engine."""
 WORKER_EXTENSION = "pdserve.engine.vllm.worker.WorkerExtension"
-"""a name, not the class: only vLLM's worker processes may import the module, which acts on import"""
+"""A name, not the class: only vLLM's worker processes may import the module, because importing it patches vLLM."""
 SHUTDOWN_TIMEOUT = 2.0
-"""seconds until the processes are killed: they have nothing left to do then, but vLLM's worker rarely ends by itself"""
-LOOK = 0.5
-"""seconds between two looks whether the engine is dead"""
+"""Seconds until the processes are killed. vLLM's worker rarely ends by itself, even with nothing left to do."""
+DEAD_POLL_INTERVAL = 0.5
+"""Seconds between two checks whether the engine is dead."""
 CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP}
-"""signals that a process gets for what it did itself"""
+"""Signals that end a process for an error of its own."""
 NO_EVENTS = "tcp://127.0.0.1:1"
-"""endpoint of KV events, which the core alone sends"""
+"""Endpoint of KV events for ranks without the core, which send none."""
 
 
 class VllmProcess:
-    """Start only one at a time in this process: part of vLLM's configuration is in the environment."""
+    """Start only one at a time in a process, because part of vLLM's configuration is in the environment."""
 
     config: api.VllmConfig
     """with the values that the engine chose; set by `start`"""
@@ -51,12 +51,12 @@ class VllmProcess:
     def __init__(self, spec: EngineSpec) -> None:
         self.core: api.AsyncMPClient | None = None
         self.ranks: api.MultiprocExecutor | None = None
-        """in the place of the core, on a host that has only ranks of the engine"""
+        """instead of the core, on a host that has only ranks of the engine"""
         self.side_channel = ""
         """ZeroMQ address at which other engines ask for KV"""
         self.channel_key = CurveKey.of(spec.credentials)
         self.processes: set[psutil.Process] = set()
-        """children of this process, and their children"""
+        """all processes of the engine"""
         self._core_process: api.BaseProcess | None = None
         self._spec = spec
         self._abandoned = False
@@ -66,8 +66,8 @@ class VllmProcess:
     async def start(self, events_endpoint: str) -> None:
         """Raises ConfigError, Unavailable if a hub does not answer, and EngineDead if vLLM does not start.
 
-        vLLM's start takes a minute in a thread that cannot be stopped. On cancellation, kill every process that vLLM
-        has started, so that the start fails."""
+        vLLM's start takes a minute in a thread that cannot be stopped. On cancellation, kill the processes that vLLM
+        started, so that the start fails."""
         before = _descendants()
         start = asyncio.ensure_future(asyncio.to_thread(self._start, events_endpoint))
         try:
@@ -83,7 +83,7 @@ class VllmProcess:
             self.processes = _descendants() - before
 
     async def stop(self) -> None:
-        """End the engine's processes, whatever state the start and the engine are in."""
+        """End the engine's processes, in any state of the engine and of its start."""
         if self.core is not None:
             await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
             self.core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
@@ -92,11 +92,11 @@ class VllmProcess:
             await asyncio.to_thread(self.ranks.shutdown)
         _remove(self._meeting)
         _remove(f"/dev/shm/{Path(self._meeting).name}")  # of ranks that were killed
-        logger.info("the engine's processes are gone")
+        logger.info("the engine's processes have ended")
 
     @property
     def asked_for_kv(self) -> str:
-        """host:port of its side channel, if there is anything to ask."""
+        """host:port of the side channel; empty for an engine whose KV is not read."""
         return self.side_channel.removeprefix("tcp://") if self._spec.disaggregated else ""
 
     @property
@@ -109,14 +109,14 @@ class VllmProcess:
         return bool(self.core.resources.engine_dead) or core.exitcode is not None
 
     async def watch(self) -> None:
-        """Raises EngineDead once the core, or a rank of this host, is gone."""
+        """Raises EngineDead when the core, or a rank of this host, has ended."""
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(DEAD_POLL_INTERVAL)
             if self.dead:
                 raise self.death()
 
     def death(self) -> EngineDead:
-        """Why the engine is dead. A core that fails says so before it ends, and has no exit status then."""
+        """Why the engine is dead. A core that failed may not have ended yet, and has no exit status then."""
         if self.ranks is not None:
             return EngineDead("a rank of this host died")
         return death_of(self._core_process.exitcode if self._core_process is not None else 0)
@@ -135,7 +135,7 @@ class VllmProcess:
             self.config = api.engine_config(self._argv(events_endpoint), self._headless)
             if self._spec.disaggregated:
                 api.move_whole_prompts(self.config)
-            api.keep_pictures()
+            api.keep_images()
         except ValueError as error:
             raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
         except OSError as error:
@@ -144,11 +144,11 @@ class VllmProcess:
             text = "cannot be downloaded (its hub does not answer): `hf download` it, or give a folder"
             raise Unavailable(f"{self._spec.model} {text}") from error
         if api.on_cpu():
-            _fork_from_here()
+            _fork_this_process()
             if "distributed-executor-backend" not in self._spec.engine_args:
                 api.compute_in_core(self.config)
-        # What was imported stays: a full collection need not walk it (300 ms and more), here or in the engine's
-        # processes, which so go on sharing its memory with this one.
+        # Imported modules stay. Frozen, they cost no time in full collections (300 ms and more), and the engine's
+        # processes go on sharing their memory with this one.
         gc.collect()
         gc.freeze()
         try:
@@ -159,7 +159,7 @@ class VllmProcess:
                     self.core = api.start_core(self.config)
                     self._core_process = self.core.resources.engine_manager.processes[0]
         except Exception as error:
-            killed = re.search(r": -(9|15)\b", str(error)) is not None  # its "Failed core proc(s)"
+            killed = re.search(r": -(9|15)\b", str(error)) is not None  # in vLLM's "Failed core proc(s)"
             raise EngineDead(f"vLLM did not start, its log says why: {error}", killed=killed) from error
 
     @property
@@ -167,9 +167,9 @@ class VllmProcess:
         return self._spec.node is not None and self._spec.node.rank > 0
 
     def _set_environment(self) -> None:
-        """Set what vLLM reads here and in its processes."""
+        """Set what vLLM reads in this process and in its own."""
         port = self._spec.kv_port or free_port(self._spec.host)
-        if holder := find_port_holder(self._spec.host, port):  # vLLM would not say so but hang for ever
+        if holder := find_port_holder(self._spec.host, port):  # vLLM would hang for ever
             raise ConfigError(
                 [f"The KV side channel's port {port} on {self._spec.host} is held by {holder}."]
             )
@@ -180,8 +180,8 @@ class VllmProcess:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         }
         api.meet_in(self._meeting)
-        api.end_as_ranks()
-        # it would send spans of its own start there, by gRPC
+        api.end_with_ranks()
+        # vLLM would send spans of its start there, by gRPC
         os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 
     def _argv(self, events_endpoint: str) -> list[str]:
@@ -189,7 +189,7 @@ class VllmProcess:
         arguments: dict[str, object] = {
             "model": spec.model,
             "worker-extension-cls": WORKER_EXTENSION,
-            "enable-logging-iteration-details": True,  # for `Step.prompt_tokens`; nothing is logged here
+            "enable-logging-iteration-details": True,  # for `Step.prompt_tokens`; vLLM logs none of it
         }
         if spec.served_model_name:
             arguments["served-model-name"] = [spec.served_model_name]
@@ -213,7 +213,7 @@ class VllmProcess:
 
 
 class VllmRanks(Ranks):
-    """A host's ranks of an engine that has its core on another host."""
+    """A host's ranks of an engine whose core is on another host."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._process = VllmProcess(spec)
@@ -231,7 +231,7 @@ class VllmRanks(Ranks):
 
 
 def death_of(status: int | None) -> EngineDead:
-    """Of a core that ended with this status: that of its first rank that ended, if one did (`api.end_as_ranks`)."""
+    """The error for a core that ended with this exit status, which names its first dead rank (`api.end_with_ranks`)."""
     if status is None or 0 < status <= api.BY_SIGNAL:
         return EngineDead("vLLM's engine core failed", crashed=True)
     number = -status if status < 0 else status - api.BY_SIGNAL
@@ -241,31 +241,29 @@ def death_of(status: int | None) -> EngineDead:
     return EngineDead(f"a process of vLLM's engine was ended by {name}", crashed=crashed, killed=not crashed)
 
 
-def _fork_from_here() -> None:
+def _fork_this_process() -> None:
     """Have vLLM fork its processes, with everything imported, as it does on GPUs. On the CPU it would spawn them,
-    because OpenMP threads do not survive a fork; this process has none. Measured: 31 s instead of 66 s to the first
-    token, and 165 MiB less for each process.
-
-    The children must not write their signals into the pipe that wakes this process's event loop.
-    """
+    because OpenMP threads do not survive a fork; this process has none. Forking takes 31 s instead of 66 s to the first
+    token, and saves 165 MiB for each process. The children must not write their signals into the pipe that wakes this
+    process's event loop."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def _remove(beginning: str) -> None:
-    """Remove the files whose paths begin so."""
+    """Remove all files whose path begins like this."""
     for path in glob(f"{escape(beginning)}*"):
         Path(path).unlink(missing_ok=True)
 
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Ctrl-C, and the end of a terminal, go to every process of the foreground group. vLLM's processes would end at
-    once with all their requests; this process lets the requests finish and then ends them. Signals that this thread
-    blocks stay blocked in its children, and in theirs."""
+    """Start processes in this block that ignore SIGINT and SIGHUP. Ctrl-C and the end of a terminal signal the whole
+    foreground group, and vLLM's processes would end with all requests before this process can drain them. Children
+    inherit the signals that this thread blocks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        resource_tracker.ensure_running()  # deaf to SIGINT by itself, but its start would unblock that here
+        resource_tracker.ensure_running()  # it ignores SIGINT anyway, but starting it unblocks SIGINT in this thread
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
@@ -273,23 +271,23 @@ def _deaf_children() -> Iterator[None]:
 
 
 def _descendants() -> set[psutil.Process]:
-    """Without multiprocessing's resource tracker, which removes what the others leave in shared memory, and ends."""
+    """All but multiprocessing's resource tracker, which cleans up shared memory after the others, and then ends."""
     tracker = getattr(resource_tracker, "_resource_tracker")._pid  # noqa: B009
     return {child for child in psutil.Process().children(recursive=True) if child.pid != tracker}
 
 
 def _kill(processes: set[psutil.Process]) -> None:
-    """Kill those that are left. psutil compares start times, so that a pid that now belongs to another process is not
-    killed. A zombie, whose parent never waited for it, counts as gone."""
+    """Kill the processes that still run. psutil compares start times, so that no other process with a reused pid is
+    killed. A zombie, whose parent never waited for it, counts as ended."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline and any(map(_lives, processes)):
+    while time.monotonic() < deadline and any(map(_is_alive, processes)):
         time.sleep(0.02)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,5 +1,4 @@
-"""The requests of a vLLM engine: which of them run, and how request bodies and KV handles are translated to vLLM's
-messages and back."""
+"""Tracks the requests of a vLLM engine, and translates request bodies and KV handles to vLLM's messages and back."""
 
 import logging
 import secrets
@@ -42,10 +41,10 @@ class RunningRequest:
     prompt: list[int]
     body: list[bytes]
     after: Sequence[int] = ()
-    """tokens sampled elsewhere"""
+    """tokens that another engine sampled"""
     prefill: bool = False
     samples: bool = False
-    """a prefill whose token is the first token of the request"""
+    """a prefill whose token is the request's first token"""
     pulls: bool = False
     """the KV of its prompt is read from another engine"""
     adapter: int = 0
@@ -63,8 +62,8 @@ class RunningRequests:
         self._used: LruDict[None] = LruDict(_REMEMBERED)
 
     def add(self, request: RunningRequest) -> None:
-        """Raises ProtocolError for an id that was used before: vLLM dies of an id that it still has. Only the newest
-        ids are remembered."""
+        """Raises ProtocolError for an id that was used before, because vLLM dies of an id that it still has. Only the
+        last `_REMEMBERED` ids are known."""
         if request.request_id in self._used:
             raise ProtocolError(f"request {request.request_id} was given to this engine before")
         self._used[request.request_id] = None
@@ -87,24 +86,21 @@ class RunningRequests:
     def of(self, request_ids: Collection[str]) -> list[RunningRequest]:
         return [request for request in self._by_engine_id.values() if request.request_id in request_ids]
 
-    def use(self, adapter: int) -> bool:
+    def is_used(self, adapter: int) -> bool:
         return any(request.adapter == adapter for request in self._by_engine_id.values())
 
     def __len__(self) -> int:
         return len(self._by_engine_id)
 
 
-# request bodies and KV handles to vLLM's messages, and back
-
-
 def read_body(body: list[bytes]) -> api.EngineCoreRequest:
-    """Raises ProtocolError for a body that is no text generation request of this vLLM version."""
+    """Raises ProtocolError for a body that is not a text generation request of this vLLM version."""
     try:
         request = api.decode_request(body)
     except (msgspec.MsgspecError, IndexError, TypeError, ValueError, NotImplementedError) as error:
         raise ProtocolError(f"unreadable request body: {error}") from error
     if request.sampling_params is None:
-        raise ProtocolError("only text generation is served here, no pooling")
+        raise ProtocolError("this engine serves text generation only, no pooling")
     return request
 
 
@@ -114,15 +110,15 @@ def adapter_of(request: api.EngineCoreRequest) -> int:
 
 def remote_ok(request: api.EngineCoreRequest) -> bool:
     """Whether another engine may prefill the request. Its prompt must be token ids and pictures, and need not be
-    computed here: prompt logprobs come from computing it, and vLLM then ignores given KV."""
+    computed by the engine that generates: prompt logprobs come from computing it, and vLLM then ignores KV."""
     sampling = request.sampling_params
     return request.prompt_embeds is None and sampling is not None and not sampling.skip_reading_prefix_cache
 
 
 def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
-    """Why vLLM ended this request with an error before its first token, or with tokens `rejected` by the grammar; empty
-    if the request is not at fault. vLLM's frontend parses a grammar without compiling it, and the engine writes the
-    reason to its log only. A grammar without finite text ({"$ref": "#"}) rejects every token."""
+    """Why vLLM ended this request with an error before its first token, or with tokens `rejected` by its grammar; empty
+    if the request is not at fault. vLLM's frontend does not compile the grammar, and the engine only logs the reason. A
+    grammar without finite text ({"$ref": "#"}) rejects every token."""
     asked = read_body(body).sampling_params.structured_outputs
     if asked is None:
         return ""
@@ -139,7 +135,7 @@ def to_generate(
     sampling = request.sampling_params
     if kv is not None:
         if not remote_ok(request):
-            raise ProtocolError("a request that has to compute its prompt came with KV")
+            raise ProtocolError("a request that has to compute its prompt has a KV handle")
         _set_params(sampling, pull_params(kv) | {AFTER: len(after)})
     if after:
         request.prompt_token_ids = [*prompt, *after]
@@ -149,37 +145,37 @@ def to_generate(
 
 
 def to_prefill(
-    request_id: str, prompt: list[int], body: list[bytes], *, own_token: bool
+    request_id: str, prompt: list[int], body: list[bytes], *, samples: bool
 ) -> tuple[api.EngineCoreRequest, bool]:
-    """A request for one token, and whether that is the first token of the client's request: if `own_token` is true and
-    the sampling parameters allow it. If not, the token is sampled greedily, with nothing that could delay or end the
-    request: the KV of a prompt does not depend on sampling. What it depends on (LoRA, cache salt) stays."""
+    """A request for one token, and whether that is the first token of the client's request: if `samples` is true and
+    the sampling parameters allow it. Otherwise the token is sampled greedily, without anything that could delay or end
+    the request, because the KV of a prompt does not depend on sampling. LoRA and cache salt, on which it does, stay."""
     request = _own(request_id, prompt, body)
     if not remote_ok(request):
         raise ProtocolError("this prompt cannot be prefilled for another engine")
     sampling = request.sampling_params
-    own_token = own_token and can_split_after_first_token(sampling)
-    if own_token:  # vLLM silently drops a request with min_tokens above max_tokens
+    samples = samples and can_split_after_first_token(sampling)
+    if samples:  # vLLM silently drops a request with min_tokens above max_tokens
         sampling.max_tokens, sampling.min_tokens = 1, min(1, sampling.min_tokens)
     else:
         request.sampling_params = api.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     _set_params(request.sampling_params, {"do_remote_decode": True})
     request.reasoning_parser_kwargs = None
-    return request, own_token
+    return request, samples
 
 
-def first_output(packed: list[bytes], shown: float) -> api.EngineCoreOutput | None:
-    """The only output that a prefill engine packed, with one token; its events keep their age, counted back from
-    `shown`. None if it cannot be read."""
+def first_output(packed: list[bytes], now: float) -> api.EngineCoreOutput | None:
+    """The single output, of one token, that a prefill engine packed. Its events keep their age relative to `now`. None
+    if it cannot be read."""
     try:
         step = api.decode_outputs(packed)
         (raw,) = step.outputs
         (_,) = raw.new_token_ids
     except Exception:  # of many kinds: there may be tensors in it
-        logger.warning("a first token that cannot be read", exc_info=True)
+        logger.warning("ignored an unreadable first token of a prefill engine", exc_info=True)
         return None
     for event in raw.events or ():
-        event.timestamp += shown - step.timestamp
+        event.timestamp += now - step.timestamp
     return raw
 
 
@@ -189,21 +185,22 @@ def plain_body(max_tokens: int) -> list[bytes]:
 
 
 def to_reject(kv: KvHandle) -> api.EngineCoreRequest:
-    """A request that is aborted before it starts, whereupon the connector notifies the prefill engine."""
+    """Have the connector notify the prefill engine that `kv` will not be read."""
     return _for_connector("reject", pull_params(kv))
 
 
 def to_read_ahead(kv: KvHandle, skip: int) -> api.EngineCoreRequest:
-    """A request that is aborted before it starts, whereupon the connector reads ahead; `skip` as of `kv.AHEAD`."""
+    """Have the connector read ahead; `skip`: see `kv.AHEAD`."""
     return _for_connector("ahead", pull_params(kv) | {"do_remote_prefill": False, AHEAD: skip})
 
 
 def to_limit_chunk(tokens: int) -> api.EngineCoreRequest:
-    """A request that is aborted before it starts, whereupon the connector sets the chunk."""
+    """Have the connector limit the prompt tokens of a step."""
     return _for_connector("chunk", {CHUNK: tokens})
 
 
 def _for_connector(kind: str, params: dict[str, Any]) -> api.EngineCoreRequest:
+    """A message to the connector: a request with these parameters that vLLM aborts before it starts."""
     sampling = api.SamplingParams(max_tokens=1, extra_args={_KV: params})
     request = _request(f"{kind}-{secrets.token_hex(8)}", [0], sampling)
     request.abort_immediately = True
@@ -225,7 +222,7 @@ def _request(request_id: str, prompt: list[int], sampling: api.SamplingParams) -
 
 
 def pull_params(kv: KvHandle) -> dict[str, Any]:
-    """The connector's parameters for a request whose KV lies at `kv`."""
+    """The transfer parameters of a request that reads the KV at `kv`."""
     return dict(kv.extra) | {
         "do_remote_prefill": True,
         "remote_engine_id": kv.engine_id,
@@ -244,7 +241,7 @@ def handle_of(
     lease: float,
     adapter: int = 0,
 ) -> KvHandle | None:
-    """The handle in the parameters of a prefill; None if they have none."""
+    """The handle in the transfer parameters of a finished prefill; None if there is none."""
     try:
         return KvHandle(
             engine_id=params["remote_engine_id"],
@@ -264,11 +261,11 @@ def handle_of(
 
 
 def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
-    """The request in `body` with our id and prompt. Transfer parameters in it are dropped: with them a client could
-    read the KV of other clients, or kill the engine."""
+    """The request in `body` with our id and prompt, without transfer parameters: with them a client could read other
+    clients' KV, or kill the engine."""
     request = read_body(body)
     if not prompt:
-        raise ProtocolError("an empty prompt")
+        raise ProtocolError("the prompt is empty")
     request.request_id = request_id
     request.prompt_token_ids = prompt
     request.client_index = 0

@@ -16,7 +16,7 @@ class WorkerExtension:
     def pdserve_answer(self) -> None:
         """Do nothing: answers of all ranks show that none hangs."""
 
-    def pdserve_host_blocks(self) -> tuple[int, int]:
+    def pdserve_tier_blocks(self) -> tuple[int, int]:
         """How many KV blocks fit in the engine's host memory, and on its disk."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 

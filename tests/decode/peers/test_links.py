@@ -42,7 +42,7 @@ async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_trie
     assert (await frontend.ask(LONG)).way[0] == "local"
     link = links(graph)["prefill-0"]
     assert (link.pulls, link.failures, link.up) == (0, 1, False)
-    assert link.failure.startswith("transfer: prefill-0 hangs up")
+    assert link.failure.startswith("transfer: prefill-0 closed the connection")
     assert handshake_failures("prefill-0") == 1
     assert (await frontend.ask(LONG[1:])).way == ("local", "no-prefill-worker")
     await graph.prefill("prefill-1")
