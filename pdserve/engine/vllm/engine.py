@@ -12,7 +12,7 @@ import psutil
 from pdserve.config.engine_args.arguments import SAMPLING_ARGUMENTS
 from pdserve.contract.messages import KvHandle
 from pdserve.contract.prefixes import prompt_images
-from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
+from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.lora import with_adapter
 from pdserve.engine.spec import EngineSpec
@@ -20,7 +20,7 @@ from pdserve.engine.vllm import api, translation
 from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import LEASE, VllmProcess
 from pdserve.engine.vllm.translation import RunningRequest, RunningRequests
-from pdserve.kv import COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
+from pdserve.kv import COMPLETE, FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
 from pdserve.util.errors import ConfigError, EngineDead, ProtocolError, Unavailable
 
@@ -169,13 +169,13 @@ class VllmEngine(Engine):
                 unread, self._unread = self._unread, {}
                 return Step(
                     translated,
-                    transfers=_transfers(moved) if moved else None,
+                    transfers=translation.transfers_of(moved) if moved else None,
                     unread=unread,
                     released=list(moved.get(RELEASED, ())),
                     unreachable=list(moved.get(UNREACHABLE, ())),
                     complete=[kv for params in moved.get(COMPLETE, ()) if (kv := self._partial(params))],
                     ended=outputs.timestamp,
-                    prompt_tokens=_prompt_tokens(outputs.scheduler_stats),
+                    prompt_tokens=translation.computed_prompt_tokens(outputs.scheduler_stats),
                 )
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
@@ -302,14 +302,14 @@ class VllmEngine(Engine):
             output.refused = translation.refusal(request.body, raw.new_token_ids)
         if raw.new_token_ids and not request.began:
             request.began = True
-            output.begun = _scheduled(raw)
+            output.begun = translation.scheduled_at(raw)
             output.recomputed = request.pulls and self._was_recomputed(raw.prefill_stats)
         if raw.finished:
             self._requests.drop(request)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
             if request.prefill and params and not output.failed:
                 output.handle = self._handle(params, len(request.prompt), request.adapter)
-        if request.prefill and not (request.samples and _is_whole(params, request.prompt)):
+        if request.prefill and not (request.samples and translation.is_whole_prompt(params, request.prompt)):
             output.tokens = []
         return output
 
@@ -339,8 +339,8 @@ class VllmEngine(Engine):
         """Record the usage; return what the KV connector reports of all ranks, which is mostly nothing."""
         if stats is None:
             return {}
-        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         queued = stats.num_waiting_reqs
+        waiting = queued + stats.num_skipped_waiting_reqs
         usage = EngineUsage(stats.num_running_reqs, waiting, queued, stats.kv_cache_usage)
         moved = stats.kv_connector_stats
         counted = stats.prefix_cache_stats.requests or stats.spec_decoding_stats
@@ -373,31 +373,3 @@ class VllmEngine(Engine):
         """Several ranks may report the same request."""
         if request is not None:
             self._unread.setdefault(request.request_id, why)
-
-
-def _scheduled(raw: api.EngineCoreOutput) -> float | None:
-    """Monotonic time at which the request was first scheduled, after its KV was read."""
-    times = [event.timestamp for event in raw.events or () if event.type is api.EngineCoreEventType.SCHEDULED]
-    return times[0] if times else None
-
-
-def _prompt_tokens(stats: api.SchedulerStats | None) -> int:
-    details = stats.iteration_details if stats is not None else None
-    return 0 if details is None else int(details.num_ctx_tokens)
-
-
-def _is_whole(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:
-    """Whether the prefill engine computed the whole prompt. With some models (Mamba) and kinds of speculative decoding
-    the decode engine computes its end, and the prefill engine's token is not the request's first."""
-    return params is not None and params.get("remote_num_tokens") == len(prompt)
-
-
-def _transfers(moved: Mapping[str, Any]) -> Transfers:
-    """One Read for each request, whose parts several ranks read concurrently."""
-    reads: dict[str, Read] = {}
-    for request, source, seconds, size in moved.get(READS, ()):
-        before = reads.get(request, Read(source, 0.0, 0))
-        reads[request] = Read(source, max(seconds, before.seconds), size + before.bytes)
-    return Transfers(
-        list(reads.values()), sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"])
-    )

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ import msgspec
 
 from pdserve.contract.messages import KvHandle
 from pdserve.contract.sampling import can_split_after_first_token
-from pdserve.engine.base import EngineFacts
+from pdserve.engine.base import EngineFacts, Read, Transfers
 from pdserve.engine.lora import with_adapter
 from pdserve.engine.vllm import api
-from pdserve.kv import AFTER, AHEAD, CHUNK
+from pdserve.kv import AFTER, AHEAD, CHUNK, READS
 from pdserve.util import clock
 from pdserve.util.errors import ProtocolError
 from pdserve.util.lru import LruDict
@@ -258,6 +258,34 @@ def handle_of(
         )
     except (KeyError, TypeError):
         return None
+
+
+def scheduled_at(raw: api.EngineCoreOutput) -> float | None:
+    """Monotonic time at which the request was first scheduled, after its KV was read."""
+    times = [event.timestamp for event in raw.events or () if event.type is api.EngineCoreEventType.SCHEDULED]
+    return times[0] if times else None
+
+
+def computed_prompt_tokens(stats: api.SchedulerStats | None) -> int:
+    details = stats.iteration_details if stats is not None else None
+    return 0 if details is None else int(details.num_ctx_tokens)
+
+
+def is_whole_prompt(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:
+    """Whether the prefill engine computed the whole prompt. With some models (Mamba) and kinds of speculative decoding
+    the decode engine computes its end, and the prefill engine's token is not the request's first."""
+    return params is not None and params.get("remote_num_tokens") == len(prompt)
+
+
+def transfers_of(moved: Mapping[str, Any]) -> Transfers:
+    """One Read for each request, whose parts several ranks read concurrently."""
+    reads: dict[str, Read] = {}
+    for request, source, seconds, size in moved.get(READS, ()):
+        before = reads.get(request, Read(source, 0.0, 0))
+        reads[request] = Read(source, max(seconds, before.seconds), size + before.bytes)
+    return Transfers(
+        list(reads.values()), sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"])
+    )
 
 
 def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
