@@ -104,7 +104,7 @@ def test_pip_s_settings_hold_in_an_environment_without_pip(tmp_path: Path) -> No
         f"[install]\nindex-url = {index}\n"
     )
     venv.create(tmp_path / "env")
-    script = "from pathlib import Path; from pdserve.install import environment as e; print(e.pip_settings(Path()))"
+    script = "from pathlib import Path; from pdserve.install import engine_venv as e; print(e.pip_settings(Path()))"
     command = [str(tmp_path / "env/bin/python"), "-c", script]
     found = {
         "UV_FIND_LINKS": f"/g,/a,{tmp_path}",
@@ -168,7 +168,7 @@ def test_code_goes_into_the_data_folder_once_or_the_folder_is_named(
 
 
 async def test_an_install_that_is_killed_leaves_nothing_behind() -> None:
-    script = "from pdserve.install import environment as e; e._run(['sleep', '1000'])"
+    script = "from pdserve.install import engine_venv as e; e._run(['sleep', '1000'])"
     installing = psutil.Popen([sys.executable, "-c", script])
     try:
         await until(lambda: [each.cmdline() for each in installing.children()] == [["sleep", "1000"]])

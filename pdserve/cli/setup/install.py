@@ -73,7 +73,7 @@ def _go_on_in(folder: Path) -> None:
 
 def code_folder() -> Path:
     """A folder with links to this installation's pdserve and to nothing of what is installed beside it."""
-    beside = Path(__file__).parents[2]
+    beside = Path(__file__).parents[3]
     folder = engine_venv.data_folder() / f"code-{engine_venv.digest(str(beside).encode())[:12]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ ctl() {
     "$etcdctl" --endpoints="$endpoint" --dial-timeout=1s --command-timeout=2s --cacert="$certificates/ca.pem" \
         --cert="$certificates/node.pem" --key="$certificates/node-key.pem" member "$@"
 }
-etcdctl=$(python -c 'from pdserve.supervisor import embedded; print(embedded.etcd_binary().with_name("etcdctl"))')
+etcdctl=$(python -c 'from pdserve.supervisor.servers import embedded; print(embedded.etcd_binary().with_name("etcdctl"))')
 state=new
 for client in $clients; do
     [ ! -d "$data/etcd" ] || break                    # the data are there: the rest does not matter
