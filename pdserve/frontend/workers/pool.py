@@ -1,8 +1,9 @@
-"""The decode workers of one model: a link to each that the registry lists, and the choice among them.
+"""The worker pool of one model: a link to each decode worker that the registry lists, and the routing of requests.
 
-Where none of them is there, prefill workers stand in (docs/decisions/0050-prefill-workers-stand-in.md). They get a link
-then, and keep it until a decode worker is back and has taken over what they still had. Stalled workers get requests
-only where no other is there (docs/decisions/0098-stalled-workers.md)."""
+While no decode worker is usable, prefill workers stand in: they get links, and keep them until a decode worker is back
+and has taken over their requests (docs/decisions/0050-prefill-workers-stand-in.md). Stalled workers get requests only
+if there is no other worker (docs/decisions/0098-stalled-workers.md).
+"""
 
 import asyncio
 import logging
@@ -14,6 +15,7 @@ from heapq import nlargest
 from typing import Any
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from pdserve.contract.live_settings import POLICIES
 from pdserve.contract.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
@@ -24,10 +26,10 @@ from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.sequence.generation import Generation, WorkerLink
 from pdserve.frontend.sequence.migration import promise_left
 from pdserve.frontend.workers import Connect
-from pdserve.frontend.workers.candidates import WINDOW, Candidates, Forecast, likely_to_keep
+from pdserve.frontend.workers.candidates import WINDOW, Candidates
 from pdserve.frontend.workers.link import Link, LinkListener
 from pdserve.frontend.workers.prefix_index import PrefixIndex
-from pdserve.frontend.workers.router import choose
+from pdserve.frontend.workers.router import Forecast, choose, likely_to_keep
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.runtime.tasks import TaskOwner, reraise_fatal
 from pdserve.util.errors import BadRequest, PeerGone, error_text, leaf_errors
@@ -36,27 +38,28 @@ logger = logging.getLogger(__name__)
 
 MIN_RETRY_DELAY = 0.5
 MAX_RETRY_DELAY = 5.0
-"""seconds between attempts to reach a worker that the registry still lists"""
+"""Seconds between two attempts to connect to a worker that the registry still lists."""
 HAND_OVER_AFTER = 5.0
-"""seconds that a stand-in's requests may go on there when a decode worker is back: short ones end, and the others delay
-prompts"""
+"""Seconds after a decode worker is back until it takes over a stand-in's requests that have tokens. Short requests end
+before; long ones would delay prompts at the prefill worker."""
 HAND_OVER_POLL = 0.5
-"""seconds between two checks whether a stand-in is still needed"""
-SILENCE_CHECK_INTERVAL, MAX_SILENT_CHECKS = 0.25, 9
-"""seconds between two checks for stalled workers; after so many without a byte, though heartbeats are answered, a
-worker is stalled"""
+"""Seconds between two checks whether a stand-in is still needed."""
+SILENCE_CHECK_INTERVAL = 0.25
+MAX_SILENT_CHECKS = 9
+"""Seconds between two checks for new bytes of each worker, and checks without any after which it counts as stalled.
+Workers answer heartbeats."""
 
 
 class HandedOver(Exception):
-    """A stand-in is not needed any more."""
+    """Decode workers have taken over a stand-in's requests."""
 
 
 class WorkerPool:
-    """Holds a link to each decode worker that the registry lists. A worker that leaves the registry gets no new
-    requests, but its link stays until its requests are finished or the stream reports that it is gone."""
+    """A worker that leaves the registry gets no new requests, but its link stays until its requests are finished or the
+    stream reports that it is gone."""
 
     def __init__(self, policy: str, vllm_version: str, connect: Connect, listener: LinkListener) -> None:
-        """`vllm_version` is this frontend's: a worker of another one refuses it."""
+        """`vllm_version`: of this frontend; a worker with another version refuses it."""
         self._policy = policy
         self._version = vllm_version
         self._connect = connect
@@ -68,22 +71,25 @@ class WorkerPool:
         self._links: dict[str, Link] = {}
         """by instance id: the links that are up"""
         self._linking: set[str] = set()
-        """ids of the instances to which a task keeps a link"""
+        """ids of the instances for which a task keeps a link"""
         self._renewing: set[str] = set()
-        """ids of the instances whose links held, were lost, and are made again at once"""
+        """ids of the instances that are reconnected without delay, because their links had been stable"""
         self._failures: dict[str, tuple[int, str]] = {}
-        """by id of a listed instance: how often a link was lost or could not be made; the last reason"""
-        self._decode, self._stand_ins, self._stalled = Candidates(), Candidates(), Candidates()
+        """by id of a listed instance: number of lost links and failed attempts; the last reason"""
+        self._decode = Candidates()
+        self._stand_ins = Candidates()
+        self._stalled = Candidates()
         self._touched: set[str] = set()
-        """ids of the workers that changed since the candidates were updated"""
+        """ids of the workers that changed since the last update of the candidates"""
         self._prefixes = PrefixIndex()
         """empty unless the policy is `kv`"""
         self._tasks = TaskOwner()
         self._watching: asyncio.Task[None] | None = None
         self._last = ""
+        """id of the worker that was chosen last"""
 
     async def close(self) -> None:
-        """Leave all workers."""
+        """Close all links."""
         self.update((), self._frontends)
         await self._tasks.stop()
 
@@ -108,8 +114,8 @@ class WorkerPool:
     def update(
         self, instances: Iterable[Instance], frontends: int, adapters: Mapping[str, Adapter] = {}
     ) -> None:
-        """Take over the registry's state: this model's decode workers, the prefill workers that may stand in for them,
-        how many frontends share them, and the adapters that clients may name."""
+        """Apply the registry's state: the decode workers of this model and the prefill workers that may stand in for
+        them, the number of frontends that share them, and the adapters that clients may name."""
         self._adapters = adapters
         self._watching = self._watching or self._tasks.forever(self._watch, "stalled workers")
         if frontends != self._frontends:
@@ -124,7 +130,7 @@ class WorkerPool:
         before, self._instances = self._instances, now
         self._touched |= {id for id in before.keys() | now.keys() if before.get(id) != now.get(id)}
         self._make_links()
-        # those that had lost their leases but not their links, have other adapters, or work again: requests may wait
+        # requests may wait for a worker whose lease is back, that has other adapters, or is no longer stalled
         able = {id for id in now if id not in before or before[id].adapters != now[id].adapters}
         able |= {id for id in before.keys() & now.keys() if before[id].stalled > now[id].stalled}
         for link in [self._links[id] for id in able if id in self._links]:
@@ -133,46 +139,40 @@ class WorkerPool:
 
     @property
     def usable(self) -> int:
-        """How many workers would take a request now."""
+        """Number of workers that accept requests now."""
         return len(self._ready())
 
     @property
     def usable_decode_workers(self) -> int:
-        """How many of these are no stand-ins."""
+        """The same without stand-ins and stalled workers."""
         return len(self._decode) if self._ready() is self._decode else 0
 
     def links(self) -> list[LinkState]:
-        """The links to all listed workers, and to those that left the registry and still work; to stand-ins while they
-        are needed."""
+        """The links to all listed workers, to those that left the registry and still have requests, and to stand-ins
+        while they are needed."""
         listed = {id for id, instance in self._instances.items() if not instance.is_stand_in}
         return [self._link_state(id) for id in sorted(listed | self._linking | self._links.keys())]
 
     def _link_state(self, id: str) -> LinkState:
         link, (failures, failure) = self._links.get(id), self._failures.get(id, (0, ""))
+        state = LinkState(id, "requests", up=False, failures=failures, failure=failure)
         if link is None:
-            return LinkState(id, "requests", up=False, failures=failures, failure=failure)
-        return LinkState(
-            id,
-            "requests",
-            up=not link.refused,
-            requests=link.requests,
-            round_trip=link.round_trip(),
-            failures=failures,
-            failure=failure,
-        )
+            return state
+        return replace(state, up=not link.refused, requests=link.requests, round_trip=link.round_trip())
 
     def accepts_requests(self, link: WorkerLink | None) -> bool:
-        """Whether the link is there, and its worker may get further requests."""
+        """Whether a request at this link has a worker that accepts further requests."""
         return link is not None and link.instance in self._ready()
 
     @property
     def capacity(self) -> Capacity:
-        """For further requests, of all workers together."""
+        """Capacity for further requests, of all usable workers together."""
         return self._ready().capacity
 
     def _ready(self) -> Candidates:
-        """The decode workers that are registered, connected, not draining, not stalled, and have not refused this
-        frontend. Where there is none, the prefill workers of which this is true; at last the stalled workers."""
+        """Return the decode workers that are registered, connected, not draining, not stalled, and have not refused
+        this frontend; if there is none, the stand-ins of which the same is true; if there is none either, the stalled
+        workers."""
         while self._touched:
             id = self._touched.pop()
             instance, link = self._instances.get(id), self._links.get(id)
@@ -188,12 +188,12 @@ class WorkerPool:
 
     @property
     def _kinds(self) -> tuple[Candidates, ...]:
-        """From the first choice to the last."""
+        """In order of preference."""
         return self._decode, self._stand_ins, self._stalled
 
-    def _alone(self) -> bool:
-        """Whether no decode worker is there, nor connected just now: after a pause of this process all links are lost,
-        and the workers are there."""
+    def _needs_stand_ins(self) -> bool:
+        """Whether no decode worker is usable, nor being connected for the first time or reconnected without delay:
+        after a pause of this process all links are lost although the workers are well."""
         return self._ready() is not self._decode and not any(
             instance.id not in self._links.keys() | self._failures.keys() or instance.id in self._renewing
             for instance in self._instances.values()
@@ -201,12 +201,12 @@ class WorkerPool:
         )
 
     def _lacking(self, generation: Generation) -> set[str]:
-        """Ids of the listed workers that do not have its adapter."""
+        """Ids of the listed workers without the generation's adapter."""
         adapter = generation.adapter
         return {id for id, worker in self._instances.items() if adapter and not worker.has_adapter(adapter)}
 
     def _check_adapter(self, lora: Any) -> None:
-        """Raises BadRequest if an adapter that no worker has was unloaded, or is of other weights by now."""
+        """Raise BadRequest if an adapter that no worker has was unloaded, or has other weights by now."""
         if lora is not None:
             known = self._adapters.get(lora.lora_name)
             if known is None or known.id != lora.lora_int_id:
@@ -214,30 +214,30 @@ class WorkerPool:
                 raise BadRequest(gone, "model")
 
     def has_capacity(self, generation: Generation, *, full: bool = False) -> bool:
-        """Whether any worker that has its adapter has capacity for one more request, or may be `full`."""
+        """Whether a usable worker has the generation's adapter and capacity for one more request. With `full`, it needs
+        no capacity."""
         ready = self._ready()
-        found = ready.next_in_turn(self._last, self._lacking(generation), only_others=True)
+        found = ready.next_in_turn(self._last, never=self._lacking(generation))
         return bool(found) and (full or not ready.is_full(found[0]))
 
     def _touch(self, link: Link) -> None:
         self._touched.add(link.instance)
 
-    # the choice
+    # routing
 
     def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
-        """Choose a worker, with capacity if any has; None if there is no worker. The workers that lost this generation
-        are the last resort, or never chosen with `only_others`. Raises BadRequest where no worker will have its adapter
-        any more."""
-        lacking = self._lacking(generation)
-        salt, shown = generation.request.cache_salt, prompt_images(generation.request.mm_features)
-        cached = self._prefixes.cached(generation.prompt, salt, generation.adapter, shown)
-        best, lost = nlargest(WINDOW, cached, cached.__getitem__), generation.lost_by
-        if lacking:
-            others = self._ready().next_in_turn(self._last, lacking | lost, only_others=True, preferred=best)
-            ids = others or self._ready().next_in_turn(self._last, lacking, only_others=True, preferred=best)
-            ids = others if only_others else ids
-        else:
-            ids = self._ready().next_in_turn(self._last, lost, only_others=only_others, preferred=best)
+        """Choose a worker, one with capacity if there is any; None if there is no worker. Workers that lost this
+        generation are the last resort; never chosen with `only_others`. Raises BadRequest if no worker will have its
+        adapter any more."""
+        lacking, lost = self._lacking(generation), generation.lost_by
+        salt, images = generation.request.cache_salt, prompt_images(generation.request.mm_features)
+        cached = self._prefixes.cached(generation.prompt, salt, generation.adapter, images)
+        ids = self._ready().next_in_turn(
+            self._last,
+            never=lacking | lost if only_others else lacking,
+            avoid=lost,
+            preferred=nlargest(WINDOW, cached, cached.__getitem__),
+        )
         if not ids:
             if len(lacking) == len(self._instances):
                 self._check_adapter(generation.request.lora_request)
@@ -248,22 +248,16 @@ class WorkerPool:
             candidates = likely_to_keep(promise, candidates, self._forecasts(generation, ids, cached))
         chosen = choose(self.policy, candidates, outstanding, cached)
         self._last = chosen.id
-        logger.debug(
-            "%s: %s for a prompt of %d; cached %s, outstanding %s",
-            self.policy,
-            chosen.id,
-            len(generation.prompt),
-            cached,
-            outstanding,
-        )
+        text = "%s: chose %s; tokens cached %s, outstanding %s"
+        logger.debug(text, self.policy, chosen.id, cached, outstanding)
         ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()
         return self._links[chosen.id]
 
     def _forecasts(
         self, generation: Generation, ids: Iterable[str], cached: Mapping[str, int]
     ) -> dict[str, Forecast]:
-        """By instance id, of those that have reported their speed. Each other frontend is taken to have sent as much as
-        this one."""
+        """Forecasts by instance id, for the workers that have reported their speed. Assumes that each other frontend
+        has sent as many prompt tokens as this one."""
         prompt = len(generation.prompt) + len(generation.tokens)
         known = {id: link for id in ids if (link := self._links[id]).load.token_seconds}
         return {
@@ -274,7 +268,7 @@ class WorkerPool:
     # stalled workers
 
     async def _watch(self) -> None:
-        """Look for stalled workers, for ever. Ticks are counted, not measured, because this process may pause."""
+        """Watch for stalled workers. Counts checks instead of measuring time, because this process may pause."""
         while True:
             await asyncio.sleep(SILENCE_CHECK_INTERVAL)
             for link in list(self._links.values()):
@@ -282,15 +276,14 @@ class WorkerPool:
                 link.check_silence()
                 if was != (link.silent_checks >= MAX_SILENT_CHECKS):
                     link.notify_changed()
-                    logger.warning(
-                        "%s %s", link.instance, "works again" if was else "is stalled: it is silent"
-                    )
+                    text = "sends bytes again" if was else "is stalled: it has sent nothing"
+                    logger.warning("%s %s", link.instance, text)
                     self._make_links()
                     self._listener.link_up(link)  # requests may wait for it
             self._leave_stalled()
 
     def _leave_stalled(self) -> None:
-        """Let the requests of stalled workers that have no token go on at others, as those of a lost worker do."""
+        """Move requests without a token from stalled workers to other workers."""
         if self._ready() is not self._stalled and len(self._stalled):
             for link in [link for id, link in self._links.items() if id in self._stalled]:
                 self._listener.hand_over(link, begun=False, stalled=True)
@@ -298,18 +291,18 @@ class WorkerPool:
     # the links
 
     def _make_links(self) -> None:
-        """Begin to hold the links that are wanted and not held."""
-        alone = self._alone()
+        """Start a task for each link that is wanted and has none."""
+        needed = self._needs_stand_ins()
         for instance in self._instances.values():
-            if instance.id not in self._linking and (alone or not instance.is_stand_in):
+            if instance.id not in self._linking and (needed or not instance.is_stand_in):
                 self._linking.add(instance.id)
                 self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
 
     def _wanted(self, instance: Instance) -> bool:
-        return instance.id in self._instances and (not instance.is_stand_in or self._alone())
+        return instance.id in self._instances and (not instance.is_stand_in or self._needs_stand_ins())
 
     async def _keep_link(self, instance: Instance) -> None:
-        """Hold a link to the worker, and renew it, while it is wanted."""
+        """Keep a link to the worker, and reconnect, while it is wanted."""
         pause = MIN_RETRY_DELAY
         try:
             while self._wanted(instance):
@@ -332,8 +325,8 @@ class WorkerPool:
             self._renewing.discard(instance.id)
 
     async def _hold_link(self, instance: Instance) -> None:
-        """Hold one link until the worker is gone; then raise PeerGone, perhaps in a group. The listener is told however
-        it ends."""
+        """Hold one link until the worker is gone; then raise PeerGone, perhaps in a group. However the link ends, the
+        listener's `link_lost` is called."""
         link, client = Link(instance.id, self._touch, instance.block_size), self._connect(instance.address)
         reason = f"the connection to {instance.id} was closed"
         try:
@@ -351,7 +344,7 @@ class WorkerPool:
                 self._listener.link_up(link)
                 await client.deliver(partial(self._received, link))
         except* HandedOver:
-            logger.info("%s stands in no more: decode workers are back", instance.id)
+            logger.info("%s no longer stands in: decode workers are back", instance.id)
         except* PeerGone:
             reason = f"{instance.id} is gone"
             raise
@@ -369,8 +362,8 @@ class WorkerPool:
             self._listener.link_lost(link, reason)
 
     async def _hand_over(self, link: Link) -> None:
-        """Look whether decode workers are back, and let them take over a stand-in's requests. Raises HandedOver when
-        that is done."""
+        """Once decode workers are back, let them take over a stand-in's requests. Raises HandedOver when that is
+        done."""
         back = 0.0
         while back < HAND_OVER_AFTER or link.generations:
             await asyncio.sleep(HAND_OVER_POLL)

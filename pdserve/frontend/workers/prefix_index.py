@@ -1,52 +1,49 @@
-"""Which decode workers have which prefixes cached, as they report it (`messages.PrefixesChanged`)."""
+"""Prefix index of the `kv` router: which decode workers have which prefixes cached (`messages.PrefixesChanged`)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from pdserve.contract.messages import PrefixesChanged
 from pdserve.contract.prefixes import PromptImage, block_names, image_keys, root_name
 
 
 class PrefixIndex:
-    """Holds names of prefixes (`contract/prefixes.py`), no tokens. It is as old as the last reports: a request that it
-    sends to the wrong worker is only slower."""
+    """Holds names of prefixes (`contract/prefixes.py`), not tokens. It is only as new as the workers' last reports,
+    which at worst makes a request slower."""
 
     def __init__(self) -> None:
         self._holders: dict[tuple[int, int], dict[bytes, tuple[str, ...]]] = {}
-        """by block size and stride (equal workers have equal ones), by name: the workers that have that prefix"""
-        self._told: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
-        """by worker: its block size and stride, and the names that it reported"""
+        """by block size and stride, which are the same at equal workers, and by name: the workers with that prefix"""
+        self._reported: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
+        """by worker: block size and stride, and the names in its reports"""
 
     def __len__(self) -> int:
-        """The names of all workers, counted for each."""
-        return sum(len(told) for _, told in self._told.values())
-
-    def told(self, worker: str) -> Collection[bytes]:
-        return self._told[worker][1] if worker in self._told else ()
+        """Number of names, counted for each worker."""
+        return sum(len(names) for _, names in self._reported.values())
 
     def apply(self, worker: str, change: PrefixesChanged) -> None:
-        if change.whole or worker not in self._told:
+        if change.whole or worker not in self._reported:
             self.forget(worker)
-            self._told[worker] = (change.block_size, change.stride), set()
-        shape, told = self._told[worker]
+            self._reported[worker] = (change.block_size, change.stride), set()
+        shape, reported = self._reported[worker]
         holders, alone = self._holders.setdefault(shape, {}), (worker,)
         for name in change.stored:
-            if name not in told:
-                told.add(name)
+            if name not in reported:
+                reported.add(name)
                 holders[name] = holders[name] + alone if name in holders else alone
         self._remove(worker, change.removed)
 
     def forget(self, worker: str) -> None:
         """Remove a worker that is gone."""
-        if worker in self._told:
-            self._remove(worker, list(self._told[worker][1]))
-            del self._told[worker]
+        if worker in self._reported:
+            self._remove(worker, list(self._reported[worker][1]))
+            del self._reported[worker]
 
     def _remove(self, worker: str, gone: Sequence[bytes]) -> None:
-        shape, told = self._told[worker]
+        shape, reported = self._reported[worker]
         holders = self._holders.get(shape, {})
         for name in gone:
-            if name in told:
-                told.discard(name)
+            if name in reported:
+                reported.discard(name)
                 left = tuple(other for other in holders[name] if other != worker)
                 if left:
                     holders[name] = left
@@ -56,24 +53,24 @@ class PrefixIndex:
             self._holders.pop(shape, None)
 
     def cached(
-        self, prompt: Sequence[int], salt: str | None, adapter: int = 0, pictures: Sequence[PromptImage] = ()
+        self, prompt: Sequence[int], salt: str | None, adapter: int = 0, images: Sequence[PromptImage] = ()
     ) -> dict[str, int]:
-        """By worker: how many leading tokens of the prompt it has; workers without any are left out. Walks the prompt
-        only as far as any worker has it."""
+        """Return by worker the number of leading prompt tokens that it has cached; workers with none are left out.
+        Walks the prompt only as far as any worker has it."""
         found: dict[str, int] = {}
         for (block_size, stride), holders in self._holders.items():
             levels: list[tuple[str, ...]] = []
-            first, end, shown = root_name(salt, adapter), len(prompt) - 1, image_keys(pictures, block_size)
+            first, end, shown = root_name(salt, adapter), len(prompt) - 1, image_keys(images, block_size)
             for block, name in enumerate(block_names(prompt, block_size, first, end, shown), 1):
                 if block % stride == 0:
                     if name not in holders:
                         break
                     levels.append(holders[name])
-            here = 0
-            # a worker that has a block has those before it: new workers appear only where their number grows
+            count = 0
+            # a worker with a block has all blocks before it: new workers appear only where the number of workers grows
             for depth in range(len(levels), 0, -1):
-                if len(levels[depth - 1]) > here:
-                    here = len(levels[depth - 1])
+                if len(levels[depth - 1]) > count:
+                    count = len(levels[depth - 1])
                     for worker in levels[depth - 1]:
                         found.setdefault(worker, depth * stride * block_size)
         return found

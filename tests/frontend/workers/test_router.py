@@ -12,9 +12,9 @@ from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.edge.request_state import RequestState
 from pdserve.frontend.sequence.generation import Generation
 from pdserve.frontend.vllm.api_server import EngineCoreRequest
-from pdserve.frontend.workers.candidates import WINDOW, Candidates, Forecast, likely_to_keep
+from pdserve.frontend.workers.candidates import WINDOW, Candidates
 from pdserve.frontend.workers.link import Link
-from pdserve.frontend.workers.router import choose
+from pdserve.frontend.workers.router import Forecast, choose, likely_to_keep
 
 # the choice
 
@@ -101,30 +101,36 @@ def candidates(workers: dict[str, Capacity]) -> Candidates:
 
 
 @pytest.mark.parametrize(
-    ("avoid", "only_others", "expected"),
-    [({"a"}, False, "b"), ({"a", "b"}, False, "a"), ({"a", "b"}, True, ""), ({"b"}, True, "a")],
+    ("avoid", "never", "expected"),
+    [
+        ({"a"}, set(), "b"),
+        ({"a", "b"}, set(), "a"),
+        (set(), {"a", "b"}, ""),
+        (set(), {"b"}, "a"),
+        ({"a"}, {"b"}, "a"),
+    ],
 )
-def test_where_it_failed_is_the_last_resort_even_with_capacity(
-    avoid: set[str], only_others: bool, expected: str
+def test_a_worker_that_lost_the_request_is_the_last_resort_even_with_capacity(
+    avoid: set[str], never: set[str], expected: str
 ) -> None:
-    found = candidates({"a": FREE, "b": FULL}).next_in_turn("", avoid, only_others=only_others)
+    found = candidates({"a": FREE, "b": FULL}).next_in_turn("", avoid=avoid, never=never)
     assert "".join(found) == expected
 
 
 def test_a_choice_looks_at_a_window() -> None:
     names = [f"{number:03}" for number in range(100)]
     found = candidates(dict.fromkeys(names, FREE))
-    assert found.next_in_turn("097", {"099", "001"}, only_others=False) == ["098", "000", *names[2:WINDOW]]
+    assert found.next_in_turn("097", avoid={"099", "001"}) == ["098", "000", *names[2:WINDOW]]
 
 
 @pytest.mark.parametrize(
     ("changed", "avoid", "expected"),
     [
-        ({}, (), ["97", "05"]),
+        ({}, set(), ["97", "05"]),
         ({}, {"97"}, ["05"]),
-        ({"97": FULL}, (), ["05"]),
-        ({"97": None}, (), ["05"]),
-        (dict.fromkeys([f"{number:02}" for number in range(100)], FULL), (), ["97", "05"]),
+        ({"97": FULL}, set(), ["05"]),
+        ({"97": None}, set(), ["05"]),
+        (dict.fromkeys([f"{number:02}" for number in range(100)], FULL), set(), ["97", "05"]),
     ],
 )
 def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
@@ -133,7 +139,7 @@ def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
     found = candidates({f"{number:02}": FREE for number in range(100)})
     for name, capacity in changed.items():
         found.set(name, capacity)
-    chosen = found.next_in_turn("20", avoid, only_others=False, preferred=["97", "21", "05", "gone"])
+    chosen = found.next_in_turn("20", avoid=avoid, preferred=["97", "21", "05", "gone"])
     assert chosen == [*(f"{number}" for number in range(21, 21 + WINDOW)), *expected]
 
 
@@ -157,7 +163,7 @@ def test_after_any_changes() -> None:
         last = f"{chance.randrange(40):02}"
         order = sorted(free or there)
         turn = [name for name in order if name > last] + [name for name in order if name <= last]
-        assert found.next_in_turn(last, (), only_others=False) == turn[:WINDOW]
+        assert found.next_in_turn(last) == turn[:WINDOW]
 
 
 # what each has to do

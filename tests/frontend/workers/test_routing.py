@@ -60,7 +60,10 @@ class Routing:
             pools = [frontend.processor().workers for frontend in self.frontends]
             if any(link.outstanding(len(pools)) for each in pools for link in each._links.values()):
                 return False
-            return all({name: set(each._prefixes.told(name)) for name in cached} == cached for each in pools)
+            return all(
+                {name: each._prefixes._reported.get(name, (0, set()))[1] for name in cached} == cached
+                for each in pools
+            )
 
         await until(known)
 
