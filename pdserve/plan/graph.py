@@ -1,8 +1,8 @@
-"""The graph as data: the roles, how a process of each is run, and in which order they stop.
+"""The graph as data: its roles, how to run a process of each, and the order in which they stop.
 
-Roles start together, once the servers are up: the frontend answers 503 on its port until a model's card appears, and
-engines spend their half minute of loading side by side. They stop in waves, each when the wave before is gone, so that
-a process that still finishes a request keeps everything that it needs for it.
+All roles start at once when NATS and etcd are up: engines load in parallel, and frontends answer 503 until a model card
+appears. They stop in waves, each after the previous one has ended, so that a process that finishes a request still has
+the processes that it needs.
 """
 
 import json
@@ -21,13 +21,13 @@ from pdserve.plan.slots import Slot
 T = TypeVar("T")
 
 CONFIG_VARIABLE = "PDSERVE_CONFIG"
-"""environment variable with the configuration as the supervisor read it: the file may have been edited since, and a
-restarted role must fit those that run"""
+"""Environment variable with the configuration that the supervisor loaded. The file may have changed since, and a
+restarted role must fit the running ones."""
 SLOT_VARIABLE = "PDSERVE_SLOT"
-"""environment variable with the slot of a process as the supervisor planned it: alone it would plan other GPUs"""
+"""Environment variable with the slot that the supervisor planned. A process alone would plan other GPUs."""
 BOOT_VARIABLE = "PDSERVE_BOOT"
-"""environment variable with the boot id, by which the supervisor recognizes the instance that a process registers: a
-pid is only unique inside a container, and until that is restarted"""
+"""Environment variable with the boot id, by which the supervisor recognizes the instance that a process registers: a
+pid is unique only inside a container, and only until its restart."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RoleSpec:
     service: str
     """import string of its `process.life.Service`, which `connect(config, slot, metrics_url)` makes"""
     stops: int
-    """wave in which it is stopped, lowest first; the servers come after all of them"""
+    """wave in which it stops, lowest first; NATS and etcd stop last"""
 
 
 GRAPH = {
@@ -47,7 +47,7 @@ GRAPH = {
 
 
 def service_of(slot: Slot, config: Config) -> str:
-    """Import string of the service that runs a slot."""
+    """Return the import string of the service that runs a slot."""
     if slot.node:
         return "pdserve.process.follower:FollowerService"
     stands_in = slot.role is Role.PREFILL and config.prefill is not None and config.prefill.stand_in
@@ -67,26 +67,26 @@ class ProcessSpec:
 
 
 def process_spec(slot: Slot, config_file: Path, env: Mapping[str, str]) -> ProcessSpec:
-    """Run a slot as a user would on another host: `pdserve decode -f FILE --index 0`."""
+    """Return the command that a user would run on another host: `pdserve decode -f FILE --index 0`."""
     pdserve = (sys.executable, "-m", "pdserve")
     command = (*pdserve, slot.role.value, "-f", str(config_file), "--index", str(slot.index))
     return ProcessSpec(slot.name, slot.role, command, env)
 
 
 def to_environment(config: Config, slot: Slot) -> dict[str, str]:
-    """The variables that `from_environment` reads in the process of this slot."""
+    """Return the variables that `from_environment` reads in the process of this slot."""
     return {CONFIG_VARIABLE: _encode(config), SLOT_VARIABLE: _encode(slot)}
 
 
 def from_environment(env: Mapping[str, str]) -> tuple[Config, Slot] | None:
-    """The configuration and the slot of a process that the supervisor started; None in any other."""
+    """Return the configuration and the slot of a process that the supervisor started; None in any other process."""
     if CONFIG_VARIABLE not in env or SLOT_VARIABLE not in env:
         return None
     return _decode(env[CONFIG_VARIABLE], Config), _decode(env[SLOT_VARIABLE], Slot)
 
 
 def _encode(value: object) -> str:
-    """Encode by `json` and not by msgspec, which has no integers above 64 bits and no infinity."""
+    """Encode with `json`, because msgspec has no integers above 64 bits and no infinity."""
     return json.dumps(msgspec.to_builtins(value, enc_hook=str))
 
 

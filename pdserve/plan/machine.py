@@ -1,4 +1,4 @@
-"""What a machine has: GPUs, cores, memory. The only place that asks NVML and psutil about hardware."""
+"""Detects a machine's hardware: GPUs, cores, memory. Only this module asks NVML and psutil about hardware."""
 
 import logging
 import os
@@ -43,7 +43,8 @@ _KNOWN_GPUS = {
     "H200": 139.8,
     "B200": 178.35,
 }
-"""GiB by name as CUDA counts them, from logs of vLLM and torch: less than NVML's, because the driver keeps 1 to 3 %"""
+"""GiB of memory by name, as CUDA counts in logs of vLLM and torch. NVML counts 1 to 3 % more, which the driver
+keeps."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Gpu:
     """in PCI order, as in nvidia-smi"""
     name: str
     memory: int
-    """bytes as CUDA counts them: vLLM sizes its KV cache by these"""
+    """bytes as CUDA counts, by which vLLM sizes its KV cache"""
     uuid: str = ""
 
 
@@ -62,19 +63,19 @@ class Machine:
     """those that CUDA_VISIBLE_DEVICES shows"""
     cores: int
     memory: int
-    """bytes of RAM in all"""
+    """total bytes of RAM"""
     build: str = "cuda"
-    """of the installed vLLM: `cuda`, `cpu`, or empty if there is none"""
+    """of the installed vLLM: `cuda`, `cpu`, or empty without vLLM"""
     imagined: bool = False
-    """true: the GPUs are those of `--gpus`, not found here"""
+    """true: the GPUs are those of `--gpus`, not this machine's"""
     devices: Mapping[str, str] = field(default_factory=dict)
     """network devices by address"""
     rdma: tuple[str, ...] = ()
     """RDMA ports, as UCX names them: `mlx5_0:1`"""
     shared: int | None = None
-    """bytes of /dev/shm in all; None: there is none"""
+    """total bytes of /dev/shm; None: there is none"""
     half_is_slow: bool = False
-    """its CPU has no vectors of bfloat16 and float16, for which oneDNN needs AVX-512 on x86"""
+    """bfloat16 and float16 are slow, because oneDNN needs AVX-512 for them on x86"""
 
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Self:
@@ -93,18 +94,18 @@ class Machine:
         )
 
     def device(self, host: str) -> str | None:
-        """The network device with an address of that host; None if this machine has none."""
+        """Return the network device with an address of that host; None if this machine has none."""
         found = (self.devices.get("127.0.0.1" if is_loopback(each) else each) for each in resolve_host(host))
         return next(filter(None, found), None)
 
 
 def free_disk(folder: Path) -> tuple[int, int] | None:
-    """Of the file system in which a folder is, or would be made: its number, and the bytes that are free there; None:
-    nothing can be written there."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    """Return the device number and the free bytes of a folder's file system; None if nothing can be written there. The
+    folder need not exist."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return None
-    return there.stat().st_dev, psutil.disk_usage(str(there)).free
+    return existing.stat().st_dev, psutil.disk_usage(str(existing)).free
 
 
 def in_gib(size: int) -> str:
@@ -112,15 +113,15 @@ def in_gib(size: int) -> str:
 
 
 def what_if(gpus: str, machine: Machine) -> Machine:
-    """`machine` with other GPUs: `4xA10`, `2x24GiB`, or `0` for none. Raises ConfigError."""
+    """Return the machine with other GPUs: `4xA10`, `2x24GiB`, or `0` for none. Raises ConfigError."""
     if gpus.strip() == "0":
         return replace(machine, gpus=(), build="cpu", imagined=True)
     match = re.fullmatch(r"(\d+)x(.+)", gpus.strip())
     if match is None or match[1] == "0":
         raise ConfigError([f"--gpus {gpus} is not a number and a kind of GPU: write 4xA10, 2x24GiB or 0."])
     name, memory = _kind(match[2].strip(), gpus)
-    cards = tuple(Gpu(index, name, memory) for index in range(int(match[1])))
-    return replace(machine, gpus=cards, build="cuda", imagined=True)
+    found = tuple(Gpu(index, name, memory) for index in range(int(match[1])))
+    return replace(machine, gpus=found, build="cuda", imagined=True)
 
 
 def _kind(text: str, gpus: str) -> tuple[str, int]:
@@ -140,7 +141,7 @@ def _digits(name: str) -> list[str]:
 
 
 def visible(gpus: Sequence[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES (None: not set) shows; as in CUDA, up to the first invalid entry."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES (None: not set) shows: as in CUDA, up to the first invalid entry."""
     if chosen is None:
         return tuple(gpus)
     left: list[Gpu] = []
@@ -158,7 +159,7 @@ def _nvml_gpus() -> list[Gpu]:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return []
     except pynvml.NVMLError as error:
-        logger.warning("NVML does not answer (%s): taking this machine for one without GPUs", error)
+        logger.warning("NVML failed (%s): assuming that this machine has no GPUs", error)
         return []
     try:
         return [_nvml_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -173,8 +174,7 @@ def _nvml_gpu(index: int) -> Gpu:
 
 
 def gpus_compute(indices: Iterable[int]) -> bool:
-    """Whether a kernel ran on any of these GPUs within the last second, of whichever process; true where NVML does not
-    say so."""
+    """Whether any process ran a kernel on one of these GPUs within the last second; true if NVML fails."""
     try:
         pynvml.nvmlInit()
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, indices)
@@ -184,8 +184,8 @@ def gpus_compute(indices: Iterable[int]) -> bool:
 
 
 def _cuda_memory(handle: object) -> int:
-    """NVML's total without what the driver keeps, as CUDA counts: 21.99 of 22.49 GiB on an A10. Drivers before 510 do
-    not report the difference."""
+    """Return NVML's total without the driver's part, as CUDA counts: 21.99 of 22.49 GiB on an A10. Drivers before 510
+    do not report that part."""
     try:
         info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(info.total - info.reserved)

@@ -1,9 +1,10 @@
-"""Estimates an engine's memory: weights, activations, fixed costs, and what vLLM 0.32 leaves for the KV cache. Pure; in
-bytes of one rank (one GPU, or one CPU process of an engine) unless it says otherwise.
+"""Estimates an engine's memory: weights, activations, fixed costs, and what vLLM 0.32 leaves for the KV cache.
 
-vLLM takes `CUDA's total x gpu-memory-utilization` and subtracts what is used after loading, the peak of a profile run
-of max-num-batched-tokens, and its estimate of the CUDA graphs (`gpu_worker.determine_available_memory`). docs/memory.md
-compares these terms with the logs of real starts."""
+Pure. Sizes are bytes of one rank (one GPU, or one CPU process of an engine) unless a text says otherwise. vLLM takes
+`CUDA's total x gpu-memory-utilization` and subtracts the memory in use after loading, the peak of a profile run of
+max-num-batched-tokens, and its estimate of the CUDA graphs (`gpu_worker.determine_available_memory`). docs/memory.md
+compares these terms with logs of real starts.
+"""
 
 import re
 from collections.abc import Mapping
@@ -13,51 +14,51 @@ from pdserve.plan.machine import GIB, MIB, Gpu
 from pdserve.plan.model_folder import DTYPE_BYTES, ModelFacts
 
 GPU_UTILIZATION = 0.92
-"""vLLM's default of gpu-memory-utilization"""
+"""vLLM's default of gpu-memory-utilization."""
 GPU_RUNTIME_BYTES = GIB // 4
 """CUDA modules, cuBLAS and FlashInfer workspaces. Logs: 0.24 to 0.26 GiB in vLLM 0.19 to 0.31; 0.05 to 0.25 in 0.7.
-The CUDA context itself is made before vLLM's first look and not charged"""
+vLLM does not count the CUDA context, which exists before its first measurement."""
 NVSWITCH_BYTES = 185 * GIB // 100
-"""what NCCL allocates in addition if NVSwitch joins the ranks. Logs: 2.06 to 2.21 GiB in all on H100 with TP 2 and 4,
-1.39 and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on GPUs joined by PCIe"""
+"""NCCL's additional buffers if NVSwitch joins the ranks. Logs: 2.06 to 2.21 GiB in all on H100 with TP 2 and 4, 1.39
+and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on GPUs joined by PCIe."""
 GRAPH_POOL_BYTES = GIB // 5
 GRAPH_LAYER_BYTES = 3 * MIB // 20
-"""vLLM's own estimate of its CUDA graphs, which it extrapolates from two captures: a pool, and for each graph some
-driver memory per layer. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far off in some (1.2 for
-86 of 32 layers, 2.75 for 86 of 80)"""
+"""vLLM's estimate of its CUDA graphs, extrapolated from two captures: a pool, and driver memory for each layer of each
+graph. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far off in some (1.2 for 86 of 32 layers,
+2.75 for 86 of 80)."""
 CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-"""environment variable in whole GiB, which overrides kv-cache-memory-bytes"""
+"""Environment variable in whole GiB, which overrides kv-cache-memory-bytes."""
 CPU_KV_GIB = 1
-"""KV space per rank on the CPU if neither is set"""
+"""KV space of a rank on the CPU if neither is set."""
 CPU_ENGINE_BYTES = GIB
-"""on the CPU a worker's own process and, beside several ranks, vLLM's EngineCore (546 and 435 MiB)"""
+"""A CPU worker's own process and, with several ranks, vLLM's EngineCore (546 and 435 MiB)."""
 CPU_RANK_BYTES = 8 * GIB // 10
-"""a rank's process beside weights and KV (FACTS: a worker has 1.8 GB with 1 GiB of KV)"""
+"""A CPU rank's process without weights and KV (measured: 1.8 GB with 1 GiB of KV)."""
 FRONTEND_BYTES = 7 * GIB // 10
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated memory of a worker's engine; vLLM measures it when it starts."""
+    """Estimated memory of an engine's rank; vLLM measures it at its start."""
 
     weights: int
     kv_per_token: int
     max_model_len: int
     block_size: int
     activations: int = 0
-    """the peak of a step, on a GPU"""
+    """peak of a step, on a GPU"""
     graphs: int = 0
     """CUDA graphs"""
     runtime: int = 0
-    """what CUDA and NCCL keep for themselves"""
+    """buffers of CUDA and NCCL"""
     adapters: int = 0
-    """room for LoRA adapters in the layers"""
+    """buffers for LoRA adapters in the layers"""
     kv_space: int | None = None
-    """for the KV cache; negative if the weights do not fit; None: unknown, there is no GPU"""
+    """for the KV cache; negative: the weights do not fit; None: unknown, because there is no GPU"""
 
     @property
     def fixed(self) -> int:
-        """What does not grow with the batch, without the weights."""
+        """Memory that does not grow with the batch, without the weights."""
         return self.graphs + self.runtime + self.adapters
 
     @property
@@ -70,7 +71,7 @@ class Memory:
 
     @property
     def free_tokens(self) -> int:
-        """For requests: vLLM keeps one block as its null block (`BlockPool`)."""
+        """Tokens for requests: vLLM keeps one block as its null block (`BlockPool`)."""
         return max(0, self.tokens - self.block_size)
 
     @property
@@ -87,33 +88,29 @@ class Memory:
 def size(
     model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None, *, cpu_kv: int | None = None
 ) -> Memory:
-    """`cpu_kv` is the KV space on the CPU, None on a GPU; `gpu` is None if the GPU is unknown."""
+    """Estimate an engine's memory. `cpu_kv`: KV space on the CPU, None on a GPU; `gpu`: None if it is unknown."""
     on_cpu = cpu_kv is not None
-    weights = weight_bytes(model, args, on_cpu=on_cpu)
-    activations = 0 if on_cpu else activation_bytes(model, args, gpu)
-    graphs = 0 if on_cpu else graph_bytes(model, args, gpu)
-    runtime = 0 if on_cpu else runtime_bytes(args, gpu)
-    adapters = adapter_bytes(model, args)
-    taken = weights + activations + graphs + runtime + adapters
     memory = Memory(
-        weights=weights,
+        weights=weight_bytes(model, args, on_cpu=on_cpu),
         kv_per_token=kv_bytes_per_token(model, args),
         max_model_len=max_model_len(model, args),
         block_size=block_size(args, on_cpu=on_cpu),
-        activations=activations,
-        graphs=graphs,
-        runtime=runtime,
-        adapters=adapters,
-        kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, taken),
+        activations=0 if on_cpu else activation_bytes(model, args, gpu),
+        graphs=0 if on_cpu else graph_bytes(model, args, gpu),
+        runtime=0 if on_cpu else runtime_bytes(args, gpu),
+        adapters=adapter_bytes(model, args),
     )
-    if (blocks := args.get("num-gpu-blocks-override")) is None:
-        return memory
-    return replace(memory, kv_space=int(str(blocks)) * memory.block_size * memory.kv_per_token)
+    if (blocks := args.get("num-gpu-blocks-override")) is not None:
+        space: int | None = int(str(blocks)) * memory.block_size * memory.kv_per_token
+    else:
+        used = memory.weights + memory.activations + memory.fixed
+        space = cpu_kv if on_cpu else _gpu_kv_space(args, gpu, used)
+    return replace(memory, kv_space=space)
 
 
 def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool) -> int:
-    """The rank's share of the stored weights; the first and last pipeline stages have an embedding in addition. On a
-    GPU also the whole rotary table and what torch's allocator loses."""
+    """Return the rank's share of the stored weights. The first and last pipeline stages have an embedding in addition;
+    on a GPU there are also the whole rotary table and the loss of torch's allocator."""
     tensor, layers = tensor_size(args), _layers(model, args)
     width, stored = _dtype_bytes(model, args), model.weights(_dtype(model, args))
     embedding = model.vocab * model.hidden * width
@@ -127,9 +124,9 @@ def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool)
 
 
 def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
-    """Bytes lost beside a layer's four matrices. torch's CUDA allocator rounds allocations of 10 MiB and more up to
-    2 MiB, and splits off the rest only if it is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp): 0.17 GiB of the 13.95
-    that a rank of a 14B model takes with TP 2."""
+    """Return the bytes lost beside a layer's four matrices. torch's CUDA allocator rounds allocations of 10 MiB and
+    more up to 2 MiB, and splits off the rest only if it is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp). That is 0.17
+    GiB of the 13.95 GiB of a rank of a 14B model with TP 2."""
     if model.latent or model.quantized:
         return 0
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
@@ -141,8 +138,8 @@ def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
 
 
 def kv_bytes_per_token(model: ModelFacts, args: Mapping[str, object]) -> int:
-    """2 (K and V) x layers x (kv_heads / TP) x head_dim x dtype bytes (FACTS); with fewer KV heads than ranks
-    each rank holds one of them. Latent attention stores one entry for all heads, on every rank."""
+    """Return 2 (K and V) x layers x (kv_heads / TP) x head_dim x dtype bytes. With fewer KV heads than ranks each rank
+    holds one of them. Latent attention stores one entry for all heads, on every rank."""
     layer_bytes = _layers(model, args) * _kv_dtype_bytes(model, args)
     if model.latent:
         return int(layer_bytes * model.latent)
@@ -150,14 +147,14 @@ def kv_bytes_per_token(model: ModelFacts, args: Mapping[str, object]) -> int:
 
 
 def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
-    """The peak of vLLM's profile run: of a layer's MLP at max-num-batched-tokens, or of the logits of max-num-seqs
-    requests beside the last hidden states, whichever is more.
+    """Return the peak of vLLM's profile run: a layer's MLP at max-num-batched-tokens, or the logits of max-num-seqs
+    requests beside the last hidden states, whichever is larger.
 
-    In the MLP, gate_up (2 x intermediate / TP) and its activation (intermediate / TP) live beside the hidden states:
-    eagerly the layer's input, the residual, the normalized input and the output, and the all-reduce's output where
-    there is one; compiled the attention's output (hidden / TP), the residual before and after it and the normalized
-    input. Logits are gathered and copied across ranks; the sampler of vLLM's model runner V2 copies none in this
-    run."""
+    The MLP has gate_up (2 x intermediate / TP), its activation (intermediate / TP) and hidden states. Eager: the
+    layer's input, the residual, the normalized input, the output, and the output of an all-reduce. Compiled: the
+    attention's output (hidden / TP), the residual before and after it, and the normalized input. Logits are gathered
+    and copied across ranks; the sampler of vLLM's model runner V2 copies none in this run.
+    """
     tokens, sequences = _batch(args, gpu)
     tensor = tensor_size(args)
     copies = 3 + 1 / tensor if _compiled(args) else 4 + (tensor > 1)
@@ -173,8 +170,9 @@ def runtime_bytes(args: Mapping[str, object], gpu: Gpu | None) -> int:
 
 
 def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
-    """vLLM captures piecewise graphs of 1, 2, 4, multiples of 8 up to 256, and multiples of 16 up to twice max-num-seqs
-    and 512 tokens; and full graphs up to max-num-seqs (`VllmConfig._set_cudagraph_sizes`)."""
+    """Return the size of the CUDA graphs. vLLM captures piecewise graphs of 1, 2, 4, multiples of 8 up to 256, and of
+    16 up to twice max-num-seqs and 512 tokens, and full graphs up to max-num-seqs
+    (`VllmConfig._set_cudagraph_sizes`)."""
     if not _compiled(args):
         return 0
     tokens, sequences = _batch(args, gpu)
@@ -185,9 +183,9 @@ def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) 
 
 
 def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
-    """max-loras x max-lora-rank x (columns + rows) of each matrix of attention and MLP, as vLLM allocates them whether
-    adapters are loaded or not (`lora/layers`): a share of the rows or columns for each tensor-parallel rank, the other
-    side whole. Embeddings, which few adapters change, are not counted."""
+    """Return max-loras x max-lora-rank x (columns + rows) of each matrix of attention and MLP. vLLM allocates them with
+    or without loaded adapters (`lora/layers`): rows or columns are split over the tensor-parallel ranks, the other side
+    is whole. Embeddings, which few adapters change, are not counted."""
     if args.get("enable-lora") is not True:
         return 0
     tensor, hidden = tensor_size(args), model.hidden
@@ -201,9 +199,9 @@ def adapter_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
 
 
 def _expert_lines(model: ModelFacts, args: Mapping[str, object]) -> int:
-    """Columns + rows of the matrices (gate, up, down) of a layer's experts on this rank: vLLM allocates for each of
-    them unless lora-target-modules leaves them out (`lora/layers/fused_moe.py`). At most: as if all layers had experts,
-    and none had gate and up in one matrix, as gpt-oss has."""
+    """Return columns + rows of the matrices (gate, up, down) of a layer's experts on this rank. vLLM allocates for
+    each, unless lora-target-modules leaves experts out (`lora/layers/fused_moe.py`). An upper bound: not all layers
+    need have experts, and gpt-oss has gate and up in one matrix."""
     if "experts" not in str(args.get("lora-target-modules") or "experts"):
         return 0
     tensor, whole = tensor_size(args), args.get("enable-expert-parallel") is True
@@ -214,7 +212,7 @@ def _expert_lines(model: ModelFacts, args: Mapping[str, object]) -> int:
 
 
 def block_size(args: Mapping[str, object], *, on_cpu: bool) -> int:
-    """vLLM's defaults: 128 on the CPU, 16 on a GPU."""
+    """Return the tokens of a KV block; vLLM's default is 128 on the CPU and 16 on a GPU."""
     return int(str(args.get("block-size", 128 if on_cpu else 16)))
 
 
@@ -228,7 +226,7 @@ def tensor_size(args: Mapping[str, object]) -> int:
 
 
 def _layers(model: ModelFacts, args: Mapping[str, object]) -> int:
-    """Layers of the largest pipeline stage."""
+    """Return the layers of the largest pipeline stage."""
     return -(-model.layers // int(str(args.get("pipeline-parallel-size", 1))))
 
 
@@ -238,8 +236,8 @@ def _compiled(args: Mapping[str, object]) -> bool:
 
 
 def _batch(args: Mapping[str, object], gpu: Gpu | None) -> tuple[int, int]:
-    """max-num-batched-tokens and max-num-seqs; vLLM's defaults for a server are larger on cards of 70 GiB and
-    more (`EngineArgs.get_batch_defaults`)."""
+    """Return max-num-batched-tokens and max-num-seqs. vLLM's server has larger defaults on GPUs of 70 GiB and more
+    (`EngineArgs.get_batch_defaults`)."""
     memory = gpu.memory if gpu is not None and "A100" not in gpu.name else 0
     tokens = 16384 if memory >= 160 * GIB else 8192 if memory >= 70 * GIB else 2048
     return (
@@ -261,25 +259,25 @@ def _kv_dtype_bytes(model: ModelFacts, args: Mapping[str, object]) -> float:
     if kind.startswith(("fp8", "int8")):
         return 1
     if kind.startswith(("int4", "nvfp4", "turboquant", "ultraquant")):
-        return 0.5  # about: scales come on top, and turboquant's k8v4 has more
+        return 0.5  # approximate: without scales, and turboquant's k8v4 takes more
     return _dtype_bytes(model, args) if kind == "auto" else DTYPE_BYTES[kind]
 
 
-def _gpu_kv_space(args: Mapping[str, object], gpu: Gpu | None, taken: int) -> int | None:
+def _gpu_kv_space(args: Mapping[str, object], gpu: Gpu | None, used: int) -> int | None:
     explicit = args.get("kv-cache-memory-bytes")
     if isinstance(explicit, int):
         return explicit
-    return None if gpu is None else int(gpu.memory * gpu_share(args)) - taken
+    return None if gpu is None else int(gpu.memory * gpu_share(args)) - used
 
 
 def cpu_kv_bytes(args: Mapping[str, object], env: Mapping[str, str]) -> int:
-    """KV space of each rank on the CPU."""
+    """Return the KV space of each rank on the CPU."""
     space, explicit = env.get(CPU_KV_VARIABLE), args.get("kv-cache-memory-bytes")
-    if space:  # a value that is no number of GiB is a problem of the plan
+    if space:  # the plan reports a value that is no number
         return ((space.isdecimal() and int(space)) or CPU_KV_GIB) * GIB
     return explicit if isinstance(explicit, int) else CPU_KV_GIB * GIB
 
 
 def gpu_share(args: Mapping[str, object]) -> float:
-    """The share of a GPU's memory that an engine may take."""
+    """Return the share of a GPU's memory that an engine may use."""
     return float(str(args.get("gpu-memory-utilization", GPU_UTILIZATION)))

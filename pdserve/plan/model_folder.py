@@ -1,5 +1,4 @@
-"""A model's sizes, from its config.json and safetensors headers, without loading weights or importing torch or
-transformers."""
+"""Reads a model's sizes from config.json and safetensors headers, without loading weights or importing torch."""
 
 import json
 import re
@@ -14,19 +13,19 @@ from pdserve.util.errors import ConfigError
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ALIASES = {"half": "float16", "float": "float32"}
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""safetensors' names of the dtypes that vLLM converts when it loads, and their bytes"""
+"""Bytes of safetensors dtypes that vLLM converts when it loads them."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".gguf", ".tensors"}
 _PART = re.compile(r"-\d+-of-(\d+)$")
 _MAX_HEADER = 100 * 2**20
 _TOWERS = {"text_config", "vision_config", "audio_config"}
 _ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 _STATE = re.compile("mamba_|ssm_|linear_(attn|conv|key|num)|conv_L_cache$|hybrid_override_pattern$")
-"""keys of a config whose model has layers with a state"""
+"""Config keys of models that have layers with a state."""
 _STATEFUL = re.compile("mamba|linear|conv|recurrent|ssm|delta|rwkv|lightning", re.IGNORECASE)
-"""kinds of layers with a state"""
+"""Kinds of layers with a state."""
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _ALTERNATING = {"gemma2", "gemma3_text", "gpt_oss"}
-"""architectures of which each second layer, or so, has a sliding window, which older configs do not say"""
+"""Architectures that mix layers with and without a sliding window, which older configs do not say."""
 _UNWRITTEN: dict[object, dict[str, int]] = {
     "gemma3_text": {
         "head_dim": 256,
@@ -36,9 +35,9 @@ _UNWRITTEN: dict[object, dict[str, int]] = {
         "vocab_size": 262208,
     }
 }
-"""what configs of an architecture may leave out, as transformers fills it in"""
+"""Values that configs of an architecture may leave out, as transformers fills them in."""
 _TIED = {"gemma", "gemma2", "gemma3_text"}
-"""architectures whose output layer is the embedding unless the config sets tie_word_embeddings"""
+"""Architectures whose output layer is the embedding unless the config sets tie_word_embeddings."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,17 @@ class ModelFacts:
     """None if the config has none, or scales its positions"""
     dtype: str
     stored: Mapping[str, int]
-    """bytes of weights by safetensors dtype; `?` if only the files' sizes are known; empty if nothing is known"""
+    """bytes of weights by safetensors dtype; `?`: only the files' sizes are known; empty: nothing is known"""
     odd_layers: tuple[str, ...] = ()
-    """kinds of layers whose KV has another size than the usual, or that keep none"""
+    """kinds of layers whose KV has an unusual size, or that have no KV"""
     window: int = 0
-    """tokens that layers with a sliding window look back; 0: no layer has one"""
+    """tokens of the layers' sliding window; 0: no layer has one"""
     only_windows: bool = False
-    """all layers have it"""
+    """all layers have a sliding window"""
     experts: int = 0
     """of each mixture-of-experts layer"""
     expert_intermediate: int = 0
-    """of each of them"""
+    """intermediate size of an expert"""
     latent: int = 0
     """width of a compressed KV entry (multi-head latent attention), which replaces all heads"""
     positions: int = 0
@@ -73,10 +72,10 @@ class ModelFacts:
     tied: bool = False
     """the embedding is also the output layer"""
     multimodal: bool = False
-    """whether it takes more than text"""
+    """takes more than text"""
 
     def resolve_dtype(self, asked: object) -> str:
-        """The dtype that vLLM computes in: `auto` is the model's own, but never float32."""
+        """Return the dtype in which vLLM computes: `auto` is the model's own, but never float32."""
         dtype = _ALIASES.get(str(asked), str(asked))
         if dtype != "auto":
             return dtype
@@ -84,7 +83,7 @@ class ModelFacts:
 
     @property
     def stateful_layers(self) -> tuple[str, ...]:
-        """Kinds of layers that keep a state, of a size that does not grow with the prompt, instead of KV."""
+        """Kinds of layers with a state of fixed size instead of KV."""
         return tuple(kind for kind in self.odd_layers if _STATEFUL.search(kind))
 
     @property
@@ -92,13 +91,13 @@ class ModelFacts:
         return bool(self.stored.keys() - _FLOATS.keys() - {"?"})
 
     def weights(self, dtype: str) -> int:
-        """Bytes of all weights after loading; quantized ones stay as they are stored."""
+        """Return the bytes of all weights after loading; quantized weights stay as they are stored."""
         target = DTYPE_BYTES.get(dtype, 2)
         return sum(size * target // _FLOATS.get(kind, target) for kind, size in self.stored.items())
 
 
 def read_model(folder: Path) -> ModelFacts:
-    """Raises ConfigError if something is missing or not understood."""
+    """Read a model's sizes. Raises ConfigError if something is missing or unknown."""
     path = folder / "config.json"
     try:
         whole = json.loads(path.read_text("utf-8"))
@@ -110,15 +109,13 @@ def read_model(folder: Path) -> ModelFacts:
         text = f"{path} cannot be read ({reason}): give a folder with a whole Hugging Face model."
         raise ConfigError([text]) from error
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        text = (
-            f"{folder} is not a model that pdserve understands ({type(error).__name__}: {error}): correct it."
-        )
+        text = f"{folder} is not a model that pdserve can read ({type(error).__name__}: {error}): correct it."
         raise ConfigError([text]) from error
 
 
 def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFacts:
     if "num_attention_heads" not in config and "state_size" in config:
-        raise ValueError("its layers have a state and no attention, which vLLM serves without pdserve only")
+        raise ValueError("its layers have a state and no attention, which only vLLM without pdserve serves")
     heads = int(config["num_attention_heads"])
     window = _window(config)
     return ModelFacts(
@@ -150,12 +147,12 @@ def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFa
 
 
 def _largest(count: Any) -> int:
-    """Of all layers, where each has its own."""
+    """Return the largest value if each layer has its own."""
     return max(map(int, count)) if isinstance(count, list) else int(count)
 
 
 def _odd_layers(config: dict[str, Any]) -> tuple[str, ...]:
-    """By the list of layers, or where there is none by the sizes of a state."""
+    """Return unusual kinds of layers, by the config's list of layers, or else by the sizes of a state."""
     if kinds := config.get("layer_types"):
         return tuple(sorted(set(map(str, kinds)) - _ATTENTION))
     sizes = (key for key, value in config.items() if value and _STATE.match(key))
@@ -163,7 +160,7 @@ def _odd_layers(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _window(config: dict[str, Any]) -> int:
-    """0 also where no prompt is longer."""
+    """Return the tokens of the sliding window; 0 also if no prompt can be longer."""
     window, longest = (int(config.get(key) or 0) for key in ("sliding_window", "max_position_embeddings"))
     kinds = config.get("layer_types") or ("sliding_attention",)
     used = config.get("use_sliding_window", True) and "sliding_attention" in kinds
@@ -188,13 +185,13 @@ def _max_len(config: dict[str, Any]) -> int | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there is any file of weights that vLLM may load."""
+    """Whether the folder has any file of weights that vLLM may load."""
     return any(file.suffix in _WEIGHTS for file in folder.iterdir())
 
 
 def _stored(folder: Path) -> Mapping[str, int]:
-    """Bytes by dtype: from the headers of the files in the index, or from the index itself if files are missing. Empty
-    if the weights are not there, or not all of them."""
+    """Return bytes by dtype, from the headers of the weights, or from their index if files are missing. Empty if there
+    is no index and files are missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = json.loads(index.read_text("utf-8"))
@@ -217,14 +214,14 @@ def _stored(folder: Path) -> Mapping[str, int]:
 
 
 def _parts_missing(files: Sequence[Path]) -> bool:
-    """Whether the numbers in the names show a download that was broken off: model-00001-of-00019."""
+    """Whether names such as model-00001-of-00019 show an incomplete download."""
     counts = [int(part[1]) for file in files if (part := _PART.search(file.stem))]
     return bool(counts) and len(counts) < max(counts)
 
 
 def _header_sizes(file: Path) -> Counter[str]:
-    """Bytes by dtype. A safetensors file begins with the length of its header (8 bytes, little-endian), then
-    the header: JSON, tensor name -> {dtype, shape, data_offsets}."""
+    """Return bytes by dtype. A safetensors file begins with the length of its header (8 bytes, little-endian), then the
+    header as JSON: tensor name -> {dtype, shape, data_offsets}."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length <= _MAX_HEADER:
@@ -236,5 +233,5 @@ def _header_sizes(file: Path) -> Counter[str]:
             start, end = tensor["data_offsets"]
             sizes[tensor["dtype"]] += end - start
     if file.stat().st_size < 8 + length + sizes.total():
-        raise ValueError(f"{file.name} is cut short: download it again")
+        raise ValueError(f"{file.name} is incomplete: download it again")
     return sizes

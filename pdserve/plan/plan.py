@@ -1,4 +1,4 @@
-"""The plan: what would run where, and whether it fits. Loads no weights, starts nothing."""
+"""Plans a graph: what would run where, and whether it fits. Loads no weights and starts nothing."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,31 +28,31 @@ from pdserve.plan.slots import (
 from pdserve.util.errors import ConfigError
 
 DECODE_CHUNK = 256
-"""tokens of a prompt that a decode worker computes in a step beside streams (docs/decisions/0025-adaptive.md)"""
+"""Most tokens of a prompt that a decode worker computes in a step beside streams (docs/decisions/0025-adaptive.md)."""
 UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization")
-"""arguments that change an engine's memory by what the sum does not know"""
+"""Arguments that change an engine's memory in ways that `memory.py` does not estimate."""
 W = TypeVar("W", bound=WorkerConfig)
 
 
 @dataclass(frozen=True)
 class Plan:
     config: Config
-    """the loaded one with this machine's defaults: start roles with this one"""
+    """with this machine's defaults: start roles with this one, not with the loaded one"""
     machine: Machine
     workers: tuple[PlannedWorker, ...]
     """decode workers first"""
     frontends: tuple[Slot, ...]
     problems: tuple[str, ...] = ()
-    """why `serve` refuses it, in full sentences that say what to do"""
+    """why `serve` refuses the graph, in full sentences that say what to do"""
     unknown: str = ""
-    """why it is not known whether the engines' memory fits, a full sentence; empty: it is known"""
+    """a full sentence if it is unknown whether the engines' memory fits"""
     notes: tuple[str, ...] = ()
     explained: tuple[str, ...] = ()
-    """what pdserve does with a model of this kind, in full sentences"""
+    """how pdserve serves a model of this kind, in full sentences"""
 
     @property
     def fits(self) -> bool | None:
-        """None: not known."""
+        """None: unknown."""
         return False if self.problems else None if self.unknown else True
 
     @property
@@ -69,8 +69,8 @@ def make_plan(
     env: Mapping[str, str] = os.environ,
     node: int | None = None,
 ) -> Plan:
-    """Never fails: what is wrong is in `problems`. `roles`, `index` and `node` select a part of the graph, as for one
-    role on another host: its ports are those of the whole graph, its GPUs the first of this machine."""
+    """Plan the graph, or with `roles`, `index` and `node` a part of it: with the ports of the whole graph, and the
+    first GPUs of this machine. Raises nothing: errors are in `problems`."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems)
     config, selection = _with_defaults(config, machine, model), Selection(roles, index, node)
@@ -86,21 +86,21 @@ def make_plan(
 
 
 def worker_memory(config: Config, slot: Slot) -> Memory | None:
-    """The planned memory of a worker that has its slot already; None if sizes are unknown."""
-    machine = Machine.detect({})  # all GPUs: a slot's numbers are NVML's, CUDA_VISIBLE_DEVICES hides some
+    """Return the planned memory of a worker that already has its slot; None if sizes are unknown."""
+    machine = Machine.detect({})  # a slot has NVML's GPU numbers, and CUDA_VISIBLE_DEVICES would hide some
     worker = PlannedWorker(slot, worker_config(config, slot), len(slot.gpus))
     return _memory(worker, _model(config, []), machine, os.environ)
 
 
 def _with_defaults(config: Config, machine: Machine, model: ModelFacts | None) -> Config:
-    """Add pdserve's defaults for this machine; the file's arguments win."""
+    """Add pdserve's defaults for this machine. The file's arguments win."""
     decode = config.decode and _in_chunks(_eager_on_cpu(_shared(config.decode), machine), model)
     prefill = config.prefill and _eager_on_cpu(_shared(config.prefill), machine)
     return replace(config, decode=decode, prefill=prefill)
 
 
 def _shared(worker: W) -> W:
-    """Give an engine that has a share of a GPU that share of what vLLM would take."""
+    """Scale gpu-memory-utilization to the worker's share of its GPU."""
     if worker.share == 1:
         return worker
     memory = round(GPU_UTILIZATION * worker.share, 3)
@@ -108,25 +108,23 @@ def _shared(worker: W) -> W:
 
 
 def _eager_on_cpu(worker: W, machine: Machine) -> W:
-    """Without a GPU, run engines eagerly: compiling takes minutes at each start."""
+    """Run CPU engines eagerly, because compiling takes minutes at each start."""
     if worker.engine == "sim" or gpus_needed(worker, machine):
         return worker
     return _with_argument(worker, "enforce-eager", True, "pdserve (no GPU)")
 
 
 def _in_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
-    """Compute prompts in chunks, since each step delays the running streams by a chunk. Not for a model that takes
-    images: vLLM may need a whole image in a step."""
-    args, length = decode.engine_args, model.max_len if model is not None else None
-    whole = args.get("enable-chunked-prefill") is False
-    if (
-        not decode.remote_prefill
-        or whole
-        or (decode.engine == "vllm" and (model is None or model.multimodal or model.odd_layers))
-    ):
+    """Limit the chunks of prompts in decode workers, because each chunk delays the running streams by a step. Models
+    that take images keep vLLM's default: vLLM may need a whole image in a step."""
+    args = decode.engine_args
+    if not decode.remote_prefill or args.get("enable-chunked-prefill") is False:
+        return decode
+    if decode.engine == "vllm" and (model is None or model.multimodal or model.odd_layers):
         return decode
     asked = args.get("max-model-len")
-    tokens = min(DECODE_CHUNK, asked if isinstance(asked, int) else length or DECODE_CHUNK)
+    longest = asked if isinstance(asked, int) else model.max_len if model else None
+    tokens = min(DECODE_CHUNK, longest or DECODE_CHUNK)
     return _with_argument(decode, "long-prefill-token-threshold", tokens, "pdserve (short gaps)")
 
 
@@ -141,14 +139,14 @@ def _with_argument(worker: W, name: str, value: object, origin: str) -> W:
 
 
 def _model(config: Config, problems: list[str]) -> ModelFacts | None:
-    """The model's sizes; None if its files are not here."""
+    """Return the model's sizes; None if its files are not on this machine."""
     worker = config.decode or config.prefill
     revision = str(worker.engine_args.get("revision", "main")) if worker else "main"
     folder = find_folder(config.model, revision)
     if folder is None:
         if config.model.startswith("/"):
             problems.append(
-                f"{config.path}: model folder {config.model} not found: put it there or correct model."
+                f"{config.path}: model folder {config.model} not found: create it or correct model."
             )
         return None
     try:
@@ -163,7 +161,7 @@ def _unknown(config: Config, model: ModelFacts | None, workers: Sequence[Planned
         return ""
     if model is None:
         return (
-            f"{config.model} is not in the Hugging Face cache, so the size of its weights and KV is not known: "
+            f"{config.model} is not in the Hugging Face cache, so the size of its weights and KV is unknown: "
             "download it (hf download), or give a folder with its config.json."
         )
     if names := sorted({name for worker in workers for name in _uncounted(worker, model)}):
@@ -171,7 +169,7 @@ def _unknown(config: Config, model: ModelFacts | None, workers: Sequence[Planned
     if model.odd_layers:
         return f"Weights and KV capacity are not estimated for a model with layers of {', '.join(model.odd_layers)}."
     return (
-        f"The weights are not in {model.folder}, nor an index of them, which has their size: download that "
+        f"{model.folder} has neither the weights nor their index, so that their size is unknown: download the index "
         "(hf download MODEL --include '*.json'), or the model."
     )
 
@@ -187,24 +185,21 @@ def _notes(
         yield f"{config.model} is not in the Hugging Face cache: vLLM will download it."
     version = installed_vllm().version
     if version and version != VLLM_VERSION and any(worker.config.engine == "vllm" for worker in workers):
-        yield f"vLLM {version} is installed: pdserve is made for {VLLM_VERSION}, since it uses vLLM's internals."
+        yield f"vLLM {version} is installed, but pdserve uses vLLM's internals and needs {VLLM_VERSION}."
     if model is not None and machine.half_is_slow and any(_half_on_cpu(worker, model) for worker in workers):
         yield (
             "bfloat16 and float16 are slow on this CPU, which has no AVX-512: with dtype: float32 in Common (and dtype "
             "in common-configs) prompts of the demo model take a third of the time, KV twice the memory."
         )
     if any(draft_model(worker.config.engine_args) for worker in workers):
-        yield "Speculative decoding was tested with n-gram and a draft model on CPUs: not with EAGLE, MTP or GPUs."
+        yield "Speculative decoding is tested with n-gram and a draft model on CPUs, not with EAGLE, MTP or GPUs."
     if whole and config.spans_hosts:
         yield f"Workers of this graph span hosts (nnodes): {start_commands(config)}"
     used = {index for worker in workers for index in worker.slot.gpus}
     idle = [str(gpu.index) for gpu in machine.gpus if gpu.index not in used]
     if whole and idle and any(worker.config.engine == "vllm" for worker in workers):
-        one = len(idle) == 1
-        yield (
-            f"GPU{'s' * (not one)} {', '.join(idle)} {'is' if one else 'are'} idle: no worker of this file uses "
-            f"{'it' if one else 'them'} (ServiceArgs.workers, tensor-parallel-size)."
-        )
+        gpus = f"GPU {idle[0]} is" if len(idle) == 1 else f"GPUs {', '.join(idle)} are"
+        yield f"{gpus} idle: to use more, raise ServiceArgs.workers or tensor-parallel-size."
 
 
 def _half_on_cpu(worker: PlannedWorker, model: ModelFacts) -> bool:
@@ -226,7 +221,8 @@ def _memory(
 
 
 def _uncounted(worker: PlannedWorker, model: ModelFacts) -> Iterator[str]:
-    """What it has of them, and a draft model; naming the quantization of quantized weights changes nothing."""
+    """Yield the worker's arguments whose memory is not estimated. Naming the quantization of quantized weights changes
+    nothing."""
     if draft_model(worker.config.engine_args):
         yield "a draft model"
     for name in UNCOUNTED:

@@ -1,4 +1,4 @@
-"""The plan as text for a terminal, and as a dictionary for `--json`."""
+"""Renders a plan as tables for a terminal, or as a dictionary for `--json`."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ _TITLE = {"title_justify": "left", "title_style": "bold"}
 
 
 def render(plan: Plan, *, explain: bool = False) -> RenderableType:
-    """For rich's `Console.print`; needs 80 columns. `explain`: with what is done with a model of this kind."""
+    """Render for rich's `Console.print`; needs 80 columns. `explain`: add how a model of this kind is served."""
     problems = [Text(f"problem: {problem}\n", style="red") for problem in plan.problems]
     parts: list[RenderableType] = [*problems, _heading(plan), _processes(plan)]
     if any(worker.memory for worker in plan.workers):
@@ -35,7 +35,7 @@ def render(plan: Plan, *, explain: bool = False) -> RenderableType:
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """Plain data; sizes in bytes and for one rank."""
+    """Return plain data. Sizes are in bytes of one rank."""
     config = plan.config
     return {
         "file": str(config.path),
@@ -92,13 +92,13 @@ def _derived(memory: Memory) -> dict[str, Any]:
 def _heading(plan: Plan) -> Text:
     config, machine = plan.config, plan.machine
     nats, etcd = (strip_passwords(each or "") or "started by serve" for each in (config.nats, config.etcd))
-    cards = ", ".join(f"{gpu.index}: {gpu.name} ({gpu.memory / GIB:.1f} GiB)" for gpu in machine.gpus)
+    gpus = ", ".join(f"{gpu.index}: {gpu.name} ({gpu.memory / GIB:.1f} GiB)" for gpu in machine.gpus)
     imagined = " (what if)" if machine.imagined else ""
     lines = [
         f"{config.served_model_name}  {config.model}",
         f"at       {_url(plan) or 'no frontend here'}",
         f"machine  {machine.cores} cores, {machine.memory / GIB:.0f} GiB of RAM",
-        f"GPUs     {cards or 'none'}{imagined}",
+        f"GPUs     {gpus or 'none'}{imagined}",
         f"servers  NATS {nats}, etcd {etcd}",
     ]
     fixed = {"streams": config.stream_port, "pages": config.pages_port}
@@ -120,9 +120,8 @@ def _url(plan: Plan) -> str | None:
 def _processes(plan: Plan) -> Table:
     rows = table("process", "engine", "runs on", "port", "what it does", title="Processes", **_TITLE)
     for worker in plan.workers:
-        slot = worker.slot
-        does = _does(worker, plan)
-        rows.add_row(slot.name, worker.config.engine, _hardware(worker), str(slot.kv_port), does)
+        slot, config = worker.slot, worker.config
+        rows.add_row(slot.name, config.engine, _hardware(worker), str(slot.kv_port), _does(worker, plan))
     for slot in plan.frontends:
         frontend = plan.config.frontend
         assert frontend is not None
@@ -151,15 +150,15 @@ def _does(worker: PlannedWorker, plan: Plan) -> str:
     decode = plan.config.decode
     if worker.slot.role is Role.PREFILL:
         stands_in = plan.config.prefill is not None and plan.config.prefill.stand_in
-        return "prefill; decode while no decode worker is there" if stands_in else "prefill"
+        return "prefill; decode while no decode worker is available" if stands_in else "prefill"
     if worker.slot.role is Role.BOTH:
-        return "decode; prefill for itself and for others as it has time"
+        return "decode; prefill for itself and others while it has capacity"
     if decode is None or not decode.remote_prefill:
         return "prefill and decode"
     if not decode.conditional_disagg:
         return "decode; all prefill remote"
     if decode.policy == "adaptive":
-        return "decode; prefill here or remote, whichever costs less"
+        return "decode; prefill local or remote, whichever is faster"
     return (
         f"decode; prefill remote above {decode.max_local_prefill_length} new tokens "
         f"while fewer than {decode.max_prefill_queue_size} wait"
@@ -175,8 +174,8 @@ def _memory(plan: Plan) -> Table:
         rows.add_row(name, *_memory_cells(memory))
     longest = ", ".join(sorted({f"{memory.max_model_len:,}" for _, memory in planned}))
     rows.caption = (
-        "activations: the peak of a step; fixed: CUDA, NCCL, CUDA graphs; requests: how many of "
-        f"max-model-len ({longest}) fit at once"
+        "activations: peak of a step; fixed: CUDA, NCCL, CUDA graphs; requests: how many of max-model-len "
+        f"({longest}) fit at once"
     )
     return rows
 
@@ -194,7 +193,7 @@ def _memory_cells(memory: Memory) -> Iterator[str]:
 
 
 def _arguments(plan: Plan) -> Table:
-    """A row for each argument of a role: its workers have the same."""
+    """Return a row for each argument of a role, whose workers all have the same arguments."""
     rows = table("role", "argument", "value", "from", title="vLLM arguments", **_TITLE)
     first: dict[Role, PlannedWorker] = {}
     for worker in plan.workers:
@@ -207,7 +206,7 @@ def _arguments(plan: Plan) -> Table:
 
 
 def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, str]]:
-    """Name, value and origin of each argument and environment variable of a worker."""
+    """Yield name, value and origin of each argument and environment variable of a worker."""
     config, role = worker.config, worker.slot.role
     for name, value in sorted(config.engine_args.items()):
         shown = "…" if name in _SECRET else value
@@ -228,7 +227,7 @@ def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, s
 
 
 def _offload(worker: PlannedWorker, size: int) -> str:
-    """Host memory or disk of a size, and for how much KV that is."""
+    """Format a size of host memory or disk, and the tokens whose KV it holds."""
     memory = worker.memory
     if memory is None:
         return in_gib(size)
@@ -239,6 +238,6 @@ def _sentences(plan: Plan) -> Iterator[Text]:
     for note in plan.notes:
         yield Text(f"note: {note}", style="dim")
     if plan.fits is None:
-        yield Text(f"Cannot say whether it fits: {plan.unknown}", style="yellow")
+        yield Text(f"Unknown whether it fits: {plan.unknown}", style="yellow")
     elif plan.fits:
         yield Text("It fits.", style="green")

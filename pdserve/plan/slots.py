@@ -1,4 +1,4 @@
-"""The processes of this machine with their GPUs, ports and environment: pure."""
+"""Places the graph's processes on this machine: GPUs, ports and environment of each. Pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,12 +12,12 @@ from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE, Memory
 from pdserve.util.program import pdserve_command
 
 ROUNDING = 1e-6
-"""of sums of shares"""
+"""Tolerance when shares of a GPU are added up."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A process's place on this machine, decided before anything starts."""
+    """A process of the graph, with its resources on this machine."""
 
     role: Role
     index: int
@@ -25,11 +25,11 @@ class Slot:
     kv_port: int = 0
     """of the NIXL side channel; workers only"""
     env: Mapping[str, str] = field(default_factory=dict)
-    """environment variables to start the process with (CUDA_VISIBLE_DEVICES, KV cache space, threads, …)"""
+    """environment variables of the process (CUDA_VISIBLE_DEVICES, KV cache space, threads, ...)"""
     stream_port: int = 0
-    """of a worker's stream; 0: a free one"""
+    """where a worker takes requests; 0: a free port"""
     pages_port: int = 0
-    """of the process's pages; 0: a free one"""
+    """of the process's pages; 0: a free port"""
     node: int = 0
     """node rank in a worker that spans hosts"""
 
@@ -50,7 +50,7 @@ def worker_config(config: Config, slot: Slot) -> WorkerConfig:
 
 
 def disk_folder(config: Config, worker: WorkerConfig) -> Path:
-    """Where its KV on disk is, if it has any."""
+    """Return the folder of a worker's KV on disk."""
     return worker.kv_offload_folder or config.state_dir
 
 
@@ -59,45 +59,44 @@ class PlannedWorker:
     slot: Slot
     config: WorkerConfig
     gpus: int
-    """GPUs that it needs on this host; its slot has none if they were not found"""
+    """GPUs that it needs on this host; its slot has none if there are too few"""
     memory: Memory | None = None
-    """None for a simulated engine, and if sizes are unknown (see the plan's notes)"""
+    """None for a simulated engine, or if sizes are unknown (`Plan.unknown` says why)"""
 
 
 def smallest_gpu(worker: PlannedWorker, machine: Machine) -> Gpu | None:
-    """The worker's GPU with the least memory, which bounds all its ranks; None if it has none."""
-    cards = [gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus]
-    return min(cards, key=lambda gpu: gpu.memory, default=None)
+    """Return the worker's GPU with the least memory, which bounds all its ranks; None without GPUs."""
+    gpus = [gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus]
+    return min(gpus, key=lambda gpu: gpu.memory, default=None)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The processes of the graph to plan: all, those of some roles, or one of a role, on one of its hosts."""
+    """The processes to plan: of some roles (None: all), with one index, on one host of workers that span hosts."""
 
     roles: Collection[Role] | None = None
     index: int | None = None
     node: int | None = None
-    """rank of the host, of workers that span hosts; None: all of them"""
 
     def has(self, role: Role, number: int) -> bool:
         return (self.roles is None or role in self.roles) and self.index in (None, number)
 
     def port(self, first: int | None, number: int, position: int) -> int:
-        """A fixed port: one after the other for all processes of a machine, and by its number for one that runs alone,
-        so that it is the same whatever else the file has. 0 where none is fixed."""
+        """Return a fixed port: consecutive ports for a whole graph; for a role that runs alone `first` plus its number,
+        which does not depend on the rest of the file. 0: no port is fixed."""
         return first + (position if self.roles is None else number) if first else 0
 
     def leaves_gpus_to(self, role: Role, number: int) -> bool:
-        """Whether this worker gets GPUs: selected ones, and those before them, which may be started by hand here."""
+        """Whether to place this worker: a selected one, or one with a lower index, which may be started here too."""
         return (self.roles is None or role in self.roles) and (self.index is None or number <= self.index)
 
 
 def place_workers(
     config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
 ) -> tuple[list[PlannedWorker], list[str]]:
-    """The workers, prefill workers last, and the problems of placing them. Ports are those of the whole graph, so that
-    roles that are started one by one do not collide. Where a worker spans hosts, each role, and each host of a role, is
-    placed by itself, on a machine like this one."""
+    """Return the placed workers, prefill workers last, and the problems. Ports are those of the whole graph, so that
+    roles that are started one by one do not collide. If a worker spans hosts, each role and each of its hosts is placed
+    separately, on a machine like this one."""
     hosts: dict[tuple[Role, int] | None, list[tuple[int, Role, int, WorkerConfig]]] = {}
     spans = config.spans_hosts
     for position, (role, number, worker) in enumerate(_all_workers(config)):
@@ -115,7 +114,7 @@ def place_workers(
 
 
 def by_host(workers: Sequence[PlannedWorker]) -> list[list[PlannedWorker]]:
-    """The workers by the machine for which they were placed."""
+    """Group the workers by the machine on which they are placed."""
     if not any(worker.config.nodes > 1 for worker in workers):
         return [list(workers)]
     hosts: dict[tuple[Role, int], list[PlannedWorker]] = {}
@@ -163,7 +162,7 @@ def frontend_slots(config: Config, selection: Selection) -> tuple[Slot, ...]:
 
 
 def start_commands(config: Config) -> str:
-    """What to start where of a graph with workers that span hosts, as the end of a sentence."""
+    """Return the commands that start a graph with workers that span hosts, as the end of a sentence."""
     slots = list(frontend_slots(config, Selection()))
     for role, number, worker in _all_workers(config):
         slots += [Slot(role, number, node=node) for node in range(worker.nodes)]
@@ -171,7 +170,7 @@ def start_commands(config: Config) -> str:
     for slot in slots:
         numbers = f" --index {slot.index}" * bool(slot.index) + f" --node-rank {slot.node}" * bool(slot.node)
         lines.append(f"`{pdserve_command(f'{slot.role.value} -f {config.path}{numbers}')}`")
-    return f"start, in any order and each host of a worker on its own: {', '.join(lines)}."
+    return f"start these, in any order, each host of a worker on its own machine: {', '.join(lines)}."
 
 
 def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
@@ -183,7 +182,7 @@ def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
 
 
 def gpus_needed(worker: WorkerConfig, machine: Machine) -> int:
-    """GPUs per worker on a host: those of the file, else one for each rank if this machine has GPUs to use."""
+    """Return a worker's GPUs on a host: as the file says, else one for each rank if this machine has usable GPUs."""
     if worker.engine == "sim":
         return 0
     if worker.gpus is not None:
@@ -198,15 +197,15 @@ class GpuRequest:
     pinned: tuple[int, ...] = ()
     """exactly these; other pinned workers may share them"""
     share: float = 1.0
-    """of a GPU that others may have the rest of"""
+    """of a GPU; other workers may use the rest"""
 
 
 def place(
     requests: Sequence[GpuRequest], gpus: Sequence[int]
 ) -> tuple[Mapping[str, tuple[int, ...]], list[str]]:
-    """GPUs by worker (none on the CPU, and if there are too few), and problems. Pinned workers get their GPUs. Of the
-    rest, each worker in order gets a group of neighbours (which share the fastest links), or any GPUs if there is no
-    such group, and one that wants a share of a GPU the first that has room for it."""
+    """Return the GPUs of each worker (none on the CPU, or if there are too few) and the problems. Pinned workers get
+    their GPUs. Each other worker in order gets neighbouring GPUs, which share the fastest links, or any GPUs if no
+    neighbours are free. A worker with a share of a GPU gets the first GPU with room for it."""
     pinned = {index for request in requests for index in request.pinned}
     groups = _groups(requests, [index for index in sorted(gpus) if index not in pinned])
     problems = []
@@ -225,8 +224,7 @@ def place(
 
 def _groups(requests: Iterable[GpuRequest], free: Sequence[int]) -> dict[str, tuple[int, ...]]:
     groups: dict[str, tuple[int, ...]] = {}
-    left: dict[int, float] = {}
-    """GPU -> its share that is still free, of those that are shared"""
+    left: dict[int, float] = {}  # free share of each shared GPU
     for request in requests:
         room = (index for index in left if left[index] - request.share > -ROUNDING)
         shared = tuple(islice(room, 1)) if request.share < 1 else ()
@@ -258,23 +256,16 @@ def _listed(gpus: Sequence[int]) -> str:
 
 
 def _too_few(requests: Sequence[GpuRequest], needed: int, present: int) -> str:
-    workers = ", ".join(
-        f"{request.gpus * request.share:g} for {request.worker}" for request in requests if request.gpus
-    )
+    parts = ", ".join(f"{each.gpus * each.share:g} for {each.worker}" for each in requests if each.gpus)
     largest = max(request.gpus for request in requests)
-    hosts = (
-        ""
-        if present < 2
-        else (
-            f" A worker of {largest} GPUs needs several hosts: set nnodes."
-            if largest > present
-            else " On several hosts, start a part on each: pdserve plan, decode and prefill take --role."
-        )
-    )
+    hosts = ""
+    if present >= 2 and largest > present:
+        hosts = f" A worker of {largest} GPUs needs several hosts: set nnodes."
+    elif present >= 2:
+        hosts = " On several hosts, start a part on each: pdserve plan, decode and prefill take --role."
     return (
-        f"The graph needs {needed} GPU{'s' * (needed != 1)} ({workers}), found {present}: run it where there are "
-        f"{needed}, lower tensor-parallel-size or ServiceArgs.workers, or set resources.gpu: 0 to run on the CPU."
-        f"{hosts}"
+        f"The graph needs {needed} GPU{'s' * (needed != 1)} ({parts}), found {present}: use a machine with {needed}, "
+        f"lower tensor-parallel-size or ServiceArgs.workers, or set resources.gpu: 0 to run on the CPU.{hosts}"
     )
 
 
@@ -288,16 +279,15 @@ def _address_env(host: str, kv_port: int) -> dict[str, str]:
 
 def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
     """Make UCX, Gloo and NCCL listen only on the network device of `Graph.host`. By default UCX listens on all devices,
-    and Gloo and NCCL on one of their choice. RDMA ports do not listen, and stay in use. The user's environment wins.
-    Nothing is set for a worker that spans machines: Ray copies the environment to all of them, where the device may
-    have another name."""
+    Gloo and NCCL on one that they choose. RDMA ports do not listen and stay in use. The user's environment wins. Ray
+    workers get nothing: Ray copies the environment to all machines, where the device may have another name."""
     device = machine.device(host)
     if not device or worker.engine_args.get("distributed-executor-backend") == "ray":
         return {}
     chosen = {
         "UCX_NET_DEVICES": ",".join([device, *machine.rdma]),
         "GLOO_SOCKET_IFNAME": device,
-        "NCCL_SOCKET_IFNAME": f"={device}",  # without the sign it would be a prefix
+        "NCCL_SOCKET_IFNAME": f"={device}",  # without `=` it would be a prefix
     }
     return {name: env.get(name) or value for name, value in chosen.items()}
 
@@ -305,9 +295,9 @@ def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping
 def _device_env(
     worker: WorkerConfig, machine: Machine, gpus: tuple[int, ...], ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """On the CPU, the threads are shared by the `ranks` of the whole graph: engines that each take all cores slow each
-    other down. A lone engine leaves one core to its other processes: spinning threads on all of 2 cores made it 5 times
-    slower at 8 streams. On the CPU the user's environment wins."""
+    """Show a worker only its GPUs, or on the CPU give it its part of the cores, unless the user's environment does. The
+    `ranks` of the whole graph share the cores, because engines that each use all cores slow each other down. One core
+    stays free for other processes: a lone engine that spun on all of 2 cores was 5 times slower at 8 streams."""
     if gpus:
         # PCI order is NVML's; CUDA's own default puts the fastest card first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -1,4 +1,4 @@
-"""Whether the KV of prefill workers can move into decode workers: ranks, kinds of layers, lengths of prompts."""
+"""Checks that KV can move from prefill workers to decode workers: ranks, kinds of layers, lengths of prompts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,8 +10,8 @@ from pdserve.plan.slots import PlannedWorker
 
 
 def ranks_meet(config: Config, model: ModelFacts | None) -> Iterator[str]:
-    """A decode rank reads its part of the KV heads from the prefill ranks that have them: some of one rank's, or all
-    of several. vLLM's connector refuses the rest (`TransferTopology.tp_ratio`, `_validate_remote_agent_handshake`)."""
+    """Check the numbers of ranks. A decode rank reads some of the KV heads of one prefill rank, or all of several;
+    vLLM's connector refuses the rest (`TransferTopology.tp_ratio`, `_validate_remote_agent_handshake`)."""
     decode, prefill = config.decode, config.prefill
     if decode is None or prefill is None:
         return
@@ -30,14 +30,14 @@ def ranks_meet(config: Config, model: ModelFacts | None) -> Iterator[str]:
 
 
 def layers_move(config: Config, model: ModelFacts | None, workers: Sequence[PlannedWorker]) -> Iterator[str]:
-    """KV moves in blocks, those of the whole prompt: a state is in none, and of layers that all have a sliding window
-    vLLM keeps only the last ones (`unify_hybrid_kv_cache_specs` has them kept where other layers have none)."""
+    """Check the kinds of layers. KV moves as the blocks of the whole prompt. A state is in no block. If all layers have
+    a sliding window, vLLM keeps only the last blocks (else `unify_hybrid_kv_cache_specs` keeps all)."""
     if model is None or not kv_moves(config):
         return
     alone = "set remote-prefill: false, and leave out PrefillWorker"
     if model.stateful_layers:
         yield (
-            f"The model has layers of {' and '.join(model.stateful_layers)}, whose state is not KV in blocks and "
+            f"The model has layers of {' and '.join(model.stateful_layers)}, whose state is not in KV blocks and "
             f"cannot move from prefill to decode workers: {alone}."
         )
     longest = max(max_model_len(model, worker.config.engine_args) for worker in workers)
@@ -46,8 +46,8 @@ def layers_move(config: Config, model: ModelFacts | None, workers: Sequence[Plan
     changed = "sliding_window" in overrides or "layer_types" in overrides
     if model.only_windows and longest > model.window and not whole and not changed:
         yield (
-            f"All layers of the model have a sliding window of {model.window:,} tokens, and the KV of prompts longer "
-            f"than it cannot move from prefill to decode workers: set disable-sliding-window: true and max-model-len: "
+            f"All layers of the model have a sliding window of {model.window:,} tokens, and the KV of longer prompts "
+            f"cannot move from prefill to decode workers: set disable-sliding-window: true and max-model-len: "
             f"{model.window} for both, or {alone}."
         )
 

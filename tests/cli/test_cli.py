@@ -174,7 +174,7 @@ def test_plan_cannot_say_what_it_does_not_know(pdserve: Run, tmp_path: Path) -> 
     result = pdserve("plan", "-f", tmp_path / "hub.yaml")
     said = " ".join(result.stdout.split())
     assert (result.returncode, "It fits" in said) == (3, False)
-    assert "Cannot say whether it fits: nobody/nothing-of-the-kind is not in the Hugging Face cache" in said
+    assert "Unknown whether it fits: nobody/nothing-of-the-kind is not in the Hugging Face cache" in said
     assert json.loads(pdserve("plan", "-f", tmp_path / "hub.yaml", "--json").stdout)["fits"] is None
 
 

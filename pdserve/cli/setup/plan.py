@@ -30,7 +30,7 @@ def plan(
     vLLM argument and where it came from. Without --gpus also what is in the way now: busy ports, a full disk. Reads the
     model's config.json and safetensors index; loads no weights, starts nothing. Of weights that are not here the size
     is estimated from config.json. Exit code 0 where the graph fits, 2 with the reasons where `pdserve serve` would
-    refuse it, 3 where it cannot be said.
+    refuse it, 3 if it is unknown.
 
     examples:
       pdserve plan -f graph.yaml
