@@ -52,7 +52,7 @@ class ProcessPages:
         self.metrics = url + METRICS
         """URL of the metrics; the other pages have the same host and port"""
         self.fault: Callable[[], str] = str
-        self.unready: Callable[[], str] = lambda: "it starts"
+        self.unready: Callable[[], str] = lambda: "it is starting"
         self.watched: Callable[[], ProcessReport] = ProcessReport
         self.receipts: Callable[[int, str | None, str], list[Receipt]] = lambda limit, key, request_id: []
         """those of the `Service`, which are called in the event loop"""

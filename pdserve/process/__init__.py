@@ -1,1 +1,1 @@
-"""What the processes of the graph have in common: their life, their presence in the registry, and a worker's engine."""
+"""Common parts of the processes of the graph: their life cycle, their registration, and the engine of a worker."""

@@ -1,9 +1,9 @@
-"""What a worker checks of its engine: that it has the KV blocks that were planned, that it can do its work before the
-worker is announced, and from then on that it does not hang.
+"""A worker's checks of its engine: KV blocks against the plan, a self-test before the worker is announced, and a watch
+for stalls and hangs.
 
-An engine that hangs (stopped, or deadlocked in a lock or a kernel) looks alive from outside: its process is there, and
-the worker's own heartbeats and lease go on. After seconds it is stalled: its worker gets no new requests until it works
-again. After half a minute it is killed (docs/decisions/0098-stalled-workers.md)."""
+An engine that hangs (stopped, or deadlocked in a lock or a kernel) looks alive from outside: its process exists, and
+the worker keeps its heartbeats and lease. After 2 s it is stalled, and its worker gets no new requests until it works
+again; after 30 s it is killed (docs/decisions/0098-stalled-workers.md)."""
 
 import asyncio
 import logging
@@ -23,40 +23,40 @@ from pdserve.util.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL = 0.5
-"""seconds between two probes"""
+"""Seconds between two probes."""
 STALLS_AFTER = 2.0
-"""seconds without an answer, almost without CPU time, and with idle GPUs after which an engine is stalled"""
+"""Seconds without a reply, almost without CPU time, and with idle GPUs after which an engine is stalled."""
 HANGS_AFTER = 30.0
-"""seconds without an answer and almost without CPU time after which an engine counts as hung. Engines answer between
-two steps, and a step may take long: a long prompt on a CPU, a kernel that is compiled on its first use. But such a
-step uses CPU time."""
+"""Seconds without a reply and almost without CPU time after which an engine is killed. Engines reply between two steps.
+A step may take longer (a long prompt on a CPU, a kernel that is compiled), but uses CPU time."""
 SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
-"""seconds without an answer after which an engine counts as hung, however much CPU time it uses: vLLM's own bound for a
-step, which vLLM enforces only where its worker has a process of its own"""
+"""Seconds without a reply after which an engine is killed even if it uses CPU time: vLLM's own bound for a step, which
+vLLM enforces only where its worker has a process of its own."""
 BUSY = 0.1
-"""share of a core that counts as work; an idle vLLM engine on the CPU uses 0.03"""
+"""Share of a core that counts as work; an idle vLLM engine on the CPU uses 0.03."""
 TICK = 0.25
-"""seconds between two looks at an engine that owes an answer"""
-REACH_INTERVAL, MAX_UNREACHED = 10.0, 3
-"""seconds between two probes of a prefill engine's side channel, and how many in a row may fail"""
+"""Seconds between two checks of an engine that has not replied."""
+REACH_INTERVAL = 10.0
+"""Seconds between two probes of a prefill engine's side channel."""
+MAX_UNREACHED = 3
+"""Failed probes of the side channel in a row after which the worker ends."""
 KILLS_WITHIN = 5.0
-"""seconds within which an engine that a request crashes is known to be dead"""
+"""Seconds within which the death of an engine is noticed."""
 SLOWEST = 500.0
-"""prompt tokens per second, at least: a prompt may crash the engine at its end"""
+"""Prompt tokens per second, at least: a prompt may crash the engine at its end."""
 TOLERANCE = 0.2
-"""share of the planned KV blocks by which those of the engine may differ without a warning"""
+"""Share of the planned KV blocks by which the engine's may differ without a warning."""
 STEPS = 3
-"""tokens of a self-test: the first comes from the prefill, the others from decode steps"""
+"""Tokens of a self-test: the first comes from the prefill, the others from decode steps."""
 _IDS = range(16, 256)
-"""token ids that every vocabulary has"""
+"""Token ids that every vocabulary has."""
 
 
 # memory
 
 
 def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
-    """Compare the KV blocks that vLLM found room for with the plan's, if there is one: not for simulated engines or
-    models of unknown size. vLLM itself logs the parts of an engine's memory."""
+    """Compare the engine's KV blocks with the plan's. Simulated engines and models of unknown size have no plan."""
     planned = worker_memory(config, slot)
     if planned is None or planned.kv_space is None:
         return
@@ -76,9 +76,9 @@ def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
 
 
 async def self_test(engine: Engine) -> None:
-    """Let the engine compute a prompt and some tokens, so that what only happens at a first prefill or step has
-    happened, or failed, before the first request. Call it before anything else reads the engine's steps. Raises
-    EngineDead where the engine dies, fails or hangs."""
+    """Let the engine compute a prompt and some tokens, so that the cost and failures of a first prefill and step come
+    before the first request. Call it before other code reads the engine's steps. Raises EngineDead where the engine
+    dies, fails or hangs."""
     began = time.monotonic()
     work = asyncio.ensure_future(_first_tokens(engine))
     watch = asyncio.ensure_future(EngineWatch(engine).run())
@@ -93,11 +93,11 @@ async def self_test(engine: Engine) -> None:
         await asyncio.gather(work, watch, return_exceptions=True)
     if not await engine.all_blocks_free():
         logger.warning("KV blocks are still held after the engine's self-test")
-    logger.info("the engine did its first work in %.2f s", time.monotonic() - began)
+    logger.info("the engine's self-test took %.2f s", time.monotonic() - began)
 
 
 def unique_prompt(facts: EngineFacts) -> list[int]:
-    """A random prompt, in no prefix cache, a bit longer than a KV block."""
+    """A random prompt, so in no prefix cache, that is slightly longer than a KV block."""
     length = min(facts.block_size + 2, facts.max_model_len - STEPS - 1, facts.kv_tokens - STEPS - 1)
     chance = random.SystemRandom()
     return [chance.choice(_IDS) for _ in range(max(1, length))]
@@ -121,22 +121,22 @@ class EngineWatch:
     def __init__(self, engine: Engine, gpus: Collection[int] = ()) -> None:
         """`gpus`: their indices, as NVML counts."""
         self.stalled = False
-        """the engine neither answers nor computes"""
+        """The engine neither replies nor computes."""
         self.on_change: Callable[[], None] = lambda: None
-        """called after each change of `stalled`"""
-        self._engine, self._gpus = engine, gpus
-        self._look: asyncio.Future[bool] | None = None
-        """asks NVML, which may hang together with the engine"""
+        """Called after each change of `stalled`."""
+        self._engine = engine
+        self._gpus = gpus
+        self._gpu_query: asyncio.Future[bool] | None = None
+        """Call of NVML, which may hang together with the engine."""
 
     async def run(self) -> None:
-        """Probe the engine until it hangs or is dead; raises EngineDead then."""
+        """Probe the engine; raises EngineDead when it hangs or is dead."""
         while True:
             await asyncio.sleep(PROBE_INTERVAL)
-            await self._until_it_answers()
+            await self._probe()
 
-    async def _until_it_answers(self) -> None:
-        """Count ticks instead of measuring time, because a worker that was stopped together with its engine must not
-        blame the engine when both go on."""
+    async def _probe(self) -> None:
+        """Wait for a reply. Time is counted in ticks, so that a pause of both worker and engine does not count."""
         probe, used = asyncio.ensure_future(self._engine.probe()), [self._engine.cpu_seconds()]
         try:
             while not probe.done():
@@ -144,50 +144,46 @@ class EngineWatch:
                 used.append(self._engine.cpu_seconds())
                 silent = (len(used) - 1) * TICK
                 if not probe.done() and _idle(used, HANGS_AFTER):
-                    raise EngineDead(
-                        f"it hangs: no answer for {HANGS_AFTER:g} s, in which it computed nothing"
-                    )
+                    raise EngineDead(f"it hangs: no reply for {HANGS_AFTER:g} s, without CPU time")
                 if not probe.done() and silent >= SPINS_AFTER:
-                    raise EngineDead(
-                        f"it hangs: no answer for {silent:g} s, in which it computed without end"
-                    )
+                    raise EngineDead(f"it hangs: no reply for {silent:g} s, though it uses CPU time")
                 stalled = not probe.done() and _idle(used, STALLS_AFTER) and not await self._gpus_compute()
-                self._note(stalled and not probe.done())
+                self._set_stalled(stalled and not probe.done())
             probe.result()
         finally:
             probe.cancel()
             await asyncio.gather(probe, return_exceptions=True)
 
-    def _note(self, stalled: bool) -> None:
+    def _set_stalled(self, stalled: bool) -> None:
         if stalled == self.stalled:
             return
         self.stalled = stalled
         if stalled:
-            logger.warning("engine stalled: it neither answers nor computes; no new requests until it does")
+            logger.warning("engine stalled: it neither replies nor computes; no new requests until it does")
         else:
-            logger.info("engine works again")
+            logger.info("engine works again; taking new requests")
         self.on_change()
 
     async def _gpus_compute(self) -> bool:
-        """Whether a GPU of the engine computes. vLLM's processes sleep while it does (`cudaEventBlockingSync`), so that
-        a long step uses no CPU time. True also where NVML does not answer within a tick: nothing is known then."""
+        """Whether a GPU of the engine computes, since vLLM's processes use no CPU time while they wait for it
+        (`cudaEventBlockingSync`). True also where NVML does not reply within a tick."""
         if not self._gpus:
             return False
-        if self._look is None or self._look.done():
-            self._look = asyncio.get_running_loop().run_in_executor(None, gpus_compute, self._gpus)
-        await asyncio.wait([self._look], timeout=TICK)
-        return not self._look.done() or self._look.result()
+        if self._gpu_query is None or self._gpu_query.done():
+            self._gpu_query = asyncio.get_running_loop().run_in_executor(None, gpus_compute, self._gpus)
+        await asyncio.wait([self._gpu_query], timeout=TICK)
+        return not self._gpu_query.done() or self._gpu_query.result()
 
 
 def _idle(used: Sequence[float], seconds: float) -> bool:
-    """Whether an engine computed almost nothing in the last `seconds`. `used`: its CPU seconds at each tick."""
+    """Whether an engine used almost no CPU time in the last `seconds`. `used`: its CPU seconds at each tick."""
     ticks = round(seconds / TICK)
     return len(used) > ticks and used[-1] - used[-1 - ticks] < BUSY * seconds
 
 
 async def watch_side_channel(engine: Engine) -> None:
-    """Probe a prefill engine's side channel; raises EngineDead where it does not answer: no decode engine could read
-    the KV then, and only a new process is sure to have a working one."""
+    """Probe a prefill engine's side channel. Raises EngineDead where it does not reply, because decode engines then
+    cannot read the KV, and only a new process is sure to have a working side channel."""
     failures = 0
     while True:
         await asyncio.sleep(REACH_INTERVAL)
@@ -195,7 +191,7 @@ async def watch_side_channel(engine: Engine) -> None:
             await engine.reach()
         except TimeoutError as error:
             failures += 1
-            logger.warning("%s (%d of %d)", error, failures, MAX_UNREACHED)
+            logger.warning("%s (failure %d of %d)", error, failures, MAX_UNREACHED)
             if failures >= MAX_UNREACHED:
                 raise EngineDead(f"its KV cannot be read: {error}") from error
         else:
@@ -203,6 +199,6 @@ async def watch_side_channel(engine: Engine) -> None:
 
 
 def may_have_killed(prompt_tokens: int, since: float) -> bool:
-    """Whether an engine that is found dead now may have died of a request whose last sign of progress (its start, or a
-    token) was at `since` (monotonic)."""
+    """Whether a request may have crashed an engine that is found dead now. `since`: monotonic time of the request's
+    start or last token."""
     return time.monotonic() - since < KILLS_WITHIN + prompt_tokens / SLOWEST

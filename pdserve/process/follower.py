@@ -1,5 +1,5 @@
-"""`pdserve decode|prefill --node-rank N`: a host of a worker that spans hosts, beside its leader (`nodes.py`). Only the
-leader takes requests; this process starts its host's ranks, and ends when the leader does."""
+"""`pdserve decode|prefill --node-rank N`: a follower host of a worker that spans hosts (`nodes.py`). It runs its host's
+ranks of the engine, and ends with the leader, which alone takes requests."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from pdserve.util.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 ENDS_WITHIN = 15.0
-"""seconds beyond its drain timeout that a leader gets to end"""
+"""Seconds beyond its drain timeout for a leader to end."""
 
 
 class FollowerService(Service):
@@ -66,18 +66,18 @@ class FollowerService(Service):
         return {"leader": self._node.watch, "ranks": self._watch_ranks}
 
     async def announce(self) -> None:
-        logger.info("this host's part of %s is ready", self._node.leader.id)
+        logger.info("this host's ranks of %s are ready", self._node.leader.id)
 
     async def drain(self) -> None:
-        """The engine is whole until the leader has finished its requests."""
+        """Keep the ranks until the leader has finished its requests."""
         try:
             async with asyncio.timeout(self._config.drain_timeout + ENDS_WITHIN):
                 await self._node.stop()
         except TimeoutError:
-            logger.warning("%s is still there: ending without it", self._node.leader.id)
+            logger.warning("leader %s has not ended in time; ending without it", self._node.leader.id)
 
     async def _watch_ranks(self) -> None:
-        """They may end with the leader's."""
+        """During the drain, the ranks may end with the leader's."""
         try:
             await self._ranks.watch()
         except EngineDead:

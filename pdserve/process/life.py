@@ -1,5 +1,5 @@
-"""The life of a process of the graph, the same for all roles: start, announce, serve, drain, end. `run` is the whole
-process, `Service` the part that differs by role."""
+"""The life cycle of a process of the graph: start, warm up, announce, serve, drain, end. `run` is the whole process,
+and `Service` the part that differs by role."""
 
 import asyncio
 import logging
@@ -28,34 +28,34 @@ from pdserve.util.errors import ConfigError, EngineDead, PdserveError, find_engi
 
 logger = logging.getLogger(__name__)
 Beat = Callable[[bytes], None]
-"""takes a sign of life"""
+"""Gets heartbeats: STARTS, SERVES or DRAINS."""
 
 AT_ONCE = 1.5
-"""seconds for a role that ends without a drain to close what can be closed"""
+"""Seconds for a role that ends without a drain to close its connections."""
 LAST_RESORT = 15.0
-"""seconds beyond all drains after which a role whose supervisor died stops by itself: the guardian must be gone too"""
+"""Seconds beyond all drains after which a role whose supervisor died stops by itself, because the guardian died too."""
 BEAT = 1.0
-"""seconds between two signs of life"""
+"""Seconds between two heartbeats."""
 FAILED_WITHIN = 15.0
-"""seconds from a failure that ends the service to its end: for its last messages, and for its engine's processes"""
+"""Seconds from a failure that ends the service to its end: for last messages, and for the end of engine processes."""
 END_WITHIN = 1.0
-"""seconds from the end of a role's work to the end of its process"""
+"""Seconds from the end of a role's work to the end of its process."""
 
 
 class Service(ABC):
-    """The work of one process. `run` calls the methods below it in their order; `stop` asks it to drain and return."""
+    """The work of one process. `run` calls the methods below it in their order; `stop` makes it drain and return."""
 
     def __init__(self, config: Config, slot: Slot, instance_id: str, metrics_url: str) -> None:
         self.id = instance_id
         self.ready = asyncio.Event()
-        """set from just before the announcement, when requests may come, until `stop`"""
+        """Set from just before the announcement, when requests may arrive, until `stop`."""
         self.draining = False
         self.fault = ""
-        """why the process does not work, though it answers: its engine hangs or is dead"""
+        """Why the process cannot serve though it responds: its engine hangs or is dead."""
         self.on_failure: Callable[[], object] = lambda: None
-        """called when something failed that ends the service"""
+        """Called at a failure that ends the service."""
         self.tasks: asyncio.TaskGroup
-        """for work beside that of `permanent`; exists from `permanent` to the end of `drain`"""
+        """For other work than `permanent`'s; exists from `permanent` to the end of `drain`."""
         self.tracer = Tracer()
         self.connections = OutageTracker()
         self._config = config
@@ -68,19 +68,19 @@ class Service(ABC):
         self._stop.set()
 
     def depends_on(self, server: str, url: str | None, connected: Callable[[], bool]) -> None:
-        """Report the connection to `NATS` or `etcd` on this process's pages."""
+        """Show the connection to `NATS` or `etcd` on this process's pages and in its metrics."""
         self.connections.add(server, url or "", connected)
         CONNECTED.labels(server).set_function(connected)
 
     def unready(self) -> str:
-        """Why this process should get no requests; empty: it should."""
+        """Why this process should get no requests; empty if it should."""
         if self.draining:
-            return "it drains"
-        return self.fault or ("" if self._announced else "it starts")
+            return "it is draining"
+        return self.fault or ("" if self._announced else "it is starting")
 
     async def run(self) -> None:
-        """Return after `stop` and the drain. Raises EngineDead as itself, after `engine_died`, and what else the parts
-        raise as a group. No background task outlives it, those of the seams included."""
+        """Return after `stop` and the drain. Raises EngineDead, after `engine_died`, and other errors of the parts as a
+        group. No background task outlives it."""
         async with process_owner(), AsyncExitStack() as stack:
             await self.start(stack)
             if endpoint := self._config.otlp_endpoint:
@@ -129,36 +129,36 @@ class Service(ABC):
 
     @abstractmethod
     async def start(self, stack: AsyncExitStack) -> None:
-        """Enter on `stack` all that is needed to serve; it is left at the end in the opposite order."""
+        """Enter all resources on `stack`, which is left at the end."""
 
     @abstractmethod
     def permanent(self) -> Mapping[str, Work]:
-        """Work that never ends, by name. What fails or returns is started again: only EngineDead ends the service. It
-        goes on during the drain, since running requests need it."""
+        """Work that never ends, by name, also during the drain. It is restarted when it fails or returns; only
+        EngineDead ends the service."""
 
     async def warm_up(self) -> None:
-        """Do what should be done before the first request."""
+        """Prepare for the first request."""
         return
 
     @abstractmethod
     async def announce(self) -> None:
-        """Register, so that other processes send requests."""
+        """Register this process, so that others send requests."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """Accept nothing new, and finish running requests within the drain timeout."""
+        """Take no new requests, and finish the running ones within the drain timeout."""
 
     def watched(self) -> ProcessReport:
-        """The state for this process's pages; raises AttributeError before `start`."""
+        """The state for this process's pages. Raises AttributeError before `start`."""
         return ProcessReport()
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
-        """Receipts of running and finished requests, the newest first; only of the API key named `key`, and of
-        `request_id`, where these are given."""
+        """Receipts of running and finished requests, newest first; if given, only of the API key named `key`, and of
+        `request_id`."""
         return []
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Report to other processes what is lost with the engine, while the seams are still open."""
+        """Report the requests and KV that are lost with the engine, while the connections are still open."""
         return
 
 
@@ -172,15 +172,15 @@ def run(config: Config, slot: Slot, beat: Beat | None = None) -> int:
 
 
 def exit_code(name: str, error: Exception) -> int:
-    """Log why the role ended, in a sentence where the error is one of our own, and return its exit code: 2 for a wrong
-    configuration, however late it was found, since the supervisor must not try it again; `ENGINE_KILLED`."""
+    """Log why the role ended, without a traceback for pdserve's own errors. Return its exit code: 2 for a wrong
+    configuration, after which the supervisor must not restart it, `ENGINE_KILLED`, or 1."""
     causes = leaf_errors(error)
     if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
             logger.error("%s", problem)
         return 2
     if dead := find_engine_death(error):
-        logger.error("the engine is gone, and this worker with it: %s", dead)
+        logger.error("engine process died; exiting: %s", dead)
         return ENGINE_KILLED if dead.killed else 1
     if all(isinstance(leaf, PdserveError) for leaf in causes):
         logger.error("%s failed: %s", name, "; ".join(map(str, causes)))
@@ -199,12 +199,12 @@ async def live(config: Config, slot: Slot, beat: Beat | None = None) -> None:
         pages.fault, pages.unready = lambda: service.fault, service.unready
         async with TaskOwner() as tasks:
             if beat:
-                tasks.forever(partial(send_heartbeats, service, beat), "signs of life")
+                tasks.forever(partial(send_heartbeats, service, beat), "heartbeats")
             await live_until_signalled(service, config.drain_timeout)
 
 
 async def send_heartbeats(service: Service, beat: Beat) -> None:
-    """Call `beat` as long as the event loop works and the engine does not hang."""
+    """Call `beat` every `BEAT` seconds while the event loop works and the engine does not hang."""
     while True:
         if not service.fault:
             beat(DRAINS if service.draining else STARTS if service.unready() else SERVES)
@@ -212,9 +212,9 @@ async def send_heartbeats(service: Service, beat: Beat) -> None:
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:
-    """Run the service. At the first of `STOPPERS` it drains if it works, else it ends at once, as it does at another
-    SIGTERM or SIGINT. Return in all cases; where it ends at once, a thread that cannot be ended may still run after
-    `AT_ONCE`. Raises what the service raises, and PdserveError where it failed and does not end."""
+    """Run the service. At the first of `STOPPERS`, drain if it is ready, else end at once; at the second, end at once.
+    After an end at once, threads may still run. Raises the service's errors, and PdserveError where the service failed
+    and does not end."""
     life = asyncio.create_task(service.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())
@@ -233,7 +233,7 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
             loop.call_later(AT_ONCE, over.set)
 
     def orphaned() -> None:
-        logger.error("the supervisor was killed; its guardian stops the graph")
+        logger.error("supervisor died; waiting for its guardian to stop the graph")
         stops.count = 0  # the guardian repeats the supervisor's signal
         loop.call_later(3 * drain_timeout + LAST_RESORT, stop, signal.SIGTERM)
 
@@ -255,8 +255,8 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
 
 
 async def _live_to_the_end(config: Config, slot: Slot, beat: Beat | None) -> int:
-    """Run `live`, and make sure that the process ends soon after it: Python would wait for a thread that still imports
-    or starts vLLM. Late signals do not change the exit code."""
+    """Run `live`, and end the process soon after it, because Python would wait for a thread that still imports or
+    starts vLLM. Late signals do not change the exit code."""
     failure: Exception | None = None
     try:
         await live(config, slot, beat)
@@ -272,8 +272,8 @@ async def _live_to_the_end(config: Config, slot: Slot, beat: Beat | None) -> int
 
 
 def _end(code: int) -> None:
-    """Kill all child processes but multiprocessing's resource tracker, which cleans up behind the others and ends by
-    itself, then end this one."""
+    """Kill all child processes except multiprocessing's resource tracker, which removes their shared memory and ends by
+    itself; then end this process."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if not any("resource_tracker" in part for part in process.cmdline()):

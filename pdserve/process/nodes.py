@@ -1,12 +1,11 @@
-"""How the hosts of a worker that spans hosts find each other, and notice that one of them is gone.
+"""Rendezvous and failure detection of the hosts of a worker that spans hosts.
 
-Node rank 0 is the leader: the worker as all others see it, with the engine core. A follower has only ranks of it.
-vLLM itself waits half an hour for a host that does not come, and for ever for one that is gone (vllm#32136, #48720).
+Node rank 0 is the leader, which has the engine core and registers as the worker; followers only have ranks of the
+engine. vLLM itself waits half an hour for a host that never starts, and for ever for a lost one (vllm#32136, #48720).
 
-The leader registers and waits for a follower of each rank; a follower joins a leader that waits. The leader then names
-the followers that it takes, and all start their parts of the engine; a follower that is not taken waits for another
-leader. All this belongs to one boot of the leader: when a host is lost, the worker ends on all of them, each is started
-again by its manager, and they meet anew, at another port."""
+The leader registers and waits for a follower of each node rank; a follower joins a waiting leader. The leader then
+chooses the followers, and all start their ranks; other followers wait for another leader. When a host is lost, the
+worker ends on all hosts. Their managers restart them, and they meet again at another port."""
 
 import asyncio
 import logging
@@ -33,18 +32,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GROUP_VARIABLE = "PDSERVE_NODE_GROUP"
-"""environment variable with a text that only the hosts of one worker share; else any followers of a slot are alike"""
+"""Environment variable with a text that only the hosts of one worker share; without it, a leader takes any followers of
+its slot."""
 AWAY = 5.0
-"""seconds for which a record must be away until its process counts as lost. A process whose lease ran out while its
-host was slow, or while etcd was away, registers again within two or three."""
+"""Seconds for which a record must be missing until its process counts as lost. A process whose lease expired while its
+host was slow, or etcd unreachable, registers again within two or three."""
 AWAY_AT_START = 30.0
-"""the same while engines start: their imports and forks may stop a process for many seconds, and no request waits"""
+"""The same while engines start, whose imports and forks may stop a process for many seconds."""
 TICK = 0.5
-"""seconds between two looks; counted, not measured: a process that was stopped must not blame the others"""
+"""Seconds between two checks; counted, not measured, so that a pause of this process does not count."""
 
 
 def node_leader(config: Config, section: WorkerConfig, node: EngineNode, instance_id: str) -> NodeLeader:
-    """Without pdserve's own defaults, which a host sets by what it knows of the model."""
+    """The leader's record, without pdserve's own defaults, which may differ by host."""
     given = {
         name: value
         for name, value in section.engine_args.items()
@@ -62,13 +62,13 @@ def node_leader(config: Config, section: WorkerConfig, node: EngineNode, instanc
 
 
 def meeting_place(slot: Slot) -> str:
-    """Where the hosts of a worker meet in the registry."""
+    """The part of the registry keys under which the hosts of a worker meet."""
     group = os.environ.get(GROUP_VARIABLE, "")
     return f"{slot.worker}@{group}" if group else slot.worker
 
 
 class Leader(Lifetime):
-    """Enter it inside the registry; entering returns when a follower of each rank was taken."""
+    """Enter it inside the registry. Entering returns when a follower of each rank has been chosen."""
 
     def __init__(self, registry: Registry, place: str, record: NodeLeader) -> None:
         self.record = record
@@ -87,9 +87,9 @@ class Leader(Lifetime):
             yield
 
     async def watch(self, stop: Callable[[], None] = lambda: None, patience: float = AWAY) -> None:
-        """Call `stop` where a follower is to stop, so that running requests finish. Raises EngineDead where one is
-        lost; never returns."""
-        async for there in _looks(self._followers, self.record.followers, "a follower", patience):
+        """Call `stop`, to drain, when a follower asks to stop. Raises EngineDead when a follower is lost; never
+        returns."""
+        async for there in _present(self._followers, self.record.followers, "a follower", patience):
             if any(follower.stopping for follower in there.values()):
                 stop()
 
@@ -101,7 +101,7 @@ class Leader(Lifetime):
             if not missing:
                 return [by_rank[rank] for rank in ranks]
             if missing != before:
-                logger.info("waits for the hosts with --node-rank %s", ", ".join(map(str, missing)))
+                logger.info("waiting for the hosts with --node-rank %s", ", ".join(map(str, missing)))
         raise AssertionError("a view's changes never end")
 
     def _followers(self) -> dict[str, NodeFollower]:
@@ -112,12 +112,12 @@ class Leader(Lifetime):
 
 
 class Follower(Lifetime):
-    """Enter it inside the registry; entering returns when a leader has taken this follower."""
+    """Enter it inside the registry. Entering returns when a leader has chosen this follower."""
 
     leader: NodeLeader
 
     def __init__(self, registry: Registry, place: str, expected: NodeLeader, record: NodeFollower) -> None:
-        """`expected`: what this host's file says of the leader."""
+        """`expected`: the leader's record by this host's file."""
         self.record = record
         self._expected = expected
         self._registry = registry
@@ -128,24 +128,25 @@ class Follower(Lifetime):
     async def _lifetime(self) -> AsyncIterator[None]:
         async with self._view:
             self.leader = await self._taken()
-            logger.info("node %d of %s, which %s leads", self.record.rank, self.leader.id, self.leader.host)
+            logger.info("node rank %d of %s on %s", self.record.rank, self.leader.id, self.leader.host)
             yield
 
     async def watch(self, patience: float = AWAY) -> None:
-        """Raises EngineDead where the leader is lost; never returns."""
-        async for _ in _looks(self._leaders, [self.leader.id], "its leader", patience):
+        """Raises EngineDead when the leader is lost; never returns."""
+        async for _ in _present(self._leaders, [self.leader.id], "its leader", patience):
             pass
 
     async def stop(self) -> None:
-        """Have the leader drain, and return when it is gone."""
+        """Ask the leader to drain, and return when it has ended."""
         await self._join(msgspec.structs.replace(self.record, stopping=True))
         async for _ in self._view.changes():
             if self.leader.id not in self._leaders():
                 return
 
     async def _taken(self) -> NodeLeader:
-        """Raises ConfigError where the leader runs other arguments than this host's file has."""
-        logger.info("waits for a leader: `pdserve` with the same file on the first host")
+        """Wait until a leader chooses this follower. Raises ConfigError where the leader has other engine arguments
+        than this host's file."""
+        logger.info("waiting for a leader: start `pdserve` with the same file on the first host")
         async for _ in self._view.changes():
             leaders = self._leaders()
             ours = leaders.get(self.record.leader)
@@ -166,7 +167,7 @@ class Follower(Lifetime):
 
 
 async def start_with_hosts(start: Awaitable[T], others: Leader | Follower) -> T:
-    """Start this host's part of the engine. Raises a group with EngineDead where another host is lost meanwhile."""
+    """Start this host's ranks. Raises a group with EngineDead where another host is lost meanwhile."""
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(others.watch(patience=AWAY_AT_START))
         result = await start
@@ -174,18 +175,18 @@ async def start_with_hosts(start: Awaitable[T], others: Leader | Follower) -> T:
     return result
 
 
-async def _looks(
+async def _present(
     there: Callable[[], dict[str, T]], needed: Iterable[str], what: str, patience: float
 ) -> AsyncIterator[dict[str, T]]:
-    """Yield what is there, again and again. Raises EngineDead when something that is needed was away for `patience`
-    seconds."""
+    """Yield the registered records every `TICK`. Raises EngineDead when one of `needed` (ids) has been missing for
+    `patience` seconds."""
     away = 0.0
     while True:
         found = there()
         lost = [each for each in needed if each not in found]
         away = away + TICK if lost else 0.0
         if away >= patience:
-            raise EngineDead(f"{what} is gone, and the engine spans its host: {', '.join(lost)}")
+            raise EngineDead(f"lost {what} of an engine that spans hosts: {', '.join(lost)}")
         yield found
         await asyncio.sleep(TICK)
 
@@ -194,14 +195,13 @@ def _compare(leader: NodeLeader, ours: NodeLeader) -> None:
     theirs, own = for_engine(leader.engine_args), msgspec.json.decode(encode_record(ours), type=NodeLeader)
     mine = for_engine(own.engine_args)
     differ = [
-        f"{name} ({mine.get(name, 'not set')} here, {theirs.get(name, 'not set')} there)"
+        f"{name} ({mine.get(name, 'not set')} here, {theirs.get(name, 'not set')} at the leader)"
         for name in sorted(theirs.keys() | mine.keys())
         if theirs.get(name) != mine.get(name)
     ]
     if leader.vllm_version != ours.vllm_version:
-        differ.append(f"vLLM ({ours.vllm_version} here, {leader.vllm_version} there)")
+        differ.append(f"vLLM ({ours.vllm_version} here, {leader.vllm_version} at the leader)")
     if differ:
-        text = "give both hosts the same file and version"
-        raise ConfigError(
-            [f"The leader {leader.id} on {leader.host} has another {', '.join(differ)}: {text}."]
-        )
+        where = f"the leader {leader.id} on {leader.host}"
+        text = f"This host's file or version differs from that of {where}: {', '.join(differ)}; use the same on both."
+        raise ConfigError([text])

@@ -1,5 +1,5 @@
-"""The registry records of a process: its instance, and its model card. They change seldom, for each change goes to
-every process. Load, which changes with each step, goes elsewhere (`WorkerLoad`, `observe/process_pages.py`)."""
+"""The registry records of a process: its instance and its model card. Each change goes to every process, so load, which
+changes with each step, is not in them (`WorkerLoad`, `observe/process_pages.py`)."""
 
 import asyncio
 import logging
@@ -37,17 +37,17 @@ from pdserve.util.errors import RegistryUnavailable
 logger = logging.getLogger(__name__)
 
 WARM_UP_WITHIN = 5.0
-"""seconds that a worker may spend on warming up with others before it is announced"""
+"""Seconds for warm-ups with other workers before a worker is announced."""
 MAX_PAIRS = 16
-"""most workers of the other role that a decode worker warms up with: with hundreds of workers, all pairs would be too
-many handshakes; the first request of any other pair makes its own"""
+"""Workers of the other role that a decode worker warms up with, at most: with hundreds of workers, all pairs would be
+too many handshakes. The first request of any other pair makes its own."""
 INTERVAL = 1.0
-"""seconds between two checks of what changes"""
+"""Seconds between two checks of `queue_lost` and `stalled`."""
 
 
 def new_instance_id(slot: Slot) -> str:
-    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, so that KV from before the restart belongs to
-    none. Under a supervisor the boot id is the supervisor's."""
+    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, so that no instance has the KV from before the
+    restart. A supervisor gives the boot id."""
     return instance_id(slot.name, os.environ.get(BOOT_VARIABLE) or new_boot())
 
 
@@ -90,13 +90,13 @@ def worker_instance(
 
 
 def _settings(config: Config, role: Role) -> dict[str, str]:
-    """The promise of its model, and the settings by which a decode worker chooses between local and remote prefill, if
-    it does."""
-    promise = slo_settings(config.slo)
+    """The model's SLO, and the settings by which a decode worker chooses between local and remote prefill, if it
+    does."""
+    slo = slo_settings(config.slo)
     decode = config.decode if role.includes(Role.DECODE) else None
     if decode is None or not (decode.remote_prefill and decode.conditional_disagg):
-        return promise
-    return promise | {
+        return slo
+    return slo | {
         "policy": str(decode.policy),
         "max-local-prefill-length": str(decode.max_local_prefill_length),
         "max-prefill-queue-size": str(decode.max_prefill_queue_size),
@@ -104,9 +104,8 @@ def _settings(config: Config, role: Role) -> dict[str, str]:
 
 
 def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterable[ModelCard]) -> ModelCard:
-    """The card of a decode worker, with all of its engine arguments: frontends know which of them matter. The context
-    length is the engine's, and a chat template in a file of this host becomes its text. `others` are the registered
-    cards of the same name."""
+    """The card of a decode worker, with all engine arguments, of which frontends use some. The context length is the
+    engine's, and a chat template in a file becomes its text. `others`: the registered cards of the same name."""
     assert config.decode is not None
     arguments = dict(config.decode.engine_args)
     arguments["max-model-len"] = facts.max_model_len
@@ -128,14 +127,14 @@ def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterabl
 
 
 def generation(card: ModelCard, others: list[ModelCard]) -> int:
-    """The generation of the cards that are like this one; the next one where there is none."""
+    """The generation of the equal cards, else the next one."""
     if alike := [other.generation for other in others if other.is_interchangeable(card)]:
         return max(alike)
     return 1 + max((other.generation for other in others), default=0)
 
 
 def refusal(registered: Sequence[Instance]) -> str:
-    """Why a process of this build may not join these; empty: it may. Pure."""
+    """Why a process of this build may not register beside these; empty if it may. Pure."""
     far = [instance for instance in registered if not is_compatible(instance.wire)]
     if not far:
         return ""
@@ -148,8 +147,7 @@ def refusal(registered: Sequence[Instance]) -> str:
 
 
 class Presence:
-    """Keeps the records of a process in the registry. They are under its lease, so that leaving the registry removes
-    them."""
+    """Keeps the records of a process in the registry, under its lease, which removes them when the process leaves."""
 
     def __init__(
         self,
@@ -163,7 +161,7 @@ class Presence:
         self.instance = msgspec.structs.replace(instance, version=__version__, wire=WIRE)
         self._queue_lost, self._stalled = queue_lost, stalled
         self.changed = asyncio.Event()
-        """set it where one of these must be written at once"""
+        """Set it to write a change of these at once."""
         self._newcomer = False
         self.announced = asyncio.Event()
         self._left = False
@@ -172,26 +170,25 @@ class Presence:
         self._card = card
 
     async def wait_until_compatible(self) -> None:
-        """Wait until no process is registered that is more than a generation of messages away. Meanwhile
-        `pdserve status` lists this one as refused."""
+        """Wait until no process is registered whose wire version differs by more than 1. Meanwhile `pdserve status`
+        lists this process as refused."""
         slot = SlotState(self.instance.id, self.instance.role, self.instance.host, REFUSED)
         async with RegistryView(self._registry, keys.INSTANCES) as there:
             async for _ in there.changes():
                 if not (why := refusal(there.instances())):
                     break
                 if why != slot.cause:
-                    logger.error("not registered: %s", why)
+                    logger.error("not registered, waiting: %s", why)
                     slot = msgspec.structs.replace(slot, cause=why)
                     await self._registry.put(keys.slot(slot), encode_record(slot))
         if slot.cause:
             await self._registry.delete(keys.slot(slot))
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
-        """Register the worker as a newcomer, which only workers of the other role see, and wait until it is warm with
-        them; `WARM_UP_WITHIN` seconds at most, since any of them may hang.
+        """Register the worker as a newcomer, which only workers of the other role see, and run `warm` with them for at
+        most `WARM_UP_WITHIN` seconds, since any of them may hang.
 
-        Of two workers that start at the same time at least one sees the other, because each looks after it has seen
-        itself."""
+        Of two workers that start together, at least one sees the other, because each first waits for its own record."""
         self._newcomer = True
         await self._registry.put(keys.newcomer(self.instance), encode_record(self.instance))
         try:
@@ -200,7 +197,7 @@ class Presence:
                 await warm()
         except TimeoutError:
             logger.warning(
-                "not warm with every worker of the other role after %g s; going on", WARM_UP_WITHIN
+                "warm-up with workers of the other role not complete after %g s; announcing", WARM_UP_WITHIN
             )
 
     async def _seen(self, view: RegistryView) -> None:
@@ -210,7 +207,7 @@ class Presence:
                 return
 
     async def set_card(self, card: ModelCard | None) -> None:
-        """Write the card, or remove the one that is there."""
+        """Write the card, or remove the registered one."""
         if card is not None:
             await self._registry.put(keys.card(card.name, self.instance.id), encode_record(card))
         elif self._card is not None:
@@ -218,11 +215,11 @@ class Presence:
         self._card = card
 
     async def announce(self) -> None:
-        """Write the card before the instance: a frontend that sees the instance can read what it serves."""
+        """Write the card before the instance, so that a frontend that sees the instance finds its card."""
         await self.set_card(self._card)
-        self._look()
+        self._refresh()
         await self._write()
-        if self._newcomer:  # any other key cannot be deleted while the registry is away
+        if self._newcomer:  # else there is no such key to delete, which would wait for etcd
             await self._registry.delete(keys.newcomer(self.instance))
         self.announced.set()
 
@@ -232,20 +229,20 @@ class Presence:
         await self._write()
 
     async def set_address(self, address: str) -> None:
-        """Register another address; empty: none."""
+        """Register another address; empty for none."""
         if address != self.instance.address:
             self.instance = msgspec.structs.replace(self.instance, address=address)
             if self.announced.is_set():
                 await self._write()
 
     async def set_adapters(self, adapters: list[Adapter] | None) -> None:
-        """Register the adapters that its engine has now."""
+        """Register the adapters that the engine has now."""
         self.instance = msgspec.structs.replace(self.instance, adapters=adapters)
         if self.announced.is_set():
             await self._write()
 
     async def leave(self) -> None:
-        """Remove the instance, and write nothing more."""
+        """Remove the instance, and do not write it again."""
         self._left = True
         with suppress(RegistryUnavailable):
             async with self._writing:
@@ -260,11 +257,11 @@ class Presence:
                     await self.changed.wait()
             self.changed.clear()
             before = self.instance
-            self._look()
+            self._refresh()
             if self.instance != before:
                 await self._write()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         now = {"queue_lost": self._queue_lost(), "stalled": self._stalled()}
         self.instance = msgspec.structs.replace(self.instance, **now)
 

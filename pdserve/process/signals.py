@@ -1,4 +1,4 @@
-"""The signals that end a process of the graph, what they do while it starts, and its signs of life. This module
+"""The signals that end a process of the graph, their meaning while it starts, and its heartbeats. This module
 imports next to nothing: all other imports of a role come after `end_while_starting`."""
 
 import logging
@@ -10,31 +10,31 @@ logger = logging.getLogger(__name__)
 
 _HANG_UP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 STOPPERS = (signal.SIGTERM, signal.SIGINT, *_HANG_UP)
-"""from a supervisor, from Ctrl-C, from a terminal that is closed, unless `nohup` made this process ignore that"""
+"""From a supervisor, from Ctrl-C, and from a closed terminal, unless `nohup` made this process ignore that."""
 SUPERVISOR_DIED = signal.SIGUSR1
-"""from the kernel, when the supervisor ends. It ends a role that is still starting, which has no handler yet; a role
-that serves drains when the supervisor's guardian signals it"""
+"""From the kernel when the supervisor ends. It ends a role that still starts and has no handler yet; a ready role waits
+for SIGTERM from the supervisor's guardian."""
 SAME_STOP = 0.2
-"""seconds within which further signals belong to the same stop: `timeout` signals its child and then its group, and
-uvloop 0.21 delivers a signal twice where another comes just before it, as SUPERVISOR_DIED does before the guardian's
-SIGTERM (measured: 5 % of such pairs)"""
+"""Seconds within which further signals belong to the same stop: `timeout` signals its child and then its group, and
+uvloop 0.21 delivers a signal twice when another one precedes it closely, as SUPERVISOR_DIED does before the guardian's
+SIGTERM (measured: 5 % of such pairs)."""
 ENGINE_KILLED = 128 + signal.SIGKILL
-"""exit code of a role whose engine something outside killed, such as the kernel for lack of memory"""
+"""Exit code of a role whose engine was killed from outside, such as by the kernel for lack of memory."""
 STARTS, SERVES, DRAINS = b"starts", b"serves", b"drains"
-"""signs of life of a process that works: what it does"""
+"""Heartbeats of a working process: its phase."""
 
 
 class Stops:
-    """The stops that signals ask for: the first is to drain, the second to end at once."""
+    """Counts the stops that signals ask for: at the first, drain; at the second, end at once."""
 
     def __init__(self) -> None:
         self.count = 0
         self._last = 0.0
-        """time of the last one"""
+        """Time of the last stop."""
 
     def adds(self, number: signal.Signals) -> bool:
-        """Whether the signal asks for another stop. SIGHUP only asks for a first: the shell and the kernel both send it
-        when a terminal is closed."""
+        """Whether the signal asks for another stop. SIGHUP can only be the first, because the shell and the kernel both
+        send it when a terminal is closed."""
         now = time.monotonic()
         if self.count and (number == signal.SIGHUP or now < self._last + SAME_STOP):
             return False
@@ -43,12 +43,13 @@ class Stops:
 
 
 def end_while_starting() -> None:
-    """Let `STOPPERS` end this process with exit code 0 until it has its own handlers: vLLM's import takes seconds."""
+    """Let `STOPPERS` end this process with exit code 0 until it has its own handlers, since vLLM's import takes
+    seconds."""
     for number in STOPPERS:
         signal.signal(number, _end)
 
 
 def _end(number: int, _frame: object) -> None:
-    """End at once: nothing is there yet that would have to be closed."""
+    """End at once: nothing is open yet."""
     logger.info("stopped while starting (%s)", signal.Signals(number).name)
     os._exit(0)

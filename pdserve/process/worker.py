@@ -1,4 +1,4 @@
-"""What decode and prefill workers have in common: an engine, the queue, the registry, and how they start."""
+"""The base of decode and prefill workers: an engine, the queue, the registry, and their start."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ from pdserve.util.net import free_port
 
 class EngineWorker(Service):
     follows: Sequence[str]
-    """prefixes of the registry keys that this role needs"""
+    """Prefixes of the registry keys that this role reads."""
     work: ClassVar[Role]
-    """the role whose work it does, if only now and then"""
+    """The role whose work it does, if only at times."""
     without_nats: str
-    """what an outage of NATS means for this role, for the log"""
+    """What an outage of NATS means for this role, for the log."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EngineWorker(Service):
         metrics_url: str = "",
         leader: Leader | None = None,
     ) -> None:
-        """`stream` is for workers that decode: the frontends' connections; `leader` for those that span hosts."""
+        """`stream`: the frontends' connections, for workers that decode. `leader`: for workers that span hosts."""
         super().__init__(config, slot, instance_id, metrics_url)
         self.view = RegistryView(registry, *self.follows)
         self._engine = engine
@@ -98,16 +98,16 @@ class EngineWorker(Service):
 
     @abstractmethod
     def _assemble(self, engine: Engine) -> None:
-        """Make the parts of this role; called once, at the end of `__init__`."""
+        """Make the parts of this role. Called at the end of `__init__`."""
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Enter engine and seams in the order in which they need each other."""
-        seams: list[Lifetime] = [self._queue, self._registry, self.view]
+        """Enter engine, stream, queue and registry in the order in which they need each other."""
+        connections: list[Lifetime] = [self._queue, self._registry, self.view]
         if self._leader is None:
             async with gpu_turns(self._slot.gpus, self._config.state_dir):
                 await stack.enter_async_context(self._engine)
         else:
-            seams.remove(self._registry)
+            connections.remove(self._registry)
             await stack.enter_async_context(self._registry)
             await stack.enter_async_context(self._leader)
             await start_with_hosts(stack.enter_async_context(self._engine), self._leader)
@@ -116,8 +116,8 @@ class EngineWorker(Service):
         self._queue.bind(facts.fingerprint)
         if self._stream is not None:
             await stack.enter_async_context(self._stream)
-        for seam in seams:
-            await stack.enter_async_context(seam)
+        for connection in connections:
+            await stack.enter_async_context(connection)
         log_memory(self._config, self._slot, facts)
         await self_test(self._engine)
         address = self._stream.address if self._stream is not None else ""
@@ -135,12 +135,12 @@ class EngineWorker(Service):
             lambda: self._engine_watch.stalled,
         )
         self._engine_watch.on_change = self._stall_changed
-        if self._leader is not None:  # the lease outlives the engine
+        if self._leader is not None:  # the lease ends after the engine
             stack.push_async_callback(self._presence.leave)
         await self._presence.wait_until_compatible()
 
     def _stall_changed(self) -> None:
-        """The engine is stalled, or works again: register it at once."""
+        """Register the change at once."""
         self._presence.changed.set()
 
     def _show_usage(self) -> None:
@@ -151,7 +151,7 @@ class EngineWorker(Service):
         KV_USAGE.labels(*of).set_function(lambda: engine.usage.kv_usage)
 
     async def card(self) -> ModelCard | None:
-        """The model card for frontends; None for a worker that they do not connect to."""
+        """The model card for frontends; None for a worker to which they do not connect."""
         return None
 
     def load(self) -> Load:
@@ -159,7 +159,7 @@ class EngineWorker(Service):
         return Load(usage.running, usage.waiting, round(usage.kv_usage, 6), queue_depth=self._queue.depth)
 
     def links(self) -> list[LinkState]:
-        """The measured links to other processes."""
+        """Measurements of the links to other processes."""
         return []
 
     def watched(self) -> ProcessReport:
@@ -170,18 +170,18 @@ class EngineWorker(Service):
 
     @abstractmethod
     async def _read_step(self, step: Step) -> None:
-        """Handle the outputs of an engine step."""
+        """Process the outputs of an engine step."""
 
     async def _read_engine(self) -> None:
-        """Handle steps until the engine is dead; raises EngineDead then, and where a step cannot be read: the tokens
-        in it are lost."""
+        """Read steps. Raises EngineDead when the engine is dead, and when a step cannot be read, because its tokens are
+        lost."""
         while True:
             try:
                 step = await self._engine.step()
             except EngineDead:
                 raise
             except Exception as error:
-                why = f"a step of it cannot be read: {error_text(error)}"
+                why = f"cannot read a step of it: {error_text(error)}"
                 raise EngineDead(why, crashed=True) from error
             await self._read_step(step)
 

@@ -1,5 +1,5 @@
-"""The LoRA adapters of a worker: those of its file, and those that frontends load and unload at run time, which the
-registry keeps. What the worker has is in its own record, by which frontends choose where requests go."""
+"""The LoRA adapters of a worker: those of its file, and those that frontends load and unload at run time through the
+registry. The worker's record lists its adapters, by which frontends route requests."""
 
 import asyncio
 import logging
@@ -20,18 +20,18 @@ from pdserve.util.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 Key = tuple[str, str]
-"""name, and by which call it is there"""
-AGAIN = 30.0
-"""seconds until a wanted adapter that could not be loaded is tried again"""
+"""Name, and the call that loaded it (`Adapter.asked`)."""
+RETRY_AFTER = 30.0
+"""Seconds until a failed load of a wanted adapter is retried."""
 HIDDEN = "it is unloaded, or another one is loaded by its name"
-"""problem of an adapter in the worker's file that clients get no more"""
-LONGEST = 500
-"""characters of a problem: it is part of the worker's record"""
+"""Problem of an adapter in the worker's file that clients cannot use any more."""
+MAX_PROBLEM = 500
+"""Characters of a problem, which is part of the worker's record."""
 
 
 class WorkerAdapters:
-    """An unloaded adapter stays in the engine until another needs its place, so that the requests that have it finish,
-    and go on here if their worker is lost."""
+    """Loads and unloads the adapters of a worker's engine. An unloaded adapter stays in the engine until another needs
+    its place, so that requests with it can finish, and migrate to this worker."""
 
     def __init__(
         self, engine: Engine, engine_args: Mapping[str, object], model: str, registry: Registry
@@ -43,11 +43,11 @@ class WorkerAdapters:
         self._there: dict[Key, Adapter] = {}
         self._published: list[Adapter] | None = None
         self._tried = time.monotonic()
-        """when those that could not be loaded were last tried again"""
+        """Time of the last retry of failed loads."""
 
     @property
     def there(self) -> list[Adapter] | None:
-        """As in the worker's record: those in the engine, and every name in the file."""
+        """Adapters for the worker's record: those in the engine, and all of the file. None: the engine takes none."""
         hidden = (
             Adapter(name, path, problem=HIDDEN)
             for name, path in static_adapters(self._args).items()
@@ -56,7 +56,7 @@ class WorkerAdapters:
         return [*self._there.values(), *hidden] if self._engine.max_adapters else None
 
     async def start(self) -> None:
-        """Load what is wanted now. Raises ConfigError where an adapter of the file cannot be loaded."""
+        """Load the wanted adapters. Raises ConfigError where an adapter of the file cannot be loaded."""
         async with self._view() as view:
             await self._load(self._wanted(view))
         problems = [each.problem for each in self._there.values() if each.asked == FROM_FILE and each.problem]
@@ -65,13 +65,13 @@ class WorkerAdapters:
         self._published = self.there
 
     async def follow(self, changed: Callable[[list[Adapter] | None], Awaitable[None]]) -> None:
-        """Load what is wanted as it changes, for ever; `changed` is called with what is there then."""
+        """Load adapters as the registry changes, and call `changed` with the new list; never returns."""
         async with self._view() as view:
-            async for _ in view.changes(every=AGAIN):
+            async for _ in view.changes(every=RETRY_AFTER):
                 await self._load(self._wanted(view))
                 if self.there != self._published:
-                    await changed(there := self.there)
-                    self._published = there
+                    await changed(adapters := self.there)
+                    self._published = adapters
 
     def _view(self) -> RegistryView:
         return RegistryView(self._registry, keys.ADAPTERS, keys.LOADING)
@@ -85,12 +85,12 @@ class WorkerAdapters:
         return {(each.name, each.asked): each for each in wanted}
 
     async def _load(self, wanted: Mapping[Key, Adapter]) -> None:
-        if again := time.monotonic() >= self._tried + AGAIN:
+        if again := time.monotonic() >= self._tried + RETRY_AFTER:
             self._tried = time.monotonic()
         for key, adapter in wanted.items():
             before = self._there.get(key)
-            answered = not adapter.id and adapter.asked != FROM_FILE  # a frontend has seen that it failed
-            if before is None or (again and before.problem and not answered):
+            reported = not adapter.id and adapter.asked != FROM_FILE  # a frontend saw the failure
+            if before is None or (again and before.problem and not reported):
                 loaded = await self._load_one(replace(adapter, model=""), wanted)
                 self._there[key] = loaded
                 if loaded != before:
@@ -101,7 +101,7 @@ class WorkerAdapters:
         self._drop(wanted)
 
     def _drop(self, wanted: Mapping[Key, Adapter]) -> None:
-        """Of those that are not wanted, leave one entry for each adapter that the engine holds."""
+        """Drop unwanted entries, except one for each adapter that the engine still holds."""
         held = {0} | {each.id for key, each in self._there.items() if key in wanted}
         for key, each in list(self._there.items()):
             if key not in wanted and each.id in held:
@@ -113,7 +113,9 @@ class WorkerAdapters:
             folder = adapter_folder(adapter.name, adapter.path)
             id = await asyncio.to_thread(adapter_id, folder, self._args)
             if adapter.id and id != adapter.id:
-                raise ConfigError([f"{adapter.path} has other weights here than where it was loaded first"])
+                raise ConfigError(
+                    [f"{adapter.path} has other weights here than on the worker that loaded it first"]
+                )
             if not any(each.id == id for each in self._there.values()):
                 await self._make_room(wanted)
                 await self._engine.load_adapter(id, folder)
@@ -121,12 +123,13 @@ class WorkerAdapters:
                     await self._engine.unload_adapter(id)
                     raise ConfigError([f"the files of {adapter.path} changed while they were loaded"])
             return replace(adapter, id=id)
-        except Exception as error:  # whatever is wrong with its path or its files
+        except Exception as error:  # any error of its path or its files
             reraise_fatal(error)
-            return replace(adapter, id=0, problem=(str(error) or repr(error))[:LONGEST])
+            return replace(adapter, id=0, problem=(str(error) or repr(error))[:MAX_PROBLEM])
 
     async def _make_room(self, wanted: Mapping[Key, Adapter]) -> None:
-        """Unload an adapter that is not wanted and not used, if the engine is full. Raises ConfigError."""
+        """If the engine is full, unload an unwanted adapter that no request uses. Raises ConfigError if there is
+        none."""
         ids = {each.id for each in self._there.values() if each.id}
         if len(ids) < (most := self._engine.max_adapters):
             return

@@ -270,13 +270,13 @@ async def test_a_kept_adapter_that_failed_is_tried_again(
     assert (await alone.have("a", id=id))[0].problem
     alone.engine.problem = None
     assert (await alone.have("a", id=id))[0].problem
-    monkeypatch.setattr("pdserve.process.worker_adapters.AGAIN", 0.0)
+    monkeypatch.setattr("pdserve.process.worker_adapters.RETRY_AFTER", 0.0)
     assert (await alone.have("a"))[0].problem  # a frontend's call has had its answer
     assert (await alone.have("a", id=id))[0].id == id
 
 
 async def test_what_could_not_be_said_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.process.worker_adapters.AGAIN", 0.05)
+    monkeypatch.setattr("pdserve.process.worker_adapters.RETRY_AFTER", 0.05)
     said: list[list[Adapter] | None] = []
 
     async def changed(there: list[Adapter] | None) -> None:

@@ -67,7 +67,7 @@ async def test_probes_are_answered_at_an_address_that_other_machines_reach(
         url = page.metrics.removesuffix("/metrics")
         async with httpx.AsyncClient(base_url=url, headers={"host": "pod-7.example:9100"}) as http:
             starting = await http.get("/ready")
-            assert (starting.status_code, starting.json()) == (503, {"status": "it starts"})
+            assert (starting.status_code, starting.json()) == (503, {"status": "it is starting"})
             page.fault, page.unready = lambda: wrong["fault"], lambda: wrong["unready"]
             assert (await http.get("/live")).json() == {"status": "ok"}
             assert (await http.get("/ready")).json() == {"status": "it drains"}

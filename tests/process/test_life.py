@@ -126,14 +126,14 @@ class Failing(Idle):
 
 async def test_a_life_in_its_order() -> None:
     service = Idle()
-    assert service.unready() == "it starts"
+    assert service.unready() == "it is starting"
     running = asyncio.create_task(service.run())
     await asyncio.wait_for(service.ready.wait(), 30)
     assert service.noted == ["start", "warm up", "announce"]
     await until(lambda: not service.unready())
     service.stop()
     await asyncio.wait_for(running, 30)
-    assert service.unready() == "it drains"
+    assert service.unready() == "it is draining"
     assert service.noted == ["start", "warm up", "announce", "drain", "left"]
     assert service.draining
     assert not service.ready.is_set()

@@ -125,7 +125,9 @@ async def test_followers_of_other_models_and_other_files_are_not_taken(server: M
         await holds(lambda: not leader.met.is_set())
         other = following(server, arguments=ARGUMENTS | {"max-model-len": 100, "chat-template": "x"})
         async with living(other) as (life,):
-            with pytest.raises(ConfigError, match=r"max-model-len \(100 here, not set there\)") as refused:
+            with pytest.raises(
+                ConfigError, match=r"max-model-len \(100 here, not set at the leader\)"
+            ) as refused:
                 await asyncio.wait_for(life, 30)
             assert "chat-template" not in str(refused.value), "an engine has none"
             assert not leader.met.is_set()
@@ -153,7 +155,7 @@ async def test_a_lost_leader_ends_its_followers_also_while_their_engine_starts(s
         start = asyncio.create_task(start_with_hosts(asyncio.Event().wait(), follower.side))
         await holds(lambda: not watch.done() and not start.done())
         await server.kill(leader.registry)
-        with pytest.raises(EngineDead, match=r"its leader is gone.*decode-0-a"):
+        with pytest.raises(EngineDead, match=r"lost its leader.*decode-0-a"):
             await asyncio.wait_for(watch, 30)
         with pytest.raises(ExceptionGroup) as failed:
             await asyncio.wait_for(start, 30)
