@@ -1,1 +1,1 @@
-"""A simulated engine: same contract as the real one, timing from a small model, no vLLM and no torch."""
+"""A simulated engine with the contract of the real one and timing from a small model, without vLLM and torch."""

@@ -15,7 +15,8 @@ class BlockPool:
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.weights = 0
-        """a number for the loaded weights, of as many bits as a name: other weights make other contents"""
+        """a number for the loaded weights with as many bits as a block's name, so that other weights make other
+        contents"""
         self.prefixes = CachedPrefixes()
         self.prefixes.resize(blocks, block_size)
         self.total = blocks
@@ -34,15 +35,15 @@ class BlockPool:
     def whole(
         self, prompt: list[int], parent: bytes = b"", pictures: Iterable[PromptImage] = ()
     ) -> list[int]:
-        """The contents that the full blocks of this prompt have once they are computed. `parent` is the name of what
-        its salt and its adapter are (`prefixes.root`)."""
+        """The contents of the prompt's full blocks once they are computed. `parent`: the name of its salt and adapter
+        (`prefixes.root_name`)."""
         prefixes = block_names(prompt, self.block_size, parent, shown=image_keys(pictures, self.block_size))
         return [int.from_bytes(name) ^ self.weights for name in prefixes]
 
     def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:
-        """Take blocks for `tokens` tokens. The first of them hold the cached prefix of the prompt, which has `prompt`
-        tokens and the contents `whole`; return their number, too. As in vLLM the last token never counts as cached.
-        None if too few blocks are free."""
+        """Take blocks for `tokens` tokens. Return them, and how many of the first hold the cached prefix of the prompt,
+        which has `prompt` tokens and the contents `whole`. As in vLLM the last token never counts as cached. None if
+        too few blocks are free."""
         hit: list[int] = []
         for content in whole[: (prompt - 1) // self.block_size]:
             if content not in self._cached:
@@ -66,7 +67,7 @@ class BlockPool:
         return block
 
     def fill(self, blocks: list[int], whole: list[int], tokens: int) -> None:
-        """The KV of the first `tokens` tokens is in these blocks now; other requests can find the full ones."""
+        """The KV of the first `tokens` tokens is now in these blocks; other requests can find the full ones."""
         for depth, (block, content) in enumerate(
             zip(blocks, whole[: tokens // self.block_size], strict=False), 1
         ):
@@ -79,7 +80,7 @@ class BlockPool:
         return (content ^ self.weights).to_bytes(NAME_BYTES)
 
     def contents(self, blocks: list[int]) -> list[int]:
-        """What lies in these blocks now, whichever request it is of; 0 for a block that is not full."""
+        """The current content of these blocks, of whichever request; 0 for a block that is not full."""
         return [self._content.get(block, 0) for block in blocks]
 
     def give(self, blocks: list[int]) -> None:

@@ -26,8 +26,8 @@ from pdserve.runtime.tasks import TaskOwner
 from pdserve.util.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.util.lru import LruDict
 
-_LATE = 0.005
-"""seconds that a late step may take from the next: timers are coarse, and the simulation's work is no part of it"""
+_MAX_CATCH_UP = 0.005
+"""Seconds by which a step is shortened if the one before ended late, because timers are coarse."""
 
 
 class SimEngine(SimAdapters, Engine):
@@ -39,21 +39,21 @@ class SimEngine(SimAdapters, Engine):
         self._chunk, self._with_kv = model.prompt_chunk, 0
         self._pool = BlockPool(model.kv_blocks, model.block_size)
         self.prefixes = self._pool.prefixes
-        self._side = KvServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
+        self._kv_server = KvServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
         self._waiting: deque[SimRequest] = deque()
         self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
         self._running: list[SimRequest] = []
         self._tasks = TaskOwner()
         self._ahead: dict[tuple[str, str], int] = {}
-        """by `handles.source`: how many blocks were read of prefills that are still running"""
+        """by `handles.source`: how many blocks of a running prefill were read"""
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
         self._seen: LruDict[None] = LruDict(100_000)
         self._work = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._computed, self._step = 0.0, (0.0, 0.0)
-        """seconds of the steps that ended; begin and length of the current step"""
+        """seconds of the steps that have ended; begin and length of the current step"""
         self._due = 0.0
-        """when the last step was to end; 0 before the first step and after a pause"""
+        """when the last step should have ended; 0 before the first step and after a pause"""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
     @asynccontextmanager
@@ -78,7 +78,7 @@ class SimEngine(SimAdapters, Engine):
         )
         if model.stop_signal:
             asyncio.get_running_loop().add_signal_handler(model.stop_signal, self.faults.stop_or_go)
-        async with self._side:
+        async with self._kv_server:
             try:
                 async with self._tasks:
                     self._tasks.start(self._run(), "sim engine", lambda _: self.die())
@@ -189,7 +189,7 @@ class SimEngine(SimAdapters, Engine):
         return self._computed + min(time.monotonic() - began, takes)
 
     def die(self, *, killed: bool = False) -> None:
-        """Behave as if the engine's processes had crashed, or been `killed` from outside; a waiting `step` raises."""
+        """Simulate that the engine's processes crashed, or were `killed` from outside; a waiting `step` raises."""
         self.faults.dead, self.faults.killed = True, killed
         self._steps.put_nowait(Step([]))
 
@@ -215,8 +215,8 @@ class SimEngine(SimAdapters, Engine):
         self._work.set()
 
     def _admit(self) -> None:
-        """Admit waiting requests in order of arrival. As in vLLM, only while the next step has tokens left: a prompt
-        that waits can then use the prefixes that the prompts before it compute."""
+        """Admit waiting requests in order of arrival. As in vLLM, stop when the next step has no tokens left, so that a
+        later prompt can use the prefixes that earlier prompts compute."""
         model, taken = self._model, sum(max(1, len(each.prompt) - each.computed) for each in self._running)
         left = model.max_batched_tokens - taken
         while left > 0 and self._waiting and len(self._running) + len(self._pulling) < model.max_num_seqs:
@@ -257,7 +257,7 @@ class SimEngine(SimAdapters, Engine):
                 self._work.clear()
                 self._due = 0.0
                 continue
-            share = self._share()
+            share = self._schedule()
             if any(
                 self.faults.kills(request.prompt, request.pulled, self._model.fatal_token)
                 for request, _ in share
@@ -273,15 +273,15 @@ class SimEngine(SimAdapters, Engine):
     async def _compute(self, seconds: float) -> None:
         async with self._stepping:
             now = time.monotonic()
-            begin = max(self._due, now - _LATE) if self._due else now
+            begin = max(self._due, now - _MAX_CATCH_UP) if self._due else now
             self._step, self._due = (begin, seconds), begin + seconds
             await asyncio.sleep(self._due - now)
             self._computed, self._step = self._computed + seconds, (0.0, 0.0)
             await self.faults.going.wait()
 
-    def _share(self) -> list[tuple[SimRequest, int]]:
-        """How many tokens each request computes in the next step, within the budget: first the requests that decode,
-        then prompts in chunks, by arrival. (vLLM goes by arrival alone, which is nearly the same order.)"""
+    def _schedule(self) -> list[tuple[SimRequest, int]]:
+        """How many tokens each request computes in the next step, within the budget: first decoding requests, then
+        prompts in chunks, by arrival. (vLLM goes by arrival only, which is nearly the same order.)"""
         budget = self._model.max_batched_tokens
         pulled = [request.pulled for request in self._running if request.prefilling]
         self._with_kv = self._with_kv + 1 if any(pulled) else 0
@@ -302,7 +302,7 @@ class SimEngine(SimAdapters, Engine):
             request.computed += count
             self._pool.fill(request.blocks, request.whole, request.computed)
             if request.prefilling:
-                self._tell_complete(request)
+                self._report_complete(request)
                 return None
         request.tokens.append(self._model.next_token(request.seed, request.salt))
         request.seed = seed_of(request.tokens[-1:], request.seed)
@@ -323,7 +323,7 @@ class SimEngine(SimAdapters, Engine):
         self._held[request.request_id] = (request.blocks[:used], timer)
         return self._handle(request, used, len(request.prompt))
 
-    def _tell_complete(self, request: SimRequest) -> None:
+    def _report_complete(self, request: SimRequest) -> None:
         blocks = request.computed // self._model.block_size
         fresh = (blocks - request.named) * self._model.block_size * self._model.bytes_per_token
         if request.keep and fresh >= MIN_PIECE_BYTES:
@@ -336,7 +336,7 @@ class SimEngine(SimAdapters, Engine):
             engine_id=self._spec.instance,
             request_id=request.request_id,
             host=self._spec.host,
-            port=self._side.port,
+            port=self._kv_server.port,
             block_ids=[request.blocks[:blocks]],
             num_tokens=tokens,
             block_size=self._model.block_size,
@@ -348,11 +348,11 @@ class SimEngine(SimAdapters, Engine):
     # transfers
 
     async def _pull(self, request: SimRequest, kv: KvHandle) -> None:
-        model, started = self._model, time.monotonic()
+        model, began = self._model, time.monotonic()
         first = request.computed // model.block_size
         wanted = kv.block_ids[0][first:]
-        read = max(0, self._ahead.pop(source(kv), 0) - first)
-        size = (len(wanted) - read) * model.block_size * model.bytes_per_token
+        read_ahead = max(0, self._ahead.pop(source(kv), 0) - first)
+        size = (len(wanted) - read_ahead) * model.block_size * model.bytes_per_token
         try:
             await ask(kv, wanted, model.transfer_timeout)
             await asyncio.sleep(model.transfer_seconds + size / model.bandwidth)
@@ -366,15 +366,15 @@ class SimEngine(SimAdapters, Engine):
             request.unread = True
         else:
             self._receive(request, kv, first, answer.contents)
-            seconds = time.monotonic() - started
-            self._steps.put_nowait(Step([], Transfers([Read(kv.engine_id, seconds, size)])))
+            read = Read(kv.engine_id, time.monotonic() - began, size)
+            self._steps.put_nowait(Step([], Transfers([read])))
         del self._pulling[request]
         request.begun = time.monotonic()
         self._running.append(request)
         self._work.set()
 
     def _receive(self, request: SimRequest, kv: KvHandle, first: int, contents: list[int]) -> None:
-        """As in vLLM, the last token of the prompt is computed here."""
+        """As in vLLM, the last token of the prompt is computed by this engine."""
         before, request.computed = request.computed, len(request.prompt) - 1
         request.pulled = request.computed - before
         expected = request.whole[first : kv.num_tokens // self._model.block_size]
@@ -385,7 +385,7 @@ class SimEngine(SimAdapters, Engine):
         self._tasks.start(self._send_done(kv), "sim KV release")
 
     async def _send_done(self, kv: KvHandle) -> None:
-        with suppress(Unavailable):  # its blocks are gone with that engine, or go with their lease
+        with suppress(Unavailable):  # the engine is gone, or will free the blocks when their lease ends
             await ask(kv, [], self._model.transfer_timeout, done=True)
 
     def _release(self, request_id: str) -> bool:

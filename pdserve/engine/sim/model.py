@@ -1,4 +1,4 @@
-"""How fast and how large the simulated engine is, which tokens it generates, and its faults."""
+"""The speed and size of the simulated engine, the tokens that it generates, and its faults."""
 
 import asyncio
 import zlib
@@ -11,14 +11,14 @@ from pdserve.util.errors import ConfigError
 
 
 def seed_of(tokens: Sequence[int], before: int = 0) -> int:
-    """`before`: the seed of the tokens before these."""
+    """A hash of tokens; `before`: the seed of the tokens before these."""
     return zlib.crc32(array("q", tokens), before)
 
 
 @dataclass(frozen=True)
 class SimModel:
     """Sizes come from vLLM's own arguments, speeds from `additional-config: {sim: {…}}`, which vLLM ignores. A cost
-    of 0 by default counts only if it is set."""
+    whose default is 0 counts only if it is set."""
 
     kv_blocks: int = 2048
     block_size: int = 16
@@ -30,7 +30,7 @@ class SimModel:
     prefill_rate: float = 20_000.0
     """prompt tokens per second, without attention"""
     attention_seconds: float = 0.0
-    """for each million pairs of a prompt token and an earlier token: makes long prompts slower per token"""
+    """for each million pairs of a prompt token and an earlier token, which makes long prompts slower per token"""
     step_seconds: float = 0.005
     """fixed part of each step"""
     sequence_seconds: float = 0.0
@@ -50,9 +50,9 @@ class SimModel:
     fatal_token: int = 0
     """a prompt with this token id kills the engine that computes it; 0: no token does"""
     stop_signal: int = 0
-    """number of the signal to its process at which the engine hangs, and at the next one goes on; 0: none"""
+    """number of the signal that makes the engine hang, and the next time go on; 0: none"""
     load_seconds: float = 0.0
-    """until the engine is ready, spent in a thread that cannot be stopped, like vLLM's imports"""
+    """until the engine is ready, in a thread that cannot be stopped, as vLLM's imports"""
     first_token: int = 300
     tokens: int = 700
     """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are whole words"""
@@ -69,7 +69,7 @@ class SimModel:
 
     def chunk(self, limit: int, prompts: int, with_kv: int) -> int:
         """Tokens of each of so many prompts in a step with other requests, as in vLLM (`kv/prefill_chunk.py`).
-        `with_kv`: steps in a row, to this one, with a request whose KV has come."""
+        `with_kv`: number of successive steps, including this one, with a request whose KV was read."""
         if not limit:
             return self.max_batched_tokens
         least = min(self.block_size, self.prompt_chunk or limit)
@@ -78,8 +78,8 @@ class SimModel:
         return max(least, limit if limit == self.prompt_chunk else limit // max(1, prompts))
 
     def next_token(self, seed: int, salt: int = 0) -> int:
-        """A pure function of all tokens before it, of which `seed` is made, so that a request continues with the same
-        tokens on another worker. A `salt` other than 0 stands for wrong KV."""
+        """A pure function of `seed`, the hash of all tokens before it, so that a request continues with the same tokens
+        on another worker. A `salt` other than 0 stands for wrong KV."""
         return self.first_token + seed_of([salt], seed) % self.tokens
 
     def answer(self, prompt: Sequence[int], count: int, salt: int = 0) -> list[int]:
@@ -91,7 +91,7 @@ class SimModel:
         return tokens
 
     def likely(self, token: int, count: int) -> list[int]:
-        """So many tokens, -1 for all, the likeliest first: `token`, and others in an order without meaning."""
+        """`count` tokens, -1 for all, the likeliest first: `token`, then others in an arbitrary order."""
         others = self.tokens if count < 0 else min(count, self.tokens)
         first = token - self.first_token
         return [token, *(self.first_token + (first + i) % self.tokens for i in range(1, others))][:others]
@@ -102,16 +102,16 @@ class Faults:
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
-        """while it is cleared the engine hangs: no step ends, no request for KV is answered"""
+        """cleared while the engine hangs: no step ends, no request for KV is answered"""
         self.going.set()
         self.dead = False
         """every method raises EngineDead; set by `SimEngine.die`"""
         self.killed = False
-        """it is dead because something outside killed it"""
+        """it is dead because it was killed from outside"""
         self.slow = 1.0
         """factor on the time of each step"""
         self.drop_transfers = False
-        """the prefill engine accepts requests for KV and never answers, as if the network dropped packets"""
+        """the prefill engine accepts requests for KV but never answers, as if the network dropped packets"""
         self.no_grammars = False
         """no structured output can be compiled"""
         self.fatal_pulls = False
@@ -120,12 +120,12 @@ class Faults:
         """the prefill engine's side channel closes every connection without an answer"""
 
     def kills(self, prompt: list[int], pulled: int, fatal_token: int) -> bool:
-        """Whether the engine dies of this request. `pulled`: tokens whose KV it reads; `fatal_token` 0: none is."""
+        """Whether this request kills the engine. `pulled`: tokens whose KV it read; `fatal_token`: 0 for none."""
         return (self.fatal_pulls and pulled > 0) or (fatal_token > 0 and fatal_token in prompt)
 
     @property
     def cause(self) -> dict[str, bool]:
-        """Of its death, as EngineDead has it."""
+        """The cause of its death, as arguments of EngineDead."""
         return {"crashed": not self.killed, "killed": self.killed}
 
     def stop_or_go(self) -> None:
@@ -146,7 +146,7 @@ _ARGUMENTS = {
 
 
 def sim_model(engine_args: Mapping[str, object]) -> SimModel:
-    """Raises ConfigError, which names every key that is unknown or has no possible value."""
+    """Raises ConfigError, which names every key that is unknown or has an impossible value."""
     extra = engine_args.get("additional-config")
     speeds = extra.get("sim", {}) if isinstance(extra, Mapping) else {}
     if not isinstance(speeds, Mapping):

@@ -1,4 +1,4 @@
-"""A host's part of a simulated engine: nothing, since the leader simulates all ranks."""
+"""A host's ranks of a simulated engine: none, because the leader simulates all ranks."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""LoRA adapters in the simulated engine: a table of numbers. An adapter changes the tokens, and the KV."""
+"""LoRA adapters of the simulated engine: a set of ids. An adapter changes the tokens and the KV."""
 
 import asyncio
 from collections import deque
@@ -42,8 +42,8 @@ class SimAdapters(AdapterEngine):
         return with_adapter(self.facts.fingerprint, request.adapter)
 
     def read(self, body: list[bytes]) -> CoreRequest:
-        """Raises ProtocolError, and Unavailable where the request's adapter is not loaded."""
+        """Raises ProtocolError, and Unavailable if the request's adapter is not loaded."""
         request = wire.read_request(body)
         if request.adapter and request.adapter not in self._adapters:
-            raise Unavailable(f"adapter {request.adapter:x} is not in this engine")
+            raise Unavailable(f"adapter {request.adapter:x} is not loaded in this engine")
         return request

@@ -1,8 +1,7 @@
-"""A request of the simulated engine, and the parts of vLLM's engine messages that the engine reads and writes, without
-importing vLLM.
+"""The simulated engine's requests, and the parts of vLLM's engine messages that it reads and writes without vLLM.
 
-vLLM encodes these structs as arrays: the order of the fields is the contract, and a shorter array means defaults for
-the rest. `tests/engine/test_sim_wire.py` compares them with vLLM's own."""
+vLLM encodes these structs as arrays: the order of the fields is the contract, and missing fields at the end have their
+defaults. `tests/engine/test_sim_wire.py` compares them with vLLM's own."""
 
 import time
 from array import array
@@ -78,7 +77,7 @@ class CoreRequest(Struct, array_like=True, frozen=True):
 
     @property
     def root(self) -> bytes:
-        """The parent of its blocks' names."""
+        """The parent of the names of its blocks."""
         return root_name(self.cache_salt, self.adapter)
 
     @property
@@ -87,7 +86,7 @@ class CoreRequest(Struct, array_like=True, frozen=True):
 
     @property
     def salt(self) -> int:
-        """What its tokens depend on beside those before them."""
+        """A number for what its tokens depend on besides the tokens before them."""
         return self.adapter ^ crc32("".join(picture.name for picture in self.pictures).encode())
 
     @property
@@ -95,7 +94,7 @@ class CoreRequest(Struct, array_like=True, frozen=True):
         return self.sampling_params or Sampling(max_tokens=None)
 
     def max_tokens(self, fit: int) -> int:
-        """How many tokens to generate, if `fit` have room."""
+        """How many tokens to generate, at most `fit`."""
         asked = self.sampling.max_tokens
         return fit if asked is None else min(asked, fit)
 
@@ -137,7 +136,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_request(body: list[bytes]) -> CoreRequest:
-    """Read the first frame; the others have only tensors. An empty body, as tests send it, is a request with all
+    """Read the first frame; further frames hold only tensors. An empty body, as in tests, is a request with all
     defaults. Raises ProtocolError."""
     try:
         return _request.decode(body[0]) if body else CoreRequest("", None, None, Sampling())
@@ -150,7 +149,7 @@ def write_request(sampling: Sampling) -> list[bytes]:
 
 
 def read_output(packed: list[bytes], request_id: str, last: bool) -> CoreOutput | None:
-    """The only output in `packed`, as one of this request, whose `last` it may be; None if it cannot be read."""
+    """The single output in `packed`, as an output of this request, its `last` or not; None if it cannot be read."""
     try:
         (output,) = _outputs.decode(packed[0]).outputs
     except (msgspec.MsgspecError, ValueError, IndexError):
@@ -163,8 +162,8 @@ def write_outputs(outputs: list[CoreOutput]) -> list[bytes]:
 
 
 def logprobs(rows: Sequence[Sequence[int]], kinds: tuple[str, str]) -> list[object]:
-    """vLLM's table of logprobs: a row of token ids for each token, which comes first and is certain. `kinds`: how the
-    receiving library names the types of 32 bits, integers and floats."""
+    """vLLM's table of logprobs: for each token a row of token ids, of which the first is the token itself. `kinds`: the
+    receiving library's names for 32-bit integers and floats."""
     integers, floats = kinds
     shape = (len(rows), len(rows[0]) if rows else 0)
     ids = array("i", chain.from_iterable(rows))
@@ -187,33 +186,33 @@ def refused(request_id: str) -> Output:
 class SimRequest:
     request_id: str
     prompt: list[int]
-    """including tokens that were sampled elsewhere"""
+    """including tokens that another engine sampled"""
     max_tokens: int
     asked: CoreRequest
     whole: list[int]
-    """contents of the full blocks of the prompt, once they are computed"""
+    """contents of the prompt's full blocks once they are computed"""
     kv: KvHandle | None = None
     """where to read the prompt's KV"""
     keep: bool = False
-    """a prefill: its blocks are kept until the lease ends"""
+    """a prefill, whose blocks are kept until the lease ends"""
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     """prompt tokens whose KV is in this engine"""
     cached: int = 0
     named: int = 0
-    """of a prefill: blocks that were named as complete"""
+    """blocks of a prefill that were reported as complete"""
     pulled: int = 0
     begun: float | None = None
-    """monotonic time at which it got room and its KV was read, or could not be"""
+    """monotonic time at which it had its blocks, and its KV was read or could not be read"""
     tokens: list[int] = field(default_factory=list)
     unread: bool = False
     """the KV could not be read"""
     salt: int = 0
-    """`CoreRequest.salt`, and whether the KV that was read is another's"""
+    """`CoreRequest.salt`, changed if the KV that was read is another prompt's"""
     seed: int = 0
-    """of all tokens so far"""
+    """hash of all tokens so far"""
     gone: bool = False
-    """cancelled: the current step has no output for it"""
+    """cancelled, so that the current step has no output for it"""
 
     def __post_init__(self) -> None:
         self.salt, self.seed = self.asked.salt, seed_of(self.prompt)
@@ -224,7 +223,7 @@ class SimRequest:
 
     @property
     def plain(self) -> bool:
-        """A prefill whose token is not the first token of the request."""
+        """Whether it is a prefill whose token is not the request's first token."""
         return self.keep and self.sampling.structured_outputs is not None
 
     @property
@@ -236,7 +235,7 @@ class SimRequest:
         return len(self.tokens) >= self.max_tokens
 
     def output(self, handle: KvHandle | None, model: SimModel) -> Output:
-        """The output for the newest token."""
+        """The output with the newest token."""
         first = len(self.tokens) == 1
         raw = CoreOutput(
             self.request_id,
@@ -277,7 +276,7 @@ class SimRequest:
 
 
 def load_of(share: list[tuple[SimRequest, int]]) -> tuple[int, int, list[tuple[int, int]]]:
-    """The arguments of `SimModel.step_time` for a step that computes so many tokens of each request."""
+    """The arguments of `SimModel.step_time` for a step that computes these numbers of tokens."""
     decoding = [request for request, _ in share if not request.prefilling]
     context = sum(len(request.prompt) + len(request.tokens) for request in decoding)
     return (
