@@ -32,7 +32,7 @@ class StandIn(BothWorker):
         decode = DecodeConfig(engine_args=self._config.prefill.engine_args)
         self._config = replace(self._config, decode=decode)
         super()._assemble(engine)
-        self._runner.stands_in = True
+        self._runner.is_stand_in = True
 
     def permanent(self) -> Mapping[str, Work]:
         work = {**super().permanent(), "model card": self._keep_card}

@@ -42,13 +42,13 @@ class BothWorker(DecodeWorker):
             beside=self._beside,
             own=self._take_back,
         )
-        self._runner.estimator.beside = lambda: self._prompts.tokens
-        self._runner.has_time = self._prompts.pulling.has_time
-        self._runner.busy = self._prompts.pulling.stop_waiting
+        self._runner.estimator.prefill_tokens = lambda: self._prompts.tokens
+        self._runner.is_idle = self._prompts.pulling.has_time
+        self._runner.on_start = self._prompts.pulling.stop_waiting
 
     def _beside(self) -> Beside:
         requests = self.requests.occupying()
-        return Beside(len(requests), sum(request.computes for request in requests))
+        return Beside(len(requests), sum(request.local_tokens for request in requests))
 
     def _take_back(self, request_id: str) -> None:
         """The queue gave a request of this worker back to it: prefill it here. No other worker had time."""
@@ -63,7 +63,7 @@ class BothWorker(DecodeWorker):
             await asyncio.sleep(LOOK)
             since = time.monotonic() - UNTAKEN
             for request in self.requests if pulling.full or pulling.draining else ():
-                if request.awaits and request.asked < since and not request.prefiller:
+                if request.awaits_answer and request.asked < since and not request.prefiller:
                     request.resolve(OWN)
 
     # its life

@@ -1,8 +1,7 @@
 """The SLO of a model and of its requests: TTFT and the longest gap between two tokens. Pure.
 
 A model's file sets it in the section `Slo`, `pdserve set` changes it live, and a request's headers relax it. They never
-tighten it, because the request with the tightest SLO goes first and a client could so overtake all others
-(docs/decisions/0060-the-promise.md)."""
+tighten it, because a tighter gap makes the chunk smaller for all clients (docs/decisions/0060-the-promise.md)."""
 
 import math
 import re

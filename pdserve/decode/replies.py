@@ -40,7 +40,7 @@ def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
     first, also those that wait, for all others, and none for them. `queued`: how many wait there for a place, which are
     the last that entered."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
-    entered = sorted((request for request in inside if not request.proven), key=attrgetter("since"))
+    entered = sorted((request for request in inside if not request.has_first_step), key=attrgetter("since"))
     waiting = entered[-queued:] if queued else []
     running = Counter(
         request.submit.client

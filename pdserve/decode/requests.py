@@ -1,4 +1,4 @@
-"""The requests that a decode worker has, from their arrival to their last output."""
+"""The state of each request at a decode worker, from its arrival to its last output."""
 
 import asyncio
 import math
@@ -15,97 +15,100 @@ from pdserve.observe.tracing import Attributes, Tracer
 from pdserve.util.lru import LruDict
 
 _REMEMBERED = 50_000
+"""Newest request ids that are never accepted again."""
 
 Outcome = PrefillDone | PrefillFailed | str
-"""of a remote prefill: the answer, or the reason why none will come, as a label of the failure metric"""
+"""Of a remote prefill: the answer, or the reason why none will come, as a label of the failure metric."""
 
 CANCELLED = "cancelled"
-"""outcome when the request was cancelled"""
+"""Outcome of a cancelled request."""
 OWN = "own"
-"""outcome when this worker, of role `both`, took its own request back from the queue"""
+"""Outcome when this worker, of role `both`, took its own request back from the queue."""
 STAND_IN = "stand-in"
-"""why a prefill worker that decodes prefills locally"""
+"""Why a stand-in prefills locally."""
 
 
 class Phase(Enum):
     WAITING = "waiting"
-    """not in the engine yet: undecided, queued for prefill, or answered"""
+    """Not in the engine yet: undecided, queued for prefill, or answered."""
     RUNNING = "running"
-    """in the engine"""
+    """In the engine."""
 
 
 @dataclass(eq=False)
 class DecodeRequest:
+    """Times are monotonic seconds."""
+
     frontend: str
     submit: Submit
     phase: Phase = Phase.WAITING
     cancelled: bool = False
-    """while WAITING: the request's task stops at its next step and sends nothing"""
+    """While WAITING: the request's task stops at its next step and sends nothing."""
     answer: asyncio.Future[Outcome] | None = None
-    """of the remote prefill; None until it is asked for"""
+    """Outcome of the remote prefill; None until it is asked for."""
     asked: float = 0.0
-    """when a remote prefill was asked for; monotonic seconds"""
+    """When a remote prefill was asked for."""
     turn: asyncio.Future[None] | None = None
-    """done when its prompt may be published (`decode/remote/publisher.py`)"""
+    """Done when the prompt may be published (`decode/remote/publisher.py`)."""
     published: bool = False
-    """its prompt is in the prefill queue, or was"""
-    awaits_tokens: int = 0
-    """prompt tokens that a prefill worker computes or will compute; 0 after its answer"""
-    computes: int = 0
-    """prompt tokens that this engine computes or will compute; 0 after the first token"""
+    """Whether the prompt was published to the prefill queue."""
+    remote_tokens: int = 0
+    """Prompt tokens that a prefill worker computes or will compute; 0 after its answer."""
+    local_tokens: int = 0
+    """Prompt tokens that this engine computes or will compute; 0 after the first token."""
     prefiller: str = ""
-    """instance id of the prefill worker that pulled the prompt"""
+    """Instance id of the prefill worker that pulled the prompt."""
     losses: int = 0
-    """`queue.losses` when the prompt was published"""
+    """`queue.losses` when the prompt was published."""
     engines_died: int = 0
-    """engines in a row that died while they computed its next token; above 0: a suspect (`quarantine.py`)"""
-    hit: int = 0
-    """prompt tokens in this engine's prefix cache when the prefill was decided"""
-    ahead: KvHandle | None = None
-    """the part of its KV that was read before the prefill was done"""
+    """Engines in a row that died while they computed its next token; above 0: a suspect (`quarantine.py`)."""
+    prefix_hit: int = 0
+    """Prompt tokens in this engine's prefix cache at the decision."""
+    read_ahead: KvHandle | None = None
+    """KV that was read before the prefill was done."""
     decision: Decision | None = None
-    """how the prompt gets its KV; None until the frontend has it"""
+    """How the prompt gets its KV; None until this was reported to the frontend."""
     cached: int = 0
-    """prompt tokens in a prefix cache, here or at the prefill worker"""
-    proven: bool = False
-    """this engine has done its first step for it"""
+    """Prompt tokens from a prefix cache, of this engine or of the prefill worker's."""
+    has_first_step: bool = False
+    """Whether this engine has finished its first step for the request."""
     tokens: int = 0
-    """output tokens sent from here, the prefill worker's first token included"""
+    """Output tokens sent to the frontend, the prefill worker's first token included."""
     since: float = 0.0
-    """while RUNNING: when it entered the engine, or its last token came; monotonic seconds"""
-    broken: bool = False
-    """its first token came later, or two tokens further apart, than promised"""
-    warms: str = ""
-    """of a warm-up, which no frontend sent: instance id of the prefill worker"""
-    unread: bool = False
-    """its KV could not be read from the prefill worker"""
+    """While RUNNING: when the request entered the engine, or its last token came."""
+    missed_slo: bool = False
+    """Whether its TTFT or a gap was longer than its SLO."""
+    warm_up_with: str = ""
+    """Instance id of the prefill worker, for a warm-up, which has no frontend."""
+    kv_unread: bool = False
+    """Whether its KV could not be read from the prefill worker."""
     failure: str = ""
-    """why it failed, without text of the request"""
+    """Why it failed, without text of the request."""
     begins: asyncio.Event = field(default_factory=asyncio.Event)
-    """set when its prompt may be computed here, or it was cancelled before (`decode/scheduling/prefill_slots.py`)"""
+    """Set when the prompt may be computed locally (`decode/scheduling/prefill_slots.py`), or was cancelled before."""
     computed: asyncio.Event = field(default_factory=asyncio.Event)
-    """set when the prompt is computed, or the request is dropped"""
+    """Set when the prompt is computed, or the request is dropped."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """set when the request is dropped"""
+    """Set when the request is dropped."""
     arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.hops = RequestHops(self.arrived)
         promise = self.submit.promise or Promise()
         self.due = math.inf if promise.ttft is None else self.arrived + promise.ttft
-        """when its first token is promised"""
+        """TTFT deadline."""
         self.gap = promise.gap or math.inf
-        """promised between two tokens, in seconds"""
+        """Longest gap between two tokens by its SLO, in seconds."""
 
     @property
     def placed(self) -> Placed:
         assert self.decision is not None
         decision, hops = self.decision, list(self.hops.known)
-        return Placed(self.id, decision.mode, decision.reason, self.cached, hops, self.proven)
+        return Placed(self.id, decision.mode, decision.reason, self.cached, hops, self.has_first_step)
 
     @property
     def deadline(self) -> float:
-        """In monotonic seconds. The request's delay on the way here is not counted."""
+        """The time that the request took to this worker is not counted."""
         return self.arrived + self.submit.timeout
 
     @property
@@ -113,39 +116,39 @@ class DecodeRequest:
         return self.submit.request_id
 
     @property
-    def awaits(self) -> bool:
+    def awaits_answer(self) -> bool:
         """Whether it waits for a prefill worker's answer."""
         return self.answer is not None and not self.answer.done()
 
-    def resolve(self, answer: Outcome) -> None:
+    def resolve(self, outcome: Outcome) -> None:
         """End the wait for the prefill worker; no effect if there is none."""
         if self.answer is not None and not self.answer.done():
-            self.answer.set_result(answer)
+            self.answer.set_result(outcome)
 
     @property
-    def elsewhere(self) -> bool:
+    def needs_prefill_worker(self) -> bool:
         """Whether a prefill worker computes the prompt, or still holds its KV."""
         remote = self.decision is not None and self.decision.mode == "remote"
-        return not self.proven and (self.awaits or remote)
+        return not self.has_first_step and (self.awaits_answer or remote)
 
     def recompute(self, reason: str) -> None:
-        """The KV that was to be read is lost: this engine computes the prompt."""
+        """Note that the KV is lost, and that this engine computes the prompt."""
         self.decision, self.cached = Decision("local", reason), 0
-        self.computes = len(self.submit.prompt) - self.hit
+        self.local_tokens = len(self.submit.prompt) - self.prefix_hit
 
     @property
     def outcome(self) -> Outcome | None:
-        """Of the remote prefill; None if it was not asked for, or is under way."""
+        """Outcome of the remote prefill; None if there is none yet."""
         return self.answer.result() if self.answer is not None and self.answer.done() else None
 
-    def took(self, kv: KvHandle) -> bool:
-        """Whether `kv` is what the request waited for: the engine may be about to read it."""
+    def took(self, handle: KvHandle) -> bool:
+        """Whether this KV is the request's: the engine may be about to read it."""
         done = self.outcome
-        return isinstance(done, PrefillDone) and source(done.handle) == source(kv)
+        return isinstance(done, PrefillDone) and source(done.handle) == source(handle)
 
 
 class DecodeRequests:
-    """A second request of a recent id is refused, even if the first is done: engines must not see an id twice."""
+    """Refuses a recent id, even if its request is done: engines must not see an id twice."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -154,16 +157,17 @@ class DecodeRequests:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def add(self, frontend: str, submit: Submit, warms: str = "") -> DecodeRequest | None:
-        """None if the id was used before."""
+    def add(self, frontend: str, submit: Submit, warm_up_with: str = "") -> DecodeRequest | None:
+        """Return None if the id was used before."""
         if submit.request_id in self._recent:
             return None
         self._recent[submit.request_id] = None
+        died = submit.engines_died
         request = DecodeRequest(
-            frontend, submit, prefiller=warms, warms=warms, engines_died=submit.engines_died
+            frontend, submit, prefiller=warm_up_with, warm_up_with=warm_up_with, engines_died=died
         )
         self._live[submit.request_id] = request
-        if not warms:
+        if not warm_up_with:
             self._empty.clear()
         return request
 
@@ -175,7 +179,7 @@ class DecodeRequests:
             self._trace(request)
         request.over.set()
         request.computed.set()
-        if all(left.warms for left in self._live.values()):
+        if all(left.warm_up_with for left in self._live.values()):
             self._empty.set()
 
     def _trace(self, request: DecodeRequest) -> None:
@@ -186,7 +190,7 @@ class DecodeRequests:
         span.add_hops(request.hops.here, request.arrived)
         attributes: Attributes = {
             "pdserve.prompt_tokens": len(submit.prompt),
-            "pdserve.cached_tokens": request.cached or request.hit,
+            "pdserve.cached_tokens": request.cached or request.prefix_hit,
             "pdserve.output_tokens": request.tokens,
             "pdserve.prefill": decision.mode if decision is not None else "",
             "pdserve.reason": decision.reason if decision is not None else "",
@@ -198,8 +202,8 @@ class DecodeRequests:
         return [request for request in self._live.values() if request.frontend == frontend]
 
     def clients(self) -> list[DecodeRequest]:
-        """Those of frontends: all but warm-ups."""
-        return [request for request in self._live.values() if not request.warms]
+        """Requests of frontends: all but warm-ups."""
+        return [request for request in self._live.values() if not request.warm_up_with]
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(list(self._live.values()))
@@ -213,7 +217,7 @@ class DecodeRequests:
 
     @property
     def remote(self) -> int:
-        return sum(request.awaits for request in self.clients())
+        return sum(request.awaits_answer for request in self.clients())
 
     @property
     def tokens(self) -> int:
@@ -223,9 +227,11 @@ class DecodeRequests:
     def occupying(self) -> list[DecodeRequest]:
         """Requests in the engine, and those whose prompts it will compute."""
         return [
-            request for request in self._live.values() if request.phase is Phase.RUNNING or request.computes
+            request
+            for request in self._live.values()
+            if request.phase is Phase.RUNNING or request.local_tokens
         ]
 
     async def empty(self) -> None:
-        """Wait until no client's request is left."""
+        """Wait until no request of a frontend is left."""
         await self._empty.wait()

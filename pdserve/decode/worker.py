@@ -18,8 +18,7 @@ from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.remote.warm_up import WarmUp
 from pdserve.decode.replies import INTERNAL, Frontends
 from pdserve.decode.requests import DecodeRequests
-from pdserve.decode.scheduling.chunk_size import ChunkLimit
-from pdserve.decode.scheduling.prefill_slots import PromptSlots
+from pdserve.decode.scheduling.prefill_slots import ChunkLimit, PromptSlots
 from pdserve.decode.scheduling.prefill_times import Estimator
 from pdserve.decode.scheduling.quarantine import Quarantine
 from pdserve.decode.serving import RequestRunner
@@ -112,7 +111,7 @@ class DecodeWorker(EngineWorker):
 
     async def drain(self) -> None:
         for request in self.requests:
-            if request.warms:
+            if request.warm_up_with:
                 await self._frontends.cancel(request)
         logger.info("draining: %d requests to finish", len(self.requests))
         await self._presence.drain()

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.contract.messages import Submit
-from pdserve.decode.policy.decision import FLOOR
+from pdserve.decode.policy.decision import MIN_TIMEOUT
 from pdserve.decode.requests import DecodeRequest
 from pdserve.prefill import pull_policy
 from pdserve.util.errors import EngineDead
@@ -88,7 +88,7 @@ async def test_a_prompt_waits_for_none_that_is_full_of_streams(
         monkeypatch.setattr(pair.b.worker._prompts.pulling, "looked", 1e9)
     prompt = await pair.a.frontend.submit(LONG)
     pair.a.worker._prompts.pulling.draining = draining
-    await until(lambda: pair.a.frontend.answered[prompt].placed is not None, within=FLOOR)
+    await until(lambda: pair.a.frontend.answered[prompt].placed is not None, within=MIN_TIMEOUT)
     assert (await pair.a.frontend.end_of(prompt)).way == ("local", "own")
     assert len(pair.a.worker.requests) == 1, "the stream is not over"
 
@@ -99,10 +99,10 @@ async def test_prompts_from_the_queue_count_where_the_cheaper_way_is_chosen(pair
     await pair.a.frontend.submit(LONG)
     await until(lambda: len(pair.b.worker._prompts._running) == 1)
     asked = DecodeRequest("frontend", Submit("asked", LONG, 30.0, body(4)))
-    estimates = pair.b.worker._runner.estimator.of(asked, 100, 100)
+    estimates = pair.b.worker._runner.estimator.of(asked, 100, 100, [pair.a.worker.id])
     assert estimates is not None
-    assert estimates.wait_here > 0
-    assert not estimates.idle
+    assert estimates.local_wait > 0
+    assert not estimates.is_idle
     pair.b.engine.faults.going.set()
 
 

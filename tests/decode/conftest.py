@@ -17,8 +17,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remote prefill may take 0.1 s."""
-    monkeypatch.setattr("pdserve.decode.policy.decision.FLOOR", 0.1)
-    monkeypatch.setattr("pdserve.decode.policy.decision.SLACK", 0.0)
+    monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 0.1)
+    monkeypatch.setattr("pdserve.decode.policy.decision.TIMEOUT_FACTOR", 0.0)
 
 
 @pytest.fixture

@@ -84,8 +84,8 @@ async def test_a_request_of_one_token_never_enters_the_decode_engine(
 async def test_a_timeout(
     graph: WorkerGraph, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch, pulled: bool
 ) -> None:
-    monkeypatch.setattr(decision, "FLOOR", 0.3)
-    monkeypatch.setattr(decision, "SLACK", 0.0)
+    monkeypatch.setattr(decision, "MIN_TIMEOUT", 0.3)
+    monkeypatch.setattr(decision, "TIMEOUT_FACTOR", 0.0)
     if pulled:
         (await graph.prefill()).engine.faults.going.clear()
         ways, waited = ["prefill prefill-0", "fallback prefill-0 timeout"], "no answer of prefill-0"

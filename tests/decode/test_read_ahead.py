@@ -38,7 +38,7 @@ async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(
 
 
 def holds_ahead(graph: WorkerGraph) -> bool:
-    return any(request.ahead is not None for request in graph.decode.requests)
+    return any(request.read_ahead is not None for request in graph.decode.requests)
 
 
 def delivered_twice(request_id: str) -> list[PrefillProgress]:
@@ -79,7 +79,7 @@ async def test_nothing_is_read_for_a_request_whose_wait_ends_meanwhile(
 
     async def drop_slowly(kv: KvHandle) -> None:
         await dropped(kv)
-        if request.awaits:
+        if request.awaits_answer:
             request.resolve("timeout")
             await until(lambda: not graph.decode.requests)
 
@@ -103,7 +103,7 @@ async def test_kv_of_a_wrong_handle_is_not_read_ahead(
     bad, request = msgspec.structs.replace(part(64), **changes), graph.request(pulled)
     await acted.answer(PrefillProgress(pulled, bad), PrefillFailed(pulled, "engine"))
     await frontend.end_of(pulled)
-    assert request.ahead is None
+    assert request.read_ahead is None
 
 
 async def test_what_only_host_memory_has_is_read_too(

@@ -19,7 +19,8 @@ from pdserve.contract.messages import (
     PrefillStarted,
 )
 from pdserve.contract.records import MIN_KV_WIRE, Instance, Role, decode_instance, encode_record
-from pdserve.decode.policy.decision import SLACK
+from pdserve.decode.peers.prefill_workers import longest_prompt
+from pdserve.decode.policy.decision import TIMEOUT_FACTOR
 from pdserve.decode.scheduling.prefill_times import FIRST_TOKEN_SECONDS
 from pdserve.engine.base import Output
 from pdserve.engine.sim.engine import SimEngine
@@ -113,7 +114,7 @@ async def test_a_prompt_that_is_longer_than_prefill_workers_take_is_computed_her
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     await acted.register(max_model_len=len(LONG))
-    await until(lambda: graph.decode._workers.longest_prompt() == len(LONG) - 1)
+    await until(lambda: longest_prompt(graph.decode._workers.available()) == len(LONG) - 1)
     assert (await frontend.ask(LONG)).way == ("local", "too-large")
     pulled = await frontend.submit([token + len(LONG) for token in LONG[:-1]])
     assert [delivery.request.request_id for delivery in await acted.pull()] == [pulled]
@@ -252,7 +253,7 @@ async def test_kv_that_could_not_be_read_is_rejected_when_its_request_is_over(
     graph.decode_engine.faults.going.clear()
     with failing("transfer"):
         request_id = await frontend.submit(LONG)
-        await until(lambda: [each.computes for each in graph.decode.requests.clients()] == [len(LONG)])
+        await until(lambda: [each.local_tokens for each in graph.decode.requests.clients()] == [len(LONG)])
         graph.decode_engine.faults.going.set()
         await frontend.end_of(request_id)
     assert not await prefill.engine.all_blocks_free()
@@ -509,4 +510,4 @@ async def test_the_bound_of_a_remote_prefill_follows_what_was_computed_not_what_
         frontend = await graph.frontend()
         for n in range(4):
             await frontend.ask([*range(1000, 2600), *range(20 + 160 * n, 180 + 160 * n)])
-        assert graph.decode._remote.timeout.seconds(1_000_000, 0, 1) > SLACK * 1_000_000 / 30_000
+        assert graph.decode._remote.timeout.seconds(1_000_000, 0, 1) > TIMEOUT_FACTOR * 1_000_000 / 30_000

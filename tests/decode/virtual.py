@@ -60,16 +60,16 @@ class VirtualRequest:
     client: str = ""
     decision: Decision = LOCAL
     computed: int = 0
-    computes: int = 0
-    awaits_tokens: int = 0
+    local_tokens: int = 0
+    remote_tokens: int = 0
     prefiller: str = ""
-    proven: bool = False
+    has_first_step: bool = False
     since: float = 0.0
     pulled: float = 0.0
     outcome: Any = None
     times: list[float] = field(default_factory=list)
     published: bool = False
-    broken: bool = False
+    missed_slo: bool = False
 
     @property
     def submit(self) -> Any:
@@ -86,7 +86,7 @@ class VirtualRequest:
     def came(self) -> None:
         """A token came."""
         now, last = self.decode.graph.now, self.times[-1:]
-        self.broken |= now - last[0] > self.gap if last else now > self.due
+        self.missed_slo |= now - last[0] > self.gap if last else now > self.due
         self.times.append(now)
 
     def keeps(self, promised: Promised) -> bool:
@@ -97,8 +97,8 @@ class VirtualRequest:
         return times[0] - self.begun <= promised.ttft and longest(times) <= promised.gap
 
     @property
-    def awaits(self) -> bool:
-        return self.awaits_tokens > 0
+    def awaits_answer(self) -> bool:
+        return self.remote_tokens > 0
 
     @property
     def turn(self) -> Any:
@@ -179,7 +179,8 @@ class VirtualDecode(VirtualEngine):
         super().__init__(graph, chunk)
         self.waiting: PromptQueue[VirtualRequest] = PromptQueue()
         self.live: list[VirtualRequest] = []
-        available = [SimpleNamespace(id=worker.id) for worker in graph.prefill]
+        self.workers = [worker.id for worker in graph.prefill]
+        available = [SimpleNamespace(id=name) for name in self.workers]
         workers = SimpleNamespace(available=lambda: available)
         clock = lambda: graph.now  # noqa: E731
         self.estimator = Estimator(self, graph, workers, clock, chunk, lambda: BLOCK)  # type: ignore[arg-type]
@@ -187,7 +188,7 @@ class VirtualDecode(VirtualEngine):
 
     @property
     def chunk(self) -> int:
-        prompts = sum(each.computes > 0 for each in self.requests)
+        prompts = sum(each.local_tokens > 0 for each in self.requests)
         return self.estimator.chunk // max(1, prompts)
 
     def clients(self) -> list[VirtualRequest]:
@@ -198,16 +199,16 @@ class VirtualDecode(VirtualEngine):
 
     def submit(self, request: VirtualRequest) -> None:
         self.live.append(request)
-        estimates = self.estimator.of(request, request.prompt, request.prompt)  # type: ignore[arg-type]
+        estimates = self.estimator.of(request, request.prompt, request.prompt, self.workers)  # type: ignore[arg-type]
         args = request.prompt, 0, self.graph.depth, len(self.graph.prefill), True, self.graph.settings
         request.decision = decide(*args, estimates=estimates)
         if request.decision.mode == "local":
-            request.computes = request.prompt
-            needs = request.prompt * self.estimator.token_seconds_here
+            request.local_tokens = request.prompt
+            needs = request.prompt * self.estimator.local_token_seconds
             self.waiting.add(request.client, request, request.due, needs)
             self._start()
         else:
-            request.awaits_tokens = request.prompt
+            request.remote_tokens = request.prompt
             if self.graph.turns:
                 self.turns.add(request)  # type: ignore[arg-type]
             else:
@@ -216,15 +217,15 @@ class VirtualDecode(VirtualEngine):
     def _start(self) -> None:
         while first := self.waiting.first(self.graph.now):
             chunk = self.estimator.chunk
-            held = sum(min(chunk, each.computes) for each in self.requests)
-            if held and held + first.computes > chunk:
+            held = sum(min(chunk, each.local_tokens) for each in self.requests)
+            if held and held + first.local_tokens > chunk:
                 return
             request = self.waiting.pop(self.graph.now)
             request.since = self.graph.now
             self.add(request)
 
     def answered(self, request: VirtualRequest) -> None:
-        request.awaits_tokens, request.since = 0, self.graph.now
+        request.remote_tokens, request.since = 0, self.graph.now
         request.came()
         self.turns.remove(request)  # type: ignore[arg-type]
         self.graph.after(TRANSFER, lambda: self.add(request))
@@ -234,9 +235,9 @@ class VirtualDecode(VirtualEngine):
 
     def token(self, request: VirtualRequest) -> None:
         request.came()
-        if not request.proven:
+        if not request.has_first_step:
             self.estimator.first_token(request, self.graph.now)  # type: ignore[arg-type]
-            request.proven, request.computes = True, 0
+            request.has_first_step, request.local_tokens = True, 0
             self.graph.after(0.002, self._start)
         if len(request.times) == request.answer_tokens:
             self.requests.remove(request)

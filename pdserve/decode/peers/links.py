@@ -60,10 +60,10 @@ class KvLinks:
 
     def unread(self, request: DecodeRequest, why: str) -> None:
         """The request's KV could not be read; the engine computes the prompt instead."""
-        request.unread = True
+        request.kv_unread = True
         request.hops.add("transfer", request.since, time.monotonic(), request.prefiller)
         self.failed(request, f"transfer: {why}")
-        if not request.warms:
+        if not request.warm_up_with:
             request.recompute("transfer")
             request.since = time.monotonic()
 
@@ -73,7 +73,7 @@ class KvLinks:
         request.hops.add("fallback", now, now, request.prefiller, why)
         link = self._of(request.prefiller)
         link.failures, link.failure = link.failures + 1, why
-        if not request.warms:
+        if not request.warm_up_with:
             REMOTE_PREFILL_FAILURES.labels(self.workers.model, why.partition(":")[0]).inc()
 
     def unreachable(self, workers: Iterable[str]) -> None:
@@ -83,7 +83,9 @@ class KvLinks:
 
     def states(self) -> list[LinkState]:
         """One for each registered prefill worker."""
-        there = Counter(request.prefiller for request in self.requests.clients() if request.elsewhere)
+        there = Counter(
+            request.prefiller for request in self.requests.clients() if request.needs_prefill_worker
+        )
         return [self._state(worker.id, there[worker.id]) for worker in self.workers.registered()]
 
     def _state(self, worker: str, requests: int) -> LinkState:

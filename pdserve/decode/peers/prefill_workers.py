@@ -1,4 +1,4 @@
-"""The prefill workers as a decode worker sees them: which may be asked, and which requests they will not answer."""
+"""Prefill workers as a decode worker sees them: which are available, and which requests they will not answer."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from itertools import islice
 from zlib import crc32
 
 from pdserve.contract.records import MIN_KV_WIRE, Instance, Role
-from pdserve.decode.peers.untaken import UntakenPrompts
+from pdserve.decode.policy import decision
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
 from pdserve.process.presence import MAX_PAIRS
@@ -23,23 +23,53 @@ from pdserve.util.errors import QueueUnavailable
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS = 0.2
-"""seconds that a prefill worker's answers may take after the registry says it is gone: they use another connection"""
+LAST_ANSWERS = 0.2
+"""Seconds to wait for a prefill worker's answers after the registry says that it is gone: they use another
+connection."""
 AVOID_FOR = 30.0
-"""seconds without new requests for a prefill worker whose KV could not be read; then it is tried again"""
-LOOK = 0.5
-"""seconds between two questions to NATS whether a prefill worker still listens"""
-UNHEARD = 2
-"""such questions in a row after which a worker that does not listen counts as gone: it may be connecting anew"""
+"""Seconds without new requests for a prefill worker whose KV could not be read; then it is tried again."""
+POLL_INTERVAL = 0.5
+"""Seconds between two checks with NATS whether a prefill worker is still subscribed."""
+MAX_UNHEARD = 2
+"""Failed checks in a row after which a worker counts as gone. After one it may be reconnecting."""
+MAX_UNTAKEN = 2
+"""Prompts in a row that no prefill worker pulled, after which all of them count as gone."""
+RETRY_AFTER = 30.0
+"""Seconds until remote prefill is tried again then, because a worker without prompts sends nothing."""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
 UNREACHABLE, LOST, STALLED = "unreachable", "queue-lost", "stalled"
-"""why no answer will come, as labels of the failure metric"""
+"""Why no answer will come, as labels of the failure metric."""
+
+
+class UntakenPrompts:
+    """Detects that prefill workers are registered but pull nothing: prompts in a row that none pulled, and no message
+    of any meanwhile. Pure: callers pass the time."""
+
+    def __init__(self) -> None:
+        self.news = 0.0
+        """Time of the last message of a prefill worker."""
+        self.count = 0
+        self._last = 0.0
+        """When the last untaken prompt was given up."""
+
+    def heard(self, at: float) -> None:
+        if at > self.news:
+            self.news, self.count = at, 0
+
+    def untaken(self, asked: float, now: float) -> None:
+        """Record that a prompt, asked for at `asked`, is given up, and that no worker pulled it."""
+        if asked > self.news and now - asked >= decision.MIN_TIMEOUT:
+            self.count, self._last = self.count + 1, now
+
+    def silent(self, now: float) -> bool:
+        """Whether to prefill locally: until there is a message of a worker, or `RETRY_AFTER` is over."""
+        return self.count >= MAX_UNTAKEN and now - self._last < RETRY_AFTER
 
 
 @dataclass(eq=False)
 class PrefillWorkers:
-    """Only workers of the same model and fingerprint that confirm reads of their KV, without this worker itself (it may
-    be of role `both`)."""
+    """Knows workers of the same model and fingerprint that confirm reads of their KV, without this worker itself (it
+    may be of role `both`)."""
 
     instance: str
     model: str
@@ -48,31 +78,23 @@ class PrefillWorkers:
     view: RegistryView
     requests: DecodeRequests
     _avoided: dict[str, float] = field(default_factory=dict)
-    """by prefill worker: monotonic time until which it is avoided"""
+    """By prefill worker: monotonic time until which it is avoided."""
     _unheard: Counter[str] = field(default_factory=Counter)
-    """by prefill worker: how often in a row NATS said that it does not listen; at least `UNHEARD` where it hangs"""
+    """By prefill worker: failed checks in a row; at least `MAX_UNHEARD` if it hangs."""
     _untaken: UntakenPrompts = field(default_factory=UntakenPrompts)
     _registered: list[Instance] = field(default_factory=list)
     _newcomers: list[Instance] = field(default_factory=list)
-    """both as of the view's `_version`: every request asks, and there may be hundreds of workers"""
+    """Both are cached by the view's version, because each request asks and there may be hundreds of workers."""
     _version: int = -1
 
-    # which may be asked
+    # which are available
 
     def available(self) -> list[Instance]:
-        """Workers that pull requests and whose KV can be read."""
+        """Workers that pull prompts and whose KV can be read."""
         if self._silent():
             return []
         ready = [worker for worker in self.registered() if not worker.draining and self._reachable(worker)]
         return [worker for worker in ready if not self.avoided(worker.id)] if self._avoided else ready
-
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt that each of them takes: any of them may pull it."""
-        sizes = (
-            min(filter(None, (worker.max_model_len, worker.kv_tokens)), default=0)
-            for worker in self.available()
-        )
-        return min(filter(None, sizes), default=sys.maxsize) - 1
 
     def to_warm_up(self) -> set[str]:
         """Ids of the workers to warm up with, ready or not yet, but not draining. Of many, each decode worker takes the
@@ -81,37 +103,38 @@ class PrefillWorkers:
         return set(nsmallest(MAX_PAIRS, peers, key=lambda peer: crc32(f"{self.instance} {peer}".encode())))
 
     def known(self, worker: str) -> bool:
-        """Whether it is registered, draining or not ready yet. Answers of any other worker are not trusted."""
+        """Whether it is registered, draining or not ready yet. Answers of other workers are not trusted."""
         return any(peer.id == worker for peer in self.peers())
 
     def registered(self) -> list[Instance]:
         """Announced workers, draining ones included."""
-        self._look()
+        self._refresh()
         return self._registered
 
     def peers(self) -> list[Instance]:
-        """The registered workers, and those that are not ready yet."""
-        self._look()
+        """Registered workers, and those that are not ready yet."""
+        self._refresh()
         return self._registered + self._newcomers
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         if self._version != self.view.version:
-            self._version, before = self.view.version, self._registered
-            self._registered = self._alike(self.view.instances(Role.PREFILL, self.model))
-            if _working(self._registered) - _working(before):
+            before = _working(self._registered)
+            self._version = self.view.version
+            self._registered = self._compatible(self.view.instances(Role.PREFILL, self.model))
+            if _working(self._registered) - before:
                 self.heard()
-            self._newcomers = self._alike(self.view.newcomers(Role.PREFILL, self.model))
+            self._newcomers = self._compatible(self.view.newcomers(Role.PREFILL, self.model))
 
-    def _alike(self, workers: list[Instance]) -> list[Instance]:
+    def _compatible(self, workers: list[Instance]) -> list[Instance]:
         same = self.engine.facts.fingerprint
         others = [worker for worker in workers if worker.id != self.instance and worker.wire >= MIN_KV_WIRE]
         return [worker for worker in others if worker.fingerprint == same]
 
-    # those whose KV cannot be read
+    # workers whose KV cannot be read
 
     def avoid(self, workers: list[str]) -> None:
-        """The KV of these workers cannot be read here. Requests that such a worker has, or pulls in spite of it (the
-        queue is shared), are prefilled locally at once."""
+        """Avoid workers whose KV cannot be read. Requests that such a worker has, or still pulls from the shared queue,
+        are prefilled locally at once."""
         for worker in workers:
             if not self.avoided(worker):
                 logger.error("KV of %s cannot be read: avoiding it for %g s", worker, AVOID_FOR)
@@ -127,10 +150,10 @@ class PrefillWorkers:
             del self._avoided[worker]
         return worker in self._avoided
 
-    # those that neither take prompts nor answer, though they are registered
+    # workers that are registered, and neither pull nor answer
 
     def heard(self) -> None:
-        """Something came from a prefill worker."""
+        """Record that a prefill worker sent something."""
         self._untaken.heard(time.monotonic())
 
     def heard_since(self, when: float) -> bool:
@@ -139,11 +162,11 @@ class PrefillWorkers:
         return self._untaken.news > when
 
     def left_untaken(self, request: DecodeRequest) -> None:
-        """No worker took this request in its time."""
+        """Record that no worker pulled this request in time."""
         before = self._silent()
         self._untaken.untaken(request.asked, time.monotonic())
         if self._silent() and not before:
-            logger.warning("no prefill worker takes prompts: they are prefilled here until one is heard of")
+            logger.warning("no prefill worker pulls prompts: prefilling locally until one sends a message")
             self._give_up(list(self.requests))
 
     def _silent(self) -> bool:
@@ -152,55 +175,53 @@ class PrefillWorkers:
         return self._untaken.silent(time.monotonic())
 
     def _reachable(self, worker: Instance) -> bool:
-        return worker.is_working and self._unheard[worker.id] < UNHEARD
+        return worker.is_working and self._unheard[worker.id] < MAX_UNHEARD
 
     async def watch(self) -> None:
-        """Ask NATS, while requests wait for prefill workers, whether these are still connected to it; for ever. The
-        registry says so only when a lease ends."""
+        """Check with NATS, while requests wait for prefill workers, whether these are still connected; for ever. The
+        registry shows that only when a lease ends."""
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
             workers = [worker.id for worker in self.registered()]
             for gone in self._unheard.keys() - set(workers):
                 del self._unheard[gone]
-            long_ago = time.monotonic() - LOOK
+            before = time.monotonic() - POLL_INTERVAL
             waited_for = {
-                request.prefiller for request in self.requests if request.awaits and request.asked < long_ago
+                request.prefiller
+                for request in self.requests
+                if request.awaits_answer and request.asked < before
             }
             first = [worker for worker in workers if worker in waited_for | self._unheard.keys()]
             ask = dict.fromkeys([*first, *(workers if "" in waited_for else ())])
             with suppress(QueueUnavailable):
-                await asyncio.gather(*(self._ask(worker) for worker in islice(ask, MAX_PAIRS)))
+                await asyncio.gather(*(self._check(worker) for worker in islice(ask, MAX_PAIRS)))
             self.give_up_gone()
 
-    async def _ask(self, worker: str) -> None:
+    async def _check(self, worker: str) -> None:
         before = self._unheard[worker]
         try:
             self._unheard[worker] = 0 if await self.queue.listens(worker) else before + 1
         except TimeoutError:  # its process hangs
-            self._unheard[worker] = max(before, UNHEARD)
-        if before < UNHEARD <= self._unheard[worker]:
-            logger.warning("%s does not answer on NATS: nothing is asked of it until it does", worker)
+            self._unheard[worker] = max(before, MAX_UNHEARD)
+        if before < MAX_UNHEARD <= self._unheard[worker]:
+            logger.warning("%s does not answer on NATS: sending it no prompts until it does", worker)
         if not self._unheard[worker]:
             del self._unheard[worker]
 
     # requests that no prefill worker will answer
 
     def give_up_lost(self) -> None:
-        """Prefill here what was queued, and not pulled yet, when the server lost its queue."""
+        """Prefill locally what was queued, and not pulled yet, when the server lost its queue."""
         for request in self.requests:
-            if (
-                request.published
-                and request.awaits
-                and not request.prefiller
-                and request.losses != self.queue.losses
-            ):
+            queued = request.published and request.awaits_answer and not request.prefiller
+            if queued and request.losses != self.queue.losses:
                 request.resolve(LOST)
 
     def give_up_gone(self) -> None:
-        """Prefill here what a worker that is gone had pulled, and everything if no worker is left. Wait `LAST_WORDS`
-        before: the worker's last message may say that its engine died of a request."""
+        """Prefill locally what a worker that is gone had pulled, and everything if no worker is left. Wait
+        `LAST_ANSWERS` before: the worker's last message may say that its engine died of a request."""
         if lost := [request for request, _ in self._gone(self.requests)]:
-            asyncio.get_running_loop().call_later(LAST_WORDS, self._give_up, lost)
+            asyncio.get_running_loop().call_later(LAST_ANSWERS, self._give_up, lost)
 
     def _give_up(self, requests: list[DecodeRequest]) -> None:
         for request, reason in self._gone(requests):
@@ -211,18 +232,24 @@ class PrefillWorkers:
         pulls no more."""
         peers = {peer.id for peer in self.peers() if self._reachable(peer)}
         registered = [worker for worker in self.registered() if worker.id in peers]
-        there = {worker.id for worker in registered}
+        answering = {worker.id for worker in registered}
         stalled = {worker.id for worker in self.registered() if worker.stalled}
-        pulled = any(not worker.draining for worker in registered) and not self._silent()
+        pulling = any(not worker.draining for worker in registered) and not self._silent()
         for request in requests:
-            if not request.awaits:
+            if not request.awaits_answer:
                 continue
             if request.prefiller in stalled:
                 yield request, STALLED
-            elif not request.warms and not pulled and request.prefiller not in there:
+            elif not request.warm_up_with and not pulling and request.prefiller not in answering:
                 yield request, ALONE
             elif request.prefiller and request.prefiller not in peers:
                 yield request, GONE
+
+
+def longest_prompt(workers: Iterable[Instance]) -> int:
+    """Tokens of the longest prompt that each of these workers takes: any of them may pull it."""
+    sizes = (min(filter(None, (each.max_model_len, each.kv_tokens)), default=0) for each in workers)
+    return min(filter(None, sizes), default=sys.maxsize) - 1
 
 
 def _working(workers: list[Instance]) -> set[str]:

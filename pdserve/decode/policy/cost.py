@@ -1,4 +1,4 @@
-"""The costs of prefilling a prompt here, and at the prefill workers: pure."""
+"""Costs of prefilling a prompt locally and at the prefill workers, in seconds that all requests lose together. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,71 +7,73 @@ from typing import Literal
 from pdserve.contract.messages import PrefillLoad
 from pdserve.contract.slo import MIN_MISS_DIFFERENCE
 
-BEHIND = 2.0
-"""prompts that wait behind this one, for each that comes while it is computed: those make others wait in turn"""
+LATER_PROMPTS = 2.0
+"""Prompts that wait longer for each one that comes while this one is computed: those delay others in turn."""
 
 
 @dataclass(frozen=True)
 class Estimates:
     """In seconds."""
 
-    wait_here: float
-    """for prompts that this engine computes already"""
-    compute_here: float
+    local_wait: float
+    """For prompts that this engine computes already."""
+    local_compute: float
     streams: int
-    """running here"""
-    wait_there: float
-    compute_there: float
+    """Running streams of this engine."""
+    remote_wait: float
+    remote_compute: float
     handover: float
-    """from the answer to the next token: transfer of the KV, and a step of this engine"""
-    stall: float
-    """which each running stream loses if the prompt is computed here"""
+    """From the answer to the next token: KV transfer and a step of this engine."""
+    local_stall: float
+    """Seconds that each stream loses by a local prefill."""
     rate: float = 0.0
-    """prompts that come in a second"""
-    stall_there: float = 0.0
-    """which each running stream loses if the prompt is computed there: on a core of their own they lose nothing"""
-    breaks: tuple[float, float] | None = None
-    """promises that are expected to break if the prompt is computed here, and there; None: nothing is promised"""
+    """Prompts that arrive per second."""
+    remote_stall: float = 0.0
+    """Seconds that each stream loses by a remote prefill: 0 unless both engines share a core."""
+    slo_misses: tuple[float, float] | None = None
+    """SLO misses to expect from a local and from a remote prefill; None without an SLO."""
 
     @property
-    def local(self) -> float:
-        """To be compared with `remote`: what all requests lose together. A second of this prompt, of a stream, and of a
-        prompt behind this one count the same."""
-        wait = self._weight(self.compute_here) * self.wait_here
-        return wait + self.compute_here + self.streams * self.stall
+    def local_cost(self) -> float:
+        """A second of this prompt, of a stream, and of a later prompt count the same."""
+        wait = self._weight(self.local_compute) * self.local_wait
+        return wait + self.local_compute + self.streams * self.local_stall
 
     @property
-    def remote(self) -> float:
-        wait = self._weight(self.compute_there) * self.wait_there
-        return wait + self.compute_there + self.handover + self.streams * self.stall_there
+    def remote_cost(self) -> float:
+        wait = self._weight(self.remote_compute) * self.remote_wait
+        return wait + self.remote_compute + self.handover + self.streams * self.remote_stall
 
     def _weight(self, compute: float) -> float:
-        """Of a second that this prompt waits: where it waits, those that come wait longer."""
-        return 1 + BEHIND * self.rate * compute
+        """Weight of a second in which this prompt waits, because later prompts wait longer, too."""
+        return 1 + LATER_PROMPTS * self.rate * compute
 
     @property
-    def idle(self) -> bool:
-        """Whether computing here would delay nothing."""
-        return not self.streams and not self.wait_here
+    def is_idle(self) -> bool:
+        """Whether a local prefill would delay nothing."""
+        return not self.streams and not self.local_wait
 
     @property
-    def better(self) -> Literal["here", "there"]:
-        """There, if fewer promises are expected to break there; else where it costs less. For each that is kept here,
-        all that runs here ends later: it may cost as much again as the other way."""
-        here, there = self.breaks or (0.0, 0.0)
-        if here > there + MIN_MISS_DIFFERENCE:
-            return "there"
-        return "there" if self.remote * (1 + there - here) < self.local else "here"
+    def better(self) -> Literal["local", "remote"]:
+        """Remote if fewer SLO misses are expected; else the cheaper way. Local may cost once more the remote cost for
+        each miss that it avoids (docs/decisions/0085-what-a-promise-kept-here-may-cost.md)."""
+        local, remote = self.slo_misses or (0.0, 0.0)
+        if local > remote + MIN_MISS_DIFFERENCE:
+            return "remote"
+        return "remote" if self.remote_cost * (1 + remote - local) < self.local_cost else "local"
 
     def __str__(self) -> str:
-        breaks = "breaks {:.2f} promises here, {:.2f} there; ".format(*self.breaks) if self.breaks else ""
+        misses = (
+            "SLO misses {:.2f} local, {:.2f} remote; ".format(*self.slo_misses) if self.slo_misses else ""
+        )
         return (
-            f"{breaks}"
-            f"local costs {_ms(self.local)} ms (wait {self._weight(self.compute_here):.1f} x {_ms(self.wait_here)}, "
-            f"compute {_ms(self.compute_here)}, stall {self.streams} streams x {_ms(self.stall)}), "
-            f"remote {_ms(self.remote)} ms (wait {self._weight(self.compute_there):.1f} x {_ms(self.wait_there)}, "
-            f"compute {_ms(self.compute_there)}, stall {self.streams} streams x {_ms(self.stall_there)}, "
-            f"handover {_ms(self.handover)})"
+            f"{misses}"
+            f"local costs {_ms(self.local_cost)} ms (wait {self._weight(self.local_compute):.1f} x "
+            f"{_ms(self.local_wait)}, compute {_ms(self.local_compute)}, stall {self.streams} streams x "
+            f"{_ms(self.local_stall)}), remote {_ms(self.remote_cost)} ms (wait "
+            f"{self._weight(self.remote_compute):.1f} x {_ms(self.remote_wait)}, compute "
+            f"{_ms(self.remote_compute)}, stall {self.streams} streams x {_ms(self.remote_stall)}, handover "
+            f"{_ms(self.handover)})"
         )
 
 
@@ -81,15 +83,15 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class SeenLoad:
-    """The load that a prefill worker reported when it last pulled."""
+    """The load that a prefill worker reported at its last pull."""
 
     load: PrefillLoad
     age: float
-    """seconds since the report"""
+    """Seconds since the report."""
 
     def left(self, own: int, token_seconds: float) -> tuple[float, float]:
-        """Tokens that the worker has yet to compute, and its seconds for a token. `own` are tokens of this decode
-        worker's requests there: if they should be done by now and are not, the worker has become slow, or hangs."""
+        """Return the tokens that the worker has yet to compute, and its seconds per token. `own`: tokens of this decode
+        worker's requests at it. If these are late, the worker has become slow, or hangs."""
         left = self.load.tokens - self.age / token_seconds
         if left >= 0 or not own:
             return max(left, 0.0), token_seconds
@@ -102,31 +104,31 @@ def estimate(
     prompt: int,
     *,
     streams: int,
-    ahead_here: int,
-    here: float,
+    local_ahead: int,
+    local_token: float,
     queued: float,
-    there: Sequence[tuple[float, float]],
+    remote: Sequence[tuple[float, float]],
     handover: float,
-    beside: float | None = None,
+    step_token: float | None = None,
     rate: float = 0.0,
-    lost: float = 0.0,
+    slowdown: float = 0.0,
 ) -> Estimates:
-    """`compute`: tokens of the prompt that are not in the prefix cache here; `here`: seconds for a token here; `there`:
-    of each prefill worker (at least one), the tokens that it has and its seconds for a token; `queued`: tokens before
-    this prompt that no prefill worker has pulled; `beside`: seconds for a token by which a step with streams is longer,
-    if they were measured; `rate`: prompts that come in a second; `lost`: part of its time that
-    a stream here loses while a prompt is computed there."""
-    speed = sum(1 / seconds for _, seconds in there)
-    ahead = queued + sum(tokens for tokens, _ in there)
-    compute_there = prompt * len(there) / speed
+    """`compute`: tokens of the prompt that are not in the local prefix cache; `local_ahead`: tokens that this engine
+    computes before; `local_token`: its seconds per token; `queued`: tokens before this prompt that no prefill worker
+    has pulled; `remote`: for each prefill worker (at least one) its tokens and seconds per token; `step_token`: seconds
+    per prompt token by which a step with streams is longer, if measured; `rate`: prompts per second; `slowdown`: part
+    of its time that a stream loses during a remote prefill."""
+    speed = sum(1 / seconds for _, seconds in remote)
+    ahead = queued + sum(tokens for tokens, _ in remote)
+    remote_compute = prompt * len(remote) / speed
     return Estimates(
-        wait_here=ahead_here * here,
-        compute_here=compute * here,
+        local_wait=local_ahead * local_token,
+        local_compute=compute * local_token,
         streams=streams,
-        wait_there=ahead / speed,
-        compute_there=compute_there,
+        remote_wait=ahead / speed,
+        remote_compute=remote_compute,
         handover=handover,
-        stall=compute * (beside or here),
+        local_stall=compute * (step_token or local_token),
         rate=rate,
-        stall_there=compute_there * lost,
+        remote_stall=remote_compute * slowdown,
     )

@@ -1,4 +1,4 @@
-"""Local or remote prefill, and how long a remote prefill may take: pure decisions."""
+"""Chooses local or remote prefill, and the time that a remote prefill may take. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,21 +8,21 @@ from pdserve.decode.policy.cost import Estimates
 
 Mode = Literal["local", "remote"]
 
-FLOOR = 2.0
-"""seconds that any remote prefill may take: messages, scheduling, a busy machine"""
-SLACK = 4.0
-"""multiple of the expected time after which a prefill is given up"""
+MIN_TIMEOUT = 2.0
+"""Seconds that any remote prefill may take: for messages, scheduling and a busy machine."""
+TIMEOUT_FACTOR = 4.0
+"""Multiple of the expected time after which a remote prefill is given up."""
 FIRST_GUESS = 500.0
-"""tokens per second, until a prefill was measured; low, so that a slow machine's first prompt is not computed twice"""
+"""Prompt tokens per second until a prefill was measured. Low, so that a slow machine computes no first prompt twice."""
 _WEIGHT = 0.2
-"""of the newest prefill in the means"""
+"""Weight of the newest prefill in the means."""
 
 
 @dataclass(frozen=True)
 class Decision:
     mode: Mode
     reason: str
-    """one word, a label of `pdserve_prefill_total`"""
+    """One word, a label of `pdserve_prefill_total`."""
 
 
 def decide(
@@ -39,30 +39,28 @@ def decide(
     estimates: Estimates | None = None,
 ) -> Decision:
     """Policy `threshold`: remote if the prompt, less its prefix hit, is longer than this worker should compute beside
-    its decodes, and the queue is short. Policy `adaptive`: the cheaper way, by `estimates`.
+    its streams, and the queue is short. Policy `adaptive`: the cheaper way by `estimates`.
 
-    `supported` is false for a request whose prompt needs more than its KV (prompt logprobs). `migrated` is true
-    for a request that was lost with a worker, perhaps because of the KV that the worker had read. `fits` is false for a
-    request that is larger than a message of the queue may be, or longer than the prefill workers' max-model-len.
+    `supported` is false for a request that needs more than its prompt's KV (prompt logprobs). `migrated` is true for a
+    request that was lost with a worker, perhaps because of KV that it had read. `fits` is false for a request that is
+    larger than a message of the queue may be, or longer than the prefill workers' max-model-len.
     """
-    if not settings.remote_prefill:
-        return Decision("local", "disabled")
-    if not supported:
-        return Decision("local", "unsupported")
-    if migrated:
-        return Decision("local", "migrated")
-    if not queue_connected:
-        return Decision("local", "queue-down")
-    if not prefill_workers:
-        return Decision("local", "no-prefill-worker")
-    if not fits:
-        return Decision("local", "too-large")
+    must_be_local = {
+        "disabled": not settings.remote_prefill,
+        "unsupported": not supported,
+        "migrated": migrated,
+        "queue-down": not queue_connected,
+        "no-prefill-worker": not prefill_workers,
+        "too-large": not fits,
+    }
+    if reason := next((reason for reason, holds in must_be_local.items() if holds), None):
+        return Decision("local", reason)
     if not settings.conditional_disagg:
         return Decision("remote", "always")
     if settings.policy == "adaptive" and estimates is not None:
-        if estimates.better == "there":
+        if estimates.better == "remote":
             return Decision("remote", "remote-cheaper")
-        return Decision("local", "idle" if estimates.idle else "local-cheaper")
+        return Decision("local", "idle" if estimates.is_idle else "local-cheaper")
     if prompt_len - prefix_hit <= settings.max_local_prefill_length:
         return Decision("local", "short")
     if queue_depth >= settings.max_prefill_queue_size:
@@ -71,21 +69,21 @@ def decide(
 
 
 def queue_limit(settings: DecodeSection) -> int:
-    """The queue depth from which on prompts are prefilled locally; 0: no such limit."""
+    """Queue depth from which on prompts are prefilled locally; 0: no limit."""
     limited = settings.remote_prefill and settings.conditional_disagg and settings.policy != "adaptive"
     return settings.max_prefill_queue_size if limited else 0
 
 
 class PrefillTimeout:
-    """The bound of a prefill, by the prefill workers' speed as learned from answers, for it and those queued before."""
+    """Bounds a remote prefill by the prefill workers' measured speed, for the prompt and those queued before it."""
 
     def __init__(self) -> None:
         self._rate = FIRST_GUESS
         self._tokens = 0.0
-        """prompt tokens of an average request; 0: none was measured"""
+        """Prompt tokens of an average request; 0: none was measured."""
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A prefill of `tokens` took `seconds` in the prefill engine, beside others."""
+        """Record a prefill of `tokens` that took `seconds` in the prefill engine, beside others."""
         if seconds <= 0:
             return
         rate = tokens / seconds
@@ -97,4 +95,4 @@ class PrefillTimeout:
     def seconds(self, tokens: int, queue_depth: int, workers: int) -> float:
         """Seconds allowed from publishing the request to its answer."""
         ahead = queue_depth * (self._tokens or tokens) / max(workers, 1)
-        return FLOOR + SLACK * (tokens + ahead) / self._rate
+        return MIN_TIMEOUT + TIMEOUT_FACTOR * (tokens + ahead) / self._rate

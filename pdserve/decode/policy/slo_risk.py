@@ -1,7 +1,7 @@
-"""The number of broken promises to expect where a prompt is computed here, and at a prefill worker: pure.
+"""Expected SLO misses of a local and of a remote prefill, and the chunk size that keeps the gaps of streams. Pure.
 
-Of the prompt's own request, of those that run or wait here, and of those that wait for prefill workers: each counts
-with the probability that this prompt makes it break a promise that it has kept so far."""
+Counts the prompt's own request and the running streams, each with the probability that the prefill makes it miss an SLO
+that it has kept so far."""
 
 import math
 from collections.abc import Sequence
@@ -9,58 +9,56 @@ from dataclasses import dataclass
 
 from pdserve.contract.slo import GAP_VARIATION, gap_miss_probability, ttft_miss_probability
 
-COMMON = 0.028
-"""seconds of a step with a chunk where no gap is promised: short beside the gaps that are commonly asked for"""
-TIMES = 2
-"""or so many times a step without one, if that is longer"""
-LEAST = 4
-"""the chunk is then never less than this part of the usual one, which would take a prompt too many steps"""
+MAX_STEP = 0.028
+"""Seconds of a step with a chunk beside streams without an SLO: short against the gaps that users commonly ask for."""
+MAX_STEP_FACTOR = 2
+"""A step with a chunk may take this many times a plain step, if that is longer than `MAX_STEP`."""
+MIN_CHUNK_PART = 4
+"""The chunk is at least the usual one divided by this, so that a prompt does not take too many steps."""
 
 
 def longest_step(gap: float, plain: float) -> float:
-    """Seconds that a step with a chunk may take as a mean, so that this gap is kept; infinite if it breaks in any case:
-    `plain` is a step without one."""
+    """Return the mean seconds that a step with a chunk may take to keep this gap; infinite if a step without chunks
+    (`plain`) misses it already."""
     return (1 - GAP_VARIATION) * gap if plain < gap else math.inf
 
 
 def chunk_of(step: float, plain: float, token_seconds: float, usual: int, block: int) -> int:
-    """Return the tokens of prompts with which a step takes as long; infinite: no gap can be kept. `usual` 0:
-    prompts are computed whole."""
+    """Return the prompt tokens that make a step take `step` seconds; `usual` if that is infinite. `usual` 0: prompts
+    are not cut into chunks."""
     if not usual or step == math.inf or not plain or not token_seconds:
         return usual
     return max(block, int((step - plain) / token_seconds))
 
 
-def chunk_without_promise(plain: float, token_seconds: float, usual: int, block: int) -> int:
-    """The tokens of prompts in a step with streams to which nothing is promised; never more than usual."""
-    chunk = chunk_of(max(COMMON, TIMES * plain), plain, token_seconds, usual, block)
-    return min(usual, max(usual // LEAST, chunk))
+def chunk_without_slo(plain: float, token_seconds: float, usual: int, block: int) -> int:
+    """Return the prompt tokens of a step beside streams without an SLO; at most `usual`."""
+    chunk = chunk_of(max(MAX_STEP, MAX_STEP_FACTOR * plain), plain, token_seconds, usual, block)
+    return min(usual, max(usual // MIN_CHUNK_PART, chunk))
 
 
 @dataclass(frozen=True)
-class Stakes:
-    """What may break. Times in seconds; infinite where nothing is promised. The gap after the first token is not among
-    it: that token waits for the second within its own time (`frontend/sequence/pacing.py`)."""
+class SloRisk:
+    """Seconds; infinite without an SLO. The gap after the first token is not at risk: the frontend holds that token
+    back until the second has come (`frontend/sequence/pacing.py`)."""
 
     left: float
-    """until the first token of the prompt's request is due"""
+    """Until the TTFT deadline of the prompt's request."""
     gap: float
-    """promised to it"""
+    """Its longest gap by its SLO."""
     plain: float
-    """of a step without chunks of prompts, as a mean"""
+    """Mean of a step without chunks."""
     step: float
-    """of a step with a chunk in it, as a mean"""
+    """Mean of a step with a chunk."""
     gaps: Sequence[float] = ()
-    """promised to the requests that run here, and kept so far"""
+    """Gaps by SLO of running requests that missed none so far."""
 
-    def broken_here(self, wait: float, compute: float) -> float:
+    def local_misses(self, wait: float, compute: float) -> float:
         return self._own(wait + compute) + sum(gap_miss_probability(self.step, gap) for gap in self.gaps)
 
-    def broken_there(self, first: float) -> float:
-        """`first`: seconds until its first token."""
-        return self._own(first)
+    def remote_misses(self, ttft: float) -> float:
+        return self._own(ttft)
 
-    def _own(self, first: float) -> float:
-        return 1 - (1 - ttft_miss_probability(first, self.left)) * (
-            1 - gap_miss_probability(self.plain, self.gap)
-        )
+    def _own(self, ttft: float) -> float:
+        kept = 1 - ttft_miss_probability(ttft, self.left)
+        return 1 - kept * (1 - gap_miss_probability(self.plain, self.gap))

@@ -54,7 +54,7 @@ class AnswerReader:
 
     def _started(self, request: DecodeRequest, started: PrefillStarted) -> None:
         worker = request.prefiller = started.worker
-        if request.awaits:
+        if request.awaits_answer:
             request.hops.pulled(worker, started.queued)
         if not self.workers.known(worker):
             request.resolve(UNKNOWN)
@@ -66,7 +66,7 @@ class AnswerReader:
         """Read the part of the KV that is computed. What was read is used only if the prefill's answer confirms it
         (`kv/read_ahead/blocks.py`)."""
         worker, facts = handle.engine_id, self.engine.facts
-        if not request.awaits or not self.workers.known(worker) or self.workers.avoided(worker):
+        if not request.awaits_answer or not self.workers.known(worker) or self.workers.avoided(worker):
             return
         try:
             fingerprint = self.engine.kv_fingerprint(request.submit.body)
@@ -76,11 +76,11 @@ class AnswerReader:
         except ProtocolError as error:
             logger.warning("request %s: not read ahead: %s", request.id, error)
             return
-        before, request.ahead = request.ahead, handle
+        before, request.read_ahead = request.read_ahead, handle
         if before is not None and source(before) != source(handle):
             await self.engine.drop_ahead(before)
-        if request.awaits:  # else nothing would drop what is read now
-            await self.engine.read_ahead(handle, request.hit)
+        if request.awaits_answer:  # else nothing would drop what is read now
+            await self.engine.read_ahead(handle, request.prefix_hit)
 
     async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
         """Give the answer to its request, or reject KV that no request takes, so that its blocks are free at once.
@@ -94,7 +94,7 @@ class AnswerReader:
             return
         if request is not None and self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
-        if request is not None and request.awaits and request.published:
+        if request is not None and request.awaits_answer and request.published:
             request.resolve(answer)
         elif request is None or not request.took(answer.handle):
             logger.info("request %s: late answer of %s rejected", answer.request_id, worker)

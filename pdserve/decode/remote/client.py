@@ -1,8 +1,7 @@
-"""Remote prefill, seen from the decode worker: publish the prompt when it is its turn, wait for the answer within a
-bound, check its KV handle.
+"""Remote prefill at the decode worker: publishes a prompt, waits for the answer with a timeout, checks its KV handle.
 
-Answers that are lost, late or too old are in `answer_reader.py`; prefill workers that go away, or whose KV cannot be
-read, in `decode/peers/prefill_workers.py`."""
+`answer_reader.py` handles lost and late answers, `decode/peers/prefill_workers.py` prefill workers that are gone or
+whose KV cannot be read."""
 
 import asyncio
 import logging
@@ -24,10 +23,10 @@ from pdserve.util.errors import ProtocolError, QueueFull, QueueUnavailable
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 5.0
-"""seconds that the prefill of a warm-up may take: the worker may have long prompts to compute first"""
+WARM_UP_TIMEOUT = 5.0
+"""Seconds that the prefill of a warm-up may take: the worker may have long prompts to compute first."""
 TIMEOUT, DOWN, FULL = "timeout", "queue-down", "queue-full"
-"""why no answer will come, as labels of the failure metric; more are in `decode/peers/prefill_workers.py`"""
+"""Why no answer will come, as labels of the failure metric; `decode/peers/prefill_workers.py` has more."""
 _NO_ANSWER = {
     DOWN: "NATS did not take the prompt",
     FULL: "the queue had no room for the prompt",
@@ -38,11 +37,11 @@ _NO_ANSWER = {
     UNKNOWN: "the answer came from {worker}, which is not registered",
 }
 OVERHEAD = 2048
-"""bytes of a PrefillRequest and its headers beside prompt and body"""
+"""Bytes of a PrefillRequest and its headers beside prompt and body."""
 
 
 class NoHandle(Exception):
-    """The remote prefill failed; `reason` is the label of the failure metric."""
+    """Raised when a remote prefill failed; `reason` is the label of the failure metric."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(f"{reason}: {text}" if text else reason)
@@ -50,7 +49,7 @@ class NoHandle(Exception):
 
 
 def _why_none(reason: str, worker: str, seconds: float) -> str:
-    """What became of a request that no answer will come to. Pure."""
+    """Say why a request gets no answer. Pure."""
     if text := _NO_ANSWER.get(reason):
         return text.format(worker=worker or "a prefill worker") + f" ({seconds:.1f} s)"
     return f"{f'no answer of {worker}' if worker else 'no worker took it'} within {seconds:.1f} s"
@@ -66,35 +65,37 @@ class RemotePrefill:
     publisher: PromptPublisher
     timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
-    def fits(self, submit: Submit) -> bool:
+    def fits(self, submit: Submit, longest_prompt: int) -> bool:
         """Whether the request's message is small enough for the queue, and its prompt for the prefill workers. A token
         id takes 5 bytes at most."""
-        if len(submit.prompt) > self.workers.longest_prompt():
+        if len(submit.prompt) > longest_prompt:
             return False
         left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
         return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 
     async def prefill(self, request: DecodeRequest, why: str = "") -> PrefillDone | None:
-        """Return the prefill worker's answer with a checked KV handle. Return None if the prompt must be computed here
-        (then the failure is logged) or the request was cancelled. `why` is the decision's reason."""
+        """Return the prefill worker's answer with a checked KV handle. Return None if the prompt must be prefilled
+        locally (then the failure is logged) or the request was cancelled. `why` is the decision's reason."""
         request.asked = time.monotonic()
         request.hops.asked(request.asked, why)
         done: PrefillDone | None = None
         try:
             done = await self._ask(request)
         except NoHandle as failure:
-            self._note(request, failure)
-        if request.ahead is not None and (done is None or source(request.ahead) != source(done.handle)):
-            await self.engine.drop_ahead(request.ahead)
+            self._log(request, failure)
+        if request.read_ahead is not None and (
+            done is None or source(request.read_ahead) != source(done.handle)
+        ):
+            await self.engine.drop_ahead(request.read_ahead)
         return done
 
-    def _note(self, request: DecodeRequest, failure: NoHandle) -> None:
+    def _log(self, request: DecodeRequest, failure: NoHandle) -> None:
         if failure.reason not in (OWN, CANCELLED):
             self.links.failed(request, str(failure))
-        if request.warms:
-            logger.info("warm-up with %s: no KV came: %s", request.warms, failure)
+        if request.warm_up_with:
+            logger.info("warm-up with %s: no KV came: %s", request.warm_up_with, failure)
         elif failure.reason == OWN:
-            logger.info("request %s: no other worker had time, prefilling locally", request.id)
+            logger.info("request %s: no other worker is idle; prefilling locally", request.id)
         elif failure.reason != CANCELLED:
             logger.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
 
@@ -102,9 +103,10 @@ class RemotePrefill:
         tokens = len(request.submit.prompt)
         request.answer = asyncio.get_running_loop().create_future()
         try:
-            if not request.warms and not await self.publisher.wait(request, partial(self._bound, request)):
+            bound = partial(self._bound, request)
+            if not request.warm_up_with and not await self.publisher.wait(request, bound):
                 request.resolve(TIMEOUT)
-            if request.awaits:
+            if request.awaits_answer:
                 await self._wait_answer(request, request.answer)
         finally:
             self.publisher.remove(request)
@@ -115,7 +117,7 @@ class RemotePrefill:
             case PrefillDone(handle=handle, compute_seconds=seconds) as done:
                 request.prefiller = handle.engine_id
                 request.hops.answered(handle.engine_id, done.queued, seconds, now, done.engine_queued)
-                if not request.warms:  # a warm-up's prompt is too short to measure the worker's speed
+                if not request.warm_up_with:  # a warm-up's prompt is too short to measure the worker's speed
                     self.timeout.learn(max(SHORTEST, tokens - prefix_hit(handle)), seconds)
                 await self._check(handle, request.submit)
                 return done
@@ -131,14 +133,15 @@ class RemotePrefill:
 
     async def _wait_answer(self, request: DecodeRequest, answer: asyncio.Future[Outcome]) -> None:
         bound = self._bound(request, self.queue.stored)
-        request.published, ends = True, time.monotonic() + bound
+        request.published = True
+        ends = time.monotonic() + bound
         await self._publish(request, bound)
         await asyncio.wait({answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
 
     def _bound(self, request: DecodeRequest, ahead: int) -> float:
         tokens, workers = len(request.submit.prompt), len(self.workers.available())
-        bound = WARM_UP if request.warms else self.timeout.seconds(tokens, ahead, workers)
+        bound = WARM_UP_TIMEOUT if request.warm_up_with else self.timeout.seconds(tokens, ahead, workers)
         return min(bound, request.deadline - time.monotonic())
 
     async def _publish(self, request: DecodeRequest, timeout: float) -> None:
@@ -150,14 +153,14 @@ class RemotePrefill:
             timeout,
             self.engine.facts.block_size,
             submit.body,
-            warm_up=bool(request.warms),
+            warm_up=bool(request.warm_up_with),
             traceparent=submit.traceparent,
             held=request.hops.held,
         )
         request.losses = self.queue.losses
         try:
-            if request.warms:
-                await self.queue.warm_up(request.warms, message)
+            if request.warm_up_with:
+                await self.queue.warm_up(request.warm_up_with, message)
             else:
                 await self.queue.publish(message)
         except QueueUnavailable as error:  # no effect where the message arrived and was answered already

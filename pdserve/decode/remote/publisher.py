@@ -58,7 +58,7 @@ class PromptPublisher:
         if request.turn.done():
             return True
         ends: set[asyncio.Future[Any]] = {request.turn, request.answer}
-        while not request.turn.done() and request.awaits:
+        while not request.turn.done() and request.awaits_answer:
             since, seconds = time.monotonic(), bound(max(self._queue.depth, len(self._held)))
             await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             now = time.monotonic()
@@ -90,7 +90,7 @@ class PromptPublisher:
         while (request := self._held.first(now)) and self._may_publish(request):
             self._held.pop(now)
             self._published.add(request)
-            if request.turn is not None and request.awaits:
+            if request.turn is not None and request.awaits_answer:
                 request.turn.set_result(None)
         self._queue.hold(self._held.regular)
         (self._holds.set if self._held else self._holds.clear)()

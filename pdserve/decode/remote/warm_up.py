@@ -74,7 +74,7 @@ class WarmUp:
         began = time.monotonic()
         name, prompt = f"warm-up-{secrets.token_hex(8)}", unique_prompt(self.engine.facts)
         submit = Submit(name, prompt, WITHIN, self.engine.plain_body(1))
-        request = self.requests.add("", submit, warms=peer)
+        request = self.requests.add("", submit, warm_up_with=peer)
         assert request is not None
         try:
             async with asyncio.timeout(WITHIN):
@@ -103,4 +103,4 @@ class WarmUp:
         submit = request.submit
         await self.engine.generate(request.id, submit.prompt, submit.body, done.handle)
         await request.over.wait()
-        return not (request.unread or request.failure or request.cancelled)
+        return not (request.kv_unread or request.failure or request.cancelled)

@@ -1,4 +1,4 @@
-"""Limits how many prompts a decode worker's engine computes at a time.
+"""Limits the prompts that a decode worker's engine computes at a time, and the tokens of them in a step (the chunk).
 
 Each engine step computes a chunk of every prompt in the engine, and running streams wait for all of these chunks. So
 the engine gets only as many prompts as fit into one chunk together: one long prompt, or several short ones. The others
@@ -13,12 +13,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pdserve.contract.slo import is_flex
+from pdserve.decode.scheduling.prefill_times import Estimator
 from pdserve.decode.scheduling.prompt_queue import PromptQueue
+from pdserve.engine.base import Engine, Step
 
 SHORT = 8
 """A prompt of at most the usual chunk divided by this is very short."""
 MAX_PASSING = 4
 """Very short prompts that may be in the engine beside a full chunk: one for each client without another one there."""
+MIN_CHANGE = 8
+"""A chunk that changes by less than this part is not set, because setting it costs the engine some time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +84,24 @@ class PromptSlots:
             self._waiting.pop(now)
             self._inside.add(prompt)
             prompt.begins.set()
+
+
+class ChunkLimit:
+    """Keeps the engine's chunk at the estimator's, which fits between two tokens of the streams (docs/slo.md)."""
+
+    def __init__(self, engine: Engine, estimator: Estimator) -> None:
+        self._engine = engine
+        self._estimator = estimator
+        self._set = estimator.usual
+
+    async def stepped(self, step: Step) -> None:
+        """Adapt the chunk after an engine step whose outputs are recorded."""
+        if step.ended:
+            self._estimator.stepped(step.ended, step.prompt_tokens)
+        usual = self._estimator.usual
+        if not usual:
+            return
+        chunk = self._estimator.chunk
+        if chunk != self._set and (chunk == usual or abs(chunk - self._set) * MIN_CHANGE > self._set):
+            self._set = chunk
+            await self._engine.limit_chunk(chunk)

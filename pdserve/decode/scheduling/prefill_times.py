@@ -1,10 +1,9 @@
-"""The numbers behind `policy/cost.py`: measured speeds of prefills here and at the prefill workers, and the prompts
-under way."""
+"""Measures speeds of local and remote prefills, and counts prompts under way: the numbers behind `policy/cost.py`."""
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -13,7 +12,7 @@ from pdserve.contract.messages import PrefillDone, PrefillLoad
 from pdserve.contract.slo import is_flex
 from pdserve.decode.peers.prefill_workers import PrefillWorkers
 from pdserve.decode.policy.cost import Estimates, SeenLoad, estimate
-from pdserve.decode.policy.slo_risk import Stakes, chunk_of, chunk_without_promise, longest_step
+from pdserve.decode.policy.slo_risk import SloRisk, chunk_of, chunk_without_slo, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.decode.scheduling.prompt_queue import is_late
 from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, decayed
@@ -21,15 +20,15 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.util.lru import LruDict
 
 FIRST_TOKEN_SECONDS = 1 / 5000
-"""seconds for a token of a prompt, until an engine was measured"""
-SHORTEST_TOKEN = 1e-6
-"""seconds for a token of a prompt beside streams that are believed"""
-SHORTEST_SPACING = 0.001
-"""seconds between two prompts that count"""
+"""Seconds per prompt token until an engine was measured."""
+MIN_CHUNK_TOKEN = 1e-6
+"""Seconds; the least that a prompt token is taken to add to a step with streams."""
+MIN_SPACING = 0.001
+"""Seconds; the least that two prompts are taken to be apart."""
 FIRST_HANDOVER = 0.02
-"""seconds, until a handover was measured"""
-DISTURBED = 1.5
-"""factor between steps beside a prefill elsewhere and without: less is what noise and a few streams more make of it"""
+"""Seconds until a handover was measured."""
+MIN_SLOWDOWN = 1.5
+"""Steps that are longer during remote prefills by less than this factor are noise."""
 
 
 def _passed(
@@ -46,14 +45,14 @@ class Outlook:
     """In seconds."""
 
     backlog: float
-    """of one worker, to compute the prompts of the requests here that no engine has yet"""
+    """One worker's time for the prompts of this worker's requests that no engine has yet."""
     wait: float
-    """until a prompt that comes now is begun, on the way where that is sooner"""
+    """Until the start of a prompt that comes now, by the way where that is sooner."""
     token: float
-    """for each of its tokens, there"""
+    """Per token of the prompt, by that way."""
     gap: float
-    """from one token of a stream to the next without prompts, or from its KV to the next one, whichever is longer. It
-    fades while none is measured: the worker may be faster by now, which only requests show"""
+    """Between two tokens of a stream without prompts, or from KV to the next token, whichever is longer. It decays
+    while none is measured: the worker may have become faster, which only requests show."""
 
 
 @dataclass(eq=False)
@@ -63,136 +62,124 @@ class Estimator:
     workers: PrefillWorkers
     clock: Callable[[], float] = time.monotonic
     usual: int = 0
-    """tokens of prompts in a step without streams, and at most beside streams without a promise; 0: all of them"""
+    """Prompt tokens of a step without streams, and the most beside streams without an SLO; 0: no chunks."""
     block: Callable[[], int] = lambda: 1
-    """tokens in a KV block"""
-    beside: Callable[[], int] = lambda: 0
-    """role `both`: tokens of the prompts from the queue in this engine"""
-    _here: PrefillSpeed = field(default_factory=PrefillSpeed)
+    """Tokens of a KV block."""
+    prefill_tokens: Callable[[], int] = lambda: 0
+    """Role `both`: tokens of prompts from the queue in this engine."""
+    _local: PrefillSpeed = field(default_factory=PrefillSpeed)
     _plain: LearnedMean = field(default_factory=LearnedMean)
-    """seconds of a step with streams alone"""
+    """Seconds of a step with streams alone."""
     _undisturbed: LearnedMean = field(default_factory=LearnedMean)
-    """of those, while no prefill worker computes for them"""
+    """The same, while no prefill worker computes for this worker."""
     _disturbed: LearnedMean = field(default_factory=LearnedMean)
-    """and while one does"""
-    _elsewhere: bool = False
-    """one did when the last step ended"""
-    _token: LearnedMean = field(default_factory=LearnedMean)
-    """seconds that a step is longer for each token of a prompt in it"""
+    """The same, while one does."""
+    _was_disturbed: bool = False
+    """Whether a prefill worker was computing when the last step ended."""
+    _chunk_token: LearnedMean = field(default_factory=LearnedMean)
+    """Seconds that each prompt token adds to a step."""
     _chunks: tuple[int, float] = (0, 0.0)
-    """tokens of prompts, and how much longer the steps with them were, since `_token` was learned last"""
+    """Prompt tokens, and the seconds that they added to steps, since `_chunk_token` was learned last."""
     _ended: float = 0.0
-    """when the last step ended; 0: no stream waits for the next one"""
+    """When the last step ended; 0: no stream waits for the next one."""
     _came: float = 0.0
-    """when the last prompt came"""
+    """When the last prompt came."""
     _spacing: float = 1.0
-    """mean seconds between two of them"""
+    """Mean seconds between two prompts."""
     _handover: LearnedMean = field(default_factory=lambda: LearnedMean(FIRST_HANDOVER))
     _answered: LruDict[tuple[float, float]] = field(default_factory=lambda: LruDict(1000))
-    """by prefill worker: seconds for a token of the last prompt that it answered, and when; an upper bound, since that
-    prompt may have waited for others in the engine"""
+    """By prefill worker: seconds per token of the last prompt that it answered, and when. An upper bound, since the
+    prompt may have waited for others in the engine."""
 
-    def of(self, asked: DecodeRequest, compute: int, prompt: int) -> Estimates | None:
-        """Costs of the prompt of a request that comes now, and is among those that are here already; None without a
-        prefill worker. To be called once for each prompt: it also measures how often they come."""
-        due, gap = asked.due, asked.gap
-        now, workers = self.clock(), [worker.id for worker in self.workers.available()]
+    def of(self, asked: DecodeRequest, compute: int, prompt: int, workers: Sequence[str]) -> Estimates | None:
+        """Return the costs of the prompt of a new request, which is in `requests` already; None without a prefill
+        worker. Call it once per prompt: it also measures how often they come."""
         if not workers:
             return None
+        now = self.clock()
         requests = [each for each in self._before(is_flex(asked.submit.client)) if each is not asked]
-        spacing = self._arrived(now)
-        seen = {name: self._seen(name, now) for name in workers}
-        held = Counter[str]()
-        for request in requests:
-            held[request.prefiller] += request.awaits_tokens
-        here, there = self._token_seconds(seen, now)
-        computed = ((each.due, each.computes) for each in requests if each.computes and not each.since)
-        passed_here = _passed(computed, due, compute, here, now)
-        held_back = ((each.due, each.awaits_tokens) for each in requests if not each.published)
-        spread = 1 / sum(1 / seconds for seconds in there)
-        passed_there = _passed(held_back, due, prompt, spread, now)
+        local_token, remote = self._speeds(requests, workers, now)
+        spread = 1 / sum(1 / seconds for _, seconds in remote)
+        slots = ((each.due, each.local_tokens) for each in requests if not each.since)
+        held = ((each.due, each.remote_tokens) for each in requests if not each.published)
+        local_tokens = self.prefill_tokens() + sum(request.local_tokens for request in requests)
         estimates = estimate(
             compute,
             prompt,
-            streams=sum(request.proven for request in requests),
-            ahead_here=self.beside() + sum(request.computes for request in requests) - passed_here,
-            here=here,
-            queued=self._queued(requests, prompt) - passed_there,
-            there=[
-                seen[name].left(held[name], seconds) for name, seconds in zip(workers, there, strict=True)
-            ],
+            streams=sum(request.has_first_step for request in requests),
+            local_ahead=local_tokens - _passed(slots, asked.due, compute, local_token, now),
+            local_token=local_token,
+            queued=self._queued(requests, prompt) - _passed(held, asked.due, prompt, spread, now),
+            remote=remote,
             handover=decayed(self._handover.value, now - self._handover.at, FIRST_HANDOVER) or FIRST_HANDOVER,
-            beside=self._token.value,
-            rate=1 / spacing,
-            lost=self._lost(now),
+            step_token=self._chunk_token.value,
+            rate=1 / self._arrived(now),
+            slowdown=self._slowdown(now),
         )
-        if due == gap == math.inf:
+        if asked.due == asked.gap == math.inf:
             return estimates
-        plain, token = self._plain.value or 0.0, self._token.value or here
-        stakes = Stakes(
-            left=due - now,
-            gap=gap,
+        plain, token = self._plain.value or 0.0, self._chunk_token.value or local_token
+        risk = SloRisk(
+            left=asked.due - now,
+            gap=asked.gap,
             plain=plain,
             step=plain + min(self._chunk(requests) or compute, compute) * token,
             gaps=[
                 each.gap
                 for each in requests
-                if not each.broken and (each.proven or (now < each.due and each.computes))
+                if not each.missed_slo and (each.has_first_step or (now < each.due and each.local_tokens))
             ],
         )
-        breaks = (
-            stakes.broken_here(estimates.wait_here, estimates.compute_here),
-            stakes.broken_there(estimates.wait_there + estimates.compute_there),
+        misses = (
+            risk.local_misses(estimates.local_wait, estimates.local_compute),
+            risk.remote_misses(estimates.remote_wait + estimates.remote_compute),
         )
-        return replace(estimates, breaks=breaks)
+        return replace(estimates, slo_misses=misses)
 
     def _arrived(self, now: float) -> float:
-        """A prompt comes; return the mean time between two."""
+        """Record the arrival of a prompt; return the mean seconds between two."""
         if self._came:
             self._spacing += WEIGHT * (now - self._came - self._spacing)
         self._came = now
-        return max(self._spacing, SHORTEST_SPACING)
+        return max(self._spacing, MIN_SPACING)
 
     @property
     def chunk(self) -> int:
-        """Tokens of prompts in a step, for what is here now."""
+        """Prompt tokens of a step beside the streams that run now."""
         return self._chunk(self.requests.clients())
 
     def _chunk(self, requests: Iterable[DecodeRequest]) -> int:
-        plain, token, usual, block = (
-            self._plain.value or 0.0,
-            self._token.value or 0.0,
-            self.usual,
-            self.block(),
-        )
-        streams = [each for each in requests if each.proven]
+        plain, token = self._plain.value or 0.0, self._chunk_token.value or 0.0
+        streams = [each for each in requests if each.has_first_step]
         if streams and all(each.gap == math.inf for each in streams):
-            return chunk_without_promise(plain, token, usual, block)
-        steps = (longest_step(each.gap, plain) for each in streams if not each.broken)
-        return chunk_of(min(steps, default=math.inf), plain, token, usual, block)
+            return chunk_without_slo(plain, token, self.usual, self.block())
+        steps = (longest_step(each.gap, plain) for each in streams if not each.missed_slo)
+        return chunk_of(min(steps, default=math.inf), plain, token, self.usual, self.block())
 
     def stepped(self, ended: float, prompt_tokens: int) -> None:
-        """A step of the engine ended, whose outputs are noted: learn how long streams wait for one, without prompts
-        and for each token of a prompt."""
-        elsewhere = any(each.awaits_tokens and each.prefiller for each in self.requests)
+        """Learn from an engine step whose outputs are recorded how long streams wait for a step, and for each prompt
+        token in it."""
+        is_disturbed = any(each.remote_tokens and each.prefiller for each in self.requests)
         if self._ended and not prompt_tokens:
             self._plain.learn(ended - self._ended, ended)
-            disturbed = self._elsewhere or elsewhere
+            disturbed = self._was_disturbed or is_disturbed
             (self._disturbed if disturbed else self._undisturbed).learn(ended - self._ended, ended)
         elif self._ended and self._plain.value and prompt_tokens >= self.block():
             tokens, seconds = self._chunks
-            self._chunks = tokens + prompt_tokens, seconds + ended - self._ended - self._plain.value
-            if self._chunks[0] >= SHORTEST:
-                self._token.learn(max(SHORTEST_TOKEN, self._chunks[1] / self._chunks[0]), ended)
+            tokens += prompt_tokens
+            seconds += ended - self._ended - self._plain.value
+            self._chunks = tokens, seconds
+            if tokens >= SHORTEST:
+                self._chunk_token.learn(max(MIN_CHUNK_TOKEN, seconds / tokens), ended)
                 self._chunks = 0, 0.0
-        self._elsewhere = elsewhere
-        self._ended = ended if any(request.proven for request in self.requests) else 0.0
+        self._was_disturbed = is_disturbed
+        self._ended = ended if any(request.has_first_step for request in self.requests) else 0.0
 
-    def _lost(self, now: float) -> float:
-        """Part of its time that a stream loses while a prefill worker computes: those that share a core with it do."""
+    def _slowdown(self, now: float) -> float:
+        """Part of its time that a stream loses during remote prefills, because both engines share a core."""
         alone = self._undisturbed.value
         beside = decayed(self._disturbed.value, now - self._disturbed.at, alone)
-        return 1 - alone / beside if alone and beside and beside > DISTURBED * alone else 0.0
+        return 1 - alone / beside if alone and beside and beside > MIN_SLOWDOWN * alone else 0.0
 
     def _seen(self, worker: str, now: float) -> SeenLoad:
         load, at = self.queue.loads.get(worker, (PrefillLoad(), 0.0))
@@ -201,68 +188,68 @@ class Estimator:
             load = msgspec.structs.replace(load, token_seconds=answered)
         return SeenLoad(load, now - at)
 
-    def _token_seconds(self, seen: dict[str, SeenLoad], now: float) -> tuple[float, list[float]]:
-        """Seconds for a token here, and at each prefill worker. A speed that was not measured lately may have become as
-        good as the other side's."""
-        mean = self._here.token_seconds
-        there = [load.load.token_seconds or None for load in seen.values()]
-        best = min(filter(None, there), default=None)
-        here = decayed(mean.value, now - mean.at, best)
-        expected = [
-            decayed(value, load.age, mean.value) for value, load in zip(there, seen.values(), strict=True)
-        ]
+    def _speeds(
+        self, requests: Iterable[DecodeRequest], workers: Sequence[str], now: float
+    ) -> tuple[float, list[tuple[float, float]]]:
+        """Return the local seconds per token, and for each prefill worker its tokens left and seconds per token. A
+        speed that was not measured lately may have become as good as the other side's."""
+        own = Counter[str]()
+        for request in requests:
+            own[request.prefiller] += request.remote_tokens
+        seen = [self._seen(name, now) for name in workers]
+        mean = self._local.token_seconds
+        best = min((each.load.token_seconds for each in seen if each.load.token_seconds), default=None)
         known = best or mean.value or FIRST_TOKEN_SECONDS
-        return here or known, [value or known for value in expected]
+        local = decayed(mean.value, now - mean.at, best) or known
+        left = []
+        for name, each in zip(workers, seen, strict=True):
+            seconds = decayed(each.load.token_seconds or None, each.age, mean.value) or known
+            left.append(each.left(own[name], seconds))
+        return local, left
 
     def _queued(self, requests: Collection[DecodeRequest], prompt: int) -> float:
-        """Tokens that no prefill worker has pulled. Of other decode workers' requests only the number is known: they
+        """Tokens that no prefill worker has pulled. Of other decode workers' prompts only the number is known: they
         count as long as this worker's."""
-        own = [
-            request.awaits_tokens for request in requests if request.awaits_tokens and not request.prefiller
-        ]
+        own = [each.remote_tokens for each in requests if each.remote_tokens and not each.prefiller]
         others = max(0, self.queue.depth - len(own))
         return sum(own) + others * (sum(own) / len(own) if own else prompt)
 
-    def _before(self, spare: bool) -> list[DecodeRequest]:
-        """What a request waits for that comes now: one that is not spare, for no spare ones that wait."""
-        requests = self.requests.clients()
+    def _before(self, flex: bool) -> list[DecodeRequest]:
+        """Requests that a new one waits for. Only a flex request waits for flex requests that no engine has."""
         return [
             each
-            for each in requests
-            if spare or each.since or each.prefiller or not is_flex(each.submit.client)
+            for each in self.requests.clients()
+            if flex or each.since or each.prefiller or not is_flex(each.submit.client)
         ]
 
     def outlook(self) -> Outlook:
-        """What a prompt that comes now would find, and what waits."""
+        """Estimate what a prompt that comes now would wait for."""
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
-        requests, seen = self._before(False), {name: self._seen(name, now) for name in workers}
-        here, there = self._token_seconds(seen, now)
-        held = Counter[str]()
-        for request in requests:
-            held[request.prefiller] += request.awaits_tokens
-        left = [seen[name].left(held[name], seconds) for name, seconds in zip(workers, there, strict=True)]
-        ahead_here = self.beside() + sum(request.computes for request in requests)
-        ahead_there = self._queued(requests, SHORTEST) + sum(tokens for tokens, _ in left)
-        spread = 1 / sum(1 / seconds for _, seconds in left) if left else math.inf
-        ways = [(ahead_here * here, here)]
-        if left:
-            ways.append((ahead_there * spread, spread * len(left)))
-        waits_here = sum(request.computes for request in requests if not request.since)
+        requests = self._before(False)
+        local_token, remote = self._speeds(requests, workers, now)
+        local_tokens = self.prefill_tokens() + sum(request.local_tokens for request in requests)
+        ways = [(local_tokens * local_token, local_token)]
+        if remote:
+            spread = 1 / sum(1 / seconds for _, seconds in remote)
+            remote_tokens = self._queued(requests, SHORTEST) + sum(tokens for tokens, _ in remote)
+            ways.append((remote_tokens * spread, spread * len(remote)))
+        backlog = local_token * sum(each.local_tokens for each in requests if not each.since)
+        backlog += ways[-1][1] * sum(each.remote_tokens for each in requests if not each.prefiller)
         gap = max(decayed(mean.value, now - mean.at, 0.0) or 0.0 for mean in (self._plain, self._handover))
-        return Outlook(waits_here * here + held[""] * ways[-1][1], *min(ways), gap)
+        return Outlook(backlog, *min(ways), gap)
 
     @property
-    def token_seconds_here(self) -> float:
-        return self._here.token_seconds.value or FIRST_TOKEN_SECONDS
+    def local_token_seconds(self) -> float:
+        return self._local.token_seconds.value or FIRST_TOKEN_SECONDS
 
     def first_token(self, request: DecodeRequest, now: float) -> None:
-        """Learn from a request whose first token of this engine came `now`."""
-        if request.computes:
-            self._here.done(request.computes, request.since, now)
+        """Learn from a request whose first token of this engine has come."""
+        if request.local_tokens:
+            self._local.done(request.local_tokens, request.since, now)
         if request.decision is None or request.decision.mode == "local":
             return
         tokens, done = len(request.submit.prompt), request.outcome
         if isinstance(done, PrefillDone) and tokens >= SHORTEST:
             self._answered[request.prefiller] = done.compute_seconds / tokens, now
-        if not any(other.computes for other in self.requests):  # else the request waited for those
+        if not any(other.local_tokens for other in self.requests):  # else the request waited for those
             self._handover.learn(now - request.since, now)

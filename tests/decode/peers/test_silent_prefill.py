@@ -14,7 +14,7 @@ from tests.engine.sims import body
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remote prefill may take longer than any test."""
-    monkeypatch.setattr("pdserve.decode.policy.decision.FLOOR", 60.0)
+    monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 60.0)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
 ) -> None:
     """The first reports it; the leases of the others have not ended."""
     reports = end == "it has lost the queue"
-    monkeypatch.setattr(prefill_workers, "LOOK", 60.0 if reports else 0.02)
+    monkeypatch.setattr(prefill_workers, "POLL_INTERVAL", 60.0 if reports else 0.02)
     taken, waiting = await frontend.submit(LONG), await frontend.submit(LONG[1:])
     await until(lambda: graph.depth == 2)
     listening, acted.queue = acted.queue, await graph.queue()
@@ -101,7 +101,7 @@ async def test_after_two_untaken_prompts_none_waits_or_is_tried_until_a_worker_i
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does one whose own bound is far away: it grows with the prompt."""
-    monkeypatch.setattr("pdserve.decode.policy.decision.FLOOR", 0.1)
+    monkeypatch.setattr("pdserve.decode.policy.decision.MIN_TIMEOUT", 0.1)
     async with WorkerGraph(max_prefill_queue_size=9) as graph:
         acted, frontend = await graph.act_prefill(), await graph.frontend()
         timeout = graph.decode._remote.timeout
@@ -113,7 +113,7 @@ async def test_after_two_untaken_prompts_none_waits_or_is_tried_until_a_worker_i
             for prompt in (LONG[1:], LONG[2:]):
                 assert (await frontend.ask(prompt)).way == FALLBACK
         assert (await frontend.end_of(long)).way == FALLBACK
-        assert caplog.text.count("no prefill worker takes prompts") == 1
+        assert caplog.text.count("no prefill worker pulls prompts") == 1
         assert (await frontend.ask(LONG[3:])).way == ALONE
         await acted.answer(PrefillStarted("of a request that is over", "prefill-x"))
         await until(lambda: bool(graph.decode._workers.available()))

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.decode.peers.untaken import TRY_AGAIN, UntakenPrompts
-from pdserve.decode.policy.decision import FLOOR
+from pdserve.decode.peers.prefill_workers import RETRY_AFTER, UntakenPrompts
+from pdserve.decode.policy.decision import MIN_TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from pdserve.decode.policy.decision import FLOOR
         ([], False),
         ([("untaken", 10, 13)], False),
         ([("untaken", 10, 13), ("untaken", 10, 14)], True),
-        ([("untaken", 10, 13), ("untaken", 10, 10 + FLOOR / 2)], False),  # its deadline came first
+        ([("untaken", 10, 13), ("untaken", 10, 10 + MIN_TIMEOUT / 2)], False),  # its deadline came first
         ([("untaken", 10, 13), ("heard", 13.5), ("untaken", 14, 17)], False),
         ([("untaken", 10, 13), ("untaken", 10, 14), ("heard", 14.5)], False),
         ([("heard", 12), ("untaken", 10, 13), ("untaken", 10, 14)], False),  # others were taken meanwhile
@@ -32,6 +32,6 @@ def test_after_a_silence_one_more_untaken_prompt_is_enough() -> None:
     prompts = UntakenPrompts()
     prompts.untaken(10, 13)
     prompts.untaken(10, 14)
-    assert not prompts.silent(14 + TRY_AGAIN)
+    assert not prompts.silent(14 + RETRY_AFTER)
     prompts.untaken(50, 53)
     assert prompts.silent(54)

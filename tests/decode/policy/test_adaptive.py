@@ -81,5 +81,5 @@ def test_a_prefill_worker_that_answers_no_more_gets_no_more() -> None:
     graph.after(20, lambda: setattr(graph.prefill[0], "slow", 1e9))
     lost = [request for request in graph.poisson(8, 40) if not request.times]
     assert lost == []
-    waiting = [request for request in graph.decode[0].live if request.awaits_tokens]
+    waiting = [request for request in graph.decode[0].live if request.remote_tokens]
     assert 1 <= len(waiting) <= 6

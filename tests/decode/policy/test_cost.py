@@ -1,11 +1,11 @@
-"""What both ways cost, from speeds and what is under way."""
+"""Costs of local and remote prefill."""
 
 from collections.abc import Sequence
 
 import pytest
 
 from pdserve.contract.messages import PrefillLoad
-from pdserve.decode.policy.cost import BEHIND, Estimates, SeenLoad, estimate
+from pdserve.decode.policy.cost import LATER_PROMPTS, Estimates, SeenLoad, estimate
 
 FAST, SLOW = 1 / 20_000, 1 / 2_000
 """seconds for a token"""
@@ -18,28 +18,28 @@ def found(
     ahead: int = 0,
     queued: float = 0,
     rate: float = 0.0,
-    lost: float = 0.0,
+    slowdown: float = 0.0,
     there: Sequence[tuple[float, float]],
 ) -> Estimates:
     return estimate(
         compute,
         1000,
         streams=streams,
-        ahead_here=ahead,
-        here=FAST,
+        local_ahead=ahead,
+        local_token=FAST,
         queued=queued,
-        there=there,
+        remote=there,
         handover=0.02,
         rate=rate,
-        lost=lost,
+        slowdown=slowdown,
     )
 
 
 def test_a_local_prompt_waits_for_earlier_prompts_and_delays_streams() -> None:
     costs = found(compute=400, streams=3, ahead=600, there=[(0, FAST)])
-    parts = (costs.wait_here, costs.compute_here, costs.streams)
+    parts = (costs.local_wait, costs.local_compute, costs.streams)
     assert parts == pytest.approx((0.03, 0.02, 3))
-    assert not costs.idle
+    assert not costs.is_idle
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_prefill_workers_share_what_is_before_a_prompt(
     queued: float, there: Sequence[tuple[float, float]], wait: float, compute: float
 ) -> None:
     costs = found(queued=queued, there=there)
-    assert (costs.wait_there, costs.compute_there, costs.handover) == pytest.approx((wait, compute, 0.02))
+    assert (costs.remote_wait, costs.remote_compute, costs.handover) == pytest.approx((wait, compute, 0.02))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,9 @@ def test_the_tokens_a_prefill_worker_has_left_shrink_with_time(
 
 def test_a_second_of_any_request_costs_the_same() -> None:
     alone, beside = found(there=[(0, FAST)]), found(streams=3, there=[(0, FAST)])
-    assert beside.local - alone.local == pytest.approx(3 * alone.compute_here)
+    assert beside.local_cost - alone.local_cost == pytest.approx(3 * alone.local_compute)
     seldom, often = (found(queued=1000, rate=rate, there=[(0, FAST)]) for rate in (0.0, 20.0))
-    assert seldom.remote == pytest.approx(0.05 + 0.05 + 0.02)
-    assert often.remote - seldom.remote == pytest.approx(BEHIND * 20.0 * 0.05 * 0.05), "those that come"
+    assert seldom.remote_cost == pytest.approx(0.05 + 0.05 + 0.02)
+    assert often.remote_cost - seldom.remote_cost == pytest.approx(LATER_PROMPTS * 20.0 * 0.05 * 0.05), (
+        "those that come"
+    )

@@ -5,7 +5,14 @@ import pytest
 
 from pdserve.config.schema import DecodeSection
 from pdserve.decode.policy.cost import Estimates
-from pdserve.decode.policy.decision import FIRST_GUESS, FLOOR, SLACK, Decision, PrefillTimeout, decide
+from pdserve.decode.policy.decision import (
+    FIRST_GUESS,
+    MIN_TIMEOUT,
+    TIMEOUT_FACTOR,
+    Decision,
+    PrefillTimeout,
+    decide,
+)
 
 ON = DecodeSection(remote_prefill=True, max_local_prefill_length=100, max_prefill_queue_size=4)
 NEVER = DecodeSection(remote_prefill=True, max_local_prefill_length=0, max_prefill_queue_size=0)
@@ -13,9 +20,9 @@ ALWAYS = DecodeSection(remote_prefill=True, conditional_disagg=False, policy="ad
 ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
 
 
-def costs(wait_here: float, streams: int, wait_there: float, handover: float = 0.02) -> Estimates:
+def costs(local_wait: float, streams: int, remote_wait: float, handover: float = 0.02) -> Estimates:
     """Of a prompt that takes 50 ms wherever it is computed."""
-    return Estimates(wait_here, 0.05, streams, wait_there, 0.05, handover, 0.05)
+    return Estimates(local_wait, 0.05, streams, remote_wait, 0.05, handover, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +101,16 @@ def test_the_bound_grows_with_the_prompt_and_the_queue(
 ) -> None:
     timeout = PrefillTimeout()
     timeout.learn(1000, 1.0)
-    assert timeout.seconds(tokens, depth, workers) == pytest.approx(FLOOR + SLACK * seconds)
+    assert timeout.seconds(tokens, depth, workers) == pytest.approx(MIN_TIMEOUT + TIMEOUT_FACTOR * seconds)
 
 
 def test_the_bound_follows_the_workers_speed() -> None:
     timeout = PrefillTimeout()
-    assert timeout.seconds(1000, 0, 1) == FLOOR + SLACK * 1000 / FIRST_GUESS, "a slow machine is assumed"
+    assert timeout.seconds(1000, 0, 1) == MIN_TIMEOUT + TIMEOUT_FACTOR * 1000 / FIRST_GUESS, (
+        "a slow machine is assumed"
+    )
     timeout.learn(1000, 1.0)
     for _ in range(50):
         timeout.learn(1000, 0.1)
     timeout.learn(1000, 0.0)  # a clock without resolution says nothing
-    assert timeout.seconds(1000, 0, 1) == pytest.approx(FLOOR + SLACK * 0.1, rel=0.01)
+    assert timeout.seconds(1000, 0, 1) == pytest.approx(MIN_TIMEOUT + TIMEOUT_FACTOR * 0.1, rel=0.01)

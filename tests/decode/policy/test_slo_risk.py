@@ -12,13 +12,13 @@ from pdserve.config.schema import DecodeSection
 from pdserve.contract.messages import Promise
 from pdserve.contract.slo import MIN_MISS_DIFFERENCE, gap_miss_probability, ttft_miss_probability
 from pdserve.decode.policy.cost import Estimates
-from pdserve.decode.policy.slo_risk import Stakes
+from pdserve.decode.policy.slo_risk import SloRisk
 from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, WorkerGraph
 from tests.decode.virtual import ADAPTIVE, ALL_LOCAL, ALL_REMOTE, NO_PROMISE, Promised, VirtualGraph
 
 INF = math.inf
-NOTHING = Stakes(left=INF, gap=INF, plain=0.01, step=0.05)
+NO_RISK = SloRisk(left=INF, gap=INF, plain=0.01, step=0.05)
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(1.0, 0.0), (1.0, -1.0), (1.0, 0.5)])
@@ -28,34 +28,36 @@ def test_what_cannot_come_in_time_is_late(seconds: float, left: float) -> None:
 
 def test_what_is_not_promised_does_not_break() -> None:
     assert ttft_miss_probability(1e9, INF) == gap_miss_probability(1e9, INF) == 0.0
-    assert NOTHING.broken_here(9.0, 9.0) == NOTHING.broken_there(9.0) == 0.0
+    assert NO_RISK.local_misses(9.0, 9.0) == NO_RISK.remote_misses(9.0) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("changes", "here", "there"),
+    ("changes", "local", "remote"),
     [
         pytest.param({"left": 1.0}, 0.5, 0.5, id="its own first token"),
         pytest.param({"gaps": [0.05, 0.05, 0.2]}, 2.0, 0.0, id="gaps of streams"),
         pytest.param({"gap": 0.01}, 1.0, 1.0, id="steps are too long in any case"),
     ],
 )
-def test_the_broken_promises(changes: dict[str, object], here: float, there: float) -> None:
-    stakes = replace(NOTHING, **changes)  # type: ignore[arg-type]
-    assert stakes.broken_here(0.0, 1.0) == pytest.approx(here)
-    assert stakes.broken_there(1.0) == pytest.approx(there)
+def test_expected_slo_misses(changes: dict[str, object], local: float, remote: float) -> None:
+    risk = replace(NO_RISK, **changes)  # type: ignore[arg-type]
+    assert risk.local_misses(0.0, 1.0) == pytest.approx(local)
+    assert risk.remote_misses(1.0) == pytest.approx(remote)
 
 
 @pytest.mark.parametrize(
-    ("breaks", "streams", "better"),
+    ("slo_misses", "streams", "better"),
     [
-        ((0.0, 1.0), 1, "there"),
-        ((0.0, 2.5), 1, "here"),
-        ((1.0, 0.0), 0, "there"),
-        ((MIN_MISS_DIFFERENCE / 2, 0.0), 1, "there"),
+        ((0.0, 1.0), 1, "remote"),
+        ((0.0, 2.5), 1, "local"),
+        ((1.0, 0.0), 0, "remote"),
+        ((MIN_MISS_DIFFERENCE / 2, 0.0), 1, "remote"),
     ],
 )
-def test_costs_decide_where_promises_do_not(breaks: tuple[float, float], streams: int, better: str) -> None:
-    assert Estimates(0.0, 1.0, streams, 0.0, 0.5, 0.1, 1.0, breaks=breaks).better == better
+def test_costs_decide_between_equal_slo_misses(
+    slo_misses: tuple[float, float], streams: int, better: str
+) -> None:
+    assert Estimates(0.0, 1.0, streams, 0.0, 0.5, 0.1, 1.0, slo_misses=slo_misses).better == better
 
 
 def run(

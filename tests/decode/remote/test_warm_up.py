@@ -36,7 +36,7 @@ def newcomers(graph: WorkerGraph) -> list[str]:
 def impatient_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.3)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.05)
-    monkeypatch.setattr("pdserve.decode.remote.client.WARM_UP", 0.2)
+    monkeypatch.setattr("pdserve.decode.remote.client.WARM_UP_TIMEOUT", 0.2)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from pdserve.config.schema import DecodeSection
 from pdserve.contract.messages import Promise
 from pdserve.contract.slo import gap_miss_probability
-from pdserve.decode.policy.slo_risk import chunk_of, chunk_without_promise, longest_step
+from pdserve.decode.policy.slo_risk import chunk_of, chunk_without_slo, longest_step
 from pdserve.engine.sim.engine import SimEngine
 from tests.decode.graph import LONG, SHORT, FrontendStream, WorkerGraph
 from tests.decode.virtual import BLOCK, SPEED, Promised, VirtualGraph
@@ -71,8 +71,8 @@ def test_streams_keep_their_gap_beside_a_prompt_that_is_computed_as_fast_as_that
 def test_without_a_promise_streams_of_a_slow_engine_wait_less_for_chunks(
     plain: float, token: float, tokens: int
 ) -> None:
-    assert abs(chunk_without_promise(plain, token, USUAL, BLOCK) - tokens) <= 1
-    assert chunk_without_promise(plain, token, 0, BLOCK) == 0, "prompts are computed whole"
+    assert abs(chunk_without_slo(plain, token, USUAL, BLOCK) - tokens) <= 1
+    assert chunk_without_slo(plain, token, 0, BLOCK) == 0, "prompts are computed whole"
 
 
 class Limited(SimEngine):

@@ -15,7 +15,7 @@ def running(text: str) -> list[DecodeRequest]:
         frontend, client, count = word[0], word[1], int(word[2:].rstrip("?"))
         for _ in range(count):
             submit = Submit(f"r{len(requests)}", [1], 10.0, [], client=client)
-            request = DecodeRequest(frontend, submit, Phase.RUNNING, proven=not word.endswith("?"))
+            request = DecodeRequest(frontend, submit, Phase.RUNNING, has_first_step=not word.endswith("?"))
             request.since = len(requests)
             requests.append(request)
     return requests
