@@ -1,4 +1,4 @@
-"""The queue seam (see `base`). It is on NATS JetStream; tests have one in memory."""
+"""The prefill queue (contract in `base.py`), implemented on NATS JetStream. Tests have one in memory."""
 
 import asyncio
 import json
@@ -14,30 +14,28 @@ def connect(
     namespace: str,
     model: str,
     credentials: Credentials | None = None,
-    meanwhile: str = "",
+    outage_effect: str = "",
     replicas: int | None = None,
 ) -> PrefillQueue:
-    """Return the queue of one model, to enter. `nats` is a URL, or several of a cluster separated by commas. With
-    credentials all connections use TLS, and servers without it or of another graph are refused. `meanwhile` says in the
-    log what an outage means for this process. `replicas` is `Graph.queue-replicas`."""
+    """Return the queue of a model, to be entered. `nats` is a URL, or a cluster's URLs separated by commas. With
+    credentials all connections use TLS, and servers without TLS or of another graph are refused. `outage_effect` is the
+    log's text for what an outage means to this process. `replicas` is `Graph.queue-replicas`."""
     from pdserve.queue.jetstream.queue import JetStreamQueue
 
-    return JetStreamQueue(
-        nats, namespace, model, credentials=credentials, meanwhile=meanwhile, replicas=replicas
-    )
+    return JetStreamQueue(nats, namespace, model, None, credentials, outage_effect, replicas)
 
 
 async def check(nats: str, credentials: Credentials | None = None, of_cluster: bool = False) -> None:
-    """Connect as the graph's processes do; leave nothing behind. Raises QueueUnavailable where nothing answers, and
-    ConfigError for a server that cannot serve this graph: no JetStream, other credentials, or not `of_cluster`."""
+    """Connect once as the graph's processes do. Raises QueueUnavailable if NATS does not answer, and ConfigError if it
+    cannot serve this graph: no JetStream, other credentials, or not `of_cluster`."""
     from pdserve.queue.jetstream.stream import check_once
 
     await check_once(nats, credentials.client if credentials else None, of_cluster)
 
 
 async def server_info(nats: str) -> dict[str, Any]:
-    """Return what the NATS server at this URL sends to every client before TLS and authentication, so that it
-    is not to be trusted. Raises OSError, also if it is no NATS server."""
+    """Return the INFO message of the NATS server at this URL, which is sent before TLS and must not be trusted. Raises
+    OSError, also if the server is not NATS."""
     try:
         at = urlsplit(nats)
         reader, writer = await asyncio.open_connection(at.hostname, at.port or 4222)
@@ -48,4 +46,4 @@ async def server_info(nats: str) -> dict[str, Any]:
             writer.close()
             await writer.wait_closed()
     except ValueError as error:
-        raise ConnectionError(f"no NATS server: {error}") from error
+        raise ConnectionError(f"not a NATS server: {error}") from error

@@ -152,7 +152,7 @@ async def test_nats_starts_with_these_flags_and_is_healthy(tmp_path: Path, crede
     async with _ComposeNats(tmp_path, credentials) as server, httpx.AsyncClient() as client:
         answer = await client.get(f"http://127.0.0.1:{server.monitor}{asked.path}?{asked.query}")
         assert answer.status_code == 200
-        with pytest.raises(ConfigError, match="asks for TLS"):
+        with pytest.raises(ConfigError, match="requires TLS"):
             async with connect_queue(server.url, "ns", "m"):
                 pass
         async with connect_queue(server.url, "ns", "m", credentials) as queue:

@@ -166,7 +166,7 @@ async def test_the_depth_of_a_stream_that_is_made_anew_is_known(nats_url: str, n
 async def test_a_worker_that_listens_and_does_not_answer_hangs(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.queue.jetstream.queue.ANSWER_WITHIN", 0.3)
+    monkeypatch.setattr("pdserve.queue.jetstream.queue.REPLY_TIMEOUT", 0.3)
     async with nats_queues(nats_url, namespace) as queues:
         decode = await queues()
         assert isinstance(decode, JetStreamQueue)

@@ -193,7 +193,7 @@ async def test_a_late_answer_to_a_ping_is_no_end_of_reading(
     inbox = SubjectMessages("pdserve.test.late")
     async with NatsConnection(nats_url, None, "nothing happens") as connected:
         client = connected.client()
-        connected.listen(inbox.subject, inbox.take)
+        connected.listen(inbox.subject, inbox.put)
         await connected.flush_subscriptions()
         ping = asyncio.ensure_future(client.flush())
         await asyncio.sleep(0)  # no longer: the answer comes within a millisecond

@@ -197,6 +197,6 @@ async def test_errors_in_handlers_of_nats_messages_are_seen(
     async with connection.NatsConnection(nats_url, None, "nothing happens") as connected:
         connected.listen("pdserve.test.handler", handler)
         await connected.publish("pdserve.test.handler", b"x")
-        await until(lambda: "could not be handled" in caplog.text)
+        await until(lambda: "error in a message handler" in caplog.text)
         assert connected.connected
         assert logging.getLevelName(caplog.records[-1].levelno) == "ERROR"

@@ -1,5 +1,5 @@
-"""Deliveries, and their acks: each is sent until the server has confirmed it. An ack is lost with the server that it
-was sent to, and while a consumer has no leader; unacked, a request that was answered would be computed again."""
+"""Acks of delivered requests, each repeated until the server confirms it. Acks get lost when the server dies or the
+consumer has no leader, and a lost ack would make another worker compute a finished request again."""
 
 import secrets
 from contextlib import suppress
@@ -14,50 +14,53 @@ from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.queue.jetstream.stream import ServerClock
 from pdserve.util.errors import QueueUnavailable
 
-_TRIES = 20
-"""after so many an ack is forgotten: the server does not confirm it, whatever the reason"""
+_MAX_SENDS = 20
+"""Sends after which an unconfirmed ack is dropped."""
 
 
 class Acks:
     def __init__(self, connection: NatsConnection) -> None:
         self.losses = 0
-        """how often the server is known to have lost the messages"""
+        """known losses of the server's messages"""
         self.connection = connection
         self._inbox = f"_INBOX.{secrets.token_hex(12)}"
         self._numbers = count()
-        self._owed: dict[str, tuple[str, int]] = {}
-        """by the subject of its confirmation: where an ack goes, and how often it was sent"""
+        self._unconfirmed: dict[str, tuple[str, int]] = {}
+        """by the subject of the confirmation: the ack's subject, and how often it was sent"""
         connection.listen(f"{self._inbox}.*", self._confirmed)
 
     async def send(self, to: str) -> None:
-        self._owed[confirmation := f"{self._inbox}.{next(self._numbers)}"] = to, 1
+        self._unconfirmed[confirmation := f"{self._inbox}.{next(self._numbers)}"] = to, 1
         with suppress(QueueUnavailable):
             await self.connection.publish(to, b"+ACK", confirmation)
 
     async def repeat(self, client: Client) -> None:
-        self._owed = {subject: (to, sent) for subject, (to, sent) in self._owed.items() if sent < _TRIES}
-        for subject, (to, sent) in list(self._owed.items()):
-            self._owed[subject] = to, sent + 1
+        for subject, (to, sent) in list(self._unconfirmed.items()):
+            if sent >= _MAX_SENDS:
+                del self._unconfirmed[subject]
+                continue
+            self._unconfirmed[subject] = to, sent + 1
             await client.publish(to, b"+ACK", subject)
 
     def lost(self) -> None:
-        """The server has lost the messages, and their acks with them."""
+        """Record that the server has lost its messages, and drop their acks."""
         self.losses += 1
-        self._owed.clear()
+        self._unconfirmed.clear()
 
     async def _confirmed(self, message: Msg) -> None:
-        self._owed.pop(message.subject, None)
+        self._unconfirmed.pop(message.subject, None)
 
 
 class JetStreamDelivery(Delivery):
     def __init__(self, acks: Acks, clock: ServerClock | None, message: Msg, request: PrefillRequest) -> None:
-        self._acks, self._reply, self._losses = acks, message.reply, acks.losses
+        self._acks = acks
+        self._reply = message.reply
+        self._losses = acks.losses
         queued = clock.age(message.metadata.timestamp.timestamp()) if clock else 0.0
         super().__init__(request, queued, redelivered=message.metadata.num_delivered > 1)
 
     async def ack(self) -> None:
-        """During an outage the ack is kept, and sent when the server is back."""
-        if self._still_there:
+        if self._is_stored:
             await self._acks.send(self._reply)
 
     async def in_progress(self) -> None:
@@ -67,11 +70,11 @@ class JetStreamDelivery(Delivery):
         await self._send(b"-NAK")
 
     async def _send(self, word: bytes) -> None:
-        if self._still_there:
+        if self._is_stored:
             await self._acks.connection.publish(self._reply, word)
 
     @property
-    def _still_there(self) -> bool:
-        """An ack names a message by its number, which in a newer stream is another request's: if the server has lost
-        the message's stream, send nothing."""
+    def _is_stored(self) -> bool:
+        """Whether the server still has the message. An ack names a message by its sequence, which is another request's
+        in a new stream, so nothing is sent after a loss."""
         return self._acks.losses == self._losses

@@ -1,4 +1,4 @@
-"""nats-py's client for one TCP connection: how it is opened, with TLS if the graph has credentials, and ended."""
+"""Opens and closes nats-py clients, each for one TCP connection, with TLS if the graph has credentials."""
 
 import asyncio
 import logging
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 2
 PASSING = (nats.errors.Error, OSError, TimeoutError)
-"""what nats-py raises when the server is away or goes away"""
+"""Errors that nats-py raises while the server is away or when it goes away."""
 _COPY = f"every process of the graph and its NATS need the same one, as `{pdserve_command('credentials')}` makes it."
 
 T = TypeVar("T")
 
 
 async def cancellable(call: Awaitable[T]) -> T:
-    """Await a call of nats-py, and raise CancelledError if the task was cancelled meanwhile: nats-py sometimes swallows
-    a cancellation, and so does `wait_for` before Python 3.12."""
+    """Await a call of nats-py and raise CancelledError if the task was cancelled, because nats-py sometimes swallows a
+    cancellation, and so does `wait_for` before Python 3.12."""
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     try:
@@ -37,8 +37,8 @@ async def cancellable(call: Awaitable[T]) -> T:
 
 
 class GraphClient(Client):
-    """Speaks TLS if and only if it has a context for it. nats-py itself obeys the server's first line, which comes in
-    plain text: an impostor on the server's port could have all that follows sent in plain text, too."""
+    """Uses TLS if and only if it has an SSL context. nats-py alone lets the server's first, unencrypted line decide, so
+    an impostor on the server's port could switch TLS off."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class GraphClient(Client):
         self.tls = tls
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """nats-py calls this before it sends anything. Raises ConfigError."""
+        """Check the server's TLS; nats-py calls this before it sends anything. Raises ConfigError."""
         if initial_connection and self.tls is not None:
             if not info.get("tls_required") and not info.get("tls_available"):
                 raise ConfigError(
@@ -56,19 +56,19 @@ class GraphClient(Client):
                 )
             self._server_info["tls_required"] = True
         elif initial_connection and info.get("tls_required"):
-            raise ConfigError([f"NATS at {self.url} asks for TLS: set Security.credentials; {_COPY}"])
+            raise ConfigError([f"NATS at {self.url} requires TLS: set Security.credentials; {_COPY}"])
         await super()._process_info(info, initial_connection)
 
     async def _process_pong(self) -> None:
-        """Take an answer to a ping that was given up: nats-py would stop reading, for good and in silence."""
+        """Accept the pong of a ping that timed out. nats-py alone would silently stop reading for ever."""
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
 
 async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Connect, without nats-py's own pings and reconnections. Raises what nats-py does, and ConfigError if the server
-    is not of this graph."""
+    """Connect, without nats-py's own pings and reconnections. Raises nats-py's errors, and ConfigError if the server
+    does not belong to this graph."""
     try:
         await client.connect(
             split_servers(client.server),
@@ -88,15 +88,15 @@ async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[Non
 
 
 def require_cluster(client: GraphClient) -> None:
-    """Raises ConfigError where the server stands alone: what is published there does not reach the others."""
+    """Raise ConfigError if the server is in no cluster, because its messages would not reach the other servers."""
     if not client._server_info.get("cluster"):
         text = "belongs to no cluster, but Graph.nats names several servers: name one, or make them a cluster"
         raise ConfigError([f"NATS at {client.url} {text} (deploy/docker-compose.cluster.yml)."])
 
 
 async def discard(client: GraphClient) -> None:
-    """Close without sending what is pending. nats-py's close() would wait for ever for a server that hangs to take it,
-    and swallow cancellations meanwhile; and what was reported as failed must not be sent."""
+    """Close without sending pending data, because data that was reported as failed must not be sent. nats-py's own
+    close() would wait for ever for a server that hangs, and swallow cancellations."""
     client._pending.clear()
     client._pending_data_size = 0
     transport = client._transport
@@ -104,23 +104,23 @@ async def discard(client: GraphClient) -> None:
     if writer is not None:
         writer.transport.abort()
         if client.tls is not None and writer is getattr(transport, "_bare_io_writer", None):
-            # an unfinished TLS handshake may have taken the socket: nats-py would wait for ever to hear of its end
+            # after an unfinished TLS handshake nats-py would wait for ever for the socket's end
             client._transport = None
     with suppress(*PASSING):
         await client.close()
 
 
 async def _on_error(error: Exception) -> None:
-    """nats-py also reports here what a message handler raised."""
+    """Log an error of nats-py, or of a message handler."""
     if isinstance(error, PASSING):
         logger.debug("nats: %s", error)
     else:
-        logger.error("a message of NATS could not be handled", exc_info=error)
+        logger.error("nats: error in a message handler; continuing", exc_info=error)
 
 
 @asynccontextmanager
 async def short_connection(url: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[GraphClient]:
-    """A client for a few operations. Raises what `open_client` does."""
+    """Yield a client for a few operations. Raises the errors of `open_client`."""
     client = GraphClient(url, tls)
     try:
         await open_client(client)
@@ -131,7 +131,7 @@ async def short_connection(url: str, tls: ssl.SSLContext | None = None) -> Async
 
 @contextmanager
 def available(url: str) -> Iterator[None]:
-    """Raise QueueUnavailable in place of what nats-py raises when the server is away."""
+    """Raise QueueUnavailable instead of the errors in PASSING."""
     try:
         yield
     except PASSING as error:

@@ -1,8 +1,8 @@
-"""A connection to NATS that comes back by itself, to the next server where there are several.
+"""A NATS connection that reconnects by itself, to the next server of a cluster.
 
-nats-py can reconnect too, but then it sends what it buffered during the outage, may wait for ever for the socket of a
-server that hangs, and on some errors gives up for good. So each of its clients lives for one TCP connection here, and a
-new client is made when the server is gone or does not answer a ping.
+nats-py can reconnect too, but then it sends the data that it buffered during the outage, may wait for ever for a server
+that hangs, and gives up on some errors. So here each nats-py client lives for one TCP connection, and a new client
+replaces it when the server is gone or does not answer a ping.
 """
 
 import asyncio
@@ -38,65 +38,61 @@ T = TypeVar("T")
 
 PING_INTERVAL = 1.0
 PING_TIMEOUT = 3
-"""seconds"""
-RETRY = 0.3
-_INBOX_BOUND = 100_000
-
+RETRY_INTERVAL = 0.3
+MAX_UNREAD = 100_000
 
 Handler = Callable[[Msg], Awaitable[None]]
 
 
 class SubjectMessages:
-    """The messages on one subject, from the moment it is listened to. Unread messages wait here; beyond a bound they
-    are dropped, as at-most-once delivery allows."""
+    """The unread messages of one subject. Beyond MAX_UNREAD, messages are dropped: delivery is at most once."""
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
-        self._waiting: asyncio.Queue[Msg] = asyncio.Queue(_INBOX_BOUND)
+        self._unread: asyncio.Queue[Msg] = asyncio.Queue(MAX_UNREAD)
 
-    async def take(self, message: Msg) -> None:
+    async def put(self, message: Msg) -> None:
         try:
-            self._waiting.put_nowait(message)
+            self._unread.put_nowait(message)
         except asyncio.QueueFull:
-            logger.warning("%s is not read: message dropped", self.subject)
+            logger.warning("nats: dropped a message on %s: %d messages are unread", self.subject, MAX_UNREAD)
 
     async def next(self) -> Msg:
-        return await self._waiting.get()
+        return await self._unread.get()
 
 
 class NatsConnection(Lifetime):
-    """`prepare` sets up each new client before it counts as connected; if it fails, so does the connection. `meanwhile`
-    says in the log what an outage means.
+    """`prepare` sets up each new client before it counts as connected; if it fails, the connection fails.
+    `outage_effect` is the log's text for what an outage means.
 
     Entering returns after the first attempt, successful or not. It raises the ConfigError of `prepare`, and one if the
-    server and `tls` do not fit.
+    server and `tls` do not match.
     """
 
     def __init__(
         self,
         url: str,
         tls: SSLContext | None,
-        meanwhile: str,
+        outage_effect: str,
         prepare: Callable[[Client], Awaitable[None]] | None = None,
     ) -> None:
         self.url = strip_passwords(url)
-        """for messages"""
+        """for logs and errors"""
         servers = split_servers(url)
         self.of_cluster = len(servers) > 1
         self.lost: asyncio.Future[None] | None = None
         """done when the present client is lost"""
         self._servers = cycle(random.sample(servers, len(servers)))
-        """in turn; in another order in each process, so that each server has some"""
-        self._answers = asyncio.Event()
-        """set while there is a client"""
+        """in random order, to spread processes over the cluster"""
+        self._has_client = asyncio.Event()
         self._prepare = prepare
         self._tls = tls
-        self._meanwhile = meanwhile
+        self._outage_effect = outage_effect
         self._client: Client | None = None
         self._handlers: dict[str, Handler] = {}
-        self._unsent: set[str] = set()
-        self._complaint = ""
-        """what of the server's setup was logged last; each is logged once"""
+        self._unsubscribed: set[str] = set()
+        """subjects whose subscription is not sent yet"""
+        self._logged_problem = ""
         self._closing: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -104,7 +100,7 @@ class NatsConnection(Lifetime):
         tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             async with TaskOwner() as tasks:
-                tasks.forever(lambda: self._keep_client(tried), "nats connection", again_after=RETRY)
+                tasks.forever(lambda: self._keep_client(tried), "nats connection", again_after=RETRY_INTERVAL)
                 await tried
                 yield
         finally:
@@ -118,26 +114,27 @@ class NatsConnection(Lifetime):
     def client(self) -> Client:
         """Return the present client, for one operation. Raises QueueUnavailable."""
         if self._client is None or not self._client.is_connected:
-            raise QueueUnavailable(f"NATS at {self.url} is away")
+            raise QueueUnavailable(f"disconnected from NATS at {self.url}")
         return self._client
 
     async def client_until(self, ends: float) -> Client | None:
-        """Return the present client, or the next one if it comes before this monotonic time."""
+        """Return the present client, or a new one that connects before monotonic time `ends`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ends - time.monotonic()):
-                await self._answers.wait()
+                await self._has_client.wait()
         return self._client if self.connected else None
 
     def leave(self, client: Client) -> None:
-        """This client's server answers, but does not reach what it should: go on to the next server of the cluster."""
+        """Connect to the next server of the cluster, because this client's server answers but is cut off from the
+        others."""
         if self.of_cluster and client is self._client and self.lost is not None and not self.lost.done():
             self.lost.set_result(None)
             self._client = None
-            self._answers.clear()
+            self._has_client.clear()
 
     async def unless_lost(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call of the present client. Raises ConnectionClosedError when it is lost, where nats-py would wait
-        for an answer that cannot come."""
+        """Await a call of the present client. Raises ConnectionClosedError when the client is lost; nats-py would wait
+        for the reply."""
         assert self.lost is not None
         task = asyncio.ensure_future(call)
         either: set[asyncio.Future[Any]] = {task, self.lost}
@@ -151,20 +148,20 @@ class NatsConnection(Lifetime):
             await asyncio.gather(task, return_exceptions=True)
 
     def listen(self, subject: str, handler: Handler) -> None:
-        """Pass to `handler` what comes on `subject` from now on, also after reconnections. The server gets the
-        subscription before anything that this connection publishes later."""
+        """Pass the messages on `subject` to `handler`, also after reconnections. The server gets the subscription
+        before any message that this connection publishes later."""
         self._handlers[subject] = handler
-        self._unsent.add(subject)
+        self._unsubscribed.add(subject)
 
     async def subscribe(self) -> None:
-        """Send the server the new subscriptions; each operation does so first."""
+        """Send the new subscriptions. Each operation does so first."""
         client = self.client()
-        while self._unsent:
-            subject = self._unsent.pop()
+        while self._unsubscribed:
+            subject = self._unsubscribed.pop()
             await cancellable(client.subscribe(subject, cb=self._handlers[subject]))
 
     async def decoded(self, inbox: SubjectMessages, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
-        """Yield the messages of an inbox that is listened to; those that cannot be read are logged and skipped."""
+        """Yield the decoded messages of an inbox. Undecodable ones are logged and skipped."""
         with suppress(QueueUnavailable):
             await self.subscribe()
         while True:
@@ -172,55 +169,57 @@ class NatsConnection(Lifetime):
             try:
                 yield decode(message.data)
             except ProtocolError as error:
-                logger.warning("message on %s skipped: %s", inbox.subject, error)
+                logger.warning("nats: skipped a message on %s: %s", inbox.subject, error)
 
     async def flush_subscriptions(self) -> None:
         """Return when the server has all subscriptions. Raises QueueUnavailable."""
         with available(self.url):
             await self.subscribe()
-            for _ in range(2):  # a ping of nats-py overtakes what it has not written yet
+            for _ in range(2):  # the first ping of nats-py may overtake unwritten subscriptions
                 await cancellable(self.client().flush(PING_TIMEOUT))
 
     async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
-        """Publish at most once: returns before the server has the message. Raises QueueUnavailable."""
+        """Publish at most once, without waiting for the server. Raises QueueUnavailable."""
         with available(self.url):
             await self.subscribe()
             await cancellable(self.client().publish(subject, payload, reply))
 
     async def _keep_client(self, tried: "asyncio.Future[None]") -> None:
-        """Make a client, watch it, and close it when it is lost."""
+        """Connect a client, and close it when it is lost."""
         client, leaving = GraphClient(next(self._servers), self._tls), False
         try:
             await self._use(client, tried)
-            self._complaint = ""
-            logger.warning("NATS at %s is away; %s until it is back", client.url, self._meanwhile)
+            self._logged_problem = ""
+            logger.warning(
+                "nats: disconnected from %s; %s until it reconnects", client.url, self._outage_effect
+            )
         except ConfigError as error:
             if not tried.done():
                 tried.set_exception(error)
-            self._complain(str(error))
+            self._log_once(str(error))
         except nats.js.errors.ServiceUnavailableError as error:
-            logger.debug("NATS at %s: %s", client.url, error.description)  # a cluster without a leader
+            logger.debug("nats: %s: %s", client.url, error.description)  # a cluster without a leader
         except nats.js.errors.APIError as error:
-            self._complain(f"NATS at {client.url} refuses what is needed of it: {error.description}")
+            self._log_once(f"NATS at {client.url} refused to set up the queue: {error.description}; retrying")
         except PASSING as error:
-            logger.debug("NATS at %s: %s", client.url, error)
+            logger.debug("nats: %s: %s", client.url, error)
         except asyncio.CancelledError:
             leaving = True
             raise
         finally:
-            # a cancellation at this moment must not leave the socket open
+            # shielded: a cancellation now must not leave the socket open
             self._closing = asyncio.create_task(self._close_client(client, leaving), name="nats close")
             await asyncio.shield(self._closing)
             if not tried.done():
                 tried.set_result(None)
 
-    def _complain(self, text: str) -> None:
-        if text != self._complaint:
-            logger.error("%s", text)
-        self._complaint = text
+    def _log_once(self, problem: str) -> None:
+        if problem != self._logged_problem:
+            logger.error("%s", problem)
+        self._logged_problem = problem
 
     async def _use(self, client: GraphClient, tried: "asyncio.Future[None]") -> None:
-        """Return when a connection that worked is lost; raise if it could not be made."""
+        """Connect and return when the connection is lost. Raises if it could not be made."""
         lost = self.lost = asyncio.get_running_loop().create_future()
 
         async def on_closed() -> None:
@@ -230,20 +229,20 @@ class NatsConnection(Lifetime):
         await cancellable(open_client(client, on_closed))
         if self.of_cluster:
             require_cluster(client)
-        self._unsent = set(self._handlers)
+        self._unsubscribed = set(self._handlers)
         if self._prepare is not None:
             await cancellable(self._prepare(client))
         self._client = client
         await self.subscribe()
-        self._answers.set()
-        logger.info("NATS at %s answers", client.url)
+        self._has_client.set()
+        logger.info("nats: connected to %s", client.url)
         if not tried.done():
             tried.set_result(None)
         await _until_lost(client, lost)
 
     async def _close_client(self, client: GraphClient, leaving: bool) -> None:
         self._client = None
-        self._answers.clear()
+        self._has_client.clear()
         if leaving and client.is_connected:
             with suppress(*PASSING):
                 await client.flush(1)
@@ -253,7 +252,7 @@ class NatsConnection(Lifetime):
 
 
 async def _until_lost(client: Client, lost: "asyncio.Future[None]") -> None:
-    """Return when the client is closed, does not answer a ping, or no longer reads: then `flush` waits for nothing."""
+    """Return when the client is closed, its reading task has ended, or the server does not answer a ping."""
     while not lost.done() and client._reading_task is not None and not client._reading_task.done():
         await asyncio.wait(
             {lost, client._reading_task}, timeout=PING_INTERVAL, return_when=asyncio.FIRST_COMPLETED

@@ -1,4 +1,4 @@
-"""Pulling from a JetStream consumer."""
+"""Pull requests to a JetStream consumer."""
 
 import asyncio
 import json
@@ -16,50 +16,49 @@ from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.util.errors import QueueUnavailable
 
-ANSWER_WITHIN = 2.0
-LEAVE_WITHIN = 1.0
+REPLY_TIMEOUT = 2.0
+ABANDON_TIMEOUT = 1.0
 HEARTBEAT = 0.5
-"""seconds between two signs of a consumer that has no message yet"""
-SILENT = 1.5
-"""seconds without a sign after which the consumer's leader is lost"""
+"""Seconds between two heartbeats of a consumer that has no message."""
+MAX_SILENCE = 1.5
+"""Seconds without a heartbeat after which the consumer's leader counts as lost."""
 _NO_MESSAGES, _TIMED_OUT, _HEARTBEAT = "404", "408", "100"
 _MOVED = ("Leadership Change", "Server Shutdown")
-"""descriptions of a status: the consumer goes on elsewhere"""
+"""Status descriptions of a consumer that another server continues."""
 
 
 class ConsumerMissing(Exception):
-    """The server has no such stream or consumer (any more)."""
+    """The server has no such stream or consumer."""
 
 
 class PullConsumer:
-    """Pull requests to a JetStream consumer, one at a time.
+    """Sends pull requests to a JetStream consumer, one at a time.
 
-    nats-py's own `fetch` waits for a full batch, raises plain timeouts, and lets an abandoned request go on catching
-    messages. This is the protocol itself, which is small: publish a request with a reply subject, and read messages and
-    status headers there.
+    nats-py's own `fetch` waits for a full batch, and an abandoned request keeps taking messages. So this class speaks
+    the protocol itself: it publishes a request with a reply subject, and reads messages and status headers there.
 
-    The reply subject serves the next request too if this one ended as it should, with a message or a status. When a
-    request is abandoned, so is its subject: nothing listens there, and the server gives the message to another worker.
+    The reply subject is reused if the request ended with a message or a status. An abandoned request's subject is
+    unsubscribed, so that the server gives its messages to another worker.
     """
 
     def __init__(self, connection: NatsConnection, stream: str, consumer: str) -> None:
         self._connection = connection
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox: _Inbox | None = None
-        """the reply subject of the last request, if it may serve the next"""
+        """the last request's inbox, if it can be reused"""
 
     async def fetch(self, limit: int, wait: float) -> list[Msg]:
-        """Return the messages that are there, up to `limit`; if there are none, the first that comes within `wait`
-        seconds. Raises QueueUnavailable and ConsumerMissing."""
+        """Return up to `limit` available messages; if there are none, the first that arrives within `wait` seconds.
+        Raises QueueUnavailable and ConsumerMissing."""
         messages: list[Msg] = []
         if limit > 1 or wait <= 0:
-            messages = await self._ask(limit, {"batch": limit, "no_wait": True}, ANSWER_WITHIN)
+            messages = await self._ask(limit, {"batch": limit, "no_wait": True}, REPLY_TIMEOUT)
         if not messages and wait > 0:
             request = {"batch": 1, "expires": int(wait * 1e9)}
             beats = wait > 2 * HEARTBEAT
             if beats:
                 request["idle_heartbeat"] = int(HEARTBEAT * 1e9)
-            messages = await self._ask(1, request, SILENT if beats else wait + ANSWER_WITHIN)
+            messages = await self._ask(1, request, MAX_SILENCE if beats else wait + REPLY_TIMEOUT)
         return messages
 
     async def _ask(self, batch: int, request: Mapping[str, object], within: float) -> list[Msg]:
@@ -76,21 +75,20 @@ class PullConsumer:
             ended = await self._collect(replies, batch, within, messages)
         except BaseException:
             if client.is_connected:
-                await self._leave(client, inbox.subscription, replies, messages)
+                await self._abandon(client, inbox.subscription, replies, messages)
             raise
         finally:
             lost.remove_done_callback(wake)
         if ended:
             self._inbox = inbox
         elif client.is_connected:
-            await self._leave(client, inbox.subscription, replies, [])
+            await self._abandon(client, inbox.subscription, replies, [])
         return messages
 
     async def _collect(
         self, replies: "asyncio.Queue[Msg | None]", batch: int, within: float, messages: list[Msg]
     ) -> bool:
-        """Return whether the server's answer to this request is complete. It may take so long from one sign of the
-        server to the next."""
+        """Collect messages. Return whether the server's reply is complete: false after `within` seconds of silence."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within) as silence:
                 while len(messages) < batch:
@@ -99,28 +97,27 @@ class PullConsumer:
                     if message is None and messages:
                         return False
                     if message is None:
-                        raise QueueUnavailable(f"NATS at {self._connection.url} went away")
+                        raise QueueUnavailable(f"disconnected from NATS at {self._connection.url}")
                     status = (message.headers or {}).get("Status")
                     if status is None:
                         messages.append(message)
                     elif status != _HEARTBEAT:
-                        _check(status, message)
+                        _check_status(status, message)
                         return True
                 return True
         return False
 
-    async def _leave(
+    async def _abandon(
         self,
         client: Client,
         subscription: Subscription,
         replies: "asyncio.Queue[Msg | None]",
         messages: list[Msg],
     ) -> None:
-        """Abandon a request: messages that were delivered, or are until the server hears of it, go to another worker at
-        once. A ping of nats-py overtakes what it has not written yet, so that the ping within drain() proves that the
-        server knows only if an earlier ping was answered first."""
+        """Abandon a request and give its messages, also those still arriving, to another worker. The first ping of
+        nats-py may overtake the unwritten UNSUB, so drain()'s ping proves that the server has it only after `flush`."""
         with suppress(nats.errors.Error, QueueUnavailable, TimeoutError):
-            async with asyncio.timeout(LEAVE_WITHIN):
+            async with asyncio.timeout(ABANDON_TIMEOUT):
                 await client._send_unsubscribe(subscription._id)
                 await client.flush()
                 await subscription.drain()  # type: ignore[no-untyped-call]
@@ -133,7 +130,7 @@ class PullConsumer:
 
 @dataclass(frozen=True)
 class _Inbox:
-    """Where the server answers pull requests, for the life of one client at most."""
+    """A subscription for replies to pull requests, on one client."""
 
     client: Client
     subject: str
@@ -146,10 +143,10 @@ async def _listen(client: Client) -> _Inbox:
     return _Inbox(client, subject, replies, await cancellable(client.subscribe(subject, cb=replies.put)))
 
 
-def _check(status: str, message: Msg) -> None:
-    what = (message.headers or {}).get("Description", "")
-    if status in (_NO_MESSAGES, _TIMED_OUT) or what in _MOVED:
+def _check_status(status: str, message: Msg) -> None:
+    description = (message.headers or {}).get("Description", "")
+    if status in (_NO_MESSAGES, _TIMED_OUT) or description in _MOVED:
         return
-    if status == "503" or "Deleted" in what:
+    if status == "503" or "Deleted" in description:
         raise ConsumerMissing
-    raise QueueUnavailable(f"pull refused: {status} {what}")
+    raise QueueUnavailable(f"NATS refused a pull: {status} {description}")

@@ -1,4 +1,4 @@
-"""How many requests decode workers hold, to publish them later: each tells the others, on a subject of its own."""
+"""Number of requests that decode workers hold back, to publish them later. Each worker broadcasts its number."""
 
 import asyncio
 import logging
@@ -15,13 +15,13 @@ from pdserve.util.lru import LruDict
 
 logger = logging.getLogger(__name__)
 
-INTERVAL = 0.1
-"""seconds between two reports, at least"""
+MIN_INTERVAL = 0.1
+"""Seconds between two reports, at least."""
 REPEAT = 1.0
-"""seconds between two reports while requests are held"""
+"""Seconds between two reports while this process holds requests."""
 FORGET = 3.0
-"""seconds without a report after which nothing counts as held"""
-_WORKERS = 1000
+"""Seconds without a report after which a worker's number counts as 0."""
+_MAX_WORKERS = 1000
 
 
 class HeldCounts:
@@ -30,8 +30,8 @@ class HeldCounts:
         self._name = secrets.token_hex(8)
         self._own = 0
         self._changed = asyncio.Event()
-        self._others: LruDict[tuple[int, float]] = LruDict(_WORKERS)
-        """by decode worker, what it holds, and when it said so in monotonic seconds"""
+        self._others: LruDict[tuple[int, float]] = LruDict(_MAX_WORKERS)
+        """by decode worker: its number, and the monotonic time of its report"""
 
     @property
     def total(self) -> int:
@@ -43,17 +43,17 @@ class HeldCounts:
             self._own = count
             self._changed.set()
 
-    async def take(self, message: Msg) -> None:
+    async def on_report(self, message: Msg) -> None:
         try:
             held = decode_held_requests(message.data)
         except ProtocolError as error:
-            logger.warning("count of held requests skipped: %s", error)
+            logger.warning("skipped a report of held requests: %s", error)
             return
         if held.sender != self._name:
             self._others[held.sender] = held.count, time.monotonic()
 
     async def report(self, subject: str) -> None:
-        """Report what this process holds to the others, for ever."""
+        """Report this process's number to the others, for ever."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPEAT if self._own else None):
@@ -61,4 +61,4 @@ class HeldCounts:
             self._changed.clear()
             with suppress(QueueUnavailable):
                 await self._connection.publish(subject, encode(HeldRequests(self._name, self._own)))
-            await asyncio.sleep(INTERVAL)
+            await asyncio.sleep(MIN_INTERVAL)

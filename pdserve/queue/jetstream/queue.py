@@ -1,4 +1,4 @@
-"""A model's prefill queue on NATS: requests in a JetStream work-queue stream, the rest on core subjects."""
+"""The prefill queue on NATS: requests in a JetStream work-queue stream, everything else on core NATS subjects."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ from pdserve.queue.depth import Puller, QueueDepth
 from pdserve.queue.jetstream.acks import Acks, JetStreamDelivery
 from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
-from pdserve.queue.jetstream.consumer_pull import ANSWER_WITHIN, ConsumerMissing, PullConsumer
+from pdserve.queue.jetstream.consumer_pull import REPLY_TIMEOUT, ConsumerMissing, PullConsumer
 from pdserve.queue.jetstream.held import HeldCounts
 from pdserve.queue.jetstream.publish import Publisher
 from pdserve.queue.jetstream.stream import (
@@ -57,10 +57,10 @@ from pdserve.util.net import split_servers
 
 logger = logging.getLogger(__name__)
 
-_CANCELLED = 20_000
-"""ids of cancelled requests that are remembered"""
-_PULLERS = 1000
-"""prefill workers whose load is remembered"""
+_MAX_CANCELLED = 20_000
+"""Most remembered ids of cancelled requests."""
+_MAX_PULLERS = 1000
+"""Most prefill workers whose load is remembered."""
 
 
 class JetStreamQueue(PrefillQueue):
@@ -71,27 +71,27 @@ class JetStreamQueue(PrefillQueue):
         model: str,
         limits: StreamLimits | None = None,
         credentials: Credentials | None = None,
-        meanwhile: str = "",
+        outage_effect: str = "",
         replicas: int | None = None,
     ) -> None:
         self._names = QueueNames(namespace, model)
         self._limits = limits or StreamLimits()
         self._replicas = replicas or (REPLICAS if len(split_servers(nats)) >= REPLICAS else None)
         tls = credentials.client if credentials else None
-        self._connection = NatsConnection(nats, tls, meanwhile, self._prepare)
+        self._connection = NatsConnection(nats, tls, outage_effect, self._prepare)
         self._acks = Acks(self._connection)
         self._publisher = Publisher(self._connection, self._limits.publish_timeout, self._ensure)
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
         self._held = HeldCounts(self._connection)
-        self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(_PULLERS)
-        self._made: datetime | None = None
-        """when the stream was made, by the server's clock"""
-        self._ensured = 0.0
-        """when the stream was last compared with what it should be, in monotonic seconds"""
-        self._reported_at = 0.0
-        """when the depth was last reported or asked for, in monotonic seconds"""
-        self._cancelled: LruDict[None] = LruDict(_CANCELLED)
+        self._loads: LruDict[tuple[PrefillLoad, float]] = LruDict(_MAX_PULLERS)
+        self._created: datetime | None = None
+        """when the stream was created, by the server's clock"""
+        self._checked_at = 0.0
+        """monotonic time of the last check of the stream's configuration"""
+        self._synced_at = 0.0
+        """monotonic time of the last report or query of the depth"""
+        self._cancelled: LruDict[None] = LruDict(_MAX_CANCELLED)
         self._notices: SubjectMessages | None = None
         self._inboxes: dict[str, SubjectMessages] = {}
         self._clock: ServerClock | None = None
@@ -103,9 +103,9 @@ class JetStreamQueue(PrefillQueue):
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         self._connection.listen(self._names.state, self._on_state)
-        self._connection.listen(self._names.held, self._held.take)
+        self._connection.listen(self._names.held, self._held.on_report)
         async with self._connection, TaskOwner() as tasks:
-            tasks.forever(self._keep_depth_true, "queue depth")
+            tasks.forever(self._resync, "queue depth")
             tasks.forever(partial(self._held.report, self._names.held), "held requests")
             yield
 
@@ -130,7 +130,7 @@ class JetStreamQueue(PrefillQueue):
         return self._acks.losses
 
     async def _prepare(self, client: Client) -> None:
-        """Set up each new connection: the server may be another one, or have lost its data."""
+        """Set up a new connection: the server may be another one, or have lost its data."""
         self.max_payload = client.max_payload
         await require_jetstream(client, self._connection.url)
         await self._ensure(client)
@@ -143,33 +143,33 @@ class JetStreamQueue(PrefillQueue):
 
     async def _ensure(self, client: Client) -> None:
         await ensure(client, self._names, self._limits, self._replicas)
-        self._ensured = time.monotonic()
+        self._checked_at = time.monotonic()
 
     # depth
 
     async def _on_state(self, message: Msg) -> None:
-        self._reported_at = time.monotonic()
+        self._synced_at = time.monotonic()
         try:
             state = decode_queue_state(message.data)
         except ProtocolError as error:
-            logger.warning("queue state skipped: %s", error)
+            logger.warning("skipped a queue state: %s", error)
             return
         self._depth = self._depth.reported(state)
         if state.worker:
-            self._loads[state.worker] = state.load, self._reported_at
+            self._loads[state.worker] = state.load, self._synced_at
 
     async def _sync(self, client: Client) -> None:
         asked = self._depth
-        made, stored, state = await read_state(client, self._names)
-        if (self._made is not None and made != self._made) or stored < asked.last:
+        created, stored, state = await read_state(client, self._names)
+        if (self._created is not None and created != self._created) or stored < asked.last:
             self._acks.lost()
-        self._made = made
+        self._created = created
         self._depth = self._depth.synced(stored, state, asked)
-        self._reported_at = time.monotonic()
+        self._synced_at = time.monotonic()
 
-    async def _keep_depth_true(self) -> None:
-        """Ask the server while the queue seems to stand still: without prefill workers nothing reports the depth, and
-        requests that the server dropped are reported to no worker. And set the stream back where it was changed."""
+    async def _resync(self) -> None:
+        """Ask the server for the depth while no prefill worker reports it, because requests that the server dropped are
+        never reported. Also repeat acks, and restore the stream's configuration."""
         while True:
             await asyncio.sleep(self._limits.resync)
             if not self.connected:
@@ -180,10 +180,10 @@ class JetStreamQueue(PrefillQueue):
                 await self._acks.repeat(client)
                 if not self._clock or time.monotonic() - self._clock.measured >= MEASURE_EVERY:
                     await self._measure_clock(client)
-                if time.monotonic() - self._ensured >= self._limits.check:
+                if time.monotonic() - self._checked_at >= self._limits.check:
                     await cancellable(self._ensure(client))
                     await cancellable(self._sync(client))
-                elif self.stored and time.monotonic() - self._reported_at >= self._limits.resync:
+                elif self.stored and time.monotonic() - self._synced_at >= self._limits.resync:
                     await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
                 logger.debug("queue depth: %s", error)
@@ -213,7 +213,7 @@ class JetStreamQueue(PrefillQueue):
     async def listens(self, worker: str) -> bool:
         client = self._connection.client()
         try:
-            await cancellable(client.request(self._names.warm_ups(worker), b"", timeout=ANSWER_WITHIN))
+            await cancellable(client.request(self._names.warm_ups(worker), b"", timeout=REPLY_TIMEOUT))
         except nats.errors.NoRespondersError:
             return False
         except (nats.errors.TimeoutError, TimeoutError) as error:
@@ -243,7 +243,7 @@ class JetStreamQueue(PrefillQueue):
                 await self._broadcast(messages, deliveries, worker)
             except asyncio.CancelledError:
                 with suppress(QueueUnavailable):
-                    for message in messages:  # to another worker at once
+                    for message in messages:  # deliver them to another worker at once
                         await self._connection.publish(message.reply, b"-NAK")
                 raise
             if deliveries or time.monotonic() >= ends:
@@ -258,7 +258,7 @@ class JetStreamQueue(PrefillQueue):
             return await self._puller.fetch(limit, wait)
         except (ConsumerMissing, nats.errors.Error) as error:
             self._connection.leave(client)
-            raise QueueUnavailable(f"the queue's stream cannot be used: {error}") from error
+            raise QueueUnavailable(f"cannot use the queue's stream: {error}") from error
 
     async def _broadcast(
         self, messages: list[Msg], deliveries: list[Delivery], worker: Puller | None
@@ -272,25 +272,23 @@ class JetStreamQueue(PrefillQueue):
             await self._connection.publish(self._names.state, encode(state))
 
     async def _accept(self, message: Msg) -> Delivery | None:
-        """Return None if the request needs no work any more."""
+        """Return the delivery; None if the request needs no prefill any more."""
         try:
             request = decode_prefill_request(message.data)
         except ProtocolError as error:
-            logger.error(
-                "prefill request %d dropped, it cannot be read: %s", message.metadata.sequence.stream, error
-            )
+            logger.error("dropped prefill request %d: %s", message.metadata.sequence.stream, error)
             await self._connection.publish(message.reply, b"+TERM")
             return None
         delivery = JetStreamDelivery(self._acks, self._clock, message, request)
         deliveries = message.metadata.num_delivered
         if deliveries > self._limits.max_deliver:
             logger.error(
-                "request %s dropped after %d deliveries without an answer", request.request_id, deliveries - 1
+                "request %s: dropped after %d deliveries without an ack", request.request_id, deliveries - 1
             )
         elif delivery.deadline <= time.monotonic():
-            logger.info("request %s dropped: its deadline is over", request.request_id)
+            logger.info("request %s: dropped, its deadline has passed", request.request_id)
         elif request.request_id in self._cancelled:
-            logger.debug("request %s dropped: cancelled", request.request_id)
+            logger.debug("request %s: dropped, it was cancelled", request.request_id)
         else:
             return delivery
         await delivery.ack()
@@ -303,33 +301,33 @@ class JetStreamQueue(PrefillQueue):
         return self._connection.decoded(self._listen_to_notices(), decode_to_prefill)
 
     def _listen_to_notices(self) -> SubjectMessages:
-        """Listen once, both to skip requests that were cancelled in the queue and to pass the notices on."""
+        """Subscribe once, both to skip queued requests that were cancelled and for `notices`."""
         if self._notices is None:
             inbox = self._notices = SubjectMessages(self._names.notices)
 
-            async def note(message: Msg) -> None:
+            async def on_notice(message: Msg) -> None:
                 with suppress(ProtocolError):
                     notice = decode_to_prefill(message.data)
                     if isinstance(notice, PrefillCancel):
                         self._cancelled.update(dict.fromkeys(notice.request_ids))
-                await inbox.take(message)
+                await inbox.put(message)
 
-            self._connection.listen(self._names.notices, note)
+            self._connection.listen(self._names.notices, on_notice)
         return self._notices
 
     # listening
 
     def _inbox(self, subject: str) -> SubjectMessages:
-        """A reader that starts again gets the same inbox, with the messages that came meanwhile."""
+        """Return the inbox of a subject. A reader that restarts gets the same inbox, with its unread messages."""
         if subject not in self._inboxes:
             inbox = self._inboxes[subject] = SubjectMessages(subject)
 
-            async def take(message: Msg) -> None:
+            async def on_message(message: Msg) -> None:
                 if message.data:
-                    await inbox.take(message)
+                    await inbox.put(message)
                     return
-                with suppress(QueueUnavailable):  # `listens` asks
+                with suppress(QueueUnavailable):  # an empty message is `listens`'s question
                     await self._connection.publish(message.reply, b"")
 
-            self._connection.listen(subject, take)
+            self._connection.listen(subject, on_message)
         return self._inboxes[subject]

@@ -1,8 +1,7 @@
-"""What a model's queue has on the NATS server: names, the stream and its consumer (made if they are missing, and safe
-to make again), and the server's clock.
+"""The queue's NATS subjects, its JetStream stream and consumer (created and repaired here), and the server's clock.
 
-The age of a queued request is measured by that clock: the server's stamp on a message is compared with the server's own
-time, never with this host's.
+A queued request's age is the server's time minus the server's timestamp of the message, because the clocks of hosts
+differ.
 """
 
 import hashlib
@@ -18,14 +17,7 @@ from typing import Any
 import nats.js.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import (
-    AckPolicy,
-    ConsumerConfig,
-    DiscardPolicy,
-    RetentionPolicy,
-    StorageType,
-    StreamConfig,
-)
+from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
 from pdserve.contract.messages import QueueState
 from pdserve.queue.jetstream.client import available, require_cluster, short_connection
@@ -35,38 +27,37 @@ logger = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
 REPLICAS = 3
-"""servers that keep the stream where there are so many: one of them may be lost"""
-TOO_MANY = 10077
-"""error code of a stream that has as many messages or bytes as it may"""
+"""Replicas of the stream in a cluster of at least so many servers; one server may then be lost."""
+STREAM_FULL = 10077
+"""Error code of a stream that has reached its number of messages or bytes."""
 _NO_SPACE = (10028, 10047)
-"""error codes of a server that cannot reserve so many bytes of memory or disk"""
+"""Error codes of a server that cannot reserve that many bytes."""
 _NO_LEADER = (10008,)
-"""error code of a cluster that is choosing its leader"""
+"""Error code of a cluster that is electing a leader."""
 _NOT_ENABLED = (None, 10039, 10076)
-"""error codes of a server or account without JetStream; None: nothing answers on its subjects, which is also so while
-a cluster chooses its leader"""
+"""Error codes of a server or account without JetStream. None: no responders, as also during a leader election."""
 MESSAGE_TTL = (2, 11)
-"""version of the server from which on it removes a message when its own time is over"""
+"""First server version with a TTL for each message."""
 SAMPLES = 3
 MEASURE_EVERY = 30.0
-"""seconds; the server's clock may be set, too"""
+"""Seconds between two measurements of the server's clock, which may be set at any time."""
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
-_LONGEST = 120
-"""stream names become folder names"""
+_MAX_TOKEN = 120
+"""Longest token, because stream names become folder names."""
 
 
 # names
 
 
 def token(text: str) -> str:
-    """Return `text` as one token of a subject: each byte of other characters than letters, digits, `_` and `-` becomes
-    `=` and two hex digits. A token that is too long ends in a digest instead."""
+    """Encode `text` as a token of a subject: letters, digits, `_` and `-` stay, and each byte of other characters
+    becomes `=` and two hex digits. A token that is too long ends in a digest."""
     plain = "".join(
         char if char in _PLAIN else "".join(f"={byte:02X}" for byte in char.encode()) for char in text
     )
-    if len(plain) <= _LONGEST:
+    if len(plain) <= _MAX_TOKEN:
         return plain or "="
-    return f"{plain[: _LONGEST - 34]}=={hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return f"{plain[: _MAX_TOKEN - 34]}=={hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ class QueueNames:
     namespace: str
     model: str
     fingerprint: str = ""
-    """of what the workers have loaded; workers of different fingerprints share nothing"""
+    """of the workers' model; workers of different fingerprints share no subject"""
 
     @property
     def root(self) -> str:
@@ -86,7 +77,7 @@ class QueueNames:
 
     @property
     def streams(self) -> str:
-        """The prefix of the names of all streams of the model."""
+        """Name prefix of all streams of the model."""
         return f"pdserve+{token(self.namespace)}+{token(self.model)}+"
 
     @property
@@ -113,7 +104,7 @@ class QueueNames:
 
 
 CONSUMER = "prefill"
-"""the durable consumer of a stream, shared by all prefill workers"""
+"""Name of the durable consumer that all prefill workers share."""
 
 
 # the stream
@@ -124,29 +115,29 @@ class StreamLimits:
     ack_wait: float = 15.0
     """seconds without ack or progress after which a request is delivered to another worker"""
     max_deliver: int = 5
-    """after so many deliveries without an ack, a request is taken to kill its workers and dropped"""
+    """deliveries without an ack after which a request is dropped, because it seems to kill its workers"""
     bound: int = 1000
-    """requests in the stream, those being worked on included"""
+    """most requests in the stream, including those being computed"""
     max_bytes: int = 256 << 20
-    """of all requests together: they are in the server's memory, and each may have megabytes"""
+    """most bytes of all requests, which are in the server's memory"""
     max_age: float = 600.0
-    """seconds; above any useful deadline"""
+    """seconds; longer than any useful deadline"""
     publish_timeout: float = 1.0
     abandoned: float = 3600.0
-    """seconds after which an unused stream is removed, by the server's clock"""
+    """seconds without use after which another fingerprint's stream is removed"""
     resync: float = 2.0
-    """seconds without a report while the queue is not empty, after which the server is asked"""
+    """seconds without a report of a non-empty queue after which the server is asked"""
     check: float = 10.0
-    """seconds between two comparisons of the stream and its consumer with what they should be"""
+    """seconds between two checks of the configuration of stream and consumer"""
 
 
 async def require_jetstream(client: Client, url: str) -> None:
-    """Raises ConfigError if NATS runs without JetStream: everything would seem to work until the first prefill."""
+    """Raise ConfigError if NATS runs without JetStream, before the first remote prefill fails."""
     try:
         await client.jetstream(timeout=API_TIMEOUT).account_info()
     except nats.js.errors.ServiceUnavailableError as error:
-        choosing = error.err_code is None and client._server_info.get("jetstream")
-        if error.err_code not in _NOT_ENABLED or choosing:
+        is_electing = error.err_code is None and client._server_info.get("jetstream")
+        if error.err_code not in _NOT_ENABLED or is_electing:
             raise
         remedy = (
             "start it with `nats-server --jetstream`, and with `max_payload: 8MB` in the file of its --config, or let "
@@ -158,7 +149,7 @@ async def require_jetstream(client: Client, url: str) -> None:
 
 
 async def check_once(url: str, tls: SSLContext | None, of_cluster: bool) -> None:
-    """Raises QueueUnavailable where nothing answers, and ConfigError for a server that cannot serve this graph."""
+    """Raise QueueUnavailable if NATS does not answer, and ConfigError if it cannot serve this graph."""
     with available(url):
         async with short_connection(url, tls) as client:
             if of_cluster:
@@ -169,9 +160,9 @@ async def check_once(url: str, tls: SSLContext | None, of_cluster: bool) -> None
 async def ensure(
     client: Client, names: QueueNames, limits: StreamLimits, replicas: int | None = None
 ) -> None:
-    """Make the stream and its consumer if they are missing, and set back what an administrator changed. The stream is
-    in the server's memory, because a full disk stops a stream in files for as long as the server runs
-    (docs/decisions/0011-queue-in-memory.md); in that of so many servers of a cluster, else as an administrator has it.
+    """Create the stream and its consumer if they are missing, and restore settings that an administrator changed. The
+    stream is in the server's memory, because a full disk stops a file-based stream until the server restarts
+    (docs/decisions/0011-queue-in-memory.md). `replicas` None keeps an administrator's number of replicas.
     """
     js = client.jetstream(timeout=API_TIMEOUT)
     await _ensure_stream(js, names.stream, _stream_settings(client, names, limits), replicas)
@@ -201,7 +192,7 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
         "duplicate_window": min(120.0, limits.max_age),
         "no_ack": False,
         "sealed": False,
-        # sealing sets both; of two workers that mend the stream, one may write them into what the other made anew
+        # sealing a stream sets both, and a worker that restores a stream may copy them into one that another recreated
         "deny_delete": False,
         "deny_purge": False,
     }
@@ -224,14 +215,14 @@ async def _ensure_stream(
         name for name, value in settings.items() if (getattr(current, name) or None) != (value or None)
     ]
     if changed == ["max_bytes"] and current.max_bytes == -1:
-        return  # the server could not reserve them
+        return  # the server could not reserve max_bytes
     if changed:
-        logger.warning("the stream %s has another %s than pdserve's: mending it", stream, ", ".join(changed))
+        logger.warning("nats: stream %s was changed (%s); restoring it", stream, ", ".join(changed))
         try:
-            # keep what an administrator has set beside them (replicas, placement)
+            # an administrator's other settings (replicas, placement) stay
             await _apply(js.update_stream, current, settings)
         except nats.js.errors.APIError as error:
-            logger.warning("the stream %s is made anew: %s", stream, error.description)
+            logger.warning("nats: cannot restore stream %s: %s; recreating it", stream, error.description)
             await js.delete_stream(stream)
             await _add(js, new, settings)
 
@@ -243,24 +234,27 @@ async def _add(js: JetStreamContext, new: StreamConfig, settings: dict[str, Any]
         if new.num_replicas == 1 or error.err_code in _NO_LEADER:
             raise
         logger.warning(
-            "%s is kept by one server, not by %d: %s", new.name, new.num_replicas, error.description
+            "nats: cannot create %d replicas of stream %s: %s; using one",
+            new.num_replicas,
+            new.name,
+            error.description,
         )
         await _apply(js.add_stream, replace(new, num_replicas=1), settings)
 
 
 async def _replicate(js: JetStreamContext, current: StreamConfig, replicas: int) -> StreamConfig:
-    """Have it kept by so many servers, or by as many as before where the cluster has too few."""
+    """Set the number of replicas; keep the present number if the cluster has too few servers."""
     try:
         return (await js.update_stream(current, num_replicas=replicas)).config
     except nats.js.errors.APIError as error:
-        logger.debug("%s is not kept by %d servers: %s", current.name, replicas, error.description)
+        logger.debug("nats: cannot set %d replicas of %s: %s", replicas, current.name, error.description)
         return current
 
 
 async def _apply(
     call: Callable[..., Awaitable[object]], config: StreamConfig, settings: dict[str, Any]
 ) -> None:
-    """A bound in bytes is reserved at once; a server that cannot do so has a lower bound of its own."""
+    """Create or update a stream, without max_bytes if the server cannot reserve it: its own limit is lower then."""
     try:
         await call(config, **settings)
     except nats.js.errors.Error as error:
@@ -284,9 +278,7 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: ConsumerCo
         "deliver_subject",
     )
     if changed := [name for name in settings if getattr(current, name) != getattr(wanted, name)]:
-        logger.warning(
-            "the consumer of %s has another %s than pdserve's: mending it", stream, ", ".join(changed)
-        )
+        logger.warning("nats: consumer of %s was changed (%s); restoring it", stream, ", ".join(changed))
         try:
             await js.add_consumer(stream, wanted)
         except nats.js.errors.APIError:
@@ -295,8 +287,8 @@ async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: ConsumerCo
 
 
 async def remove_abandoned(client: Client, names: QueueNames, limits: StreamLimits) -> None:
-    """Remove the streams that the model's workers of other fingerprints have left behind: empty, without a prefill
-    worker that pulls, and unused for long. A stream that is in use after all is made anew at its next use."""
+    """Remove the streams of this model's other fingerprints that are empty, are not pulled from, and have been unused
+    for long. A stream that is still in use is recreated at its next use."""
     js = client.jetstream(timeout=API_TIMEOUT)
     try:
         for stream in await js.streams_info():
@@ -304,7 +296,7 @@ async def remove_abandoned(client: Client, names: QueueNames, limits: StreamLimi
             if name.startswith(names.streams) and name != names.stream and not stream.state.messages:
                 await _remove_if_idle(client, name, limits.abandoned)
     except (nats.js.errors.APIError, TimeoutError) as error:
-        logger.debug("abandoned streams of %s stay: %s", names.model, error)
+        logger.debug("nats: cannot remove abandoned streams of %s: %s", names.model, error)
 
 
 async def _remove_if_idle(client: Client, stream: str, after: float) -> None:
@@ -316,11 +308,11 @@ async def _remove_if_idle(client: Client, stream: str, after: float) -> None:
     if any(consumer.num_waiting for consumer in await js.consumers_info(stream)):
         return
     await js.delete_stream(stream)
-    logger.info("removed the stream %s: no worker has used it for %g s", stream, after)
+    logger.info("nats: removed stream %s: unused for %g s", stream, after)
 
 
 async def _stream_info(client: Client, stream: str) -> dict[str, Any]:
-    """Return the server's answer with its own time as `ts`, which nats-py leaves out."""
+    """Return the stream's info with the server's time as `ts`, which nats-py leaves out."""
     reply = await client.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=API_TIMEOUT)
     info: dict[str, Any] = json.loads(reply.data)
     return info
@@ -331,7 +323,7 @@ def _seconds(stamp: str | None) -> float:
 
 
 async def read_state(client: Client, names: QueueNames) -> tuple[datetime | None, int, QueueState]:
-    """Return when the stream was made, its last stored sequence, and the consumer's state, read after it."""
+    """Return the stream's creation time, its last sequence, and the consumer's state, read after it."""
     js = client.jetstream(timeout=API_TIMEOUT)
     stream = await js.stream_info(names.stream)
     info = await js.consumer_info(names.stream, CONSUMER)
@@ -345,18 +337,18 @@ async def read_state(client: Client, names: QueueNames) -> tuple[datetime | None
 @dataclass(frozen=True)
 class ServerClock:
     ahead: float
-    """seconds that the server's Unix time is ahead of this host's monotonic time"""
+    """the server's Unix time minus this host's monotonic time"""
     measured: float
-    """monotonic"""
+    """monotonic time of the measurement"""
 
     def age(self, stamp: float) -> float:
-        """Seconds since the server stamped a message with these Unix seconds."""
+        """Return the seconds since the server's timestamp of a message."""
         return max(0.0, time.monotonic() + self.ahead - stamp)
 
 
 async def measure(client: Client, stream: str) -> ServerClock | None:
-    """Ask for the server's time a few times, and trust the quickest answer. Return None if the server (before 2.10)
-    does not report its time, or has no such stream. Raises nats-py's errors and TimeoutError."""
+    """Query the server's time a few times and use the fastest reply. Return None if the server (before 2.10) does not
+    report its time, or has no such stream. Raises nats-py's errors and TimeoutError."""
     best: tuple[float, ServerClock] | None = None
     for _ in range(SAMPLES):
         sent = time.monotonic()
