@@ -108,7 +108,7 @@ async def test_no_prompt_goes_to_a_nats_without_tls(
             await server.stop()
             await until(lambda: not queue.connected)
             async with nats_server(tmp_path / "theirs", server.port, credentials=made_by):
-                await holds(lambda: not queue.connected, 3 * connection.RETRY)
+                await holds(lambda: not queue.connected, 3 * connection.RETRY_INTERVAL)
                 with pytest.raises(QueueUnavailable):
                     await publish(queue, "secret")
             await server.start()
