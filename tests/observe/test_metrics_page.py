@@ -46,6 +46,8 @@ def test_each_reason_of_a_decision_is_in_its_table() -> None:
     written = {
         pair for source in SOURCES.values() for pair in re.findall(r'Decision\("(\w+)", "([\w-]+)"', source)
     }
+    policy = (ROOT / "pdserve/decode/policy/decision.py").read_text()
+    written |= {("local", reason) for reason in re.findall(r'^ {8}"([\w-]+)": ', policy, re.M)}
     words = ("idle", "local-cheaper", "own", "fallback", "transfer", "stand-in")
     conditional = {("local", word) for word in words}
     listed = {(mode, reason.strip("`")) for mode, reason, _ in rows("Where prompts are computed, and why")}
