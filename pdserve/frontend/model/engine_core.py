@@ -1,9 +1,8 @@
-"""vLLM's engine core, on other machines: AsyncLLM talks to this as if it were the engine process beside it.
+"""Remote engine core: AsyncLLM uses it like vLLM's own engine core, but it runs each request at a decode worker.
 
-The life of a generation, from top to bottom: AsyncLLM adds a request (n > 1: several; the first has the permit that
-let the HTTP request in, the others wait for theirs); a decode worker is chosen, and the request submitted to it; its
-outputs are handed back under AsyncLLM's own id; it is finished or aborted. If its worker is lost, or there is none,
-`migration` decides what becomes of it: nothing above this class notices that it goes on elsewhere after its last token.
+AsyncLLM adds a generation (several for n > 1, each with its own permit); `place` submits it to a decode worker;
+`received` hands its outputs to AsyncLLM; it is finished or aborted. `Migration` continues it at another worker if its
+worker is lost; AsyncLLM does not notice. The package's docstring has the whole life cycle.
 """
 
 import asyncio
@@ -53,22 +52,22 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises NotImplementedError for the rest, which no route reaches
-    """One per model. All methods run in the event loop. None that AsyncLLM calls waits, except for outputs, so that a
-    cancelled HTTP request cannot leave half of a request behind."""
+    """One per model. All methods run in the event loop. Those that AsyncLLM calls never wait, except for outputs, so
+    that a cancelled HTTP request cannot leave half of a request behind."""
 
     def __init__(self, card: ModelCard, context: ModelContext) -> None:
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self.fail_request: Callable[[str, str, int], list[str]]
-        """ends a request of AsyncLLM with an error; this and the next two are set when AsyncLLM is made"""
+        """ends a request of AsyncLLM with an error; this and the next two are set once AsyncLLM exists"""
         self.process: Callable[[EngineCoreOutputs], list[str]]
-        """takes one engine step's outputs; returns the ids of the requests that end with them"""
+        """processes one engine step's outputs; returns the ids of the requests that end with them"""
         self.stream_deltas: Callable[[str, DeltaStream, bool], None]
-        """lets the ordinary outputs of a request be written without vLLM's app"""
+        """makes most chunks of a plain stream without vLLM's app (`edge/deltas.py`)"""
         self.plain_paths: Mapping[str, bool] = {}
-        """the routes on which that is possible, each with the last argument for it"""
+        """routes with plain streams, and the last argument of `stream_deltas` for each"""
         self.on_capacity: Callable[[], None] = lambda: None
-        """called when the workers may have more capacity than before"""
+        """called when the workers may have more capacity"""
         self.estimate = RequestEstimate()
         self.workers = WorkerPool(context.router, VERSION, context.connect, self)
         self._ttft, self._itl = TTFT.labels(card.name), ITL.labels(card.name)
@@ -80,10 +79,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         """by AsyncLLM's id"""
         self._emptied = asyncio.Event()
 
-    # what AsyncLLM calls
+    # called by AsyncLLM
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
+        """Never raises, because AsyncLLM has registered the request already and would keep it for ever."""
         state = current_request.get()
         assert state is not None, "every generation belongs to an HTTP request"
         generation = Generation(request, state)
@@ -92,7 +91,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._begin(generation)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Never return: each step is processed as it comes, and AsyncLLM's task for outputs has nothing to do."""
+        """Never returns: `process` handles each step when it arrives, so AsyncLLM's own output task has no work."""
         return await asyncio.get_running_loop().create_future()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -101,7 +100,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
                 self._end(generation)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Fail the requests in flight: AsyncLLM would wait for them for ever. May be called twice."""
+        """Fail all requests, because AsyncLLM would wait for them for ever. May be called twice."""
         self.resources.engine_dead = True
         for generation in list(self._generations.values()):
             self.fail(generation, SHUTTING_DOWN)
@@ -112,7 +111,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     # a generation, from its beginning to its end
 
     def _begin(self, generation: Generation) -> None:
-        """Place the generation as soon as admission permits."""
+        """Check the request and ask admission for a permit; `place` runs once it is granted."""
         request, state = generation.request, generation.state
         assert state.admission is not None, f"{state.path} generates, and has no admission"
         if request.prompt_token_ids is not None:
@@ -135,8 +134,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         generation.permit.request()
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
-        """Submit the generation to a worker (with `only_others`, to none that lost it), or let it wait. It is encoded
-        before it counts as the worker's: a request that cannot be encoded takes no capacity from others."""
+        """Submit the generation to a worker, or let it wait for one. With `only_others`, no worker that lost it is
+        chosen. Encodes the request before it is counted at the worker, because a request that cannot be encoded must
+        not take capacity."""
         with self.isolated(generation):
             link = self.workers.pick(generation, only_others=only_others)
             if link is None:
@@ -150,7 +150,6 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             link.post(submit)
 
     def received(self, link: Link, message: ToFrontend) -> None:
-        """Handle a worker's message."""
         match message:
             case Placed(request_id):
                 if generation := link.generations.get(request_id):
@@ -166,10 +165,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
                 self.on_capacity()
 
     def _take_outputs(self, link: Link, body: list[bytes]) -> None:
-        """Hand one engine step's outputs to AsyncLLM, together."""
+        """Hand one engine step's outputs to AsyncLLM in one call."""
         try:
             outputs = decode_outputs(body)
-        except Exception as error:  # it is unknown whose tokens are lost: all at this worker go on at others
+        except Exception as error:  # it is unknown whose tokens are lost: migrate all requests of this worker
             logger.exception("undecodable outputs from %s", link.instance)
             link.post(Cancel(list(link.generations)))
             self.link_lost(link, f"{link.instance} sent outputs that cannot be read: {error}", "unreadable")
@@ -178,9 +177,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         for output in outputs.outputs:
             generation = link.generations.get(output.request_id)
             if generation is None:
-                continue  # it was aborted, or went on at another worker
+                continue  # it was aborted or has migrated
             in_our_time(output, now - outputs.timestamp)
-            try:  # not `isolated`: a generator for each token costs more than all else here
+            try:  # not `isolated`: a context manager for each token would cost more than the rest of this loop
                 taken += self._take(generation, link, output)
             except Exception as error:
                 self._fail_alone(generation, error)
@@ -188,7 +187,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self.on_capacity()
 
     def _pass_on(self, held: list[tuple[Generation, EngineCoreOutput]]) -> None:
-        """Hand on outputs that were held back."""
+        """Hand outputs that were held back to AsyncLLM."""
         for generation, output in held:
             self._count(generation, output.new_token_ids)
         self._process([output for _, output in held])
@@ -201,7 +200,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
                 self._end(generation)
 
     def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> list[EngineCoreOutput]:
-        """Note an output; return those that AsyncLLM should see now."""
+        """Record an output; return the outputs that AsyncLLM gets now."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             why = f"{link.instance} gave it up ({output.finish_reason})"
             self._migration.lost(generation, why, "gave-up")
@@ -214,7 +213,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         if generation.replay_left and not self._migration.replay(generation, output):
             return []
         if generation.tokens and output.prefill_stats is not None:
-            output.events = None  # they would overwrite the times that the first engine's events set
+            output.events = None  # they would overwrite the times of the first engine's events
         generation.add_tokens(output.new_token_ids)
         passed = self._pacer.add(generation, generation.reserve, output, last=output.finished)
         for each in passed:
@@ -228,7 +227,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         return passed
 
     def _note_placed(self, generation: Generation) -> None:
-        """Write the worker's last word on its prefill into the state: an output has come of it."""
+        """Copy the worker's report on the prefill into the request state, at the first output after it."""
         generation.recorded_placed = generation.placed
         generation.hops.decoding()
         if generation.placed is not None:
@@ -248,13 +247,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
             self._ttft.observe(state.ttft)
 
     def finish(self, generation: Generation) -> None:
-        """Finish a generation that has all of its tokens, and lost only the output that finishes it."""
+        """Finish a generation that has all its tokens but lost the output with the finish reason."""
         self._pacer.flush(generation)
         self._end(generation)
         self._process([EngineCoreOutput(generation.id, [], finish_reason=FinishReason.LENGTH)])
 
     def fail(self, generation: Generation, failure: RequestFailure) -> None:
-        """End the generation, and the others of the same HTTP request, with this error for the client."""
+        """End all generations of the HTTP request with this error for the client."""
         if held := self._pacer.drop(generation):
             self._fail_behind(held, generation, failure)
             return
@@ -264,16 +263,16 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
                 self._end(other)
 
     def _drop(self, generation: Generation) -> None:
-        """End a generation whose HTTP request is over: if a beam fails, vLLM leaves the tasks of the others."""
+        """End a generation whose HTTP request is over, because vLLM does not end the other beams when one fails."""
         failure = generation.state.failure
         self.fail(generation, failure or RequestFailure(500, "its HTTP request is over"))
-        generation.state.failure = failure  # where there was none, its client has left
+        generation.state.failure = failure  # None if the client has left
 
     def _fail_behind(
         self, held: list[EngineCoreOutput], generation: Generation, failure: RequestFailure
     ) -> None:
-        """Fail a generation, which is alone in its HTTP request, behind the outputs that were held back: in the same
-        turn of the event loop the error would take their place in AsyncLLM's collector."""
+        """Fail a generation, the only one of its HTTP request, after its held outputs. The error is sent in the next
+        event loop turn, because it would replace the outputs in AsyncLLM's collector."""
         generation.state.failure = failure
         self._pass_on([(generation, output) for output in held])
         if generation.id in self._generations:
@@ -282,7 +281,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         asyncio.get_running_loop().call_soon(fail)
 
     def _end(self, generation: Generation) -> None:
-        """End the generation; a worker that has it stops it."""
+        """End the generation; its worker stops it."""
         self._pacer.drop(generation)
         self._leave_worker(generation)
         del self._generations[generation.id]
@@ -295,7 +294,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         self.on_capacity()
 
     def _pause(self, generation: Generation) -> bool:
-        """Leave the worker until the permit is granted again; False if that leaves no place there to others."""
+        """Preempt the generation: leave the worker until the permit is granted again. Returns False, and does nothing,
+        if that would free no slot for others."""
         if not (generation.placed or generation.state.is_flex) or not self.workers.accepts_requests(
             generation.link
         ):
@@ -310,7 +310,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     @contextmanager
     def isolated(self, generation: Generation) -> Iterator[None]:
-        """Let an error end this generation, and nothing else."""
+        """Let an error in the block fail this generation only."""
         try:
             yield
         except Exception as error:
@@ -323,7 +323,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
         logger.error("request %s failed in the frontend", generation.id, exc_info=error)
         self.fail(generation, RequestFailure(500, "internal error in the frontend"))
 
-    # workers come and go
+    # events of links (`LinkListener`)
 
     def link_up(self, link: Link) -> None:
         self._migration.place_waiting()
@@ -331,7 +331,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
 
     def link_lost(self, link: Link, reason: str, word: str = "gone") -> None:
         if link.generations:
-            logger.warning("%s: moving %d requests from %s", reason, len(link.generations), link.instance)
+            logger.warning("%s: migrating %d requests from %s", reason, len(link.generations), link.instance)
         for generation in list(link.generations.values()):
             with self.isolated(generation):
                 self._migration.lost(generation, reason, word)
@@ -343,7 +343,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
                     self._migration.hand_over(generation, begun=begun, stalled=stalled)
 
     def replace(self, replaced: bool) -> None:
-        """Note whether another model has this name now, and no worker is left here."""
+        """Set whether another model has this name now and no worker of this one is left."""
         self._migration.is_replaced = replaced
         for generation in [waiting for waiting in self._generations.values() if waiting.link is None]:
             with self.isolated(generation):
@@ -352,12 +352,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base raises 
     # for the HTTP edge
 
     def generations_of(self, state: RequestState) -> list[Generation]:
-        """The generations of one HTTP request."""
         return [generation for generation in self._generations.values() if generation.state is state]
 
     @property
     def running(self) -> int:
-        """How many generations are at workers."""
+        """Number of generations at workers."""
         return sum(generation.link is not None for generation in self._generations.values())
 
     async def idle(self) -> None:

@@ -1,8 +1,8 @@
-"""When Python's garbage collector looks through all objects of a frontend: where no request waits for it.
+"""Garbage collection of a frontend: full collections run only while no request waits.
 
-A full collection holds the process, for 20-45 ms beside small requests and for 0.9 s beside an answer with 300,000
-logprobs, and Python starts one whenever the objects have grown by a quarter. Here only the young objects are collected
-while requests run. What else is garbage then is little: some 60 objects in 10,000 requests.
+A full collection stops the process for 20-45 ms beside small requests, and for 0.9 s beside a response with 300,000
+logprobs; Python starts one whenever the number of objects has grown by a quarter. While requests run, only young
+objects are collected, which leaves little garbage: some 60 objects in 10,000 requests.
 """
 
 import asyncio
@@ -11,28 +11,28 @@ import time
 from collections.abc import Callable
 
 YOUNG = 20_000
-"""new objects, more than some requests in flight hold, after which the collector looks through the youngest: Python's
-700 cost an eighth of a request's CPU"""
-EVERY = 5.0
-"""seconds between checks for a moment without requests"""
-LATEST = 600.0
-"""seconds without such a moment after which a full collection runs beside requests"""
+"""New objects between two collections of the youngest generation. More than requests in flight hold; Python's default
+of 700 costs an eighth of a request's CPU."""
+IDLE_CHECK_INTERVAL = 5.0
+"""Seconds between two checks whether any request runs."""
+MAX_DELAY = 600.0
+"""Seconds without an idle moment after which a full collection runs beside requests."""
 _NEVER = 1 << 30
 
 
 def freeze() -> None:
-    """Take all objects of now out of later collections, and let full collections run only where they are asked for."""
+    """Exclude all present objects from later collections, and stop automatic full collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 10, _NEVER)
 
 
 async def collect_when_idle(requests: Callable[[], int]) -> None:
-    """Run full collections for ever: where there is something to collect and no request runs, or `LATEST` passed."""
+    """Run a full collection whenever objects have been added and no request runs, or `MAX_DELAY` has passed."""
     last = time.monotonic()
     while True:
-        await asyncio.sleep(EVERY)
+        await asyncio.sleep(IDLE_CHECK_INTERVAL)
         grown = gc.get_count()[2] > 0
-        if (grown and not requests()) or time.monotonic() - last > LATEST:
+        if (grown and not requests()) or time.monotonic() - last > MAX_DELAY:
             gc.collect()
             last = time.monotonic()

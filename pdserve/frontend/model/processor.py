@@ -1,4 +1,4 @@
-"""One model as the frontend serves it, made from its card: vLLM's app and renderer on a remote engine core."""
+"""The processor of one model, made from its model card: vLLM's app and renderer on the remote engine core."""
 
 import asyncio
 import logging
@@ -41,18 +41,20 @@ from pdserve.util.errors import ConfigError, PeerGone, Unavailable
 logger = logging.getLogger(__name__)
 
 Workers = Callable[[], list[Instance]]
-FETCH_TIMEOUT, ASK_INTERVAL, WORKER_POLL_INTERVAL = 10.0, 1.0, 0.2
-"""seconds for a model's archive to come, until it is asked for once more, and between two looks for a worker"""
+FETCH_TIMEOUT = 10.0
+"""Seconds to fetch a model's archive from a worker."""
+ASK_INTERVAL = 1.0
+"""Seconds until a further round over the workers starts."""
+WORKER_POLL_INTERVAL = 0.2
+"""Seconds between two looks at the registered workers."""
 
 
 @dataclass(frozen=True)
 class Processor:
-    """A model that is being served."""
-
     app: ASGIApp
     """vLLM's own"""
     aside: ASGIApp
-    """the same, for large requests"""
+    """the same app on an event loop in a thread, for large requests (`vllm/side_loop.py`)"""
     core: RemoteCore
     workers: WorkerPool
     adapters: AppAdapters
@@ -60,8 +62,8 @@ class Processor:
 
 @asynccontextmanager
 async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
-    """Serve the card while entered; `workers` lists those that have one like it. Entering takes a second or two, most
-    of it in a thread. Raises ConfigError or Unavailable if this host cannot serve the card."""
+    """Serve the card while entered; `workers` lists the workers with an equal card. Entering takes a second or two,
+    most of it in a thread. Raises ConfigError or Unavailable if this host cannot serve the card."""
     if card.vllm_version != VERSION:
         theirs = card.vllm_version or "an unknown version"
         raise ConfigError(
@@ -76,11 +78,11 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
             async with context.building:
                 args = await asyncio.to_thread(parse_args, frontend_argv(card, folder))
                 engine = await asyncio.to_thread(make_engine, args, core, registry)
-                # vLLM refuses parameters by whether there is one
+                # vLLM refuses some parameters if this is set
                 engine.input_processor.speculative_config = speculation(card.engine_args) or None
                 stack.push_async_callback(core.workers.close)
                 stack.callback(engine.shutdown)
-                # first of all: no request must go on at another worker while the workers are left
+                # runs before the links are closed: a request must not migrate while they close
                 stack.callback(core.shutdown)
                 side.bring(engine)
                 app, core.plain_paths, names = await make_app(engine, args, card.supported_tasks)
@@ -97,8 +99,9 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
 
 
 async def model_folder(card: ModelCard, context: ModelContext, workers: Workers) -> str:
-    """A folder with config, tokenizer and chat template as the worker loaded them, or the hub id. Raises Unavailable
-    if there is neither. The same path on this host may hold another model: then the worker's archive is used."""
+    """Return a folder with config, tokenizer and chat template as the worker loaded them, or the hub id. Uses the
+    worker's archive if this host has another model, or none, at the card's path. Raises Unavailable if there is no
+    archive."""
     folder = context.state_dir.expanduser() / "models"
     if not card.model.startswith("/") or await asyncio.to_thread(_is_in_place, card):
         return card.model
@@ -144,10 +147,10 @@ def _is_in_place(card: ModelCard) -> bool:
     return folder.is_dir() and (not card.blob or archive_name(pack_model(folder)) == card.blob)
 
 
-# Arguments that only an engine reads, or for which the edge does the work; all others (tokenizer, templates, parsers,
-# limits, defaults of sampling) are passed on. Most engine arguments would do no harm here, but some start processes or
-# check for hardware.
-_NOT_HERE = re.compile(
+# Arguments that only an engine reads, or whose work the edge does. All others (tokenizer, templates, parsers, limits,
+# sampling defaults) are passed on. Most engine arguments would do no harm here, but some start processes or check for
+# hardware.
+_ENGINE_ONLY = re.compile(
     r"kv-.*|ec-.*|.*-parallel.*|data-parallel-.*|pipeline-.*|tensor-.*|gpu-.*|num-gpu-.*|cpu-.*|swap-.*|enforce-eager"
     r"|block-size|max-num-.*|.*prefix-caching.*|.*chunked-prefill|scheduling-policy|async-scheduling|stream-interval"
     r"|load-format|download-dir|quantization|spec(-|ulative-).*|compilation-config|additional-config|attention-.*"
@@ -159,17 +162,16 @@ _NOT_HERE = re.compile(
 
 
 def frontend_argv(card: ModelCard, model: str) -> list[str]:
-    """The command line of vLLM's API server for a frontend, without an engine. `model`: a folder of this host, or a hub
-    id."""
-    kept = {name: value for name, value in card.engine_args.items() if not _NOT_HERE.fullmatch(name)}
+    """Return the arguments of vLLM's API server without an engine. `model`: a folder of this host, or a hub id."""
+    kept = {name: value for name, value in card.engine_args.items() if not _ENGINE_ONLY.fullmatch(name)}
     ours: dict[str, object] = {
         "model": model,
         "served-model-name": [card.name],
         "max-model-len": card.max_model_len,
         "allowed-origins": [],
-        "mm-processor-cache-gb": 0,  # it would leave out pictures that an engine beside it has
+        "mm-processor-cache-gb": 0,  # the cache omits images that it takes the engine to have
     }
-    # two: while one thread tokenizes a long text, the other is left for the prompts of others
+    # 2: while one thread tokenizes a long text, the other serves short prompts
     return to_argv({"renderer-num-workers": 2, "limit-mm-per-prompt": LIMITS, **kept, **ours})
 
 
@@ -177,14 +179,13 @@ def frontend_argv(card: ModelCard, model: str) -> list[str]:
 
 
 class ModelMetrics(Collector):
-    """vLLM's own metrics of requests, merged from a registry for each model of this process. Gauges are left out: they
-    describe an engine, and there is none here."""
+    """vLLM's request metrics, merged from one registry per model. Leaves out gauges, which describe an engine."""
 
     def __init__(self) -> None:
         self._registries: list[CollectorRegistry] = []
 
     def describe(self) -> list[Metric]:
-        return []  # claim no names: they are the same for each model
+        return []  # claims no names, because all models have the same
 
     def collect(self) -> Iterator[Metric]:
         merged: dict[str, Metric] = {}
@@ -195,12 +196,12 @@ class ModelMetrics(Collector):
                 known = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 known.samples += metric.samples
         for metric in merged.values():
-            metric.samples = _added_up(metric.samples)
+            metric.samples = _merged(metric.samples)
             yield metric
 
     @contextmanager
     def model(self) -> Iterator[CollectorRegistry]:
-        """A registry that is collected while entered."""
+        """Yield a registry that is collected while entered."""
         registry = CollectorRegistry()
         self._registries.append(registry)
         try:
@@ -209,8 +210,8 @@ class ModelMetrics(Collector):
             self._registries.remove(registry)
 
 
-def _added_up(samples: Iterable[Sample]) -> list[Sample]:
-    """Of each series once: while its card changes, a model is there twice."""
+def _merged(samples: Iterable[Sample]) -> list[Sample]:
+    """Sum the samples of each series: while its card changes, a model has two processors."""
     sums: dict[tuple[object, ...], Sample] = {}
     for sample in samples:
         series = sample.name, *sorted(sample.labels.items())

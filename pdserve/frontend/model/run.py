@@ -1,4 +1,4 @@
-"""The innermost layers of a request: its model's admission control, and the model's app, which answers it."""
+"""Run a request: enter the model's admission control, wait for its turn, and let the model's app respond."""
 
 import asyncio
 import logging
@@ -26,11 +26,11 @@ from pdserve.frontend.model.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 LONG_TEXT = 64 << 10
-"""bytes of a body to be tokenized; longer ones take turns"""
+"""Bytes of a body to be tokenized; the admission control limits how many longer ones run at once."""
 GRACE = 0.3
-"""seconds after the deadline within which the model's own, more exact answer may still come"""
-_END_WITHIN = 5.0
-"""seconds for a model's app to end after it was told of a disconnect"""
+"""Seconds after the deadline in which the model's app may still send its own, more exact error."""
+_END_TIMEOUT = 5.0
+"""Seconds for the model's app to end after a disconnect."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestSt
 async def run(
     model: ServedModel, admission: Admission, body: ParsedBody, request: Request, response: ResponseWriter
 ) -> None:
-    """Let the model's app answer, unless the client leaves or the deadline passes before. Raises ModelReplaced."""
+    """Let the model's app respond, until the client leaves or the deadline passes. Raises ModelReplaced."""
     state, gone = response.state, asyncio.Event()
     current_request.set(state)
     extensions = request.scope.setdefault("extensions", {})
@@ -80,15 +80,15 @@ async def run(
             late = RequestFailure(504, "the request's deadline passed")
             absent = not model.usable_workers and (admission.waiting or not model.card.model)
             failure = RequestFailure.no_worker(state.model) if absent else late
-            with suppress(TimeoutError):  # its client hardly reads what was sent before
+            with suppress(TimeoutError):  # a client that reads too slowly may block it
                 await asyncio.wait_for(response.fail(failure), GRACE)
         if app not in done:
             response.disconnect()
-    except asyncio.CancelledError:  # the drain timeout is over; this task ends with the answer
+    except asyncio.CancelledError:  # the drain timeout is over; this task ends with the response
         await response.fail(SHUTTING_DOWN)
     finally:
         watch.cancel()
-        gone.set()  # not cancel: vLLM's handlers would leave their inner tasks behind
+        gone.set()  # not `cancel`: vLLM's handlers would leave their inner tasks behind
         if admission.waiting:
             app.cancel()
         await _finish(app, response)
@@ -100,8 +100,8 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:
-    """Wait until the model's app, which was told of the disconnect, has ended by itself, or end it."""
-    await asyncio.wait({app}, timeout=_END_WITHIN)
+    """Wait until the model's app has ended after the disconnect; cancel it after a timeout."""
+    await asyncio.wait({app}, timeout=_END_TIMEOUT)
     app.cancel()
     try:
         with suppress(asyncio.CancelledError):

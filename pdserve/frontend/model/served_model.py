@@ -1,4 +1,4 @@
-"""A model that this frontend serves: its card, its processor, and the admission of its requests."""
+"""One served model: its model card, its processor, and its admission control."""
 
 import asyncio
 import sys
@@ -22,31 +22,29 @@ if TYPE_CHECKING:
 
 _LINK_STATES = ("up", "down")
 UNKNOWN_SECONDS = 1.0
-"""seconds that a request is taken to need before any has finished"""
+"""Assumed seconds per request until one has finished."""
 UNLIMITED = Capacity(sys.maxsize, sys.maxsize, float("inf"))
 
 
 class ServedModel:
-    """One model card, its processor and its admission control."""
-
     def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
         self.card = card
         self.processor: Processor | None = None
         self.problem = ""
-        """why there is no processor; empty while it is being built"""
+        """why there is no processor; empty while one is built"""
         self.settled = asyncio.Event()
-        """set when there is a processor or a problem"""
+        """set once there is a processor or a problem"""
         self.retired = asyncio.Event()
-        """set when its name belongs to another model, or to none"""
+        """set once its name belongs to another model or to none"""
         self.removal: asyncio.TimerHandle | None = None
-        """set while its card is not in the registry"""
+        """timer that removes the model; set while its card is not in the registry"""
         self.lost_last_worker = False
-        """its last worker did not drain: that it has none stays a matter for an alert"""
+        """its last worker went without draining: the metric of usable workers stays at 0 for alerts"""
         self.promised = NO_SLO
         self.adapters: dict[str, Adapter] = {}
-        """that requests may name, by name"""
+        """adapters that requests may name, by name"""
         self.slots_per_worker = 1
-        """requests that each of its decode workers runs at once; what the last one ran where there is none"""
+        """requests that one decode worker runs at once; kept from the last worker while there is none"""
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)
 
     async def ready(self) -> "Processor":
@@ -60,14 +58,13 @@ class ServedModel:
         raise HttpError(503, message, retry_after=RETRY_AFTER)
 
     def retire(self) -> None:
-        """Send the requests that wait for its processor to the model that has its name now."""
+        """Send requests that wait for its processor to the model that has its name now."""
         self.retired.set()
         self.settled.set()
         self.admission.redirect()
 
     def replace(self, replaced: bool) -> None:
-        """Note whether another model has its name and no worker is left here: then requests that have not begun go
-        there."""
+        """Set whether another model has its name and no worker is left; then requests that have not begun go there."""
         if replaced:
             self.admission.redirect()
         if self.processor is not None:
@@ -75,23 +72,23 @@ class ServedModel:
 
     @property
     def usable_workers(self) -> int:
-        """How many decode workers would take a request now."""
+        """Number of workers that accept requests now."""
         return self.processor.workers.usable if self.processor is not None else 0
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a place, or lost their worker and wait for another one."""
+        """Number of requests in the admission queue, and of those that lost their worker and wait for another."""
         lost = len(self.processor.core.waiting) if self.processor is not None else 0
         return lost + len(self.admission)
 
     @property
     def backlog(self) -> float:
-        """Seconds that one worker would take for these, as many at a time as it runs."""
+        """Seconds that one worker, with all its slots, would need for the waiting requests."""
         return self.waiting * (self._estimate().seconds(None) or UNKNOWN_SECONDS) / self.slots_per_worker
 
     @property
     def running(self) -> int:
-        """How many sequences are at workers."""
+        """Number of sequences at workers."""
         return self.processor.core.running if self.processor is not None else 0
 
     def _count_links(self, up: bool) -> int:
@@ -101,11 +98,10 @@ class ServedModel:
         return self.processor.workers.usable_decode_workers if self.processor is not None else 0
 
     def links(self) -> list[LinkState]:
-        """The links to its decode workers."""
         return self.processor.workers.links() if self.processor is not None else []
 
     def show(self) -> None:
-        """Show its gauges on this process's page, until `hide`."""
+        """Export its gauges until `hide`."""
         name = self.card.name
         WAITING.labels(name).set_function(self.admission.__len__)
         RUNNING.labels(name).set_function(lambda: self.running)
@@ -134,7 +130,9 @@ class ServedModel:
     def _capacity(self) -> Capacity:
         if self.processor is not None:
             return self.processor.workers.capacity
-        return UNLIMITED if self.settled.is_set() else Capacity()  # `ready` refuses requests at once
+        return (
+            UNLIMITED if self.settled.is_set() else Capacity()
+        )  # unlimited, because `ready` refuses requests at once
 
     def _estimate(self) -> RequestEstimate:
         return self.processor.core.estimate if self.processor is not None else RequestEstimate()

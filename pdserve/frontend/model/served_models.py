@@ -1,5 +1,4 @@
-"""The models that this frontend serves: each model card in the registry gets a processor, until the card has been gone
-for long."""
+"""The served models: follows the registry and keeps one processor for each model card."""
 
 import asyncio
 import logging
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESYNC_INTERVAL = 30.0
-"""seconds after which the registry is looked at though it has not changed: a worker that is gone is forgotten"""
+"""Seconds after which the models are updated without a change in the registry, because lost workers are forgotten."""
 RETRY_DELAY = 5.0
-"""seconds between attempts to serve a card that could not be served"""
+"""Seconds between two attempts to build a processor."""
 
 
 @asynccontextmanager
@@ -58,11 +57,11 @@ async def serve_models(
 
 
 class ServedModels:
-    """A model whose card is gone is no longer listed, but for `request_timeout` seconds its requests still wait for a
-    worker, which may just be restarting; then the model is unknown, once it is idle.
+    """A model whose card is gone is no longer listed. For `request_timeout` seconds its requests still wait for a
+    worker, which may be restarting; then the model is unknown, once it is idle.
 
-    `expected` is the model of this frontend's configuration: before its first worker registers, it is starting, not
-    unknown, and its requests, and those of its adapters, wait in the queue of a model without a card."""
+    `expected` is the model of this frontend's configuration. Until its first worker registers, requests for it and its
+    adapters wait in the queue of a model without a card."""
 
     def __init__(
         self,
@@ -79,21 +78,21 @@ class ServedModels:
         self._tasks = tasks
         self._models: dict[str, ServedModel] = {}
         self._starting: ServedModel | None = None
-        """in which requests for `expected` wait until it has a card"""
+        """holds the requests for `expected` until it has a card"""
         self._retiring: set[ServedModel] = set()
-        """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
+        """removed models whose requests still run; they migrate to workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
-        """by model: the fingerprints of its workers"""
+        """by model: fingerprints of its workers"""
         self._ready: dict[tuple[str, str], bool] = {}
-        """by the names of slot and host, as shown"""
+        """by names of slot and host, as exported"""
         self._replaced = Counter[tuple[str, Role]]()
-        """the view's, as counted so far"""
+        """`view.replaced` as of the last update of the metric"""
         USABLE_WORKERS.labels(expected, Role.DECODE).set(0)
 
-    # for requests
+    # lookups
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of this name, or the only one. Raises HttpError and BadRequest."""
+        """Return the model of this name, or the only one for None. Raises HttpError and BadRequest."""
         names = [card.name for card in self.known()]
         if name is None:
             if len(names) > 1:
@@ -112,7 +111,7 @@ class ServedModels:
         raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
 
     def _is_kept(self, name: str) -> bool:
-        """Whether it is an adapter, loaded at run time, of the model that starts."""
+        """Whether it is an adapter of `expected` that was loaded at run time, and `expected` has no card yet."""
         kept = self._view.adapters(self._expected).get(name)
         return self._expected not in self._models and kept is not None and bool(kept.path)
 
@@ -120,25 +119,25 @@ class ServedModels:
         return next((model for model in self._models.values() if name in model.adapters), None)
 
     def adapters(self) -> list[tuple[ModelCard, Adapter]]:
-        """The adapters of the listed models, each with its model."""
+        """The adapters of the listed models, each with its model's card."""
         return [(card, each) for card in self.listed() for each in self._models[card.name].adapters.values()]
 
     def any_for(self, path: str) -> str | None:
-        """The name of any model, for a path to which each has the same answer."""
+        """The name of any model, for a path that all models answer alike; else None."""
         return next((card.name for card in self.known() if BY_ID.fullmatch(path)), None)
 
     def listed(self) -> list[ModelCard]:
-        """The models that would serve a request now, in order of name."""
+        """The models with a usable worker, by name."""
         return [card for card in self.known() if self._models[card.name].usable_workers]
 
     def known(self) -> list[ModelCard]:
-        """The models whose requests are served or wait: also those whose processors are being built, or whose workers
-        are being connected."""
+        """The models whose requests are served or wait, by name: also those whose processors are being built or whose
+        workers are being connected."""
         known = [model for model in self._models.values() if model.removal is None and not model.problem]
         return sorted((model.card for model in known), key=lambda card: card.name)
 
     async def settled(self) -> None:
-        """Wait until each model that the registry has now is served, or known not to be."""
+        """Wait until each model in the registry has a processor or a problem."""
         self._update()
         for model in list(self._models.values()):
             await model.settled.wait()
@@ -146,7 +145,7 @@ class ServedModels:
     # for reports
 
     def why_unserved(self, name: str | None = None) -> str:
-        """Why this model, or any, is not being served; empty if it is."""
+        """Why this model is not being served; without a name, why none is. Empty if one is."""
         if name is None:
             if any(model.usable_workers for model in self._models.values()):
                 return ""
@@ -161,21 +160,19 @@ class ServedModels:
         return "" if model.usable_workers else "no decode worker is connected"
 
     def usable_workers(self) -> dict[str, int]:
-        """By model: how many decode workers would take a request now."""
+        """By model: number of workers that accept requests now."""
         return {name: model.usable_workers for name, model in sorted(self._models.items())}
 
     def load(self) -> int:
-        """How many requests of this frontend need a decode worker and are not over."""
+        """Number of this frontend's requests that need a decode worker."""
         return sum(model.admission.requests for model in self._all())
 
     def report(self) -> Load:
-        """This frontend's load."""
         waiting = sum(model.waiting for model in self._all())
         backlog = sum(model.backlog for model in self._all())
         return Load(sum(model.running for model in self._all()), waiting, backlog=round(backlog, 3))
 
     def links(self) -> list[LinkState]:
-        """The links to the decode workers of all models."""
         return [link for model in self._all() for link in model.links()]
 
     # following the registry
@@ -209,14 +206,16 @@ class ServedModels:
             INSTANCES.labels(role.value).set(running[role])
         for each in instances:
             if each.role is not Role.FRONTEND:
-                WORKERS_REPLACED.labels(each.model, each.role)  # a series that begins at 1 shows no increase
+                WORKERS_REPLACED.labels(
+                    each.model, each.role
+                )  # start the series at 0: one that starts at 1 shows no increase
         for kind, more in (self._view.replaced - self._replaced).items():
             WORKERS_REPLACED.labels(*kind).inc(more)
         self._replaced = self._view.replaced.copy()
         self.show_ready()
 
     def show_ready(self, silent: Container[str] = ()) -> None:
-        """Show by slot which processes are ready. `silent`: ids of those that do not answer."""
+        """Export which slots' processes are ready. `silent`: ids of processes that do not answer."""
         answers = {each.id: ProcessReport() for each in self._view.instances() if each.id not in silent}
         state = graph_state(
             *self._view.snapshot(), answers | {"": ProcessReport(gone=self._view.lost_workers())}
@@ -287,7 +286,7 @@ class ServedModels:
             model.replace(model.card.name in self._models and not model.usable_workers)
 
     def _workers(self, card: ModelCard) -> list[Instance]:
-        """The workers that frontends may connect to for this card."""
+        """The workers that this frontend may connect to for the card."""
         return [
             worker
             for worker in self._view.instances(model=card.name)
@@ -306,8 +305,7 @@ class ServedModels:
     # the life of one model
 
     async def _serve(self, model: ServedModel) -> None:
-        """Build the model's processor, again and again until that succeeds, and keep it until the model is retired and
-        idle."""
+        """Build the model's processor, with retries, and keep it until the model is retired and idle."""
         name = model.card.name
         try:
             while not model.retired.is_set():
@@ -328,7 +326,7 @@ class ServedModels:
                     await asyncio.wait_for(model.retired.wait(), RETRY_DELAY)
         finally:
             self._retiring.discard(model)
-            if model.retired.is_set():  # perhaps while its processor was being built, which failed
+            if model.retired.is_set():  # it may have been retired during a failed build
                 model.retire()
 
     async def _serve_once(self, model: ServedModel) -> None:
@@ -354,7 +352,7 @@ class ServedModels:
 
 
 def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
-    """The newest that this vLLM can serve, if there is any: while vLLM is upgraded there are workers of two."""
+    """Return the newest card, preferring cards of this frontend's vLLM version: during an upgrade there are two."""
     ours = installed_vllm().version
     return max(
         (card for _, card in cards),
@@ -363,7 +361,7 @@ def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
 
 
 async def _import_early() -> None:
-    """Import vLLM before the first card comes: workers take longer to start than the import."""
+    """Import vLLM before the first card arrives, because workers take longer to start than the import."""
     try:
         await asyncio.to_thread(_import_processor)
     except ImportError:
@@ -372,9 +370,8 @@ async def _import_early() -> None:
 
 @cache
 def _import_processor() -> ModuleType:
-    """Import vLLM (in a thread, so that the frontend answers meanwhile), and freeze all objects of the import: a full
-    garbage collection then takes 20-45 ms instead of 500. Models are not frozen, since those that go would never be
-    collected."""
+    """Import vLLM and freeze all objects of the import: a full garbage collection then takes 20-45 ms instead of 500.
+    Models are not frozen, because removed ones could never be collected. Call in a thread."""
     module = import_without_gc("pdserve.frontend.model.processor")
     garbage.freeze()
     return module

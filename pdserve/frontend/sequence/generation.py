@@ -1,4 +1,4 @@
-"""One sequence that is being generated: an engine-core request of AsyncLLM and its state."""
+"""A generation: one sequence of a request, as AsyncLLM adds it to the engine core, and its attempts at workers."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from pdserve.observe.tracing import TracedSpan
 
 
 class WorkerLink(Protocol):
-    """The connection to the worker that has a generation (`frontend/workers/link.py`)."""
+    """The part of `frontend/workers/link.py` that a generation uses."""
 
     instance: str
 
@@ -33,57 +33,57 @@ class Generation:
     permit: SequencePermit | None = None
     """None before it begins and after its end"""
     kv_tokens: float = 0.0
-    """tokens of KV that it will probably need"""
+    """estimated KV that it needs, prompt included"""
     tokens: list[int] = field(default_factory=list)
-    """generated so far, by all workers together"""
+    """generated so far, at all workers together"""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
-    """when they came, in monotonic seconds; 0 before the first token"""
+    """monotonic seconds; 0 before the first token"""
     reserve: Reserve[EngineCoreOutput] | None = None
-    """of outputs that are held back; None: none is (`pacing.py`)"""
+    """outputs held back (`pacing.py`); None: outputs are never held back"""
     last_passed: float = 0.0
-    """when the last output went on to the client, in monotonic seconds; 0 before"""
+    """monotonic seconds when the last output was passed to the client; 0 before"""
     hops: SequenceHops = field(init=False)
 
     # the current attempt
 
     attempt: int = 0
-    """how often it was sent to a worker"""
+    """number of attempts so far, this one included"""
     attempt_id: str = ""
-    """its id at the worker: new for each attempt, since a worker may still know an earlier one"""
+    """request id at the worker; differs for each attempt, because a worker may still know an earlier one"""
     link: WorkerLink | None = None
-    """to the worker that has it"""
+    """to the worker of this attempt"""
     sent_at: float = 0.0
     """monotonic seconds"""
     span: TracedSpan | None = None
-    """None: it is not traced"""
+    """None: the request is not traced"""
     placed: Placed | None = None
-    """the worker's last word on its prefill; None until the worker takes it up"""
+    """the worker's last report on the prefill; None until it accepts the request"""
     recorded_placed: Placed | None = None
-    """the last `placed` that was written into the state, with the first output after it"""
+    """the last `placed` that was copied into the request state, at the first output after it"""
 
-    # what became of earlier attempts: the rules are those of `migration`
+    # earlier attempts, for the rules of `migration`
 
     must_replay: bool = False
-    """another worker has to start it again from its prompt, and cannot go on from its tokens"""
+    """another worker cannot continue after its tokens and has to generate them again from the prompt"""
     replay_left: int = 0
-    """how many of its tokens the worker has still to generate again, in a replay"""
+    """tokens that the worker has yet to generate again"""
     losses: int = 0
-    """how often a worker lost it after taking it up"""
+    """workers that accepted and lost it"""
     stalls: int = 0
-    """how often it left a stalled worker"""
+    """stalled workers that it was moved away from"""
     lost_by: set[str] = field(default_factory=set)
     """instance ids of the workers that lost it"""
     last_loss: str = ""
     engines_died: int = 0
-    """how many engines in a row died while they computed its next token, as their workers reported"""
+    """engines in a row that died while they computed its next token, as their workers report"""
 
     def __post_init__(self) -> None:
         self.hops = self.state.sequence_hops()
 
     @property
     def adapter(self) -> int:
-        """The number of its LoRA adapter; 0: it has none."""
+        """Number of its LoRA adapter; 0: none."""
         lora = self.request.lora_request
         return lora.lora_int_id if lora is not None else 0
 
@@ -94,12 +94,12 @@ class Generation:
 
     @property
     def is_beam(self) -> bool:
-        """Whether it is one step of a beam: a beam search makes new requests for each token."""
+        """Whether it is one step of a beam search, which adds new engine-core requests for each token."""
         return not self.request.sampling_params.detokenize
 
     @property
     def prompt_key(self) -> str:
-        """The outputs of n > 1 share one, and the beams of a search: vLLM calls them `<key>-<step>-beam-<number>`."""
+        """The same for all outputs of n > 1, and for all beams, whose ids are `<key>-<step>-beam-<number>`."""
         key: str = self.request.external_req_id or self.request.request_id
         return key.rsplit("-", 3)[0] if self.is_beam else key
 
@@ -110,19 +110,19 @@ class Generation:
 
     @property
     def max_tokens(self) -> int:
-        most: int = self.request.sampling_params.max_tokens
-        return most
+        max_tokens: int = self.request.sampling_params.max_tokens
+        return max_tokens
 
     @property
     def timing(self) -> tuple[int, float, float]:
-        """Tokens, seconds from sending it to the first token, seconds from there to the last; for a single attempt."""
+        """Tokens, seconds from submit to first token, seconds from first to last token. Call after a single attempt."""
         return len(self.tokens), self.first_token_at - self.sent_at, self.last_token_at - self.first_token_at
 
     def is_complete(self, max_model_len: int) -> bool:
         return len(self.tokens) >= min(self.max_tokens, max_model_len - len(self.prompt))
 
     def begin_span(self, instance: str) -> None:
-        """Begin the span of an attempt at this worker, if the request is traced."""
+        """Begin the tracing span of an attempt at this worker, if the request is traced."""
         if self.state.span is not None:
             self.span = self.state.span.begin("attempt", time.monotonic(), {"pdserve.instance": instance})
 
@@ -138,7 +138,7 @@ class Generation:
         link.add(self)
 
     def detach(self, error: str = "") -> WorkerLink | None:
-        """End the attempt, so that its late outputs find no generation. Returns its link."""
+        """End the attempt, so that late outputs are ignored. Returns its link."""
         link, self.link = self.link, None
         hops = self.hops.left(self.last_token_at) if link is not None else []
         span, self.span = self.span, None
@@ -150,20 +150,19 @@ class Generation:
         return link
 
     def add_tokens(self, tokens: list[int]) -> None:
-        """Count tokens that have come."""
+        """Record tokens that have arrived."""
         if not tokens:
             return
         self.last_token_at = time.monotonic()
         if not self.first_token_at:
             self.first_token_at = self.last_token_at
             if self.link is not None:
-                self.link.notify_changed()  # it is no longer starting
+                self.link.notify_changed()  # `Link.starting`
         self.engines_died = 0
         self.tokens += tokens
 
     def count_passed(self, tokens: int) -> float | None:
-        """Count tokens that go on to the client; returns the seconds between two of them, None if the first is among
-        them."""
+        """Count tokens passed to the client. Returns the seconds between two of them; None with the first token."""
         if not tokens:
             return None
         before, self.last_passed = self.last_passed, time.monotonic()

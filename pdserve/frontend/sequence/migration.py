@@ -1,6 +1,8 @@
-"""What becomes of a generation whose decode worker is lost or gives it up, or that finds no worker.
+"""Migration: continue a generation at another decode worker after its worker is lost or gives it up, or while there is
+no worker.
 
-First the rules, which are pure, then their application. docs/migration.md explains them.
+`next_attempt` makes the `Submit` message of each attempt, the first one included. The pure rules come first, then
+`Migration`, which applies them. docs/migration.md explains them.
 """
 
 import asyncio
@@ -30,21 +32,21 @@ from pdserve.observe.metrics import MIGRATIONS
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""workers that may lose a request after taking it up, for any reason"""
+"""Workers that may lose a request after they accepted it, for any reason."""
 MAX_STALLS = 2
-"""stalled workers that a request leaves; it stays at the next one, because it may be what makes engines hang"""
+"""Stalled workers that a request is moved away from. It stays at the next one, because it may be what stalls them."""
 MAX_ENGINE_DEATHS = 2
-"""engines that may die in a row while they compute a request's next token. After the first death each of the requests
-that were in that engine is tried again beside no other unproven request
-(`decode/scheduling/quarantine.py`): the second one tells which of them kills."""
+"""Engines in a row that may die while they compute a request's next token. After the first death, each request that
+was in the engine is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so the second
+death identifies the request that kills engines."""
 MAX_PARAMETER_BYTES = 32 << 20
-"""bytes of a request's parameters, which each of its outputs takes along to a worker"""
+"""Bytes of sampling parameters, summed over all sequences of a request, each of which sends them to a worker."""
 RETRY_DELAY = 0.5
-"""seconds before a worker that failed a request gets it again, if there is no other"""
+"""Seconds before a worker that failed a request gets it again, if there is no other worker."""
 
 HANDED_OVER, STALLED = "handed-over", "stalled"
 LOSSES = ("gone", "engine-died", "failed", "gave-up", "unreadable", HANDED_OVER, STALLED)
-"""why a worker lost a request, in the metric (docs/metrics.md); the last two do not count against the request"""
+"""Reasons in the migration metric (docs/metrics.md). The last two do not count as losses of the request."""
 
 _BOOT = secrets.token_hex(4)
 _serial = itertools.count(1)
@@ -56,7 +58,8 @@ _SEED_SPACE = 1 << 63
 
 
 def seeded_for_replay(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The request, with a seed if it samples and may have to be replayed, so that the same tokens come again."""
+    """Return the request; if it samples and may have to be replayed, with a seed, so that a replay gives equal
+    tokens."""
     params = request.sampling_params
     if params.seed is not None or params.temperature == 0 or not stateful_parameter(params):
         return request
@@ -64,12 +67,11 @@ def seeded_for_replay(request: EngineCoreRequest) -> EngineCoreRequest:
 
 
 def next_attempt(generation: Generation) -> Submit:
-    """Prompt + tokens so far, or the prompt alone for a replay, under a new id. Raises Unencodable."""
+    """Make the message that sends a generation to a worker: prompt and tokens so far (for a replay, only the prompt)
+    under a new attempt id. Raises Unencodable."""
     attempt_id = f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}"
-    encoded, admission = (
-        encode_body(generation.request, attempt_id, generation.tokens),
-        generation.state.admission,
-    )
+    encoded = encode_body(generation.request, attempt_id, generation.tokens)
+    admission = generation.state.admission
     size = sum(map(len, encoded)) * (admission.size.sequences if admission is not None else 1)
     if size > MAX_PARAMETER_BYTES:
         raise Unencodable(
@@ -83,14 +85,14 @@ def next_attempt(generation: Generation) -> Submit:
         migrated=generation.losses > 0,
         engines_died=generation.engines_died,
         traceparent=generation.span.traceparent if generation.span is not None else "",
-        client=generation.state.admission.client_hash if generation.state.admission is not None else "",
+        client=admission.client_hash if admission is not None else "",
         promise=promise_left(generation),
     )
 
 
 def promise_left(generation: Generation) -> Promise | UnsetType:
-    """What is left of the promise. The next token of a request that has some is due a gap after those before, which may
-    still be held back."""
+    """Return the time left until the next token is due. After the first token it is due one promised gap after the
+    tokens before, of which some may still be held back."""
     promised, state = generation.state.promised, generation.state
     if not promised:
         return UNSET
@@ -103,11 +105,12 @@ def promise_left(generation: Generation) -> Promise | UnsetType:
 
 
 def encode_body(request: EngineCoreRequest, attempt_id: str, tokens: list[int]) -> list[bytes]:
-    """Encode the request as the worker gets it: without its prompt, under the attempt's id, going on after `tokens` or,
-    for sampling that looks back at them, from its start. Raises Unencodable."""
+    """Encode the request for a worker: under the attempt's id, without its prompt, and with the parameters that
+    continue after `tokens`. If sampling depends on earlier tokens, the parameters stay as at the start. Raises
+    Unencodable."""
     params = request.sampling_params
     changes: dict[str, object] = {"extra_args": _without_transfers(params.extra_args)}
-    if tokens:  # the prompt's logprobs came with the first of them
+    if tokens:  # the prompt's logprobs came with the first token
         changes |= {"prompt_logprobs": None, "prompt_logprob_token_ids": None}
     if tokens and not stateful_parameter(params):
         changes |= _continued(params, len(tokens))
@@ -122,19 +125,19 @@ def _continued(params: SamplingParams, done: int) -> dict[str, object]:
         "max_tokens": params.max_tokens - done,
         "min_tokens": max(0, params.min_tokens - done),
     }
-    if params.seed is not None:  # the same seed again would repeat the random numbers already used
+    if params.seed is not None:  # the same seed would repeat the random numbers used so far
         changes["seed"] = (params.seed + done * _SEED_STEP) % _SEED_SPACE
     return changes
 
 
 def _without_transfers(extra: dict[str, object] | None) -> dict[str, object] | None:
-    """The decode worker alone decides where KV comes from."""
+    """Only the decode worker decides where KV comes from."""
     kept = {key: value for key, value in (extra or {}).items() if not key.endswith("_transfer_params")}
     return kept or None
 
 
 def loss_limit_failure(generation: Generation) -> RequestFailure | None:
-    """Why a lost generation is not tried again; None if it is."""
+    """Return the failure of a generation that was lost too often to be retried; None if it may be retried."""
     died, losses = generation.engines_died, generation.losses
     if died >= MAX_ENGINE_DEATHS:
         why = f"{died} engines in a row died while they computed this request's next token"
@@ -149,7 +152,7 @@ def loss_limit_failure(generation: Generation) -> RequestFailure | None:
 
 
 class GenerationOwner(Protocol):
-    """What a migration comes to, as `RemoteCore` does it."""
+    """The part of `RemoteCore` that a migration calls."""
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None: ...
 
@@ -161,15 +164,14 @@ class GenerationOwner(Protocol):
 
 
 class Migration:
-    """Takes over a model's generations that have lost their worker or found none, until they are placed at another
-    worker, finished or failed."""
+    """Handles a model's generations that have no worker until they are placed at another one, finished or failed."""
 
     def __init__(self, core: GenerationOwner, model: str, max_model_len: int) -> None:
         self.is_replaced = False
-        """another model has this one's name, and no worker is left here"""
+        """another model now has this one's name, and no worker of this one is left"""
         self._core = core
         self._model = model
-        self._moved = {word: MIGRATIONS.labels(model, word) for word in LOSSES}  # from 0 on
+        self._moved = {word: MIGRATIONS.labels(model, word) for word in LOSSES}  # all series start at 0
         self._max_model_len = max_model_len
         self.waiting: dict[Generation, list[asyncio.TimerHandle]] = {}
         """generations that wait for a worker, until their deadline"""
@@ -191,10 +193,11 @@ class Migration:
         self._core.fail(generation, RequestFailure(status, failed.message))
 
     def lost(self, generation: Generation, reason: str, word: str) -> None:
-        """Finish a lost generation here if it is complete, fail it, or go on at another worker. `word`: of `LOSSES`."""
+        """Finish a lost generation if it is complete, fail it if it was lost too often, or place it at another worker.
+        `word`: one of `LOSSES`."""
         link = generation.detach(reason)
         if link is None:
-            return  # it has ended together with a sibling (n > 1)
+            return  # it ended together with a sibling (n > 1)
         generation.lost_by.add(link.instance)
         generation.losses += generation.placed is not None and word not in (HANDED_OVER, STALLED)
         generation.last_loss = reason
@@ -207,12 +210,12 @@ class Migration:
             generation.hops.migrated(reason)
             generation.state.retries += 1
             tokens = len(generation.tokens)
-            logger.info("request %s goes on elsewhere after %d tokens: %s", generation.id, tokens, reason)
+            logger.info("request %s migrates after %d tokens: %s", generation.id, tokens, reason)
             self._core.place(generation, only_others=True)
 
     def replay(self, generation: Generation, output: EngineCoreOutput) -> bool:
-        """Compare the output with the tokens that the client already has, and take these out of it; whether anything is
-        left. Fail the generation if the worker generates other tokens."""
+        """Remove the tokens that the client already has from a replayed output; return whether anything is left. Fail
+        the generation if the worker generates other tokens."""
         again = min(generation.replay_left, len(output.new_token_ids))
         start = len(generation.tokens) - generation.replay_left
         same = output.new_token_ids[:again] == generation.tokens[start : start + again]
@@ -224,24 +227,22 @@ class Migration:
         drop_tokens(output, again)
         return bool(output.new_token_ids) or output.finished
 
-    # its worker stood in and a decode worker is back, or its worker is stalled
+    # the worker was a stand-in and a decode worker is back, or the worker is stalled
 
     def hand_over(self, generation: Generation, *, begun: bool, stalled: bool) -> None:
-        """Move a generation to another worker; one that has tokens of this worker only if `begun`, and never one that
-        would have to be replayed, or has left `MAX_STALLS` stalled workers."""
+        """Move a generation to another worker. If it has tokens of this attempt, only if `begun` and without a replay;
+        and never if it has left `MAX_STALLS` stalled workers."""
         stays = generation.last_token_at > generation.sent_at and (generation.must_replay or not begun)
         stays |= stalled and generation.stalls >= MAX_STALLS
         if (link := generation.link) is not None and not stays:
             link.post(Cancel([generation.attempt_id]))
             generation.stalls += stalled
-            why = (
-                (f"{link.instance} is stalled", STALLED)
-                if stalled
-                else ("a decode worker is back", HANDED_OVER)
-            )
-            self.lost(generation, *why)
+            if stalled:
+                self.lost(generation, f"{link.instance} is stalled", STALLED)
+            else:
+                self.lost(generation, "a decode worker is back", HANDED_OVER)
 
-    # no worker is there
+    # no worker is available
 
     def wait(self, generation: Generation, *, retry: bool) -> None:
         """Wait for a worker until the deadline. With `retry`, also try the workers that lost it after `RETRY_DELAY`."""
@@ -255,7 +256,7 @@ class Migration:
         self.redirect_if_replaced(generation)
 
     def place_waiting(self) -> None:
-        """Place the waiting generations: a worker has come."""
+        """Place the waiting generations, because a worker became available."""
         for generation in list(self.waiting):
             if generation in self.waiting:  # it may have ended together with a sibling (n > 1)
                 self._core.place(generation)
@@ -268,9 +269,9 @@ class Migration:
         self._core.fail(generation, RequestFailure.no_worker(self._model, generation.last_loss))
 
     def redirect_if_replaced(self, generation: Generation) -> None:
-        """If the model is replaced, end a request that has no token and no worker, with its siblings (n, several
-        prompts), so that the other model serves it. A request at which an engine died is not tried there: those workers
-        would count its victims from 0 again. A request that has tokens waits for another worker of its own model."""
+        """If the model is replaced, end a request without tokens and without a worker, all its sequences, so that the
+        edge sends it to the new model. A request at which an engine died fails instead, because the new model's workers
+        would count engine deaths from 0. A request with tokens waits for a worker of its own model."""
         state = generation.state
         if not self.is_replaced or state.first_token:
             return

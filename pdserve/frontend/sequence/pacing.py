@@ -1,10 +1,9 @@
-"""Holds back outputs of streams that are generated faster than the promised gap, to bridge the stalls to come: a step
-with a prompt's chunk in it, a KV read, a migration (docs/slo.md).
+"""Output pacing: hold back outputs of streams that are faster than their promised gap, to bridge later delays: an
+engine step with a prompt's chunk, a KV read, a migration (docs/slo.md).
 
-A stream has a reserve of a few outputs. While its outputs come, one leaves for each that comes, a little later. When
-none comes, they leave one by one, each within the promised gap of the one before. With its last output all leave
-together, so that no answer ends later. An answer that is no faster than its promise has no reserve, and waits for
-nothing.
+A stream has a reserve of a few outputs. While outputs arrive, each one releases an earlier one. When none arrives, the
+held outputs leave one by one, each within the promised gap of the one before. The last output releases all, so that no
+response ends later. A stream that is no faster than its promise holds nothing.
 """
 
 import asyncio
@@ -23,40 +22,41 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 PACE_SHARE = 2 / 3
-"""of the promised gap, after which an output follows from the reserve. The rest is for the way to the client, and for
-whatever else this process and the client do then"""
+"""Share of the promised gap after which a held output follows. The rest is for delays in this process and on the way to
+the client."""
 MAX_HELD = 16
-"""outputs in a reserve. At a gap of 60 ms they bridge 16 x 40 + 20 ms, which is about what a migration takes, and they
-are all that leaves at once when an answer ends"""
+"""Outputs in a reserve. At a gap of 60 ms they bridge 16 x 40 + 20 ms, about the duration of a migration. As many may
+leave at once when a response ends."""
 MAX_HOLD = 0.25
-"""seconds that an output is held while others come after it: little for a reader, and enough for those `MAX_HELD` at 64
-tokens per second"""
+"""Seconds that an output is held while others arrive: hardly noticed by a reader, and enough for `MAX_HELD` outputs at
+64 tokens per second."""
 TTFT_MARGIN = 0.1
-"""seconds before the promised TTFT at which the first output leaves, also without a second; a fifth of shorter ones"""
+"""Seconds before the promised TTFT at which the first output leaves even if no second one has arrived. At most a fifth
+of the TTFT."""
 DEADLINE_MARGIN = 1.0
-"""seconds before a request's deadline from which on nothing is held"""
+"""Seconds before a request's deadline from which on nothing is held."""
 MAX_EARLY = 0.005
-"""seconds by which an output may leave early, so that those of many streams leave in one turn of the event loop"""
+"""Seconds by which an output may leave early, so that outputs of many streams leave in one event loop turn."""
 
 
 @dataclass(slots=True)
 class Reserve(Generic[T]):
-    """The outputs of one stream that are held back, in their order. All times are monotonic seconds."""
+    """The held outputs of one stream, in order. All times are monotonic seconds."""
 
     pace: float
-    """seconds from one output to the next, when none comes"""
+    """seconds between two outputs while none arrives"""
     first_due: float
-    """when the first output leaves, also without a second; infinite: `MAX_HOLD` after it came"""
+    """when the first output leaves even without a second; infinite: `MAX_HOLD` after it arrived"""
     until: float
-    """from then on nothing is held"""
+    """when holding ends"""
     _held: deque[tuple[float, T]] = field(default_factory=deque)
-    """with the time of arrival"""
+    """(time of arrival, output)"""
     _left: float = 0.0
-    """when the last output left; 0 before"""
+    """when the last output left; 0: none has"""
 
     @classmethod
     def of(cls, promised: SloTargets, arrived: float, deadline: float) -> "Reserve[T] | None":
-        """Return the reserve for a request that arrived then; None without a promised gap, for which to hold any."""
+        """Make the reserve of a request that arrived at this time; None without a promised gap."""
         if promised.gap is None:
             return None
         ttft = math.inf if promised.ttft is None else promised.ttft - min(TTFT_MARGIN, promised.ttft / 5)
@@ -67,21 +67,20 @@ class Reserve(Generic[T]):
 
     @property
     def due(self) -> float:
-        """When an output has to leave, if none comes before; infinite if none is held."""
+        """When the next output has to leave if none arrives before; infinite if none is held."""
         if not self._held:
             return math.inf
         return min(self._left + self.pace if self._left else self.first_due, self.until)
 
     def add(self, output: T, now: float) -> list[T]:
-        """Take an output that has come; return what leaves now."""
+        """Add an output that has arrived; return the outputs that leave now."""
         held, leaves = self._held, list[T]()
         held.append((now, output))
         if not self._left:
-            self.first_due = (
-                min(self.first_due, now + MAX_HOLD) if self.first_due == math.inf else self.first_due
-            )
+            if self.first_due == math.inf:
+                self.first_due = now + MAX_HOLD
             if len(held) < 2 and self.due > now:
-                return leaves  # else the second is here, which can follow the first in time
+                return leaves  # with a second output, the first may leave: the second can follow in time
             leaves.append(self._pop(now))
         while held and (
             now >= self._left + self.pace
@@ -93,14 +92,14 @@ class Reserve(Generic[T]):
         return leaves
 
     def pop_due(self, now: float) -> list[T]:
-        """Return what leaves although nothing has come, up to `MAX_EARLY` early."""
+        """Return the outputs that are due, up to `MAX_EARLY` early."""
         leaves = []
         while self.due <= now + MAX_EARLY:
             leaves.append(self._pop(now))
         return leaves
 
     def flush(self) -> list[T]:
-        """Return all that is held: nothing comes any more."""
+        """Return all held outputs, because no more will arrive."""
         leaves = [output for _, output in self._held]
         self._held.clear()
         return leaves
@@ -111,9 +110,8 @@ class Reserve(Generic[T]):
 
 
 def reserve_for(request: EngineCoreRequest, state: RequestState) -> Reserve[EngineCoreOutput] | None:
-    """Return the reserve of a request that may have one: a stream of one sequence with a promised gap. A stop string
-    would be found later, when an output goes on, and a parser of calls might read several tokens at once
-    differently."""
+    """Make the reserve of a stream of one sequence with a promised gap. None with stop strings, which would be found
+    late, and with tools, whose parser might read several tokens at once differently."""
     params = request.sampling_params
     streams = params.output_kind is RequestOutputKind.DELTA and not params.stop and not state.has_tools
     if not streams or state.admission is None or state.admission.size.sequences != 1:
@@ -122,18 +120,18 @@ def reserve_for(request: EngineCoreRequest, state: RequestState) -> Reserve[Engi
 
 
 class Pacer(Generic[S, T]):
-    """The streams that have outputs in reserve; one timer for all of them."""
+    """Releases held outputs of all streams, with one timer."""
 
     def __init__(self, leave: Callable[[list[tuple[S, T]]], None]) -> None:
-        """`leave` gets the outputs that leave although nothing has come."""
+        """`leave` is called with the outputs that are due."""
         self._leave = leave
         self._streams: dict[S, Reserve[T]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._wake = math.inf
-        """when the timer is due"""
+        """when the timer fires"""
 
     def add(self, stream: S, reserve: Reserve[T] | None, output: T, *, last: bool) -> list[T]:
-        """Take an output that has come; return what leaves now."""
+        """Add an output that has arrived; return the outputs that leave now."""
         if reserve is None:
             return [output]
         if last:
@@ -147,12 +145,12 @@ class Pacer(Generic[S, T]):
         return leaves
 
     def flush(self, stream: S) -> None:
-        """Let all leave that the stream holds."""
+        """Release all held outputs of the stream."""
         if held := self.drop(stream):
             self._leave([(stream, output) for output in held])
 
     def drop(self, stream: S) -> list[T]:
-        """Forget the stream; return what it held."""
+        """Forget the stream; return its held outputs."""
         reserve = self._streams.pop(stream, None)
         if not self._streams and self._timer is not None:
             self._timer.cancel()

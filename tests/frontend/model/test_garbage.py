@@ -39,7 +39,7 @@ def full() -> Iterator[list[str]]:
 async def test_no_full_collection_runs_beside_a_request_however_many_objects_it_makes(
     full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(garbage, "EVERY", 0.001)
+    monkeypatch.setattr(garbage, "IDLE_CHECK_INTERVAL", 0.001)
     requests = 1
     async with TaskOwner() as tasks:
         tasks.start(garbage.collect_when_idle(lambda: requests), "collecting")
@@ -54,8 +54,8 @@ async def test_no_full_collection_runs_beside_a_request_however_many_objects_it_
 async def test_a_full_collection_runs_beside_requests_that_never_end(
     full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(garbage, "EVERY", 0.001)
-    monkeypatch.setattr(garbage, "LATEST", 0.01)
+    monkeypatch.setattr(garbage, "IDLE_CHECK_INTERVAL", 0.001)
+    monkeypatch.setattr(garbage, "MAX_DELAY", 0.01)
     async with TaskOwner() as tasks:
         tasks.start(garbage.collect_when_idle(lambda: 1), "collecting")
         node = weakref.ref(Node())
