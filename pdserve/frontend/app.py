@@ -1,9 +1,9 @@
-"""The way of an HTTP request through the frontend. Its layers, from the outermost to the innermost: its deadline, its
-key, the limits of that key, the body, the model that the body names, this model's admission control, and the run of the
-model's own app.
+"""The frontend's ASGI app: what happens to an HTTP request, layer by layer. It gets a deadline, its API key is checked,
+the key's limits apply, the body is read, the body names the model, the model's admission control queues the request,
+and the model's app answers it.
 
-That app is vLLM's (`frontend/model`): it reads the body again and writes the answer, chunk by chunk, into a
-`ResponseWriter`. What only watches requests, or adds pages beside them, is a plugin (`plugins.py`).
+The model's app is vLLM's (`frontend/model`). It parses the body again, and writes the response chunk by chunk into a
+`ResponseWriter`. Plugins (`plugins.py`) observe requests and add pages.
 """
 
 import logging
@@ -20,7 +20,7 @@ from pdserve.config.schema import FrontendConfig
 from pdserve.frontend.admission.granted import ModelReplaced
 from pdserve.frontend.admission.wait_estimate import RequestSize
 from pdserve.frontend.edge.body import (
-    SANE_ID,
+    REQUEST_ID,
     BodyReader,
     ParsedBody,
     discard_rest,
@@ -35,14 +35,13 @@ from pdserve.frontend.keys.auth import ApiKeys, client_of, is_local
 from pdserve.frontend.keys.usage import KeyUse
 from pdserve.frontend.model.run import admitted, run
 from pdserve.frontend.model.served_models import ServedModels
-from pdserve.frontend.plugin_pages import FrontendPages
-from pdserve.frontend.plugins import Plugins
+from pdserve.frontend.plugins import FrontendPages, Plugins
 
 logger = logging.getLogger(__name__)
 
 
 class FrontendApp:
-    """One ASGI app for all models; it answers from the first moment, when there are none yet."""
+    """Serves all models. It answers from the start, before there are any."""
 
     def __init__(
         self,
@@ -52,16 +51,18 @@ class FrontendApp:
         request_timeout: float,
         max_request_timeout: float = FrontendConfig.max_request_timeout,
     ) -> None:
-        self._models, self._keys, self._plugins = models, keys, plugins
+        self._models = models
+        self._keys = keys
+        self._plugins = plugins
         self._pages = FrontendPages(models, plugins.routes)
-        self._open_paths, self._local_paths = plugins.open_paths, plugins.local_paths
-        self._request_timeout, self._max_request_timeout = request_timeout, max_request_timeout
+        self._request_timeout = request_timeout
+        self._max_request_timeout = max_request_timeout
         self._bodies = BodyReader()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
-        request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = RequestState(request_id, scope["path"], time.monotonic() + self._request_timeout)
         response = ResponseWriter(send, state)
         try:
@@ -79,36 +80,36 @@ class FrontendApp:
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
         state = response.state
-        self._set_deadline(request, state)
+        asked = request.headers.get("x-request-timeout")
+        timeout = seconds_allowed(asked, self._request_timeout, self._max_request_timeout)
+        state.deadline = state.started + timeout
         self._find_key(request, state)
         if state.path in WITH_BODY or BY_QUERY.fullmatch(state.path):
             await self._answer_by_model(request, response)
         elif (bare := state.path.rstrip("/")) != state.path and bare in WITH_BODY | self._pages.paths:
-            there = RedirectResponse(request.url.replace(path=bare))
-            await response.reply(there, before_end=partial(discard_rest, request))
+            redirect = RedirectResponse(request.url.replace(path=bare))
+            await response.reply(redirect, before_end=partial(discard_rest, request))
         else:
             await self._pages(request.scope, request.receive, response)
 
-    def _set_deadline(self, request: Request, state: RequestState) -> None:
-        asked = request.headers.get("x-request-timeout")
-        allowed = seconds_allowed(asked, self._request_timeout, self._max_request_timeout)
-        state.deadline = state.started + allowed
-
     def _find_key(self, request: Request, state: RequestState) -> None:
-        open_here = state.path in self._local_paths and is_local(request.scope)
-        if state.path not in self._open_paths and not open_here and (key := self._keys.of(request)):
+        needs_no_key = state.path in self._plugins.open_paths or (
+            state.path in self._plugins.local_paths and is_local(request.scope)
+        )
+        if not needs_no_key and (key := self._keys.of(request)):
             state.key = key.name
 
     async def _answer_by_model(self, request: Request, response: ResponseWriter) -> None:
-        """The limits of the key, and the body within its bounds."""
+        """Apply the key's limits and read the body."""
         state, path = response.state, response.state.path
-        state.client, by_query = client_of(request, state.key), path not in WITH_BODY
+        state.client = client_of(request, state.key)
+        by_query = path not in WITH_BODY
         if request.method != "POST" and not by_query:
             state.headers["allow"] = "POST"
             raise HttpError(405, f"{path} takes POST")
         if path in GENERATING:
             self._plugins.begin(request, response)
-        # the model is known only when the body has been read: the bound is that of the longest context
+        # the body names its model, so its bound is that of the longest context of all models
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
@@ -120,8 +121,8 @@ class FrontendApp:
                 await self._forward(body, request, response)
 
     async def _forward(self, body: ParsedBody, request: Request, response: ResponseWriter) -> None:
-        """The model, its admission control, and its app; again where another model replaces it before the request has
-        begun."""
+        """Run the request by its model, after admission control. Repeat this if another model replaces it before
+        anything was generated."""
         name = body.model
         while True:
             model, state = self._models.find(name), response.state
@@ -136,5 +137,7 @@ class FrontendApp:
             except ModelReplaced:
                 if response.ended:
                     return
-            logger.info("%s: %s was replaced: the request goes to its successor", state.request_id, name)
+            logger.info(
+                "%s: %s was replaced; forwarding the request to its successor", state.request_id, name
+            )
             response.restart()

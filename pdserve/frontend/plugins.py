@@ -1,7 +1,7 @@
-"""Plugins: what only watches the requests of a frontend, or adds pages beside them.
+"""The frontend's plugins: they observe its requests, or add pages to it.
 
-The way of a request (`app.py`) answers the same without any plugin, and no error of one reaches a client. Each hangs on
-the contract `Plugin`, and is loaded by its name in `PLUGINS`.
+Requests (`app.py`) are answered the same without plugins, and no error of a plugin reaches a client. Each plugin
+implements `Plugin`, and is loaded by its name in `PLUGINS`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,18 +10,23 @@ from importlib import import_module
 from typing import Self
 
 import httpx
+import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.config.schema import FrontendConfig
+from pdserve.contract.records import Adapter, ModelCard
 from pdserve.contract.reports import Outage, ProcessReport, Receipt
 from pdserve.frontend.edge.paths import WITH_BODY
 from pdserve.frontend.edge.request_record import RequestRecord
 from pdserve.frontend.edge.request_state import RequestState
-from pdserve.frontend.edge.response import ResponseWriter
+from pdserve.frontend.edge.response import HttpError, ResponseWriter, error_response
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model.served_models import ServedModels
+from pdserve.frontend.vllm.openapi import LEFT_OUT
 from pdserve.observe.tracing import Tracer
 from pdserve.registry.view import RegistryView
 from pdserve.runtime.tasks import Work, isolate_errors
@@ -39,52 +44,52 @@ PLUGINS = (
 
 @dataclass(frozen=True)
 class PluginContext:
-    """What a plugin may use of its frontend."""
+    """What plugins may use of their frontend."""
 
     id: str
-    """instance id"""
+    """Instance id."""
     model: str
-    """the configured one"""
+    """Name of the configured model."""
     models: ServedModels
     keys: ApiKeys
     view: RegistryView
     http: httpx.AsyncClient
-    """for pages of other processes"""
-    watched: Callable[[], ProcessReport]
-    """this process now"""
+    """For pages of other processes."""
+    report: Callable[[], ProcessReport]
+    """The report of this process."""
     tracer: Tracer = field(default_factory=Tracer)
     running: dict[ResponseWriter, None] = field(default_factory=dict)
-    """the requests to models that generate, which are not over"""
+    """Running requests that generate."""
     app: Callable[[], ASGIApp] = NotImplemented
-    """of this frontend, for requests of its own"""
+    """This frontend's app, for requests of the plugin."""
     config: FrontendConfig = field(default_factory=FrontendConfig)
     draining: Callable[[], bool] = lambda: False
     outages: Callable[[], list[Outage]] = list
-    """of this process's connections to servers"""
+    """This process's broken connections to servers."""
 
 
 class Plugin:
-    """One plugin; what it does not define it does not do."""
+    """A plugin overrides what it needs."""
 
     routes: Sequence[Route] = ()
     open_paths: frozenset[str] = frozenset()
-    """of its routes: need no API key"""
+    """Paths that need no API key."""
     local_paths: frozenset[str] = frozenset()
-    """need none from clients on this machine, such as scrapers"""
+    """Paths that need no API key from clients on this machine, such as scrapers."""
     work: Mapping[str, Work] = {}
-    """permanent background work, by name"""
+    """Permanent background tasks by name."""
 
     def __init__(self, context: PluginContext) -> None: ...
 
     def begin(self, request: Request, state: RequestState) -> None:
-        """A request to a model that generates begins; its key is known."""
+        """A request that generates begins; its key is known."""
 
     def end(self, record: RequestRecord) -> None:
-        """A request of a path in `WITH_BODY` is over."""
+        """A request of a path in `WITH_BODY` has ended."""
 
-    def watched(self, watched: ProcessReport) -> ProcessReport:
-        """Return what this process reports, with the plugin's part added."""
-        return watched
+    def add_to_report(self, report: ProcessReport) -> ProcessReport:
+        """Return this process's report with the plugin's part added."""
+        return report
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
         """As `Service.receipts`."""
@@ -95,7 +100,8 @@ class Plugins:
     """The plugins of one frontend."""
 
     def __init__(self, context: PluginContext, plugins: Iterable[Plugin] = ()) -> None:
-        self.context, self.plugins = context, list(plugins)
+        self.context = context
+        self.plugins = list(plugins)
         self.routes = [route for plugin in self.plugins for route in plugin.routes]
         self.open_paths = frozenset(path for plugin in self.plugins for path in plugin.open_paths)
         self.local_paths = frozenset(path for plugin in self.plugins for path in plugin.local_paths)
@@ -117,21 +123,92 @@ class Plugins:
         begun = response in self.context.running
         self.context.running.pop(response, None)
         if response.state.path not in WITH_BODY or not (response.status or response.state.model):
-            return  # a page; or its client left before the body was complete
+            return  # a page, or the client disconnected before the body was complete
         record = RequestRecord.of(response, self.context.id, begun=begun)
         for plugin in self.plugins:
             with isolate_errors("plugin"):
                 plugin.end(record)
 
-    def watched(self, watched: ProcessReport) -> ProcessReport:
+    def add_to_report(self, report: ProcessReport) -> ProcessReport:
         for plugin in self.plugins:
             with isolate_errors("plugin"):
-                watched = plugin.watched(watched)
-        return watched
+                report = plugin.add_to_report(report)
+        return report
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
-        kept: list[Receipt] = []
+        found: list[Receipt] = []
         for plugin in self.plugins:
             with isolate_errors("plugin"):
-                kept += plugin.receipts(limit, key, request_id)
-        return kept
+                found += plugin.receipts(limit, key, request_id)
+        return found
+
+
+class FrontendPages:
+    """The ASGI app for all pages that no model's app has: the list of models, and the plugins' pages. Raises HttpError
+    for paths without a page."""
+
+    def __init__(self, models: ServedModels, plugin_routes: Sequence[Route]) -> None:
+        self._models = models
+        own = [Route("/v1/models", self._list), Route("/v1/models/{name:path}", self._list)]
+        self._routes = [*own, *plugin_routes]
+        self.paths = frozenset(route.path for route in self._routes)
+        self._router = Router(self._routes, redirect_slashes=False, default=_not_found)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._router({**scope, "app": self}, receive, send)  # with an app, a wrong method raises
+        except HTTPException as error:
+            matching = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+            methods = ", ".join(sorted({method for route in matching for method in route.methods or ()}))
+            wrong_method = HttpError(error.status_code, f"{scope['path']} takes {methods}")
+            response = error_response(scope["path"], wrong_method)
+            response.headers["allow"] = methods
+            await response(scope, receive, send)
+
+    async def _list(self, request: Request) -> Response:
+        """All models, or the one that the path names."""
+        listings = [_listing(card) for card in self._models.listed()]
+        listings += [_adapter_listing(*adapter) for adapter in self._models.adapters()]
+        if not (name := request.path_params.get("name")):
+            return JSONResponse({"object": "list", "data": listings})
+        for listing in listings:
+            if listing["id"] == name:
+                return JSONResponse(listing)
+        raise HttpError(404, f"The model `{name}` does not exist.", "model")
+
+
+def json_response(content: object) -> Response:
+    """As JSONResponse, also for msgspec's structs."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def query_limit(request: Request, default: int, most: int) -> int:
+    """The query parameter `limit`. Raises HttpError."""
+    limit = request.query_params.get("limit", str(default))
+    if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= most:
+        raise HttpError(400, f"limit must be a whole number from 1 to {most}", "limit")
+    return int(limit)
+
+
+def _listing(card: ModelCard) -> dict[str, object]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "pdserve",
+        "root": card.model,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }
+
+
+def _adapter_listing(card: ModelCard, adapter: Adapter) -> dict[str, object]:
+    own = {"id": adapter.name, "root": adapter.path, "parent": card.name, "max_model_len": None}
+    return _listing(card) | own
+
+
+async def _not_found(scope: Scope, _: Receive, __: Send) -> None:
+    path = scope["path"]
+    if LEFT_OUT.fullmatch(path):
+        raise HttpError(404, f"{path} is not available on a disaggregated graph")
+    raise HttpError(404, f"there is no {path}")

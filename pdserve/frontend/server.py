@@ -137,7 +137,7 @@ class Frontend(Service):
             outages=self.connections.outages(),
             gone=self._view.lost_workers(),
         )
-        return self._plugins.watched(own)
+        return self._plugins.add_to_report(own)
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
         return self._plugins.receipts(limit, key, request_id)

@@ -119,7 +119,7 @@ class Graph:
 
     @property
     def watched(self) -> ProcessReport:
-        return self.plugins.watched(ProcessReport())
+        return self.plugins.add_to_report(ProcessReport())
 
     def processor(self, model: str = "demo") -> Processor:
         found = self.models.find(model).processor

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from pdserve.config.schema import AdmissionLimits
 from pdserve.contract.messages import Failed
 from pdserve.frontend.edge.body import BodyReader, max_body
-from pdserve.frontend.plugin_pages import FrontendPages
+from pdserve.frontend.plugins import FrontendPages
 from tests.conditions import until
 from tests.frontend.conftest import Graph, address_of
 from tests.frontend.model.echo import EchoWorker

@@ -66,8 +66,8 @@ class Broken(Plugin):
     def end(self, record: RequestRecord) -> None:
         raise RuntimeError("end")
 
-    def watched(self, watched: ProcessReport) -> ProcessReport:
-        raise RuntimeError("watched")
+    def add_to_report(self, report: ProcessReport) -> ProcessReport:
+        raise RuntimeError("add_to_report")
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
         raise RuntimeError("receipts")
@@ -81,8 +81,8 @@ async def test_an_error_of_a_plugin_reaches_no_client_and_no_other_plugin(
     async with graph.worker(), client(app) as http:
         assert (await http.post("/v1/completions", json=completion(), headers=OWN)).status_code == 200
     assert [receipt.request_id for receipt in plugins.receipts(1)] == ["the-same"]
-    assert plugins.watched(ProcessReport(Load(running=1))).load.running == 1
-    for call in ("begin", "end", "watched", "receipts"):
+    assert plugins.add_to_report(ProcessReport(Load(running=1))).load.running == 1
+    for call in ("begin", "end", "add_to_report", "receipts"):
         assert f"RuntimeError: {call}" in caplog.text
 
 

@@ -1,7 +1,7 @@
 """Files and batches of all API keys: one SQLite database, where each line of a file is a row. All functions block.
 
-A connection lasts for one transaction. The rollback journal works wherever file locks do; a WAL needs memory that is
-shared within one host. `records.left` are the seconds of an open batch: counted down, because clocks may be set.
+Each transaction opens a connection of its own. The rollback journal works wherever file locks do; a WAL needs memory
+shared within one host. `records.left` holds the seconds left of an open batch: a counter, because clocks may be set.
 """
 
 import errno
@@ -24,16 +24,18 @@ from pdserve.util.errors import BadRequest, PdserveError
 
 logger = logging.getLogger(__name__)
 
-MAX_FILES, MAX_STORED, MAX_OPEN, MAX_CLOSED = 1000, 10 << 30, 100, 1000
-"""of a key: files, their bytes, open batches, and closed ones, of which older ones are forgotten"""
+MAX_FILES, MAX_STORED, MAX_OPEN = 1000, 10 << 30, 100
+"""Limits of an API key: files, their bytes, open batches."""
+MAX_CLOSED = 1000
+"""Closed batches kept for an API key; older ones are deleted."""
 MAX_LINE, MAX_LINES, MAX_ERRORS = 4 << 20, 50_000, 100
-"""bytes of a line; lines of a batch; errors of its input that are listed"""
+"""Bytes of a line, lines of a batch, and errors of its input that are listed."""
 WINDOW = 24 * 3600.0
-"""seconds for a batch"""
-BUSY = 30.0
-"""seconds that a transaction waits for others"""
-PART = 1 << 20
-"""bytes of a file that are read at a time"""
+"""Completion window of a batch, in seconds."""
+BUSY_TIMEOUT = 30.0
+"""Seconds that a transaction waits for the database's lock."""
+READ_SIZE = 1 << 20
+"""Bytes of a file that are read at a time."""
 VERSION = 1
 SCHEMA = (
     "PRAGMA auto_vacuum = INCREMENTAL",
@@ -47,14 +49,14 @@ SCHEMA = (
     "COMMIT",
 )
 SETTINGS = ("journal_mode = PERSIST", f"journal_size_limit = {1 << 20}", "synchronous = FULL")
-"""The space of the journal is kept: on a full disk, batches can still be cancelled and files deleted."""
+"""The journal keeps its space, so that batches can be cancelled and files deleted on a full disk."""
 REFUSALS = {
     sqlite3.SQLITE_FULL: (507, "no space is left on the disk for files and batches"),
     sqlite3.SQLITE_BUSY: (503, "the database of batches is busy"),
     sqlite3.SQLITE_CORRUPT: (503, "the database of batches was damaged"),
 }
 OPEN = ("validating", "in_progress", "cancelling")
-LATER = ("in_progress_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
+TIMES = ("in_progress_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
 Record = dict[str, Any]
 """A file or a batch as clients see it."""
@@ -86,12 +88,12 @@ def parse(text: bytes, endpoint: str) -> Line:
     if line.url != endpoint:
         raise ValueError("mismatched_endpoint", f"url must be the batch's endpoint, {endpoint}")
     if stream:
-        raise ValueError("invalid_request", "an answer in a batch cannot be a stream")
+        raise ValueError("invalid_request", "a response in a batch cannot be a stream")
     return line
 
 
-def results_of(batch: Record) -> dict[str, str]:
-    """The ids of the files of its results, by the names of their counts."""
+def result_files(batch: Record) -> dict[str, str]:
+    """The ids of the batch's output and error file, by the names of their counts."""
     name = batch["id"].removeprefix("batch_")
     return {"completed": f"file-{name}-output", "failed": f"file-{name}-error"}
 
@@ -99,184 +101,181 @@ def results_of(batch: Record) -> dict[str, str]:
 class Transaction(sqlite3.Connection):
     def all(self, kind: str, owner: str) -> list[Record]:
         """The newest first."""
-        ask = "SELECT record FROM records WHERE owner = ? AND object = ? ORDER BY seq DESC"
-        return [msgspec.json.decode(row) for (row,) in self.execute(ask, (owner, kind))]
+        query = "SELECT record FROM records WHERE owner = ? AND object = ? ORDER BY seq DESC"
+        return [msgspec.json.decode(row) for (row,) in self.execute(query, (owner, kind))]
 
     def find(self, kind: str, owner: str, record_id: str) -> Record:
-        ask = "SELECT record FROM records WHERE id = ? AND object = ? AND owner = ?"
-        for (row,) in self.execute(ask, (record_id, kind, owner)):
+        query = "SELECT record FROM records WHERE id = ? AND object = ? AND owner = ?"
+        for (row,) in self.execute(query, (record_id, kind, owner)):
             return msgspec.json.decode(row, type=Record)
         raise HttpError(404, f"there is no {kind} of this id", "id")
 
-    def left(self, batch: Record) -> float:
-        return float(self.execute("SELECT left FROM records WHERE id = ?", (batch["id"],)).fetchone()[0])
-
-    def save(self, owner: str, record: Record, left: float | None = None) -> Record:
-        row = (record["id"], record["object"], owner, left, msgspec.json.encode(record))
-        known = "ON CONFLICT (id) DO UPDATE SET left = excluded.left, record = excluded.record"
-        self.execute(
-            f"INSERT INTO records (id, object, owner, left, record) VALUES (?, ?, ?, ?, ?) {known}", row
-        )
+    def add(self, owner: str, record: Record, left: float | None = None) -> Record:
+        row = record["id"], record["object"], owner, left, msgspec.json.encode(record)
+        self.execute("INSERT INTO records (id, object, owner, left, record) VALUES (?, ?, ?, ?, ?)", row)
         return record
 
-    def save_file(self, owner: str, file_id: str, filename: str, size: int, purpose: str) -> Record:
+    def add_file(self, owner: str, file_id: str, filename: str, size: int, purpose: str) -> Record:
         file = {"id": file_id, "object": "file", "bytes": size, "created_at": int(clock.unix())}
-        return self.save(owner, file | {"filename": filename, "purpose": purpose, "status": "processed"})
+        return self.add(owner, file | {"filename": filename, "purpose": purpose, "status": "processed"})
 
-    def become(self, owner: str, batch: Record, status: str, left: float | None) -> Record:
-        batch |= {"status": status, f"{status}_at": int(clock.unix())}
-        return self.save(owner, batch, left)
+    def update(self, batch: Record) -> Record:
+        self.execute("UPDATE records SET record = ? WHERE id = ?", (msgspec.json.encode(batch), batch["id"]))
+        return batch
+
+    def set_status(self, batch: Record, status: str) -> Record:
+        if status != "in_progress":
+            left = 0.0 if status in OPEN else None
+            self.execute("UPDATE records SET left = ? WHERE id = ?", (left, batch["id"]))
+        return self.update(batch | {"status": status, f"{status}_at": int(clock.unix())})
 
     def check_space(self, owner: str, more: int) -> None:
         files = self.all("file", owner)
-        if len(files) + more > MAX_FILES or sum(each["bytes"] for each in files) > MAX_STORED:
+        if len(files) + more > MAX_FILES or sum(file["bytes"] for file in files) > MAX_STORED:
             raise HttpError(400, f"there are {len(files)} files: delete some")
 
 
 class Store:
     def __init__(self, folder: Path) -> None:
-        self._folder, self._data, self.lock = folder, folder / "data", folder / "lock"
+        self._folder = folder
+        self._data = folder / "data"
+        self.lock = folder / "lock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # for clients
 
     def get(self, kind: str, owner: str, record_id: str) -> Record:
-        with self._transaction() as now:
-            return now.find(kind, owner, record_id)
+        with self._transaction() as db:
+            return db.find(kind, owner, record_id)
 
     def all(self, kind: str, owner: str) -> list[Record]:
-        with self._transaction() as now:
-            return now.all(kind, owner)
+        with self._transaction() as db:
+            return db.all(kind, owner)
 
     def lines(self, file_id: str) -> Iterator[list[tuple[int, bytes]]]:
-        """Yield the lines of a file with their numbers, some at a time."""
+        """Yield the lines of a file with their numbers, about `READ_SIZE` bytes at a time."""
         part = [(-1, b"")]
         while part:
-            (after, _), part, size = part[-1], [], 0
-            with self._transaction() as now:
-                ask = "SELECT line, text FROM lines WHERE file = ? AND line > ? ORDER BY line"
-                for row in now.execute(ask, (file_id, after)):
+            (last, _), part, size = part[-1], [], 0
+            with self._transaction() as db:
+                query = "SELECT line, text FROM lines WHERE file = ? AND line > ? ORDER BY line"
+                for row in db.execute(query, (file_id, last)):
                     part.append(row)
-                    if (size := size + len(row[1])) >= PART:
+                    if (size := size + len(row[1])) >= READ_SIZE:
                         break
             yield part
 
-    def keep(self, owner: str, filename: str, content: IO[bytes]) -> Record:
-        with self._transaction("IMMEDIATE") as now:
-            now.check_space(owner, 1)
-            name, texts = f"file-{uuid.uuid4().hex}", iter(partial(content.readline, MAX_LINE + 1), b"")
-            rows = ((name, line, text) for line, text in enumerate(texts, 1))
-            now.executemany("INSERT INTO lines VALUES (?, ?, ?)", rows)
-            return now.save_file(owner, name, filename, content.tell(), "batch")
+    def upload(self, owner: str, filename: str, content: IO[bytes]) -> Record:
+        with self._transaction("IMMEDIATE") as db:
+            db.check_space(owner, 1)
+            file_id, texts = f"file-{uuid.uuid4().hex}", iter(partial(content.readline, MAX_LINE + 1), b"")
+            rows = ((file_id, line, text) for line, text in enumerate(texts, 1))
+            db.executemany("INSERT INTO lines VALUES (?, ?, ?)", rows)
+            return db.add_file(owner, file_id, filename, content.tell(), "batch")
 
     def delete(self, owner: str, file_id: str) -> Record:
-        with self._transaction("IMMEDIATE") as now:
-            now.find("file", owner, file_id)
-            for batch in now.all("batch", owner):
+        with self._transaction("IMMEDIATE") as db:
+            db.find("file", owner, file_id)
+            for batch in db.all("batch", owner):
                 if batch["status"] in OPEN and batch["input_file_id"] == file_id:
-                    raise HttpError(
-                        400, f"{batch['id']}, which is {batch['status']}, reads it: cancel it before"
-                    )
-            now.execute("DELETE FROM lines WHERE file = ?", (file_id,))
-            now.execute("DELETE FROM records WHERE id = ?", (file_id,))
+                    raise HttpError(400, f"{batch['id']} ({batch['status']}) reads it: cancel it before")
+            db.execute("DELETE FROM lines WHERE file = ?", (file_id,))
+            db.execute("DELETE FROM records WHERE id = ?", (file_id,))
             return {"id": file_id, "object": "file", "deleted": True}
 
-    def create(self, owner: str, asked: Record) -> Record:
-        with self._transaction("IMMEDIATE") as now:
-            if asked["input_file_id"] not in (file["id"] for file in now.all("file", owner)):
+    def create(self, owner: str, wanted: Record) -> Record:
+        with self._transaction("IMMEDIATE") as db:
+            if wanted["input_file_id"] not in (file["id"] for file in db.all("file", owner)):
                 raise HttpError(400, "there is no file of this id", "input_file_id")
-            now.check_space(owner, 0)
-            batches = now.all("batch", owner)
+            db.check_space(owner, 0)
+            batches = db.all("batch", owner)
             closed = [(batch["id"],) for batch in batches if batch["status"] not in OPEN]
             if len(batches) - len(closed) >= MAX_OPEN:
-                raise HttpError(429, f"{MAX_OPEN} batches of this key are not over", retry_after=60.0)
-            now.executemany("DELETE FROM records WHERE id = ?", closed[MAX_CLOSED:])
-            begun = int(clock.unix())
-            batch = {"id": f"batch_{uuid.uuid4().hex}", "object": "batch", "status": "validating", **asked}
-            batch |= {"created_at": begun, "expires_at": begun + int(WINDOW)}
-            batch |= dict.fromkeys(("errors", "output_file_id", "error_file_id", *LATER))
+                raise HttpError(429, f"this API key has {MAX_OPEN} open batches", retry_after=60.0)
+            db.executemany("DELETE FROM records WHERE id = ?", closed[MAX_CLOSED:])
+            created = int(clock.unix())
+            batch = {"id": f"batch_{uuid.uuid4().hex}", "object": "batch", "status": "validating", **wanted}
+            batch |= {"created_at": created, "expires_at": created + int(WINDOW)}
+            batch |= dict.fromkeys(("errors", "output_file_id", "error_file_id", *TIMES))
             batch["request_counts"] = dict.fromkeys(("total", "completed", "failed"), 0)
-            return now.save(owner, batch, WINDOW)
+            return db.add(owner, batch, WINDOW)
 
     def cancel(self, owner: str, batch_id: str) -> Record:
-        with self._transaction("IMMEDIATE") as now:
-            batch = now.find("batch", owner, batch_id)
+        with self._transaction("IMMEDIATE") as db:
+            batch = db.find("batch", owner, batch_id)
             if batch["status"] not in OPEN:
                 raise HttpError(400, f"the batch is {batch['status']}")
-            return now.become(owner, batch, "cancelling", 0.0)
+            return db.set_status(batch, "cancelling")
 
-    # for the frontend that works
+    # for the frontend that runs batches
 
     def count_down(self, seconds: float) -> None:
-        """Take `seconds` off each open batch, and give free space back to the disk."""
-        with self._transaction("IMMEDIATE") as now:
-            now.execute("UPDATE records SET left = left - ? WHERE left > 0", (seconds,))
-            now.executescript("PRAGMA incremental_vacuum(10000)")  # pages
+        """Take `seconds` off the window of each open batch, and return free pages to the file system."""
+        with self._transaction("IMMEDIATE") as db:
+            db.execute("UPDATE records SET left = left - ? WHERE left > 0", (seconds,))
+            db.executescript("PRAGMA incremental_vacuum(10000)")  # pages
 
     def open_batches(self) -> list[tuple[str, str, float]]:
-        """Return owner, id and seconds left of each, the oldest first."""
-        with self._transaction() as now:
-            ask = "SELECT owner, id, left FROM records WHERE left IS NOT NULL ORDER BY seq"
-            return now.execute(ask).fetchall()
+        """Owner, id and seconds left of each, the oldest first."""
+        with self._transaction() as db:
+            query = "SELECT owner, id, left FROM records WHERE left IS NOT NULL ORDER BY seq"
+            return db.execute(query).fetchall()
 
     def begin(self, owner: str, batch_id: str) -> tuple[Record, set[int]]:
-        """Check the input of a new batch, which fails if it is wrong. Return the batch and its lines with results."""
+        """Validate the input of a new batch: the batch fails if it is wrong. Return the batch and its lines with
+        results."""
         checked = self._check(self.get("batch", owner, batch_id))
-        with self._transaction("IMMEDIATE") as now:
-            batch = now.find("batch", owner, batch_id)
+        with self._transaction("IMMEDIATE") as db:
+            batch = db.find("batch", owner, batch_id)
             if batch["status"] == "validating":
-                batch |= checked
-                failed = batch["errors"] is not None
-                now.become(owner, batch, *(("failed", None) if failed else ("in_progress", now.left(batch))))
-            ask = "SELECT line FROM lines WHERE file IN (?, ?)"
-            return batch, {line for (line,) in now.execute(ask, tuple(results_of(batch).values()))}
+                batch = db.set_status(batch | checked, "failed" if checked["errors"] else "in_progress")
+            query = "SELECT line FROM lines WHERE file IN (?, ?)"
+            return batch, {line for (line,) in db.execute(query, tuple(result_files(batch).values()))}
 
     def append(
         self, owner: str, batch_id: str, results: Sequence[tuple[str, int, bytes]]
     ) -> tuple[Record, float]:
-        """Add results: name of the count, line and content. Return the batch and the seconds that it has left."""
-        with self._transaction("IMMEDIATE") as now:
-            batch = now.find("batch", owner, batch_id)
+        """Add results: name of the count, line and content. Return the batch and the seconds left of its window."""
+        with self._transaction("IMMEDIATE") as db:
+            batch = db.find("batch", owner, batch_id)
             for count, line, text in results:
-                now.execute("INSERT INTO lines VALUES (?, ?, ?)", (results_of(batch)[count], line, text))
+                db.execute("INSERT INTO lines VALUES (?, ?, ?)", (result_files(batch)[count], line, text))
                 batch["request_counts"][count] += 1
-            left = now.left(batch)
-            return now.save(owner, batch, left) if results else batch, left
+            if results:
+                db.update(batch)
+            (left,) = db.execute("SELECT left FROM records WHERE id = ?", (batch_id,)).fetchone()
+            return batch, left
 
     def close(self, owner: str, batch_id: str, status: str) -> None:
         """End the batch; its client sees the files of its results."""
-        with self._transaction("IMMEDIATE") as now:
-            batch = now.find("batch", owner, batch_id)
-            for file_id in results_of(batch).values():
-                (size,) = now.execute(
-                    "SELECT sum(length(text)) FROM lines WHERE file = ?", (file_id,)
-                ).fetchone()
+        with self._transaction("IMMEDIATE") as db:
+            batch = db.find("batch", owner, batch_id)
+            for file_id in result_files(batch).values():
+                query = "SELECT sum(length(text)) FROM lines WHERE file = ?"
+                (size,) = db.execute(query, (file_id,)).fetchone()
                 if size:
                     kind = file_id.rpartition("-")[2]
-                    now.save_file(owner, file_id, f"{batch_id}_{kind}.jsonl", size, "batch_output")
+                    db.add_file(owner, file_id, f"{batch_id}_{kind}.jsonl", size, "batch_output")
                     batch[f"{kind}_file_id"] = file_id
-            now.become(owner, batch, status, None)
+            db.set_status(batch, status)
 
     def _check(self, batch: Record) -> Record:
-        """Return what is to be known of its input: errors, and the number of its requests."""
+        """Validate the input of a new batch. Return its errors and the number of its requests."""
         errors, ids = list[Record](), set[str]()
         for part in self.lines(batch["input_file_id"]) if batch["status"] == "validating" else ():
             for number, text in part:
                 try:
                     line = parse(text, batch["endpoint"])
                     if not line.custom_id or line.custom_id in ids:
-                        raise ValueError(
-                            "duplicate_custom_id", "each line needs a custom_id that no other has"
-                        )
+                        raise ValueError("duplicate_custom_id", "each line needs a custom_id of its own")
                     ids.add(line.custom_id)
                 except ValueError as error:
                     code, message = error.args
-                    errors.append({"code": code, "message": message, "line": number, "param": None})
+                    errors.append(_error(code, message, number))
             if len(errors) >= MAX_ERRORS or len(ids) > MAX_LINES:
                 break
         if not errors and not 0 < len(ids) <= MAX_LINES:
-            message = f"the input file has to be there, with 1 to {MAX_LINES} requests"
-            errors.append({"code": "invalid_input_file", "message": message, "line": None, "param": None})
+            errors.append(_error("invalid_input_file", f"the input file needs 1 to {MAX_LINES} requests"))
         listed = {"object": "list", "data": errors[:MAX_ERRORS]} if errors else None
         return {"errors": listed, "request_counts": {"total": len(ids), "completed": 0, "failed": 0}}
 
@@ -284,26 +283,25 @@ class Store:
 
     @contextmanager
     def _transaction(self, mode: Literal["DEFERRED", "IMMEDIATE"] = "DEFERRED") -> Iterator[Transaction]:
-        """IMMEDIATE ones exclude each other. Raises HttpError of `REFUSALS`. A damaged database is set aside."""
+        """Only one IMMEDIATE transaction runs at a time. Raises HttpError of `REFUSALS`. A damaged database is moved
+        aside, and a new one is made."""
         inode, path = 0, self._data / "batches.db"
         try:
             self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
             inode = self._data.stat().st_ino
             os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
-            with closing(sqlite3.connect(path, BUSY, isolation_level=None, factory=Transaction)) as now:
+            connection = sqlite3.connect(path, BUSY_TIMEOUT, isolation_level=None, factory=Transaction)
+            with closing(connection) as db:
                 for setting in SETTINGS:
-                    now.execute(f"PRAGMA {setting}")
-                (version,) = now.execute("PRAGMA user_version").fetchone()
+                    db.execute(f"PRAGMA {setting}")
+                (version,) = db.execute("PRAGMA user_version").fetchone()
                 if version > VERSION:
                     raise PdserveError(f"{path} has version {version}; this pdserve reads {VERSION}")
-                if version < VERSION:
-                    if list(self._folder.glob("*/batches")):
-                        logger.warning("%s holds files of an older pdserve, which are not read", self._folder)
-                    for statement in SCHEMA:
-                        now.execute(statement)
-                now.execute(f"BEGIN {mode}")
-                with now:
-                    yield now
+                for statement in SCHEMA if version < VERSION else ():
+                    db.execute(statement)
+                db.execute(f"BEGIN {mode}")
+                with db:
+                    yield db
         except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
             if (refusal := refused(error)) is None:
                 raise
@@ -317,8 +315,12 @@ class Store:
             raise refusal from None
 
 
+def _error(code: str, message: str, line: int | None = None) -> Record:
+    return {"code": code, "message": message, "line": line, "param": None}
+
+
 def refused(error: Exception) -> HttpError | None:
-    """Return the answer for an error that is no fault of the request or the code."""
+    """Return the response to an error that is no fault of the request or the code."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
         code = sqlite3.SQLITE_FULL

@@ -53,7 +53,7 @@ LARGE, MANY = 64 << 10, 100
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _LARGEST = 1 << 40
 """above every bound; larger numbers, which JSON may spell, overflow what is computed from them"""
-SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """ids that clients may give to requests: they are in each log line and, inside the graph, in each output"""
 _read_int = SchemaValidator(core_schema.int_schema()).validate_python
 _read_bool = SchemaValidator(core_schema.bool_schema()).validate_python
@@ -213,7 +213,7 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     if isinstance(store, str) and not _is_true(store) and _is_true(fields.get("background")):
         raise BadRequest("background can only be used when `store` is true", "background")
     given = fields.get("request_id")
-    if isinstance(given, str) and not SANE_ID.fullmatch(given):
+    if isinstance(given, str) and not REQUEST_ID.fullmatch(given):
         raise BadRequest("request_id must be 1 to 128 letters, digits and . _ : - of ASCII", "request_id")
     model = fields.get("model")
     named = model if isinstance(model, str) and model else None

@@ -69,8 +69,8 @@ class Receipts(Plugin):
         self._counts["promised"] += receipt.promise != ""
         self._counts["kept"] += receipt.promise == "kept"
 
-    def watched(self, watched: ProcessReport) -> ProcessReport:
-        return replace(watched, ticks=list(self._ticks), receipts=self._reported())
+    def add_to_report(self, report: ProcessReport) -> ProcessReport:
+        return replace(report, ticks=list(self._ticks), receipts=self._reported())
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
         now, matching = time.monotonic(), list[tuple[float, Receipt | ResponseWriter]]()

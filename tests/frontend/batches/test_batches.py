@@ -142,7 +142,13 @@ async def served(graph: Graph, folder: Path, keys: list[ApiKey] = KEYS) -> Async
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"LOOK": 0.05, "PAUSE": 0.05, "UNKNOWN_FOR": 0.2, "STEP": 0.1, "AGAIN": 0.5}.items():
+    for name, seconds in {
+        "POLL_INTERVAL": 0.05,
+        "MAX_PAUSE": 0.05,
+        "UNKNOWN_MODEL_SECONDS": 0.2,
+        "WINDOW_STEP": 0.1,
+        "RERUN_DELAY": 0.5,
+    }.items():
         monkeypatch.setattr(runner, name, seconds)
     connect = sqlite3.connect
 
@@ -286,7 +292,7 @@ async def test_lines_stop_where_the_batch_ends(
         batch = await one.begin(chat("a"), chat("b"))
         await worker.until(lambda: len(worker.jobs) == 2)
         if ends == "expired":
-            monkeypatch.setattr(runner, "STEP", store.WINDOW)
+            monkeypatch.setattr(runner, "WINDOW_STEP", store.WINDOW)
         else:
             waiting = await one.begin(chat("c"))
             for each in (waiting, batch):
@@ -330,7 +336,7 @@ async def test_each_line_ends_and_none_holds_up_the_others(graph: Graph, tmp_pat
         batch = await one.begin(*map(chat, one.faults), deep, chat("a"))
         batch = await one.end(batch, done=4)
         assert batch.status == "in_progress"
-        assert one.statuses[500] == runner.TRIES
+        assert one.statuses[500] == runner.MAX_TRIES
         one.faults.clear()
         batch = await one.end(batch)
         errors = await one.results(batch.error_file_id)
@@ -354,6 +360,16 @@ async def test_a_batch_that_cannot_go_on_holds_up_no_other_and_can_be_cancelled(
         assert (await one.end(other)).status == "completed"
         await one.client().batches.cancel(batch.id)
         assert (await one.end(batch)).status == "cancelled"
+
+
+async def test_a_batch_with_an_unknown_model_does_not_delay_the_next_one_of_its_key(
+    graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "UNKNOWN_MODEL_SECONDS", 600.0)
+    async with graph.worker(), served(graph, tmp_path) as one:
+        unknown, other = await one.begin(chat("a", model="none")), await one.begin(chat("b"))
+        assert (await one.end(other)).status == "completed"
+        assert (await one.client().batches.retrieve(unknown.id)).status == "in_progress"
 
 
 async def test_a_clock_that_is_set_ends_no_batch(

@@ -397,12 +397,12 @@ async def test_all_open_pages_share_one_reading_of_the_graph(
     monkeypatch.setattr(dashboard, "KEPT", 60.0)
     looks = 0
 
-    def watched() -> ProcessReport:
+    def report() -> ProcessReport:
         nonlocal looks
         looks += 1
         return ProcessReport()
 
-    page = Dashboard(dataclasses.replace(graph.context, watched=watched))
+    page = Dashboard(dataclasses.replace(graph.context, report=report))
     states = await asyncio.gather(*(page.state(Viewer()) for _ in range(20)))
     assert looks == len(set(states)) == 1
 

@@ -181,9 +181,9 @@ async def test_a_tick_counts_requests_tokens_and_latencies(
         await post(graph, temperature=-1)
         worker.fail = Failed("", "it broke")
         await post(graph)
-        await until(lambda: sum(tick.requests for tick in kept.watched(ProcessReport()).ticks) == 3)
+        await until(lambda: sum(tick.requests for tick in kept.add_to_report(ProcessReport()).ticks) == 3)
     ticking.cancel()
-    ticks = kept.watched(ProcessReport()).ticks
+    ticks = kept.add_to_report(ProcessReport()).ticks
     sums = {name: sum(getattr(tick, name) for tick in ticks) for name in ("failed", "refused", "tokens")}
     assert sums == {"failed": 1, "refused": 0, "tokens": 8}
     assert [sum(sum(tick.ttft) for tick in ticks), sum(sum(tick.itl) for tick in ticks)] == [1, 7]

@@ -108,7 +108,7 @@ class Dashboard(Plugin):
         view, own = self._context.view, self._context.id
         others = [other for other in view.instances() if other.id != own]
         watched = await read_watched(others, self._context.http)
-        watched[own] = self._context.watched()
+        watched[own] = self._context.report()
         return graph_state(*view.snapshot(), watched)
 
 
