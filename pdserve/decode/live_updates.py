@@ -1,4 +1,4 @@
-"""The settings of a decode worker that `pdserve set` can change while it runs."""
+"""Settings of a decode worker that `pdserve set` changes while it runs."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def thresholds(settings: DecodeSection) -> str:
 
 
 class LiveSettings:
-    """The YAML's settings, overridden by those of the registry (`pdserve/contract/live_settings.py`)."""
+    """Overrides the YAML's settings with those of the registry (`pdserve/contract/live_settings.py`)."""
 
     def __init__(self, config: DecodeSection) -> None:
         self._configured = self.current = config

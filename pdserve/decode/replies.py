@@ -1,5 +1,5 @@
-"""What a decode worker sends to its frontends, and how requests end before their last output: cancelled, failed, past
-their deadline, or lost with their frontend or the engine."""
+"""Sends a decode worker's messages to its frontends, and ends requests before their last output: cancelled, failed,
+past their deadline, or lost with their frontend or the engine."""
 
 import asyncio
 import logging
@@ -25,41 +25,38 @@ from pdserve.util.errors import EngineDead, PeerGone, ProtocolError
 logger = logging.getLogger(__name__)
 
 LOAD_INTERVAL = 0.5
-"""seconds between two looks at the load; nothing is sent while it stays the same"""
-LOOK = 0.1
-"""seconds between two looks whether a client has many places while others' requests wait in the engine"""
+"""Seconds between two reports of the load; it is sent only if it changed."""
+PREEMPT_INTERVAL = 0.1
+"""Seconds between two checks whether to preempt a client's requests for others that wait in the engine."""
 PREFIX_INTERVAL = 0.25
-"""seconds between two reports of the prefix cache: a conversation's next prompt comes later than this"""
+"""Seconds between two reports of the prefix cache: a conversation's next prompt comes later than this."""
 INTERNAL = "internal error in the decode worker"
-"""why a request fails whose error has no better text; it is tried elsewhere"""
+"""Why a request fails whose error has no better text; it is retried at another worker."""
 
 
-def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
-    """Return a frontend that has requests of the client that runs the most here, and how many of these should pause,
-    for requests that wait in the engine whose clients run less than half of that; 0 if there are none. Spare ones pause
-    first, also those that wait, for all others, and none for them. `queued`: how many wait there for a place, which are
-    the last that entered."""
+def choose_preemption(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
+    """Choose requests to preempt: return the frontend and how many of its requests to pause, so that clients below half
+    of the largest client's share get a slot; 0 if none. Flex requests pause first, also those that wait for a slot, and
+    none pauses for them. `queued`: how many wait in the engine for a slot, which are the last that entered."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
     entered = sorted((request for request in inside if not request.has_first_step), key=attrgetter("since"))
     waiting = entered[-queued:] if queued else []
-    running = Counter(
-        request.submit.client
-        for request in inside
-        if request not in waiting or is_flex(request.submit.client)
-    )
-    client = max(running, key=lambda name: (is_flex(name), running[name]), default="")
-    most = math.inf if is_flex(client) else running[client]
-    # the rule of `frontend/admission/fair_queue.py`, where the requests of the other frontends are not seen
-    short = [
+    clients = [each.submit.client for each in inside if each not in waiting or is_flex(each.submit.client)]
+    running = Counter(clients)
+    largest = max(running, key=lambda name: (is_flex(name), running[name]), default="")
+    most = math.inf if is_flex(largest) else running[largest]
+    # the rule of `frontend/admission/fair_queue.py`, which does not see the requests of other frontends
+    entitled = [
         place
-        for place, request in enumerate(waiting)
+        for place, request in enumerate(waiting, 1)
         if most > 2 * running[request.submit.client] + 1 and not is_flex(request.submit.client)
     ]
-    if not short:
+    if not entitled:
         return "", 0
-    where = Counter(request.frontend for request in inside if request.submit.client == client)
-    frontend, count = max(where, key=where.__getitem__), short[-1] + 1
-    return frontend, min(count, where[frontend]) if is_flex(client) else count
+    where = Counter(request.frontend for request in inside if request.submit.client == largest)
+    frontend = max(where, key=where.__getitem__)
+    count = entitled[-1]  # the engine's queue is FIFO
+    return frontend, min(count, where[frontend]) if is_flex(largest) else count
 
 
 @dataclass(eq=False)
@@ -70,12 +67,12 @@ class Frontends:
     requests: DecodeRequests
     quarantine: Quarantine
     _load_followers: set[str] = field(default_factory=set)
-    """connected frontends that asked for the load (`Hello.follow_load`)"""
-    _followers: set[str] = field(default_factory=set)
-    """connected frontends that route by this worker's prefix cache"""
+    """Connected frontends that asked for the load (`Hello.follow_load`)."""
+    _cache_followers: set[str] = field(default_factory=set)
+    """Connected frontends that route by this worker's prefix cache."""
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Send a message, and forget a frontend that is gone. Nothing is sent for a warm-up, which has no frontend."""
+        """Send a message; forget a frontend that is gone. A warm-up has no frontend, so nothing is sent."""
         if not frontend:
             return
         try:
@@ -84,8 +81,8 @@ class Frontends:
             await self.forget(frontend)
 
     async def send_outputs(self, frontend: str, outputs: list[Output]) -> None:
-        """Send outputs of one step: together or, where no message can hold them, each alone. A request of which one
-        output is too large fails: it would be so at each worker."""
+        """Send outputs of one step in one message, or in one each if together they are too large. A request with a
+        single output that is too large fails, because it would at each worker."""
         try:
             await self.send(frontend, Outputs(self.engine.pack(outputs)))
         except ProtocolError as error:
@@ -108,36 +105,36 @@ class Frontends:
             await self.send(frontend, self._prefixes(self.engine.prefixes.known(), [], whole=True))
 
     def _follow(self, frontend: str, wanted: bool) -> None:
-        (self._followers.add if wanted else self._followers.discard)(frontend)
-        self.engine.prefixes.followed = bool(self._followers)
+        (self._cache_followers.add if wanted else self._cache_followers.discard)(frontend)
+        self.engine.prefixes.followed = bool(self._cache_followers)
 
     def _prefixes(self, stored: list[bytes], gone: list[bytes], *, whole: bool = False) -> PrefixesChanged:
         prefixes = self.engine.prefixes
         return PrefixesChanged(prefixes.block_size, prefixes.stride, stored, gone, whole)
 
     async def report_prefixes(self) -> None:
-        """Report changes of the prefix cache to the frontends that follow it, for ever."""
+        """Send changes of the prefix cache to the frontends that follow it, for ever."""
         while True:
             await asyncio.sleep(PREFIX_INTERVAL)
             stored, gone = self.engine.prefixes.changes()
             if stored or gone:
-                for frontend in list(self._followers):
+                for frontend in list(self._cache_followers):
                     with isolate_errors("prefixes"):
                         await self.send(frontend, self._prefixes(stored, gone))
 
-    async def report_load(self, look: Callable[[], Load]) -> None:
-        """Report the load to the frontends, for ever. It does not go through etcd, which would send every change, one
-        with each step, to every process."""
+    async def report_load(self, get_load: Callable[[], Load]) -> None:
+        """Send the load to the frontends, and preempt requests, for ever. The load does not go through etcd, which
+        would send each step's change to every process."""
         reported, due = Load(), 0.0
         while True:
-            await asyncio.sleep(LOOK)
-            too_many, count = make_way(self.requests.clients(), self.engine.usage.queued)
-            if count and too_many in self._load_followers:
-                await self.send(too_many, WorkerLoad(look(), count))
+            await asyncio.sleep(PREEMPT_INTERVAL)
+            largest, count = choose_preemption(self.requests.clients(), self.engine.usage.queued)
+            if count and largest in self._load_followers:
+                await self.send(largest, WorkerLoad(get_load(), count))
             if time.monotonic() < due:
                 continue
             due = time.monotonic() + LOAD_INTERVAL
-            if (load := look()) != reported:
+            if (load := get_load()) != reported:
                 reported = load
                 for frontend in list(self._load_followers):
                     with isolate_errors("load"):
@@ -149,13 +146,13 @@ class Frontends:
         self._follow(frontend, wanted=False)
         gone = [request for request in self.requests.of(frontend) if not request.cancelled]
         if gone:
-            logger.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
+            logger.warning("frontend %s is gone; cancelling its %d requests", frontend, len(gone))
         for request in gone:
             with isolate_errors("requests of a frontend that is gone"):
                 await self.cancel(request)
 
     async def cancel(self, request: DecodeRequest) -> None:
-        """Cancel a request. If it is not in the engine yet, `RequestRunner` sees `cancelled` and drops it."""
+        """Cancel a request. One that is not in the engine yet is dropped by `RequestRunner`, which sees `cancelled`."""
         request.cancelled = True
         self.quarantine.leave(request)
         if request.phase is Phase.RUNNING:
@@ -166,7 +163,7 @@ class Frontends:
             request.begins.set()
 
     async def end(self, request: DecodeRequest, message: str, *, retry: bool) -> None:
-        """Fail a request that is not over."""
+        """Fail a request, wherever it is, unless it is cancelled."""
         if not request.cancelled:
             request.failure = message
             await self.send(request.frontend, Failed(request.id, message, retry))
@@ -181,7 +178,7 @@ class Frontends:
             await self.send(request.frontend, Failed(request.id, message, retry, invalid))
 
     async def lose(self, frontend: str, outputs: list[Output]) -> None:
-        """These outputs cannot be sent: their requests go on elsewhere, after the tokens that were sent before."""
+        """Fail the requests of outputs that cannot be sent; another worker resumes after the tokens sent before."""
         for output in outputs:
             with isolate_errors("outputs"):
                 await self.send(frontend, Failed(output.request_id, INTERNAL, retry=True))
@@ -190,7 +187,7 @@ class Frontends:
                     await self.cancel(request)
 
     async def watch_deadlines(self) -> None:
-        """Fail requests past their deadline, and give up those that the queue lost; for ever."""
+        """Fail requests past their deadline, and give up remote prefills that the queue lost; for ever."""
         while True:
             await asyncio.sleep(1.0)
             self.workers.give_up_lost()
@@ -200,12 +197,12 @@ class Frontends:
                         await self.end(request, "the request's deadline passed", retry=False)
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Fail every request, saying which of them the engine was computing: the worker's last messages."""
+        """Fail every request, with a count for those that the engine was computing: the worker's last messages."""
         for request in self.requests.clients():
             running = request.phase is Phase.RUNNING
             blamed = death.crashed and running and may_have_killed(len(request.submit.prompt), request.since)
-            text, died = f"the engine died: {death}", request.engines_died + blamed
-            request.failure = text
+            died = request.engines_died + blamed
+            request.failure = text = f"the engine died: {death}"
             with isolate_errors("requests of a dead engine"), suppress(PeerGone):
                 self.requests.drop(request)
                 await self.stream.send(

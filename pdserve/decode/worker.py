@@ -1,4 +1,26 @@
-"""The decode worker: its parts, and what it does in each stage of its life (`process/life.py`)."""
+"""The decode worker: generates tokens for frontends, with KV computed locally or by prefill workers.
+
+The life of a request:
+
+1. A frontend sends a `Submit` on its stream; `_handle` passes it to `RequestRunner` (`serving.py`).
+2. `_decide` looks up the prefix hit, estimates both ways (`scheduling/prefill_times.py`) and chooses local or remote
+   prefill (`policy/decision.py`).
+3. Remote: `PromptPublisher` holds the prompt back in a fair queue until the prefill workers need one more
+   (`remote/publisher.py`).
+4. `RemotePrefill` publishes a `PrefillRequest` to NATS JetStream and waits with a timeout (`remote/client.py`).
+5. A prefill worker pulls it and answers `PrefillStarted`, then `PrefillDone` with a KV handle and the first token.
+   `AnswerReader` gives these to the request and rejects late ones (`remote/answer_reader.py`).
+6. The handle is checked (`kv/handles.py`). If anything failed, the prompt is prefilled locally.
+7. A request that may have killed an engine waits until it is the only suspect (`scheduling/quarantine.py`).
+8. `_report` sends `Placed` to the frontend, and the prefill worker's first token.
+9. Local: the prompt waits for a slot, because chunks of prompts delay running streams (`scheduling/prefill_slots.py`).
+10. `_generate` hands the request to the engine. With a handle, the engine reads the KV over NIXL (`kv/connector.py`);
+    KV that cannot be read is recomputed.
+11. Each engine step comes to `read_step`, which sends one `Outputs` per frontend (`replies.py`).
+12. The first step ends the quarantine, teaches the estimator, and counts how the prompt got its KV.
+13. The request ends with its last output, a cancellation, or a `Failed`, after which the frontend may migrate it.
+
+The stages of the process are in `process/life.py`."""
 
 import asyncio
 import logging
@@ -35,7 +57,7 @@ from pdserve.util.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 GAP_STEP = 0.005
-"""seconds to which the gap is reported: an idle worker, whose gap fades, soon has nothing to report"""
+"""Seconds to which the reported gap is rounded, so that an idle worker, whose gap decays, soon reports no change."""
 
 
 class DecodeWorker(EngineWorker):
@@ -79,13 +101,13 @@ class DecodeWorker(EngineWorker):
             start=lambda work: self.tasks.create_task(work),
         )
 
-    # its life
+    # life cycle
 
     async def card(self) -> ModelCard | None:
         await self._archive.make()
         name = self._config.served_model_name
-        async with RegistryView(self._registry, keys.card(name, "")) as there:
-            others = [card for _, card in there.cards().get(name, [])]
+        async with RegistryView(self._registry, keys.card(name, "")) as view:
+            others = [card for _, card in view.cards().get(name, [])]
         return model_card(self._config, self._engine.facts, self._archive.name, others)
 
     def permanent(self) -> Mapping[str, Work]:
@@ -99,7 +121,7 @@ class DecodeWorker(EngineWorker):
             "prefill answers": self._answers.read,
             "registry changes": self._follow_registry,
             "prefill workers": self._workers.watch,
-            "turns at the prefill queue": self._publisher.watch,
+            "held prompts": self._publisher.watch,
             **(warm_ups if self.settings.current.remote_prefill else {}),
         }
 

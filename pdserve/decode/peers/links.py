@@ -23,12 +23,12 @@ class _Link:
     pulls: int = 0
     pull_seconds: float | None = None
     last_pull: float = 0.0
-    """monotonic"""
+    """Monotonic seconds."""
     failures: int = 0
     failure: str = ""
     bytes: float = 0.0
     seconds: float = 0.0
-    """seconds of reads and `bytes` of reads: decaying sums, so that the speed follows recent and large reads"""
+    """Seconds of reads, and their `bytes`: decaying sums, so that the speed follows recent and large reads."""
 
 
 @dataclass(eq=False)
@@ -36,10 +36,10 @@ class KvLinks:
     workers: PrefillWorkers
     requests: DecodeRequests
     _links: dict[str, _Link] = field(default_factory=dict)
-    """by prefill worker"""
+    """By prefill worker."""
 
     def read(self, transfers: Transfers) -> None:
-        """The engine has read KV, for requests, warm-ups, or ahead of a prefill's end."""
+        """Record what the engine read, for requests, warm-ups, or ahead of a prefill's end."""
         KV_TRANSFER_BYTES.labels(self.workers.model).inc(transfers.bytes)
         for read in transfers.reads:
             link = self._of(read.source)
@@ -47,19 +47,20 @@ class KvLinks:
             link.seconds += read.seconds - WEIGHT * link.seconds
 
     def first_step(self, request: DecodeRequest, begun: float | None) -> None:
-        """The engine has done its first step for a client's request."""
-        now, here = time.monotonic(), self.workers.instance
+        """Record the engine's first step for a frontend's request."""
+        now, instance = time.monotonic(), self.workers.instance
         if request.placed.prefill == "local":
-            request.hops.prefilled(request.since, begun, now, here, request.placed.reason)
+            request.hops.prefilled(request.since, begun, now, instance, request.placed.reason)
             return
-        seconds = request.hops.read(request.since, begun, now, request.prefiller, here)
+        seconds = request.hops.read(request.since, begun, now, request.prefiller, instance)
         KV_TRANSFER_SECONDS.labels(self.workers.model).observe(seconds)
         link = self._of(request.prefiller)
-        link.pulls, link.last_pull = link.pulls + 1, now
+        link.pulls += 1
+        link.last_pull = now
         link.pull_seconds = seconds + (1 - WEIGHT) * ((link.pull_seconds or seconds) - seconds)
 
     def unread(self, request: DecodeRequest, why: str) -> None:
-        """The request's KV could not be read; the engine computes the prompt instead."""
+        """Record that the request's KV could not be read; the engine computes the prompt instead."""
         request.kv_unread = True
         request.hops.add("transfer", request.since, time.monotonic(), request.prefiller)
         self.failed(request, f"transfer: {why}")
@@ -68,11 +69,12 @@ class KvLinks:
             request.since = time.monotonic()
 
     def failed(self, request: DecodeRequest, why: str) -> None:
-        """A remote prefill failed. `why` begins with the label of the failure metric and a colon."""
+        """Record a failed remote prefill. `why` begins with the label of the failure metric and a colon."""
         now = time.monotonic()
         request.hops.add("fallback", now, now, request.prefiller, why)
         link = self._of(request.prefiller)
-        link.failures, link.failure = link.failures + 1, why
+        link.failures += 1
+        link.failure = why
         if not request.warm_up_with:
             REMOTE_PREFILL_FAILURES.labels(self.workers.model, why.partition(":")[0]).inc()
 
@@ -83,10 +85,10 @@ class KvLinks:
 
     def states(self) -> list[LinkState]:
         """One for each registered prefill worker."""
-        there = Counter(
+        requests = Counter(
             request.prefiller for request in self.requests.clients() if request.needs_prefill_worker
         )
-        return [self._state(worker.id, there[worker.id]) for worker in self.workers.registered()]
+        return [self._state(worker.id, requests[worker.id]) for worker in self.workers.registered()]
 
     def _state(self, worker: str, requests: int) -> LinkState:
         link = self._links.get(worker, _Link())
@@ -110,11 +112,11 @@ class KvLinks:
             HANDSHAKE_FAILURES.remove(self.workers.model, worker)
 
     def _of(self, worker: str) -> _Link:
-        """What is counted of the link; not kept for a worker that is gone, whose last reads may end later."""
+        """The link's counts; not kept for a worker that is gone, whose last reads may end later."""
         if worker not in self._links:
             if not self.workers.known(worker):
                 return _Link()
             self._links[worker] = _Link()
-            # the counter must exist at 0: a series that begins at 1 shows no increase
+            # the counter must exist at 0, because Prometheus sees no increase in a series that begins at 1
             HANDSHAKE_FAILURES.labels(self.workers.model, worker)
         return self._links[worker]

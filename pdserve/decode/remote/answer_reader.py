@@ -1,5 +1,4 @@
-"""Reads the prefill workers' answers: in time, late, twice, or from a worker that is gone
-(docs/decisions/0007-lost-answers.md)."""
+"""Reads the prefill workers' answers, and rejects KV of late or repeated ones (docs/decisions/0007-lost-answers.md)."""
 
 import logging
 from dataclasses import dataclass
@@ -34,12 +33,12 @@ class AnswerReader:
     publisher: PromptPublisher
 
     async def read(self) -> None:
-        """Hand each answer to the request that waits for it, for ever."""
+        """Give each answer to the request that waits for it, for ever."""
         async for answer in self.queue.answers(self.instance):
             with isolate_errors("prefill answers"):
-                await self._take(answer)
+                await self._dispatch(answer)
 
-    async def _take(self, answer: PrefillAnswer) -> None:
+    async def _dispatch(self, answer: PrefillAnswer) -> None:
         self.workers.heard()
         request = self.requests.get(answer.request_id)
         match answer:
@@ -63,7 +62,7 @@ class AnswerReader:
         self.publisher.publish_next()
 
     async def _read_ahead(self, request: DecodeRequest, handle: KvHandle) -> None:
-        """Read the part of the KV that is computed. What was read is used only if the prefill's answer confirms it
+        """Read the KV that is computed so far. It is used only if the prefill's answer confirms it
         (`kv/read_ahead/blocks.py`)."""
         worker, facts = handle.engine_id, self.engine.facts
         if not request.awaits_answer or not self.workers.known(worker) or self.workers.avoided(worker):
@@ -79,13 +78,13 @@ class AnswerReader:
         before, request.read_ahead = request.read_ahead, handle
         if before is not None and source(before) != source(handle):
             await self.engine.drop_ahead(before)
-        if request.awaits_answer:  # else nothing would drop what is read now
+        if request.awaits_answer:  # else nothing would drop this KV
             await self.engine.read_ahead(handle, request.prefix_hit)
 
     async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
         """Give the answer to its request, or reject KV that no request takes, so that its blocks are free at once.
-        Never reject KV that a live request took: it may be being read while the answer is repeated. Nor an unknown
-        worker's, which repeats its answer until it is known or the lease is over."""
+        Never reject KV that a live request took, because it may be read right now while the answer is repeated. Nor
+        that of an unknown worker, which repeats its answer until it is known or the lease is over."""
         worker = answer.handle.engine_id
         if not self.workers.known(worker):
             logger.info("request %s: %s is not a live prefill worker", answer.request_id, worker)

@@ -1,10 +1,9 @@
 """Warms up the KV transfer from each prefill worker before a client's request needs it.
 
-The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So this decode worker asks
-each prefill worker that appears, beside the queue, to prefill a short random prompt, reads its KV, and generates one
-token. Workers warm up before they announce themselves: both sides register as newcomers, which only the other side
-looks at. They wait a few seconds at most, so that a worker that hangs does not keep others from serving
-(docs/decisions/0008-warm-up.md).
+The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So this decode worker sends
+each new prefill worker a short random prompt, not through the queue, reads its KV, and generates one token. Workers
+warm up before they announce themselves: both sides register as newcomers, which only the other side reads. They wait a few
+seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
 """
 
 import asyncio
@@ -27,10 +26,10 @@ from pdserve.util.errors import ProtocolError, error_text
 
 logger = logging.getLogger(__name__)
 
-WITHIN = 15.0
-"""seconds that a whole warm-up may take; a stalled read is given up earlier"""
+TIMEOUT = 15.0
+"""Seconds that a whole warm-up may take; a stalled read is given up earlier."""
 FIRST_RETRY, LAST_RETRY = 1.0, 60.0
-"""seconds until the next try, doubled with each, up to the last"""
+"""Seconds until the next try, doubled with each, up to the last."""
 
 
 @dataclass(eq=False)
@@ -41,11 +40,11 @@ class WarmUp:
     remote: RemotePrefill
     requests: DecodeRequests
     _tried: set[str] = field(default_factory=set)
-    """prefill workers that were tried at least once"""
+    """Prefill workers that were tried at least once."""
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Warm up with each prefill worker that appears, and again if that failed; for ever, or until EngineDead."""
+        """Warm up with each new prefill worker, and retry if that fails; for ever, or until EngineDead."""
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             async for _ in self.view.changes():
@@ -73,11 +72,11 @@ class WarmUp:
     async def _try(self, peer: str) -> bool:
         began = time.monotonic()
         name, prompt = f"warm-up-{secrets.token_hex(8)}", unique_prompt(self.engine.facts)
-        submit = Submit(name, prompt, WITHIN, self.engine.plain_body(1))
+        submit = Submit(name, prompt, TIMEOUT, self.engine.plain_body(1))
         request = self.requests.add("", submit, warm_up_with=peer)
         assert request is not None
         try:
-            async with asyncio.timeout(WITHIN):
+            async with asyncio.timeout(TIMEOUT):
                 warm = await self._read(request)
         except (TimeoutError, ProtocolError) as error:
             logger.warning("warm-up with %s: %s", peer, error_text(error, "it took too long"))

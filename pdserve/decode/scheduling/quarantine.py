@@ -1,8 +1,8 @@
-"""Finds the request that kills engines.
+"""Quarantine: finds the request that kills engines.
 
-Every request that was being computed when an engine died may have killed it: it is a *suspect*. A suspect enters the
-next engine only while no other request there is unproven; if that engine dies too, it was the suspect. A request is
-proven by its next token. Requests that are no suspects enter together, unless a suspect waits before them.
+Each request that was being computed when an engine died is a *suspect*. A suspect enters the next engine only while no
+other request there is unproven; if that engine dies too, the suspect killed it. A request is proven by its next token.
+Other requests enter together, unless a suspect waits before them.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from pdserve.decode.requests import DecodeRequest
 
 
 class Quarantine:
-    """Requests enter in order of arrival, so that no kind waits for the other for ever."""
+    """Requests enter in order of arrival, so that neither suspects nor others starve."""
 
     def __init__(self) -> None:
         self._unproven: set[DecodeRequest] = set()
-        """in the engine, or about to enter, without a token so far"""
+        """In the engine, or about to enter, without a token so far."""
         self._queue: deque[tuple[DecodeRequest, asyncio.Future[None]]] = deque()
 
     async def enter(self, request: DecodeRequest) -> None:
@@ -29,21 +29,21 @@ class Quarantine:
         await turn
 
     def leave(self, request: DecodeRequest) -> None:
-        """The request has its first token, or is over. May be called at any time and repeatedly."""
+        """Record that the request has its first token, or is over. May be called at any time and repeatedly."""
         if request in self._unproven:
             self._unproven.remove(request)
             self._advance()
         elif self._queue:
             for entry in [entry for entry in self._queue if entry[0] is request]:
                 self._queue.remove(entry)
-                _let_go(entry[1])
+                _admit(entry[1])
             self._advance()
 
     def _advance(self) -> None:
         while self._queue and self._may_enter(self._queue[0][0]):
             request, turn = self._queue.popleft()
             self._unproven.add(request)
-            _let_go(turn)
+            _admit(turn)
 
     def _may_enter(self, request: DecodeRequest) -> bool:
         if request.engines_died:
@@ -51,6 +51,6 @@ class Quarantine:
         return not any(other.engines_died for other in self._unproven)
 
 
-def _let_go(turn: asyncio.Future[None]) -> None:
+def _admit(turn: asyncio.Future[None]) -> None:
     if not turn.done():  # a worker that ends cancels the tasks of its requests
         turn.set_result(None)

@@ -1,9 +1,9 @@
-"""Which frontend a decode worker asks for places: pure."""
+"""Which frontend a decode worker asks to preempt requests, and how many."""
 
 import pytest
 
 from pdserve.contract.messages import Submit
-from pdserve.decode.replies import make_way
+from pdserve.decode.replies import choose_preemption
 from pdserve.decode.requests import DecodeRequest, Phase
 
 
@@ -33,12 +33,12 @@ def running(text: str) -> list[DecodeRequest]:
         ("0g6 1h2 1h3?", 3, ("0", 3)),
         ("0g5 1h2 1h3?", 3, ("", 0)),
         ("0a1 0b1 0c1 1d1?", 1, ("", 0)),
-        ("0g8 1~1 1h7 0h1?", 1, ("1", 1)),  # what is spare pauses first, also the only one of its client
+        ("0g8 1~1 1h7 0h1?", 1, ("1", 1)),  # flex requests pause first, also the only one of a client
         ("0~8 1~1?", 1, ("", 0)),
-        ("0~1 0a4 0b4 1a1? 1b1? 1a1?", 3, ("0", 1)),  # no more than are spare
-        ("0a8 1~3? 1h1?", 4, ("1", 3)),  # what is spare and waits leaves the line
+        ("0~1 0a4 0b4 1a1? 1b1? 1a1?", 3, ("0", 1)),  # no more than there are flex requests
+        ("0a8 1~3? 1h1?", 4, ("1", 3)),  # flex requests that wait leave the queue
         ("0~5 0~3? 1h1?", 4, ("0", 4)),
     ],
 )
-def test_make_way(inside: str, queued: int, expected: tuple[str, int]) -> None:
-    assert make_way(running(inside), queued) == expected
+def test_choose_preemption(inside: str, queued: int, expected: tuple[str, int]) -> None:
+    assert choose_preemption(running(inside), queued) == expected
