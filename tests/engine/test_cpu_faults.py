@@ -1,4 +1,4 @@
-"""What pdserve replaces of vLLM on the CPU, without an engine: the verification of drafts, and LoRA's kernels."""
+"""The functions of vLLM that pdserve replaces on the CPU, without an engine: verification of drafts, LoRA kernels."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -169,7 +169,7 @@ async def test_kv_that_its_engine_gave_to_another_prompt_is_not_used(pause: str)
         assert tokens(await collect(decode, "r")) == await computed_alone(PROMPT, 5)
 
 
-async def test_released_kv_is_freed_and_named_once(decode: SimEngine) -> None:
+async def test_released_kv_is_freed_and_reported_once(decode: SimEngine) -> None:
     async with sim(Role.PREFILL, "p", lease=0.2) as prefill:
         read = msgspec.structs.replace(await prefilled(prefill, "read", PROMPT), lease=30.0)
         assert not await prefill.all_blocks_free()

@@ -36,7 +36,7 @@ def test_a_step_takes(decoding: int, context: int, chunks: list[tuple[int, int]]
     assert STEP.step_time(decoding, context, chunks) == pytest.approx(seconds)
 
 
-def test_a_chunk_comes_after_two_steps_that_are_spared_for_kv() -> None:
+def test_a_chunk_follows_two_short_steps_for_kv() -> None:
     model = SimModel(prompt_chunk=256, block_size=16)
     assert [model.chunk(256, 1, with_kv) for with_kv in range(5)] == [256, 16, 16, 256, 16]
 
@@ -54,13 +54,13 @@ def test_a_chunk_comes_after_two_steps_that_are_spared_for_kv() -> None:
         (5, "sim: a mapping"),
     ],
 )
-def test_a_speed_is_nothing_only_where_that_is_the_default(speeds: object, problem: str) -> None:
+def test_a_speed_may_be_zero_only_by_default(speeds: object, problem: str) -> None:
     arguments = {"additional-config": {"sim": speeds}}
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         assert sim_model(arguments)
 
 
-async def test_steps_keep_their_time_also_where_timers_are_coarse() -> None:
+async def test_steps_keep_their_pace_with_coarse_timers() -> None:
     """Steps of 2.3 ms, which a timer of whole milliseconds makes 3 ms each; on a busy machine some take longer."""
     async with sim(Role.DECODE, "d", **{"step-seconds": 0.0023}) as decode:
         began = time.monotonic()
@@ -73,7 +73,7 @@ async def test_steps_keep_their_time_also_where_timers_are_coarse() -> None:
     assert min(later - earlier for earlier, later in zip(ended, ended[20:], strict=False)) < 20 * 0.0029
 
 
-async def test_a_step_takes_what_is_in_it() -> None:
+async def test_the_time_of_a_step_follows_from_its_contents() -> None:
     """Two prompts in one step, then both sequences twice, with some 200 tokens of context each, then one twice."""
     speeds = {"step-seconds": 0.001, "sequence-seconds": 0.002, "context-seconds": 0.015, "prefill-rate": 1e6}
     arguments = {"block-size": 16, "additional-config": {"sim": speeds}}
@@ -89,7 +89,7 @@ async def test_a_step_takes_what_is_in_it() -> None:
         assert decode.cpu_seconds() == pytest.approx(prompts + both + alone)
 
 
-async def test_a_prompt_that_waits_finds_the_prefix_of_those_before_it() -> None:
+async def test_a_waiting_prompt_hits_the_prefix_of_earlier_prompts() -> None:
     """The budget of a step is 64 tokens: the second prompt is admitted with the last chunk of the first."""
     prompt = list(range(3, 203))
     async with sim(Role.DECODE, "d", max_num_batched_tokens=64) as decode:

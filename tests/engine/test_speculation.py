@@ -44,7 +44,7 @@ def repeating(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 32, 33, 500, 3000])
-async def test_the_tokens_are_those_of_an_engine_without_it(pair: Engines, length: int) -> None:
+async def test_the_tokens_are_those_of_an_engine_without_speculation(pair: Engines, length: int) -> None:
     prompt = repeating(length)
     if length not in EXPECTED:  # the n-gram pair is first
         await pair.prefill.engine.generate(f"plain-{length}", prompt, body(TOKENS), None)
@@ -78,7 +78,7 @@ async def test_requests_together_have_their_own_drafts(pair: Engines) -> None:
         await pair.all_free()
 
 
-async def test_it_goes_on_after_any_token(pair: Engines) -> None:
+async def test_a_request_continues_after_any_token(pair: Engines) -> None:
     """As after the loss of a worker, also in the middle of what a step accepted."""
     prompt, tokens = repeating(500), EXPECTED[500]
     for done in (1, 2, 17, 18, 19, 20, TOKENS - 1):
@@ -88,7 +88,7 @@ async def test_it_goes_on_after_any_token(pair: Engines) -> None:
     await pair.all_free()
 
 
-async def test_sampling_works(pair: Engines) -> None:
+async def test_requests_that_sample_get_tokens(pair: Engines) -> None:
     """Where vLLM compares probabilities; the first draft of a request whose KV has come is a placeholder, which has
     none."""
     one = sampled(TOKENS, temperature=1.0, top_k=1, ignore_eos=True)

@@ -30,7 +30,7 @@ class Core:
         return True
 
 
-async def test_an_engine_that_keeps_half_an_adapter_ends() -> None:
+async def test_an_engine_that_cannot_remove_a_partly_loaded_adapter_ends() -> None:
     engine = VllmEngine(EngineSpec(Role.DECODE, "decode-0-test", "demo"))
     engine._process.core = core = Core(removes=True)
     engine._process._core_process = SimpleNamespace(exitcode=None)  # type: ignore[assignment]

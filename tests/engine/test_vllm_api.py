@@ -1,5 +1,4 @@
-"""What moved in vLLM? `tools/vllm_surface.py` names what pdserve relies on; here it is held against the vLLM that is
-installed."""
+"""Compares what pdserve relies on in vLLM (`tools/vllm_surface.py`) with the installed vLLM."""
 
 import dataclasses
 import inspect
@@ -47,7 +46,7 @@ def fields(struct: type) -> list[str]:
     return [field.name for field in msgspec.structs.fields(struct)]
 
 
-def test_the_version_is_the_one_that_was_read() -> None:
+def test_the_version_is_the_one_that_was_checked() -> None:
     assert api.VERSION == VLLM_VERSION, (
         f"vLLM {api.VERSION} is installed; run the engine tests, then set VLLM_VERSION"
     )
@@ -156,13 +155,13 @@ FAMILIES = Path(__file__).parent.parent / "plan/families"
 
 
 @pytest.mark.parametrize(("family", "whole"), [("gemma-2-9b", True), ("Qwen2.5-7B", False)])
-def test_kv_that_moves_is_kept_for_whole_prompts(family: str, whole: bool) -> None:
+def test_kv_that_is_transferred_is_kept_for_whole_prompts(family: str, whole: bool) -> None:
     config = api.engine_config(["--model", str(FAMILIES / family), "--skip-tokenizer-init"])
     api.move_whole_prompts(config)
     assert config.scheduler_config.disable_hybrid_kv_cache_manager == whole
 
 
-def test_a_state_does_not_move() -> None:
+def test_a_model_with_state_layers_cannot_be_transferred() -> None:
     config = api.engine_config(["--model", str(FAMILIES / "Jamba-1.5-Mini"), "--skip-tokenizer-init"])
     with pytest.raises(
         ValueError, match=r"^JambaForCausalLM has layers whose state .*: set remote-prefill: false"

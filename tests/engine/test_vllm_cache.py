@@ -76,7 +76,7 @@ def test_events_of_adapters() -> None:
         assert cache.prefixes.hit(PROMPT, salt, adapter) == hit
 
 
-def test_what_only_host_memory_has_is_no_hit_in_the_cache() -> None:
+def test_blocks_only_in_host_memory_are_no_hit_in_the_cache() -> None:
     events = [stored([1, 2], PROMPT[:16]), in_host([1, 2]), api.BlockRemoved([2], "GPU")]
     assert mirror(*events).prefixes.hit(PROMPT, None, host=False) == 8
     cache = mirror(*events, api.BlockRemoved([1], "GPU"), api.BlockRemoved([1, 2], "CPU"))
@@ -94,7 +94,7 @@ def test_events_of_pictures() -> None:
     assert cache.prefixes.hit(PROMPT, None, 0, (red, blue)) == 0
 
 
-def test_nothing_is_left_of_blocks_that_are_gone() -> None:
+def test_removed_blocks_are_forgotten() -> None:
     cache = mirror(*[stored([1, 2], PROMPT[:16])] * 2, *[api.BlockRemoved([1, 2], "GPU")] * 2)
     assert cache._blocks == {}
     assert cache.prefixes.known() == []

@@ -200,8 +200,8 @@ class Engines:
 
 @contextmanager
 def _recording(log: Path) -> Iterator[None]:
-    """Each process of an engine writes into `log` when it asks for AMX, loads the model, and ranks logprobs. It is
-    forked from this one, with the functions as they are here."""
+    """Have each process of an engine write into `log` when it asks for AMX, loads the model, or ranks logprobs. Engines
+    are forked from this process, and inherit the replaced functions."""
 
     def recorded(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **named: Any) -> Any:
@@ -302,9 +302,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [300 + (i * i + 7 * seed + length) % 700 for i in range(length)]
 
 
-async def test_engines_are_as_planned_and_mended(pair: Engines, recorded: Path) -> None:
-    """Each worker asks for AMX before it loads the model: only a CPU with AMX dies without. That of an engine with one
-    rank is in its core process. The ranking of logprobs is not compiled, for which all requests would wait."""
+async def test_engine_processes_are_as_planned_and_work_around_faults(pair: Engines, recorded: Path) -> None:
+    """Each worker asks for AMX before it loads the model. An engine with one rank computes in its core process. The
+    ranking of logprobs is not compiled, because all requests would wait for that."""
     planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
     assert {driven.engine.facts.kv_blocks for driven in (pair.decode, pair.prefill)} == {planned.blocks}
     lines = [line.split() for line in (await asyncio.to_thread(recorded.read_text)).splitlines()]
@@ -320,7 +320,7 @@ def all_processes(pair: Engines) -> list[psutil.Process]:
     return [*pair.decode.engine.processes, *pair.prefill.engine.processes]
 
 
-async def test_a_step_has_as_many_tokens_of_prompts_as_the_limit_says(pair: Engines) -> None:
+async def test_a_step_computes_as_many_prompt_tokens_as_the_limit(pair: Engines) -> None:
     driven = pair.decode
     await driven.engine.generate("running", prompt_of(20), body(2000), None)
     await until(lambda: "running" in driven.outputs)
@@ -340,7 +340,7 @@ async def test_a_step_has_as_many_tokens_of_prompts_as_the_limit_says(pair: Engi
         assert await driven.generate(f"alone-{tokens}", prompt_of(1000, seed=tokens)) == found
 
 
-async def test_a_request_whose_kv_has_come_is_not_behind_a_chunk(pair: Engines) -> None:
+async def test_a_request_whose_kv_was_read_does_not_wait_for_a_chunk(pair: Engines) -> None:
     driven, length = pair.decode, 700
     kv = await pair.prefill.prefill("p-comes", prompt_of(length))
     await driven.engine.limit_chunk(256)
@@ -435,7 +435,7 @@ def xgrammar(**grammar: Any) -> StructuredOutputsParams:
 
 
 @pytest.mark.parametrize("case", [*CARRIED, *NOT_CARRIED])
-async def test_the_first_token_is_what_was_asked_for(pair: Engines, case: str) -> None:
+async def test_the_first_token_follows_the_sampling_parameters(pair: Engines, case: str) -> None:
     prompt = prompt_of(50, seed=21)
     tokens = (await pair.decode.generate(f"tokens {case}", prompt))[:4]
     wanted = sampled(**(CARRIED | NOT_CARRIED)[case](tokens))
@@ -445,8 +445,8 @@ async def test_the_first_token_is_what_was_asked_for(pair: Engines, case: str) -
     assert bool(pair.prefill.outputs[f"p-handed {case}"][0].tokens) == (case in CARRIED)
 
 
-async def test_a_seed_means_the_same_whatever_steps_the_prompt_takes(pair: Engines) -> None:
-    """On a CPU, vLLM's engine died of a prompt that took two."""
+async def test_a_seed_gives_the_same_tokens_in_one_step_and_in_two(pair: Engines) -> None:
+    """On a CPU, a prompt that took two steps killed vLLM's engine."""
     prompt, wanted = prompt_of(3000, seed=24), sampled(temperature=1.0, seed=7)
     two = await pair.decode.answer("two steps", prompt, wanted)
     one = await pair.decode.answer("one step", prompt, wanted)  # most of it is cached by then
@@ -464,7 +464,7 @@ async def test_a_first_token_may_be_the_last_that_fits(pair: Engines) -> None:
     assert len(await pair.hand_over("nearly full", prompt[1:], sampled())) == 2
 
 
-async def test_a_first_token_that_cannot_be_read_is_not_taken(pair: Engines) -> None:
+async def test_an_unreadable_first_token_is_ignored(pair: Engines) -> None:
     prompt, engine = prompt_of(40, seed=23), pair.decode.engine
     handle = await pair.prefill.prefill("p-unreadable", prompt)
     good = pair.prefill.engine.pack(pair.prefill.outputs["p-unreadable"])
@@ -492,7 +492,7 @@ async def read_ahead(pair: Engines, name: str, prompt: list[int]) -> KvHandle:
 
 
 async def test_kv_is_read_while_the_rest_of_the_prompt_is_computed(pair: Engines) -> None:
-    """And the first token is sampled there. The prompt ends with a block, its request a token after it."""
+    """The prefill engine also samples the first token. The prompt fills its last block."""
     prompt = prompt_of(94 * BLOCK, seed=20)
     before, unexpected = pair.decode.bytes, unexpected_notifications()
     handle = await read_ahead(pair, "p-ahead", prompt)
@@ -516,7 +516,7 @@ async def test_kv_is_read_while_the_rest_of_the_prompt_is_computed(pair: Engines
 
 
 def unexpected_notifications() -> float:
-    """Of reads, which vLLM's connector could not tell to which prefill they belong."""
+    """Notifications of reads that vLLM's connector could not match to a prefill."""
     name = "vllm:nixl_num_notifications_after_expiry_total"
     found = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name]
     assert found
@@ -538,7 +538,7 @@ async def test_kv_read_ahead_of_a_preempted_prompt_is_read_again(
     assert await pair.decode.generate(f"not-preempted-{preempted}", prompt) == again
 
 
-async def test_blocks_read_ahead_in_vain_are_free_again(pair: Engines) -> None:
+async def test_unused_blocks_that_were_read_ahead_are_freed(pair: Engines) -> None:
     prompt = prompt_of(3000, seed=22)
     handle = await read_ahead(pair, "p-dropped", prompt)
     assert not await pair.decode.engine.all_blocks_free()
@@ -595,7 +595,7 @@ async def test_cancel_frees_both_sides_at_every_phase(pair: Engines) -> None:
     )
 
 
-async def test_kv_that_is_read_rejected_or_released_is_freed_and_named_once(pair: Engines) -> None:
+async def test_kv_that_is_read_rejected_or_released_is_freed_and_reported_once(pair: Engines) -> None:
     prompt = prompt_of(300, seed=9)
 
     async def freed(handle: KvHandle) -> None:
@@ -619,7 +619,7 @@ async def test_kv_that_is_read_rejected_or_released_is_freed_and_named_once(pair
 
 
 async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Engines) -> None:
-    """vLLM had finished it when the cancellation came."""
+    """vLLM had finished it before the cancellation arrived."""
     engine = pair.prefill.engine
     await engine.prefill("p-late", prompt_of(300, seed=10), body())
     (request,) = engine._requests.of(["p-late"])
@@ -688,14 +688,14 @@ async def test_a_grammar_that_no_engine_can_follow_is_refused(
     assert await pair.decode.generate(f"after: {refused}", prompt_of(50))
 
 
-async def test_a_stranger_has_no_handshake(pair: Engines) -> None:
+async def test_a_peer_without_credentials_gets_no_handshake(pair: Engines) -> None:
     await pair.prefill.engine.reach()
     with pytest.raises(TimeoutError):
         side_channel.ask(pair.prefill.engine._process.side_channel, 0.5)
     await pair.prefill.engine.reach()
 
 
-async def test_an_engine_without_a_handshake_is_named_and_not_asked_again(pair: Engines) -> None:
+async def test_an_engine_without_a_handshake_is_reported_and_not_asked_again(pair: Engines) -> None:
     prompt = prompt_of(5 * BLOCK, 77)
     handle = await pair.prefill.prefill("deaf-0", prompt)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -717,7 +717,7 @@ async def test_idle_engines_are_quiet(pair: Engines) -> None:
 
 
 async def test_stalled_reads_are_recomputed_and_their_blocks_come_back(pair: Engines) -> None:
-    """One of a whole prompt, and one of its beginning, ahead."""
+    """A read of a whole prompt, and one that reads the beginning of a prompt ahead."""
     prompt, other = prompt_of(700, seed=7), prompt_of(700, seed=23)
     handle, first = await pair.first("stalled", prompt, body())
     computed = await pair.prefill.prefill("p-stalled-ahead", other)
@@ -762,7 +762,7 @@ async def test_a_read_during_which_the_decode_engine_hung_is_used_while_its_kv_i
 
 
 async def test_a_broken_connection_is_made_anew(pair: Engines) -> None:
-    """As after a silence that was too long for UCX: it gives up the endpoint, for good."""
+    """After a long silence UCX gives up an endpoint for good."""
     prompt = prompt_of(700, seed=15)
     handle = await pair.prefill.prefill("p-broken", prompt)
     await pair.decode.generate("unbroken", prompt, handle)
@@ -781,7 +781,7 @@ async def test_a_broken_connection_is_made_anew(pair: Engines) -> None:
 
 
 async def reject_until_free(pair: Engines, handle: KvHandle) -> None:
-    """As an answer is repeated: a rejection is lost where the connection has to be made anew."""
+    """Reject repeatedly, because a rejection is lost if the connection has to be made anew."""
     async with asyncio.timeout(20):
         while not await pair.prefill.engine.all_blocks_free():
             await pair.decode.engine.reject(handle)
@@ -800,8 +800,8 @@ def break_connections(pair: Engines) -> int:
     return len(broken)
 
 
-async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Engines) -> None:
-    """The signal goes to the whole foreground group. And the end of the terminal."""
+async def test_ctrl_c_and_a_closed_terminal_do_not_reach_the_engine(pair: Engines) -> None:
+    """Both signals go to the whole foreground group."""
     for number in (signal.SIGINT, signal.SIGHUP):
         for process in pair.decode.engine.processes:
             process.send_signal(number)
@@ -811,7 +811,7 @@ async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Engines) -> None:
 async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
     pair: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before that it is stalled, until it goes on."""
+    """Before the hang it stalls once and goes on."""
     for name, seconds in {"STALLS_AFTER": 1.0, "HANGS_AFTER": 5.0, "PROBE_INTERVAL": 0.1}.items():
         monkeypatch.setattr(engine_checks, name, seconds)
     watch, said = engine_checks.EngineWatch(pair.decode.engine), list[bool]()

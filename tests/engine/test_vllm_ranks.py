@@ -51,7 +51,7 @@ def _gone(pid: int | None) -> bool:
     ("number", "crashed"),
     [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGSEGV, True), (0, True)],
 )
-async def test_a_core_ends_with_its_first_rank_and_tells_how(
+async def test_a_core_ends_with_its_first_rank_and_its_status_says_how(
     number: int, crashed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api.MultiprocExecutor, "start_worker_monitor", None)
@@ -76,7 +76,7 @@ def test_only_a_core_that_crashed_may_have_died_of_a_request(status: int | None,
     assert death_of(status).crashed == crashed
 
 
-async def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_hub_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(argv: object, headless: bool) -> None:
         raise OSError(
             "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them."

@@ -1,4 +1,4 @@
-"""The engine that has the KV has the last word, whatever the reader's clock showed."""
+"""The prefill engine decides whether KV was still held; the decode engine's clock does not count."""
 
 import logging
 import threading
@@ -92,7 +92,7 @@ async def test_each_read_is_confirmed_by_the_engine_that_was_read(
         assert "good" not in confirmations
 
 
-async def test_an_answer_is_not_taken_for_a_later_read(leases: Leases, key: CurveKey | None) -> None:
+async def test_an_answer_does_not_confirm_a_later_read(leases: Leases, key: CurveKey | None) -> None:
     """Of the same prefill, and under the same name: a request that was cancelled and asked again."""
     with engine(leases, key) as path, asking(key) as confirmations:
         ended = {"r": Source(path, "prefill-0-a", "p")}
@@ -115,7 +115,7 @@ async def test_an_engine_that_is_gone_or_hangs_held_nothing(
         assert not confirmations._peers, "the next question gets a new connection"
 
 
-async def test_answers_that_cannot_be_read_are_no_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreadable_answers_confirm_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_channel, "CONFIRM_WITHIN", 0.3)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as other, asking(None) as confirmations:
         other.setsockopt(zmq.LINGER, 0)

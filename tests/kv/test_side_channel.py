@@ -101,7 +101,7 @@ def test_only_a_process_of_the_graph_is_answered(tmp_path: Path) -> None:
         side_channel.ask(path, NEVER, ours)
 
 
-def test_the_key_is_the_graphs(tmp_path: Path) -> None:
+def test_the_key_depends_on_the_graphs_credentials_only(tmp_path: Path) -> None:
     """Equal for all copies of a folder, and not readable from what is sent or from another purpose's."""
     graph = create(tmp_path / "graph")
     copied = Credentials(shutil.copytree(graph.folder, tmp_path / "copy"))

@@ -1,3 +1,9 @@
+"""KV reads that stall."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from pdserve.kv.nixl import provide_nixl
 from pdserve.kv.stalled_reads import StallWatch
 
 
@@ -24,3 +30,23 @@ def test_a_finished_read_is_forgotten() -> None:
     assert watch.update({}, 0.5) == []
     assert watch.update({"a": 0}, 5.0) == [], "another read of the same name starts anew"
     assert watch.update({"a": 0}, 6.0) == ["a"]
+
+
+def test_reads_that_stall_together_pause_the_next_handshake_once() -> None:
+    """vLLM doubles the pause each time: six stalled reads stopped remote prefill for 16 s, in which the KV of new
+    requests was neither read nor rejected."""
+    provide_nixl()
+    from pdserve.kv.connector import ConnectorWorker, TransferStats
+
+    worker: Any = object.__new__(ConnectorWorker)
+    reads = [f"request-{number}" for number in range(6)]
+    source = SimpleNamespace(remote=SimpleNamespace(engine_id="prefill-0"))
+    worker._recving_metadata = dict.fromkeys(reads, source)
+    worker._remote_agents, worker._invalid_remote_engines = {"prefill-0": {}}, set()
+    worker._invalid_engine_backoff = {}
+    worker.xfer_stats, worker.ahead = TransferStats(), SimpleNamespace(bad=set())
+    for read in reads:
+        worker._report_stall(read)
+    assert worker.ahead.bad == set(reads)
+    ((pause, _),) = worker._invalid_engine_backoff.values()
+    assert pause == 0

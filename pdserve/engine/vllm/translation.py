@@ -21,17 +21,17 @@ from pdserve.util.lru import LruDict
 logger = logging.getLogger(__name__)
 
 _KV = "kv_transfer_params"
-_KNOWN = {
-    "do_remote_prefill",
-    "do_remote_decode",
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-    "remote_block_ids",
-    "tp_size",
+_HANDLE_FIELDS = {
+    "remote_engine_id": "engine_id",
+    "remote_request_id": "request_id",
+    "remote_host": "host",
+    "remote_port": "port",
+    "remote_block_ids": "block_ids",
+    "tp_size": "tp_size",
 }
+"""Transfer parameter of vLLM -> field of KvHandle."""
 _REMEMBERED = 100_000
+"""Newest request ids that are known as used."""
 
 
 @dataclass(eq=False)
@@ -223,15 +223,8 @@ def _request(request_id: str, prompt: list[int], sampling: api.SamplingParams) -
 
 def pull_params(kv: KvHandle) -> dict[str, Any]:
     """The transfer parameters of a request that reads the KV at `kv`."""
-    return dict(kv.extra) | {
-        "do_remote_prefill": True,
-        "remote_engine_id": kv.engine_id,
-        "remote_request_id": kv.request_id,
-        "remote_host": kv.host,
-        "remote_port": kv.port,
-        "remote_block_ids": kv.block_ids,
-        "tp_size": kv.tp_size,
-    }
+    fields = {param: getattr(kv, name) for param, name in _HANDLE_FIELDS.items()}
+    return kv.extra | {"do_remote_prefill": True} | fields
 
 
 def handle_of(
@@ -243,21 +236,19 @@ def handle_of(
 ) -> KvHandle | None:
     """The handle in the transfer parameters of a finished prefill; None if there is none."""
     try:
-        return KvHandle(
-            engine_id=params["remote_engine_id"],
-            request_id=params["remote_request_id"],
-            host=params["remote_host"],
-            port=params["remote_port"],
-            block_ids=[list(group) for group in params["remote_block_ids"]],
-            num_tokens=prompt_tokens,
-            block_size=facts.block_size,
-            fingerprint=with_adapter(facts.fingerprint, adapter),
-            tp_size=params["tp_size"],
-            lease=lease,
-            extra={key: value for key, value in params.items() if key not in _KNOWN},
-        )
+        fields = {name: params[param] for param, name in _HANDLE_FIELDS.items()}
+        fields["block_ids"] = [list(group) for group in fields["block_ids"]]
     except (KeyError, TypeError):
         return None
+    known = {"do_remote_prefill", "do_remote_decode"} | _HANDLE_FIELDS.keys()
+    return KvHandle(
+        **fields,
+        num_tokens=prompt_tokens,
+        block_size=facts.block_size,
+        fingerprint=with_adapter(facts.fingerprint, adapter),
+        lease=lease,
+        extra={key: value for key, value in params.items() if key not in known},
+    )
 
 
 def scheduled_at(raw: api.EngineCoreOutput) -> float | None:

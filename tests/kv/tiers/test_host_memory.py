@@ -57,7 +57,7 @@ class Child:
         return found
 
 
-def test_copies_end_before_any_block_is_used_again_whatever_for() -> None:
+def test_copies_end_before_any_of_their_blocks_is_reused() -> None:
     connectors = PdserveConnectors.__new__(PdserveConnectors)
     connectors._connectors, connectors._extra_async_saves = [Child(), Child()], {}
     pool = BlockPool(8, enable_caching=True, hash_block_size=32)
