@@ -225,7 +225,7 @@ def test_a_killed_worker_comes_back_as_a_new_instance_with_the_configuration_of_
         assert "no-such-key" not in graph.text
     finally:
         graph.file.write_text(file)
-    until(lambda: "decode-0 is back after its end" in _problems(graph), graph)
+    until(lambda: "decode-0 is ready again after it ended" in _problems(graph), graph)
     until(lambda: {"status": "ok", "workers": {"demo": 2}}.items() <= graph.health().items(), graph)
     metrics = httpx.get(f"{graph.url}/metrics", timeout=30).text
     assert 'pdserve_restarts_total{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics

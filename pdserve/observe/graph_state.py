@@ -1,5 +1,5 @@
-"""What the graph is doing now and did in the last minutes, made of the registry's records and of what each process
-reports: the same for the dashboard and `pdserve status`."""
+"""The state of the graph now and in the last minutes, from the registry's records and the processes' reports, for the
+dashboard and `pdserve status`."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -27,30 +27,30 @@ from pdserve.contract.reports import (
     Tick,
 )
 
-WAITS = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.FRONTEND}
-"""where what waits for a role is: prompts at decode workers, requests at frontends"""
+BACKLOG_AT = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.FRONTEND}
+"""By role: the role whose processes hold its backlog. Prompts wait at decode workers, requests at frontends."""
 _ORDER = {"frontend": 0, "decode": 1, "both": 2, "prefill": 3}
 
 
 class InstanceState(Struct, frozen=True):
     instance: Instance
     load: Load | None
-    """None: the process did not answer"""
+    """None if the process did not respond."""
     links: list[LinkState]
 
 
 class Moment(Struct, frozen=True):
-    """What all frontends served in one tick: rates in 1/s; latencies in seconds, None without observations."""
+    """What all frontends served in a tick: rates in 1/s; latencies in seconds, None without observations."""
 
     age: float
-    """seconds since its end, approximately: frontends do not tick together"""
+    """Seconds since its end, approximately, because frontends' ticks are not aligned."""
     requests: float
     failed: float
     refused: float
     promised: float
-    """with a promise to keep"""
+    """Requests with an SLO."""
     kept: float | None
-    """that kept it; None where nothing was promised"""
+    """Requests that met their SLO; None without such requests."""
     tokens: float
     ttft_p50: float | None
     ttft_p95: float | None
@@ -60,23 +60,23 @@ class Moment(Struct, frozen=True):
 
 class GraphState(Struct, frozen=True):
     queue_depth: int
-    """prefill requests not yet pulled: the largest that a worker reports"""
+    """Prefill requests not yet pulled: the largest number that a worker reports."""
     queue_limit: int
-    """depth from which decode workers prefill locally; 0: they decide by estimates"""
+    """Depth from which decode workers prefill locally; 0: they decide by estimates."""
     instances: list[InstanceState]
-    """frontends first, prefill workers last"""
+    """Frontends first, prefill workers last."""
     slots: list[SlotState]
     cards: dict[str, list[tuple[str, ModelCard]]]
-    """by model: (id of a decode worker, or of a prefill worker that may stand in for it, its card)"""
+    """By model: id and card of each decode worker, and of each prefill worker that may stand in."""
     settings: dict[str, str]
     moments: list[Moment]
-    """the oldest first"""
+    """The oldest first."""
     receipts: list[Receipt]
-    """the newest first: `MAX_REPORTED_RECEIPTS`, then up to `MAX_DETOURS` older ones with a detour"""
+    """The newest first: `MAX_REPORTED_RECEIPTS`, then up to `MAX_DETOURS` older ones with a detour."""
     outages: dict[str, list[Outage]]
-    """by the id of the instance that reports them, or the name of another process that looks at the graph"""
+    """By id of the instance that reports them, or name of another process that reads the graph's state."""
     gone: list[LostWorker]
-    """workers that vanished, the last one first"""
+    """Workers whose lease ended without a drain, the last one first."""
 
 
 def graph_state(
@@ -86,9 +86,9 @@ def graph_state(
     settings: Mapping[str, str],
     watched: Mapping[str, ProcessReport],
 ) -> GraphState:
-    """`watched`: by instance id, without the processes that did not answer. Pure."""
+    """`watched`: reports by instance id, without processes that did not respond. Pure."""
     loads = [reported.load for reported in watched.values()]
-    ordered = sorted(instances, key=lambda instance: place(instance.role, instance.id))
+    ordered = sorted(instances, key=lambda instance: sort_key(instance.role, instance.id))
     receipts = [receipt for reported in watched.values() for receipt in reported.receipts]
     receipts.sort(key=lambda receipt: receipt.age)
     astray = [receipt for receipt in receipts[MAX_REPORTED_RECEIPTS:] if receipt.has_detour]
@@ -112,7 +112,7 @@ def _gone(watched: Iterable[ProcessReport], there: Container[str]) -> list[LostW
 
 
 def decode_workers(state: GraphState) -> dict[str, int]:
-    """By model: how many are registered; 0 where only workers that prefill are left. Pure."""
+    """By model: the number of registered decode workers; 0 if there are only prefill workers. Pure."""
     workers = Counter(
         each.instance.model for each in state.instances if each.instance.role.includes(Role.DECODE)
     )
@@ -121,13 +121,13 @@ def decode_workers(state: GraphState) -> dict[str, int]:
 
 
 def backlog(state: GraphState, role: Role) -> float:
-    """Seconds that one worker of this role would take for what waits, as `WAITS` of its processes report it. Pure."""
-    reported = (each.load for each in state.instances if each.instance.role.includes(WAITS[role]))
+    """Seconds that one worker of this role needs for the reported backlog. Pure."""
+    reported = (each.load for each in state.instances if each.instance.role.includes(BACKLOG_AT[role]))
     return sum(load.backlog for load in reported if load is not None)
 
 
 def settings_changed(state: GraphState) -> list[str]:
-    """Return a line for each live setting that is not as in the processes' file. Pure."""
+    """A line for each live setting that differs from the processes' file. Pure."""
     return list_changes(merge_files(each.instance.settings for each in state.instances), state.settings)
 
 
@@ -137,14 +137,14 @@ def slot_name(instance_id: str) -> str:
 
 
 def short_names(ids: Iterable[str]) -> dict[str, str]:
-    """By instance id: the name of its slot, or the id itself where several have the same name. Pure."""
+    """By instance id: the name of its slot, or the id where several have the same slot. Pure."""
     short = {name: slot_name(name) for name in ids}
     count = Counter(short.values())
     return {name: name if count[slot] > 1 else slot for name, slot in short.items()}
 
 
 def detours(receipts: Iterable[Receipt]) -> list[tuple[float, Hop, Receipt]]:
-    """Migrations and fallbacks, each with its age in seconds, the newest first. Pure."""
+    """Migrations and fallbacks with their age in seconds, newest first. Pure."""
     listed = [
         (max(0.0, receipt.age - hop.start), hop, receipt)
         for receipt in receipts
@@ -155,7 +155,7 @@ def detours(receipts: Iterable[Receipt]) -> list[tuple[float, Hop, Receipt]]:
 
 
 def moments(series: Iterable[Sequence[Tick]]) -> list[Moment]:
-    """Add up the ticks of several frontends, taking their newest ones for simultaneous. Pure."""
+    """Add up the ticks of several frontends, as if their newest ticks were simultaneous. Pure."""
     kept = [ticks for ticks in series if ticks]
     longest = max(map(len, kept), default=0)
     return [
@@ -165,8 +165,8 @@ def moments(series: Iterable[Sequence[Tick]]) -> list[Moment]:
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Seconds within which `share` of the observations lie, as Prometheus' `histogram_quantile` has it: linear inside a
-    bucket; in the last one, which has no upper bound, its lower bound. Pure."""
+    """Seconds below which `share` of the observations lie, as by Prometheus' `histogram_quantile`: linear inside a
+    bucket; for the last bucket, its lower bound. Pure."""
     below = list(accumulate(counts))
     if not below or not below[-1]:
         return None
@@ -179,7 +179,7 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 def promise_kept(series: Sequence[Moment]) -> str:
-    """Return the share of requests that kept their promise, in words; empty where nothing was promised. Pure."""
+    """The share of requests that met their SLO, in words; empty without such requests. Pure."""
     promised = sum(moment.promised for moment in series)
     kept = sum(moment.kept or 0.0 for moment in series)
     lately = f"{round(promised * TICK)} requests in the last {len(series) * TICK / 60:.0f} minutes"
@@ -203,15 +203,15 @@ def _moment(ticks: Sequence[Tick], age: float) -> Moment:
 
 @lru_cache(8 * MAX_TICKS)
 def _quantiles(counts: tuple[tuple[int, ...], ...]) -> tuple[float | None, float | None]:
-    """p50 and p95 of all together, without frontends of another version of pdserve, which have other buckets. Cached:
-    each look at the graph asks again for the ticks of the last minutes."""
+    """p50 and p95 of all counts, without those of other versions of pdserve, which have other buckets. Cached, because
+    each reading of the graph's state computes the last minutes again."""
     known = [each for each in counts if len(each) == len(BUCKETS) + 1]
     total = list(map(sum, zip(*known, strict=True)))
     return quantile(total, 0.5), quantile(total, 0.95)
 
 
-def place(role: Role, name: str) -> tuple[int, list[tuple[int, str]]]:
-    """A sort key by role, then number: `decode-2` before `decode-10`. Pure."""
+def sort_key(role: Role, name: str) -> tuple[int, list[tuple[int, str]]]:
+    """Sort key by role, then number: `decode-2` before `decode-10`. Pure."""
     parts = name.split("-")
     return _ORDER[role.value], [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 

@@ -1,8 +1,8 @@
-"""Log lines: one format for pdserve's processes and for those that vLLM starts below them.
+"""The log format of pdserve's processes, and of vLLM's processes below them.
 
 Text is one line per record, `2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: message`, with
-continuation lines for tracebacks; JSON is one object per line. vLLM applies the same configuration in its own
-processes: VLLM_LOGGING_CONFIG_PATH names it, and `handler` finds name, format and levels in the environment.
+continuation lines for tracebacks; JSON is one object per line. vLLM configures its own processes by the file in
+VLLM_LOGGING_CONFIG_PATH, whose `handler` reads name, format and levels from the environment.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 from pdserve.util import clock
 
 LONGEST = 20_000
-"""characters of a record's message, and of its traceback"""
+"""Characters of a record's message, and of its traceback."""
 
 _CONFIG = Path(__file__).with_name("logging.json")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -29,9 +29,9 @@ _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critic
 _LETTERS = {word: letter for letter, word in _LEVELS.items()}
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([DIWEC]) (\S+) (\S+): (.*)", re.DOTALL)
 _FORGED = re.compile(r"\n(?=\d{4}-|\{)")
-"""a line inside of a record that `parse` would take for another one"""
+"""Start of a line inside a record that `parse` would take for another record."""
 
-# What vLLM and torch log at every start, though a user can do nothing about it.
+# Lines that vLLM and torch log at every start, and that a user cannot act on.
 _NOISE = re.compile(
     r"Enforce eager set|Inductor compilation was disabled|Reset SSM cache type|is not found in LD_PRELOAD"
     r"|[Tt]riton (is )?not |Triton is installed|NUMA binding: Using MEMBIND"
@@ -43,15 +43,15 @@ _NOISE = re.compile(
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of the stream that `pdserve serve` shows."""
+    """A log line of `pdserve serve`."""
 
     time: str
     level: str
-    """`D`, `I`, `W`, `E` or `C`"""
+    """`D`, `I`, `W`, `E` or `C`."""
     name: str
-    """role and index, `decode-0`"""
+    """Role and index, `decode-0`."""
     logger: str
-    """empty for a line that did not come through our logging"""
+    """Empty for a line that is not a log record of pdserve."""
     message: str
 
     @property
@@ -60,8 +60,8 @@ class LogLine:
 
 
 def setup(name: str, level: str = "INFO", fmt: str = "text", vllm_level: str = "WARNING") -> None:
-    """Configure logging for this process, called `name` (`decode-0`), and for the processes that vLLM starts below it.
-    Call it before vLLM is imported. `fmt` is `text` or `json`."""
+    """Configure logging for this process, called `name` (`decode-0`), and for vLLM's processes below it. Call it before
+    importing vLLM. `fmt` is `text` or `json`."""
     os.environ |= {"PDSERVE_LOG_NAME": name, "PDSERVE_LOG_LEVEL": level, "PDSERVE_LOG_FORMAT": fmt}
     os.environ |= {"VLLM_LOGGING_LEVEL": vllm_level, "VLLM_LOGGING_CONFIG_PATH": str(_CONFIG)}
     if level != "DEBUG":  # warnings that libraries address to developers
@@ -72,7 +72,7 @@ def setup(name: str, level: str = "INFO", fmt: str = "text", vllm_level: str = "
 
 
 def handler() -> logging.Handler:
-    """The handler of `logging.json`, with the name, format and levels that the environment gives."""
+    """The handler of `logging.json`, with name, format and levels from the environment."""
     name = os.environ.get("PDSERVE_LOG_NAME", "pdserve")
     logging.getLogger("pdserve").setLevel(os.environ.get("PDSERVE_LOG_LEVEL", "INFO"))
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
@@ -83,9 +83,9 @@ def handler() -> logging.Handler:
 
 
 class RepeatFilter(logging.Filter):
-    """Keep repeated records from filling the disk: of each place in the code that logs warnings or errors, show a
-    traceback once in `TRACE_EVERY` seconds and at most `BURST` records in `BURST_SECONDS`. Add to the next record from
-    there how many were left out."""
+    """Limits repeated warnings and errors, so that they do not fill the disk: for each line of code that logs them, a
+    traceback in `TRACE_EVERY` seconds and `BURST` records in `BURST_SECONDS`. The next record from that line says how
+    many were left out."""
 
     TRACE_EVERY, BURST, BURST_SECONDS = 60.0, 100, 10.0
 
@@ -142,7 +142,7 @@ class LineFormatter(logging.Formatter):
 
 
 def quoted(text: str) -> str:
-    """Quote text in which there may be a client's: it must neither begin a record of its own, nor steer a terminal."""
+    """Escape text that a client may have written, so that it cannot forge a record or control a terminal."""
     return _FORGED.sub("\n| ", _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text))
 
 
@@ -154,7 +154,7 @@ def _cut(text: str) -> str:
 
 
 def stamp(seconds: float | None = None) -> str:
-    """Local time in ISO form with milliseconds; now by default."""
+    """Local time in ISO format with milliseconds; now by default."""
     seconds = clock.unix() if seconds is None else seconds
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(seconds))}.{int(seconds % 1 * 1000):03d}"
 
@@ -178,8 +178,8 @@ def as_json(line: LogLine, trace: str = "") -> str:
 
 
 def parse(raw: str, name: str) -> LogLine:
-    """Parse a line that process `name` wrote: a record of pdserve's, in either format, or any other text (of a C++
-    library, a crash, print)."""
+    """Parse a line of process `name`: a log record of pdserve, in either format, or other text (of a C++ library, a
+    crash, a print)."""
     raw = quoted(_ANSI.sub("", raw))
     if match := _LINE.fullmatch(raw):
         time_, level, own_name, logger, message = match.groups()
@@ -191,15 +191,13 @@ def parse(raw: str, name: str) -> LogLine:
             time_, level, own_name, logger, message = map(str, said)
             message = quoted("\n".join(filter(None, (message, record.get("trace")))))
             return LogLine(time_, _LETTERS[level], own_name, logger, message)
-        except (ValueError, LookupError, TypeError):  # JSON that is no record of ours
+        except (ValueError, LookupError, TypeError):  # JSON of another program
             pass
     if raw.startswith('{"level":'):  # etcd's
         with suppress(ValueError, LookupError, TypeError):
             record = json.loads(raw)
             message = ": ".join(filter(None, (record["msg"], record.get("error"))))
-            level = _LETTERS.get(
-                record["level"].replace("warn", "warning"), "E"
-            )  # beside these: panic, fatal
+            level = _LETTERS.get(record["level"].replace("warn", "warning"), "E")  # E: panic, fatal
             return LogLine(stamp(), level, name, "", message)
     return LogLine(stamp(), _guess_level(raw), name, "", raw)
 

@@ -1,5 +1,5 @@
-"""All metrics (docs/metrics.md), in seconds and bytes as Prometheus wants, and how several processes' pages of them are
-merged into one."""
+"""All Prometheus metrics (docs/metrics.md), in seconds and bytes, and merging the metrics pages of several
+processes."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,50 +16,50 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # gauges that Promet
 # frontend, decode
 BACKLOG = Gauge(
     "pdserve_backlog_seconds",
-    "seconds that one worker needs for what waits (docs/metrics.md); `role`: `decode` (requests, in frontends), "
-    "`prefill` (prompts that no engine has, of decode workers)",
+    "seconds that one worker needs for the backlog (docs/metrics.md); `role`: `decode` (requests in frontends), "
+    "`prefill` (prompts of decode workers that no engine has)",
     ["model", "role"],
 )
 USABLE_WORKERS = Gauge(
     "pdserve_usable_workers",
-    "workers to which this process would send work now; `role`: `decode` (without stand-ins, as frontends see them), "
-    "`prefill` (as decode workers see them)",
+    "workers to which this process would send requests now; `role`: `decode` (in frontends, without stand-ins), "
+    "`prefill` (in decode workers)",
     ["model", "role"],
 )
 
 # frontend
 REQUESTS = Counter(
     "pdserve_requests_total",
-    "HTTP requests by status, or error in a stream; 499: the client left first. `model` is empty for one not served",
+    "HTTP requests by status, or error in a stream; 499: the client disconnected. `model` is empty for unknown models",
     ["model", "code"],
 )
 SLO = Counter(
     "pdserve_slo_total",
-    "finished requests with a promise; `outcome`: `kept`, `ttft` (the first token was late), `gap` (a later one), "
-    "`failed` (429 or 5xx)",
+    "finished requests with an SLO; `outcome`: `kept`, `ttft` (the first token was late), `gap` (a later token was "
+    "late), `failed` (429 or 5xx)",
     ["model", "outcome"],
 )
-KEY_REQUESTS = Counter("pdserve_key_requests_total", "HTTP requests answered, by API key", ["key", "code"])
+KEY_REQUESTS = Counter("pdserve_key_requests_total", "HTTP requests by API key and status", ["key", "code"])
 KEY_TOKENS = Counter(
     "pdserve_key_tokens_total", "tokens by API key; `kind`: `prompt`, `output`", ["key", "kind"]
 )
 TTFT = Histogram(
     "pdserve_ttft_seconds",
-    "from a request's arrival to its first token; once for each request",
+    "from a request's arrival to its first token; one observation per request",
     ["model"],
     buckets=BUCKETS,
 )
-ITL = Histogram("pdserve_itl_seconds", "between two tokens of a stream", ["model"], buckets=BUCKETS)
+ITL = Histogram("pdserve_itl_seconds", "time between two tokens of a stream", ["model"], buckets=BUCKETS)
 E2E = Histogram(
     "pdserve_e2e_seconds",
-    "from a request's arrival to the end of its complete answer",
+    "from a request's arrival to the end of its complete response",
     ["model"],
     buckets=BUCKETS,
 )
-WAITING = Gauge("pdserve_waiting_requests", "requests that wait in this frontend for their turn", ["model"])
+WAITING = Gauge("pdserve_waiting_requests", "requests in this frontend's admission queue", ["model"])
 RUNNING = Gauge(
     "pdserve_running_requests",
-    "sequences (4 of a request with n=4) of this frontend at decode workers",
+    "sequences (4 of a request with n=4) of this frontend that decode workers run",
     ["model"],
 )
 LINKS = Gauge(
@@ -69,13 +69,13 @@ LINKS = Gauge(
 )
 CONNECTIONS_CLOSED = Counter(
     "pdserve_connections_closed_total",
-    "connections that the server closed; `reason`: `unread` (the client does not read its answer), `head` (no complete "
-    "head came), `refused` (no HTTP), `limit` (too many), `handshake` (TLS)",
+    "connections that the server closed; `reason`: `unread` (the client does not read), `head` (incomplete "
+    "request head), `refused` (not HTTP), `limit` (too many), `handshake` (TLS)",
     ["reason"],
 )
 MIGRATIONS = Counter(
     "pdserve_migrations_total",
-    "sequences that lost their decode worker and continued on another; `reason`: `gone` (no connection), "
+    "sequences that continued on another decode worker after a loss; `reason`: `gone` (no connection), "
     "`engine-died`, `failed` (the worker drains, or its log says why), `gave-up` (its engine ended the request), "
     "`unreadable` (its outputs), `handed-over` (from a prefill worker that stood in), "
     "`stalled` (before their first token)",
@@ -88,46 +88,46 @@ ROUTER_DECISIONS = Counter(
 )
 IN_FLIGHT = Gauge(
     "pdserve_requests_in_flight",
-    "sequences that this decode worker generates for this frontend; none without a link",
+    "sequences that this decode worker generates for this frontend; absent without a connection",
     ["instance"],
 )
 INSTANCES = Gauge(
     "pdserve_instances",
-    "live processes in the registry; `role`: `frontend`, `decode`, `prefill`, `both`",
+    "registered processes; `role`: `frontend`, `decode`, `prefill`, `both`",
     ["role"],
 )
 
 SLOT_READY = Gauge(
     "pdserve_slot_ready",
-    "1: the process of this slot (`decode-0`) is ready; 0: it is not, it does not answer, or its lease ended without a "
-    "drain within 10 minutes and no other has replaced it. The least of all frontends counts",
+    "1: the process of this slot (`decode-0`) is ready; 0: it is not, does not respond, or its lease ended without a "
+    "drain in the last 10 minutes and no other has replaced it. The minimum over all frontends counts",
     ["slot", "host"],
 )
 WORKERS_REPLACED = Counter(
     "pdserve_workers_replaced_total",
-    "workers whose lease ended without a drain, and whose place another took; `role`: `decode`, `prefill`, `both`",
+    "workers whose lease ended without a drain and that another one replaced; `role`: `decode`, `prefill`, `both`",
     ["model", "role"],
 )
 
 # decode
 PREFILL = Counter(
     "pdserve_prefill_total",
-    "prompts by where they were computed, and why (docs/metrics.md)",
+    "prompts by where they were computed, and the reason (docs/metrics.md)",
     ["model", "mode", "reason"],
 )
 REMOTE_PREFILL_FAILURES = Counter(
     "pdserve_remote_prefill_failures_total",
-    "remote prefills that failed, and why (docs/metrics.md)",
+    "failed remote prefills, by reason (docs/metrics.md)",
     ["model", "reason"],
 )
 KV_TRANSFER_SECONDS = Histogram(
     "pdserve_kv_transfer_seconds",
-    "how long the decode engine waited for KV; once for each request",
+    "time for which the decode engine waited for KV; one observation per request",
     ["model"],
     buckets=BUCKETS,
 )
 KV_TRANSFER_BYTES = Counter(
-    "pdserve_kv_transfer_bytes_total", "bytes of KV read, with warm-ups and pieces read ahead", ["model"]
+    "pdserve_kv_transfer_bytes_total", "bytes of KV read, including warm-ups and read-ahead", ["model"]
 )
 HANDSHAKE_FAILURES = Counter(
     "pdserve_kv_handshake_failures_total",
@@ -136,21 +136,21 @@ HANDSHAKE_FAILURES = Counter(
 )
 WARM_UPS = Counter(
     "pdserve_warm_ups_total",
-    "first KV reads between a decode and a prefill worker, which no other metric counts; `result`: `ok`, `failed`",
+    "warm-up reads of KV between a decode and a prefill worker, in no other metric; `result`: `ok`, `failed`",
     ["model", "result"],
 )
 
 # prefill
 QUEUE_WAIT = Histogram(
     "pdserve_prefill_queue_wait_seconds",
-    "from a prompt's publishing to its first pull",
+    "from the publishing of a prompt to its first pull",
     ["model"],
     buckets=BUCKETS,
 )
 
 # decode, prefill
 QUEUE_DEPTH = Gauge(
-    "pdserve_prefill_queue_depth", "prompts that wait for a prefill worker, as each worker sees it", ["model"]
+    "pdserve_prefill_queue_depth", "prompts in the prefill queue, as each worker sees it", ["model"]
 )
 ENGINE_REQUESTS = Gauge(
     "pdserve_engine_requests",
@@ -160,7 +160,7 @@ ENGINE_REQUESTS = Gauge(
 )
 ENGINE_STALLED = Gauge(
     "pdserve_engine_stalled",
-    "1 while the engine neither answers nor computes, so that its worker gets no new requests (docs/liveness.md); "
+    "1 while the engine neither replies nor computes, so that its worker gets no new requests (docs/liveness.md); "
     "`role`: `decode`, `prefill`, `both`",
     ["model", "role"],
 )
@@ -172,18 +172,16 @@ KV_USAGE = Gauge(
 
 # all
 CONNECTED = Gauge(
-    "pdserve_connected", "1: this process has its connection; `server`: `NATS`, `etcd`", ["server"]
+    "pdserve_connected", "1: this process is connected to the `server`: `NATS`, `etcd`", ["server"]
 )
 TASK_FAILURES = Counter(
-    "pdserve_task_failures_total", "background tasks that failed, also if restarted: a bug", ["task"]
+    "pdserve_task_failures_total", "failures of background tasks, which are restarted: bugs", ["task"]
 )
-TASKS = Gauge(
-    "pdserve_tasks", "asyncio tasks: back at its idle value when nothing runs, else something leaks"
-)
+TASKS = Gauge("pdserve_tasks", "asyncio tasks; above its idle value without requests, tasks leak")
 
 
 class SlotMetrics(Collector):
-    """What supervisors report of the processes that they keep alive, from the registry."""
+    """Metrics of the slots that supervisors report in the registry."""
 
     def __init__(self, slots: Iterable[SlotState]) -> None:
         self._slots = slots
@@ -200,17 +198,17 @@ class SlotMetrics(Collector):
 
 
 class MergedPage:
-    """Merge several processes' pages into one. Families of the same name come together; each sample gets a label
-    `instance`, or `source` where its own `instance` means something else (the router's decisions). Works on the text:
-    parsing a page takes twenty times as long, which would delay the streams of a frontend."""
+    """Merges the metrics pages of several processes. Each sample gets a label `instance`, or `source` where it has an
+    `instance` of its own (router decisions). Merges text, because parsing takes twenty times as long, which would delay
+    a frontend's streams."""
 
     def __init__(self) -> None:
         self._families: dict[str, list[str]] = {}
-        """by name: the lines HELP and TYPE, then the samples"""
+        """By name: the lines HELP and TYPE, then the samples."""
 
     def add(self, instance: str, page: str) -> None:
-        """Leave out lines that are no samples, and a family whose type differs from that in an earlier page: Prometheus
-        would refuse the whole page for either."""
+        """Add a page, without lines that are not samples, and without families whose type differs from an earlier
+        page's, because Prometheus refuses a page with either."""
         for family in f"\n{page}".split("\n# HELP ")[1:]:
             about, kind, *samples = family.split("\n")
             lines = self._families.setdefault(about.partition(" ")[0], [f"# HELP {about}", kind])

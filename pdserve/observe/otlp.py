@@ -1,6 +1,6 @@
 """Send spans to an OpenTelemetry collector, by OTLP over HTTP, with OpenTelemetry's SDK and its environment variables.
 
-The SDK sends batches in a thread. Spans that the collector does not take are lost, and cost the requests nothing.
+The SDK sends batches in a thread. Spans that the collector refuses are lost, without delay for requests.
 """
 
 import asyncio
@@ -22,19 +22,21 @@ from pdserve.util.errors import ConfigError
 from pdserve.util.net import is_loopback
 
 END_WITHIN = 1.0
-"""seconds to send the last spans when the process ends"""
-AGAIN = 600.0
-"""seconds after which losses are logged again"""
+"""Seconds to send the last spans when the process ends."""
+LOG_INTERVAL = 600.0
+"""Seconds after which lost spans are logged again."""
 _LOSSES = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
-"""the loggers of spans that a collector does not take, and of those that come faster than it takes them"""
+"""Loggers of spans that the collector refuses, and of spans that exceed the SDK's queue."""
 
 
 @asynccontextmanager
 async def exporting(endpoint: str, service: str, instance: str) -> AsyncIterator[Tracer]:
-    """See `Tracer.exporting`. The SDK's thread is left behind after `END_WITHIN`: it would wait for 30 s, and nothing
-    can end its request to the collector."""
+    """See `Tracer.exporting`. The SDK's thread is abandoned after `END_WITHIN`: it would wait for 30 s, and its request
+    to the collector cannot be cancelled."""
     session = requests.Session()
-    session.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")  # no proxy is for this machine
+    session.trust_env = not is_loopback(
+        urlsplit(endpoint).hostname or ""
+    )  # no proxy for a collector on this machine
     named = OTELResourceDetector().detect().attributes
     resource = Resource.create({"service.name": service, **named, "service.instance.id": instance})
     exporter = OTLPSpanExporter(endpoint, session=session)
@@ -51,24 +53,24 @@ async def exporting(endpoint: str, service: str, instance: str) -> AsyncIterator
         ending.start()
         await asyncio.to_thread(ending.join, END_WITHIN)
         if ending.is_alive():
-            exporter.shutdown()  # type: ignore[no-untyped-call]  # it does not try again
+            exporter.shutdown()  # type: ignore[no-untyped-call]  # stops its retries
 
 
 class _Seldom(logging.Filter):
-    """Let one record through in `AGAIN` seconds: the SDK logs each span and batch that is lost, and each attempt."""
+    """Pass one record in `LOG_INTERVAL` seconds, since the SDK logs each lost span and batch, and each attempt."""
 
     _next = float("-inf")
 
     def filter(self, _: logging.LogRecord) -> bool:
         if time.monotonic() < self._next:
             return False
-        self._next = time.monotonic() + AGAIN
+        self._next = time.monotonic() + LOG_INTERVAL
         return True
 
 
 def _log_only_losses() -> None:
-    """Silence the rest of the SDK, which would log what clients write into headers. What is wrong with its environment
-    variables it has logged when it was made."""
+    """Silence the rest of the SDK, which logs values of clients' headers. It has logged wrong environment variables
+    already."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     for logger in map(logging.getLogger, _LOSSES):
         logger.setLevel(logging.WARNING)

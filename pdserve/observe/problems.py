@@ -1,6 +1,6 @@
-"""What is wrong in a graph now, a sentence each: `problems`. And the processes that are there or should be, each in one
-state: `nodes`. Both are pure, and the same for the dashboard and `pdserve status`:
-`processes = nodes(state, clock.unix())`, then `problems(state, processes)`."""
+"""The current problems of a graph, a sentence for each (`problems`), and the state of each of its processes (`nodes`),
+for the dashboard and `pdserve status`. Pure. Call `processes = nodes(state, clock.unix())`, then
+`problems(state, processes)`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,27 +12,27 @@ from msgspec.structs import replace
 from pdserve.contract.messages import Load
 from pdserve.contract.records import REFUSED, Instance, Role, SlotState
 from pdserve.contract.reports import LinkState, LostWorker, Receipt
-from pdserve.observe.graph_state import GraphState, decode_workers, detours, place, short_names, slot_name
+from pdserve.observe.graph_state import GraphState, decode_workers, detours, short_names, slot_name, sort_key
 
-LATELY = 30.0
-"""seconds for which a request's detour, or the end of a process that is back, is a problem"""
-NOW = 5
-"""ticks over which the rates of refused and failed requests are taken"""
-SLOWER = 4.0
-"""A link is slow where its bytes per second are so many times below the median of the other links, and its seconds per
-request half as many times above: the latter alone could come from longer prompts."""
-SLOW_AT_LEAST = 0.25
-"""seconds for the KV of one request below which no link is slow, however fast the others are"""
-IN_USE = 60.0
-"""seconds after its last read for which a link may be slow"""
+RECENT_SECONDS = 30.0
+"""Seconds for which a migration, a fallback, or the end of a process that is ready again is reported."""
+RATE_TICKS = 5
+"""Ticks over which the rates of refused and failed requests are averaged."""
+SLOW_FACTOR = 4.0
+"""A link is slow if its bytes per second are this factor below the median of the other links, and its seconds per
+request half this factor above, because longer prompts alone take more seconds."""
+MIN_SLOW_PULL = 0.25
+"""Seconds for the KV of one request, at least, of a slow link."""
+MAX_IDLE = 60.0
+"""Seconds since its last read for which a link may be reported as slow."""
 SLOW_PULL = 1.0
-"""seconds for the KV of one request that are slow where there is no other link to compare with"""
+"""Seconds for the KV of one request above which a graph's only link is slow."""
 SLOW_ROUND_TRIP = 0.25
-"""seconds"""
-MOST = 12
-"""problems in a list"""
+"""Seconds."""
+MAX_PROBLEMS = 12
+"""Problems in a list, at most."""
 FULL = 0.97
-"""share of the KV blocks in use"""
+"""Share of the KV blocks in use above which a KV cache is reported as full."""
 
 _WITHOUT_QUEUE = "prompts are computed at decode workers"
 _LOG, _TRACE = "see its log", "`pdserve trace` lists them"
@@ -49,21 +49,21 @@ class Node(Struct, frozen=True):
     """A process that is registered, or that its supervisor keeps alive."""
 
     name: str
-    """its slot's, `decode-0`; the instance id where several have the same"""
+    """Of its slot, `decode-0`; the instance id where several have the same slot."""
     role: Role
     state: str
     """`ready`, `draining`, `stalled`, `does not answer`, or one of a slot's (`SlotState`)"""
     why: str = ""
-    """how it ended last, and the last thing it said"""
+    """How it ended last, and its last error or line."""
     seconds: float | None = None
-    """since it became ready, or ceased to be; None where no supervisor knows"""
+    """Since it became ready, or ceased to be; None without a supervisor."""
     restarts: int = 0
     failed_starts: int = 0
-    """since it was last ready"""
+    """Since it was last ready."""
     host: str = ""
-    """where it runs, or its supervisor"""
+    """Of the process, or of its supervisor."""
     model: str = ""
-    """of a worker, where its slot or instance says it"""
+    """Of a worker, if its slot or instance names it."""
     instance: Instance | None = None
     load: Load | None = None
     links: list[LinkState] = []
@@ -75,20 +75,19 @@ class Node(Struct, frozen=True):
 
 class Problem(Struct, frozen=True):
     level: str
-    """`bad`: requests fail, wait or take detours; `warn`: they soon could, or just did; `info`"""
+    """`bad`: requests fail, wait or take detours; `warn`: they soon could, or just did; `info`."""
     text: str
-    """a sentence without a full stop"""
+    """A sentence without a full stop."""
     about: list[str] = []
-    """names of nodes; of a link, both"""
+    """Names of nodes; both ends of a link."""
     seconds: float | None = None
-    """for how long; None where that is not known"""
+    """For how long; None if unknown."""
     advice: str = ""
-    """what to do; empty where it passes by itself, or the text says it"""
+    """What to do; empty where it passes by itself, or the text says it."""
 
 
 def nodes(state: GraphState, now: float) -> list[Node]:
-    """In the order of `GraphState.instances`; a process keeps its place when it goes and comes back. `now`: Unix
-    seconds."""
+    """The processes, sorted by role and number. `now`: Unix seconds."""
     slots = {(slot.name, slot.host, slot.model): slot for slot in state.slots}
     names = short_names(each.instance.id for each in state.instances)
     listed = []
@@ -109,12 +108,12 @@ def nodes(state: GraphState, now: float) -> list[Node]:
     for node in (_node(slot, now) for slot in slots.values()):
         name = f"{node.name} of {node.model}" if node.model and node.name in taken else node.name
         listed.append(replace(_silent(node) if node.state == READY else node, name=name))
-    return sorted(listed, key=lambda node: place(node.role, node.name))
+    return sorted(listed, key=lambda node: sort_key(node.role, node.name))
 
 
 def readiness(state: GraphState, processes: Sequence[Node]) -> dict[tuple[str, str], bool]:
-    """By slot and host, whether the process there is ready, and those of all models; without those that drain.
-    `processes`: the state's `nodes`."""
+    """By slot and host: whether its processes, of all models, are ready. Draining processes are left out. `processes`:
+    the state's `nodes`."""
     found = {_place(node): node.state == READY for node in processes if node.state != DRAINING}
     found |= {
         (slot_name(each.id), each.host, each.model): False
@@ -125,7 +124,7 @@ def readiness(state: GraphState, processes: Sequence[Node]) -> dict[tuple[str, s
 
 
 def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
-    """The worst first; empty where all is well. `processes`: the state's `nodes`."""
+    """The problems, worst first. `processes`: the state's `nodes`."""
     etcd_away = any(outage.server == "etcd" for outages in state.outages.values() for outage in outages)
     listed = [
         *_outages(state, processes),
@@ -136,11 +135,11 @@ def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
         *_fallbacks(state.receipts),
     ]
     listed.sort(key=lambda problem: ("bad", "warn", "info").index(problem.level))
-    if len(listed) <= MOST:
+    if len(listed) <= MAX_PROBLEMS:
         return listed
     return [
-        *listed[: MOST - 1],
-        Problem(listed[MOST - 1].level, f"and {len(listed) - MOST + 1} more of less weight"),
+        *listed[: MAX_PROBLEMS - 1],
+        Problem(listed[MAX_PROBLEMS - 1].level, f"and {len(listed) - MAX_PROBLEMS + 1} more of less weight"),
     ]
 
 
@@ -152,7 +151,7 @@ def _node(slot: SlotState, now: float) -> Node:
 
 
 def _place(node: Node) -> tuple[str, str, str]:
-    """Slot, host and model."""
+    """The slot, host and model of a process."""
     slot = slot_name(node.instance.id) if node.instance else node.name.partition(" of ")[0]
     return slot, node.host, node.model
 
@@ -165,7 +164,7 @@ def _is_there(gone: LostWorker, processes: Iterable[Node]) -> bool:
 
 
 def _silent(node: Node) -> Node:
-    """What its supervisor knows, how long it is ready and how the process before it ended, does not explain silence."""
+    """The node without its supervisor's reports, which do not explain why it is silent."""
     return replace(node, state=SILENT, why="", seconds=None)
 
 
@@ -197,35 +196,14 @@ def _why_silent(node: Node, etcd_away: bool) -> str:
 def _processes(
     processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[LostWorker], etcd_away: bool
 ) -> Iterator[Problem]:
+    """`lost`: by slot, why requests left it. A slot without a process is reported after the others."""
     left = dict(lost)
     for node in processes:
-        name, why_lost = node.name, left.pop(_place(node)[0], [])
-        moved = _moved(why_lost)
-        if node.state == SILENT:
-            yield Problem("bad", f"{name} {_why_silent(node, etcd_away)}{moved}", [name], advice=_LOG)
-        elif node.state == STALLED:
-            text = f"{name} is stalled: its engine neither answers nor computes, it gets nothing new{moved}"
-            yield Problem("bad", text, [name], advice=_LOG)
-        elif node.state == DRAINING:
-            running = f", {count(node.load.running, 'running request')}" if node.load else ""
-            yield Problem("info", f"{name} is draining: it takes nothing new{running}{moved}", [name])
-        elif node.state == STARTING and not node.why:
-            yield Problem("info", f"{name} is starting", [name], node.seconds)
-        elif node.state == REFUSED:
-            yield Problem("bad", f"{name} is not registered: {node.why}", [name])
-        elif not node.up:
-            next_ = {STARTING: "; it is starting again", "waiting to restart": "; it will be started again"}
-            failed = f"; it failed to start {count(node.failed_starts, 'time')}" if node.failed_starts else ""
-            text = f"{name} is down: {node.why or node.state}{failed}{next_.get(node.state, '')}{moved}"
-            yield Problem("bad", text, [name], node.seconds, _LOG)
-        elif node.restarts and node.seconds is not None and node.seconds < LATELY:
-            text = f"{name} is back after its end: {node.why}{moved}"
-            yield Problem("warn", text, [name], node.seconds)
-        elif why_lost:
-            yield Problem("warn", f"{name} lost {count(len(why_lost), 'request')}: {_most(why_lost)}", [name])
+        if problem := _process(node, left.pop(_place(node)[0], []), etcd_away):
+            yield problem
         if node.load is not None and node.load.kv_usage >= FULL:
-            full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
-            yield Problem("warn", full, [name], advice=_DECODE)
+            full = f"the KV cache of {node.name} is full ({node.load.kv_usage:.0%}): requests wait for room"
+            yield Problem("warn", full, [node.name], advice=_DECODE)
     for each in gone:
         if not _is_there(each, processes):
             name = slot_name(each.id)
@@ -236,8 +214,36 @@ def _processes(
         yield Problem("warn", f"{name} is gone: {_most(why_lost)}{_moved(why_lost)}", [name])
 
 
+def _process(node: Node, why_lost: Sequence[str], etcd_away: bool) -> Problem | None:
+    name, moved = node.name, _moved(why_lost)
+    if node.state == SILENT:
+        return Problem("bad", f"{name} {_why_silent(node, etcd_away)}{moved}", [name], advice=_LOG)
+    if node.state == STALLED:
+        text = f"{name} is stalled: its engine neither replies nor computes, it gets no new requests{moved}"
+        return Problem("bad", text, [name], advice=_LOG)
+    if node.state == DRAINING:
+        running = f", {count(node.load.running, 'running request')}" if node.load else ""
+        return Problem("info", f"{name} is draining: it takes no new requests{running}{moved}", [name])
+    if node.state == STARTING and not node.why:
+        return Problem("info", f"{name} is starting", [name], node.seconds)
+    if node.state == REFUSED:
+        return Problem("bad", f"{name} is not registered: {node.why}", [name])
+    if not node.up:
+        next_ = {STARTING: "; it is starting again", "waiting to restart": "; it will be started again"}
+        failed = f"; it failed to start {count(node.failed_starts, 'time')}" if node.failed_starts else ""
+        text = f"{name} is down: {node.why or node.state}{failed}{next_.get(node.state, '')}{moved}"
+        return Problem("bad", text, [name], node.seconds, _LOG)
+    if node.restarts and node.seconds is not None and node.seconds < RECENT_SECONDS:
+        return Problem(
+            "warn", f"{name} is ready again after it ended: {node.why}{moved}", [name], node.seconds
+        )
+    if why_lost:
+        return Problem("warn", f"{name} lost {count(len(why_lost), 'request')}: {_most(why_lost)}", [name])
+    return None
+
+
 def _of_each_model(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
-    """What a model lacks; it is named where there are several."""
+    """Problems of each model, named where there are several."""
     models = {*decode_workers(state), *(each.model for each in state.gone)} - {""} or {""}
     for model in sorted(models) if processes else ():
         workers = [node for node in processes if node.instance and node.instance.model == model]
@@ -256,15 +262,15 @@ def _missing(workers: Sequence[Node], of: str) -> Iterator[Problem]:
         names = [node.name for node in ready if node.instance and node.instance.is_stand_in]
         if names:
             stand = "stands in" if len(names) == 1 else "stand in"
-            text = f"no decode worker{of} is there: {', '.join(names)} {stand}"
+            text = f"no decode worker{of} is available: {', '.join(names)} {stand}"
             yield Problem("warn", text, names, advice=_DECODE)
         else:
-            text = f"no decode worker{of} is there: requests wait for one until their deadlines"
+            text = f"no decode worker{of} is available: requests wait for one until their deadlines"
             yield Problem("bad", text, advice=_DECODE)
     elif not _ready(workers, Role.PREFILL) and any(
         node.instance and node.instance.prefills_remotely for node in workers
     ):
-        yield Problem("bad", f"no prefill worker{of} is there: {_WITHOUT_QUEUE}", advice=_PREFILL)
+        yield Problem("bad", f"no prefill worker{of} is available: {_WITHOUT_QUEUE}", advice=_PREFILL)
 
 
 def _queue(loads: Sequence[Load], prefill: int, of: str) -> Iterator[Problem]:
@@ -284,18 +290,18 @@ def _queue(loads: Sequence[Load], prefill: int, of: str) -> Iterator[Problem]:
 
 
 def _requests(state: GraphState, processes: Sequence[Node]) -> Iterator[Problem]:
-    lately = state.moments[-NOW:]
-    if not lately:
+    recent = state.moments[-RATE_TICKS:]
+    if not recent:
         return
-    refused = sum(moment.refused for moment in lately) / len(lately)
-    failed = sum(moment.failed for moment in lately) / len(lately)
+    refused = sum(moment.refused for moment in recent) / len(recent)
+    failed = sum(moment.failed for moment in recent) / len(recent)
     frontends = [node for node in processes if node.role is Role.FRONTEND]
     waiting = sum(node.load.waiting for node in frontends if node.load)
     if failed:
         yield Problem("bad", f"{failed:.1f} requests/s fail (5xx)", advice="see the frontends' log")
     if refused:
-        line = f"; {count(waiting, 'request')} in line" if waiting else ""
-        text = f"{refused:.1f} requests/s are refused (429): more comes than is served{line}"
+        line = f"; {count(waiting, 'request')} waiting" if waiting else ""
+        text = f"{refused:.1f} requests/s are refused (429): more than the workers serve{line}"
         yield Problem("bad", text, advice=_DECODE)
 
 
@@ -323,9 +329,9 @@ def _links(processes: Sequence[Node]) -> Iterator[Problem]:
             yield Problem("warn", text, [source, target], advice=_NETWORK)
     read = [each for each in links if each[2].kind == "kv" and each[2].pulls and each[2].bytes_per_second]
     for source, target, link in read:
-        if link.idle > IN_USE or (link.pull_seconds or 0.0) < SLOW_AT_LEAST:
+        if link.idle > MAX_IDLE or (link.pull_seconds or 0.0) < MIN_SLOW_PULL:
             continue
-        if (factor := _slower(link, [other for _, _, other in read if other is not link])) >= SLOWER:
+        if (factor := _slower(link, [other for _, _, other in read if other is not link])) >= SLOW_FACTOR:
             text = f"KV from {target} to {source} is {factor:.0f} times slower than over the other links"
         elif len(read) == 1 and (link.pull_seconds or 0.0) > SLOW_PULL:
             text = f"KV from {target} to {source} takes {duration(link.pull_seconds or 0.0)} for a request"
@@ -336,32 +342,34 @@ def _links(processes: Sequence[Node]) -> Iterator[Problem]:
 
 
 def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
-    """How many times slower it is by bytes per second; 0 where the seconds per request do not show it, too."""
+    """By which factor a link is slower in bytes per second; 0 where its seconds per request are not slower too."""
     if not others or not link.bytes_per_second:
         return 0.0
     factor = median(other.bytes_per_second or 0.0 for other in others) / link.bytes_per_second
     usual = median(other.pull_seconds or 0.0 for other in others)
-    return factor if (link.pull_seconds or 0.0) >= usual * SLOWER / 2 else 0.0
+    return factor if (link.pull_seconds or 0.0) >= usual * SLOW_FACTOR / 2 else 0.0
 
 
 def _lost(receipts: Iterable[Receipt]) -> dict[str, list[str]]:
-    """By slot: why requests that it had lately went on, or wait to go on, at another worker."""
+    """By slot: why requests recently lost its worker, and migrated or wait to migrate."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for age, hop, _ in detours(receipts):
-        if hop.name == "migration" and age < LATELY:
+        if hop.name == "migration" and age < RECENT_SECONDS:
             reasons[slot_name(hop.instance)].append(hop.why)
     return reasons
 
 
 def _moved(why_lost: Sequence[str]) -> str:
-    """As the end of a sentence."""
+    """The number of migrated requests, as the end of a sentence."""
     return f"; {count(len(why_lost), 'request')} lost it" if why_lost else ""
 
 
 def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:
-    reasons = [hop.why for age, hop, _ in detours(receipts) if hop.name == "fallback" and age < LATELY]
+    reasons = [
+        hop.why for age, hop, _ in detours(receipts) if hop.name == "fallback" and age < RECENT_SECONDS
+    ]
     if reasons:
-        failed = f"{count(len(reasons), 'remote prefill')} of the last {LATELY:.0f} s came to nothing"
+        failed = f"{count(len(reasons), 'remote prefill')} of the last {RECENT_SECONDS:.0f} s failed"
         text = f"{failed}, and decode workers computed the prompts: {_most(reasons)}"
         yield Problem("warn", text, advice=_TRACE)
 
@@ -375,7 +383,7 @@ def count(number: int, what: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In a unit that leaves two or three digits."""
+    """The time in a unit with two or three digits."""
     if seconds < 0.01:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 1:

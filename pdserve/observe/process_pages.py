@@ -1,6 +1,6 @@
-"""The HTTP pages of each process, its metrics and what it reports about itself, and how those of many are read.
-Anything that reaches `Graph.host` may read them: they change nothing, and contain no text of a request. On loopback,
-web pages whose names lead here (DNS rebinding) are refused."""
+"""The HTTP pages of each process (metrics, reports, liveness, readiness), and functions to read those of many
+processes. The pages are read-only, have no text of requests, and are open to all that reach `Graph.host`. On loopback,
+requests for other host names (DNS rebinding) are refused."""
 
 import asyncio
 import os
@@ -29,17 +29,17 @@ from pdserve.util.net import is_local_host_header, is_loopback
 
 METRICS, WATCH, RECEIPTS = "/metrics", "/watch", "/receipts"
 LIVE, READY = "/live", "/ready"
-"""200, or 503 with what is wrong: whether the process works, and whether it may get requests"""
-ANSWER_WITHIN = 1.0
-"""seconds that a process's event loop has to answer"""
-READ_WITHIN = 2.0
-"""seconds that a process has to answer"""
-AT_ONCE = 128
-"""processes asked at the same time"""
+"""Liveness and readiness: 200, or 503 with the reason."""
+LOOP_TIMEOUT = 1.0
+"""Seconds for the process's event loop to make a page."""
+READ_TIMEOUT = 2.0
+"""Seconds for a request to another process's pages."""
+MAX_READS = 128
+"""Processes to read at the same time."""
 MAX_OPEN = 32
-"""connections to a process's pages, each with a thread; one more closes the oldest"""
-SILENT_FOR = 5.0
-"""seconds after which a client that sends or reads nothing is disconnected"""
+"""Connections to a process's pages, each with a thread; a further one closes the oldest."""
+CLIENT_TIMEOUT = 5.0
+"""Seconds after which a client that neither sends nor reads is disconnected."""
 
 T = TypeVar("T")
 
@@ -50,26 +50,26 @@ _decode_receipts = safe_decoder(msgspec.json.Decoder(list[Receipt]).decode)
 class ProcessPages:
     def __init__(self, url: str) -> None:
         self.metrics = url + METRICS
-        """URL of the metrics; the other pages have the same host and port"""
+        """URL of the metrics; the other pages have the same host and port."""
         self.fault: Callable[[], str] = str
         self.unready: Callable[[], str] = lambda: "it is starting"
         self.watched: Callable[[], ProcessReport] = ProcessReport
         self.receipts: Callable[[int, str | None, str], list[Receipt]] = lambda limit, key, request_id: []
-        """those of the `Service`, which are called in the event loop"""
+        """Functions of the `Service`, called in the event loop."""
 
 
 @contextmanager
 def serve_pages(host: str, port: int = 0) -> Iterator[ProcessPages]:
-    """Serve this process's pages from a thread, on a free port if none is given. Call it in the process's event loop,
+    """Serve this process's pages from a thread, by default on a free port. Call it in the event loop of the process,
     whose tasks the metrics count."""
     loop = asyncio.get_running_loop()
     TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
     server = _PagesServer(host, port)
-    # an engine core is a fork: it must not listen for this process, which it may outlive
+    # a forked engine core may outlive this process, and must not keep the port open
     os.register_at_fork(after_in_child=server.socket.close)
     at = f"[{host}]" if ":" in host else host
     pages, metrics = ProcessPages(f"http://{at}:{server.server_port}"), make_wsgi_app()
-    asking = threading.Lock()  # one question at a time, so that the event loop works between two
+    asking = threading.Lock()  # one call at a time, so that the event loop can work between two
 
     def respond(environ: dict[str, Any], start_response: Any) -> Any:
         path: str = environ["PATH_INFO"]
@@ -81,8 +81,8 @@ def serve_pages(host: str, port: int = 0) -> Iterator[ProcessPages]:
         try:
             with asking:
                 answer = _in_loop(loop, _question(pages, path, environ.get("QUERY_STRING", "")))
-        except Exception:  # the process starts, ends or hangs
-            answer = _Status("it does not answer")
+        except Exception:  # the process is starting, ending or hanging
+            answer = _Status("its event loop does not respond")
         well = not isinstance(answer, _Status) or answer.status == "ok"
         status = "200 OK" if well else "503 Service Unavailable"
         start_response(status, [("Content-Type", "application/json")])
@@ -104,7 +104,7 @@ class _Status(Struct):
 
 
 def _question(pages: ProcessPages, path: str, query: str) -> Callable[[], Struct | list[Receipt]]:
-    """What the event loop is asked for this page."""
+    """The function to call in the event loop for this page."""
     if path == WATCH:
         return pages.watched
     if path != RECEIPTS:
@@ -119,10 +119,10 @@ def _question(pages: ProcessPages, path: str, query: str) -> Callable[[], Struct
 class _PagesHandler(WSGIRequestHandler):
     @property
     def timeout(self) -> float:  # type: ignore[override]
-        return SILENT_FOR
+        return CLIENT_TIMEOUT
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log no requests."""
 
 
 class _PagesServer(ThreadingMixIn, WSGIServer):
@@ -148,7 +148,7 @@ class _PagesServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The client is gone, or was too slow."""
+        """Ignore clients that have left, or were too slow."""
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
@@ -162,13 +162,13 @@ def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
             answer.set_exception(error)
 
     loop.call_soon_threadsafe(call)
-    return answer.result(ANSWER_WITHIN)
+    return answer.result(LOOP_TIMEOUT)
 
 
 async def read_watched(
     instances: Iterable[Instance], client: httpx.AsyncClient | None = None
 ) -> dict[str, ProcessReport]:
-    """By instance id, without the processes that do not answer. Give a client to keep connections between calls."""
+    """By instance id, without processes that do not respond. Pass a client to keep connections between calls."""
     return await _read_all(instances, WATCH, _decode_watched, client)
 
 
@@ -179,7 +179,7 @@ async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
 async def read_receipts(
     instances: Iterable[Instance], limit: int, key: str | None = None, request_id: str = ""
 ) -> list[Receipt]:
-    """The newest first; with `key`, those of the API key of this name; with `request_id`, those of this id."""
+    """Receipts, newest first; with `key`, of the API key of this name; with `request_id`, of this request."""
     asked = {"limit": limit, "id": request_id} | ({} if key is None else {"key": key})
     reported = await _read_all(instances, f"{RECEIPTS}?{urlencode(asked)}", _decode_receipts)
     return newest_receipts(limit, *reported.values())
@@ -192,15 +192,15 @@ async def _read_all(
     client: httpx.AsyncClient | None = None,
 ) -> dict[str, T]:
     if client is None:
-        # trust_env: no proxy of the environment stands between the processes of a graph
+        # trust_env: no proxy between the processes of a graph
         async with httpx.AsyncClient(trust_env=False, verify=False) as own:
             return await _read_all(instances, page, decode, own)
-    asking = asyncio.Semaphore(AT_ONCE)
+    asking = asyncio.Semaphore(MAX_READS)
     answers: dict[str, T] = {}
 
     async def read(instance: Instance) -> None:
         try:
-            async with asking, asyncio.timeout(READ_WITHIN):
+            async with asking, asyncio.timeout(READ_TIMEOUT):
                 answer = await client.get(instance.metrics.removesuffix(METRICS) + page)
             if answer.status_code == 200:
                 answers[instance.id] = decode(answer.content)

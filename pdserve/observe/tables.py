@@ -1,4 +1,4 @@
-"""Tables for people, as all commands show them."""
+"""Terminal tables of the commands."""
 
 import sys
 from collections.abc import Container, Iterator
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class FittedTable(Table):
-    """A table whose columns hold each word in one piece; else, in a narrow terminal, a paragraph a row."""
+    """A table that breaks no words; in a terminal too narrow for that, a paragraph for each row."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         for column in self.columns:
@@ -41,5 +41,5 @@ def table(*columns: str, numbers: Container[str] = (), **style: Any) -> FittedTa
 
 
 def show(what: RenderableType, pipe_width: int = 110) -> None:
-    """On stdout; in a pipe, wide enough for tables."""
+    """Print on stdout; in a pipe, `pipe_width` columns wide."""
     Console(highlight=False, width=None if sys.stdout.isatty() else pipe_width).print(what)

@@ -1,9 +1,9 @@
-"""OpenTelemetry traces: the spans of this process's part of a request (docs/traces.md lists them all).
+"""OpenTelemetry traces: the spans of this process's part of a request (docs/traces.md lists all spans).
 
-Like receipts, spans are made of the request's hops, most of them when it is over and with given times. A span with
-children in other processes (a request, and each of its attempts at a decode worker) is begun when it begins, since the
-children need its id, which `Submit` and `PrefillRequest` carry. What is not traced or not sampled has no span: None.
-Of OpenTelemetry only the API is imported here, and the SDK (`otlp.py`) where there is a collector.
+Like receipts, spans are made of the request's hops, mostly after its end. A span with children in other processes (a
+request, and each attempt at a decode worker) is made at its start, because `Submit` and `PrefillRequest` carry its id.
+A request that is not traced or not sampled has no span (None). This module imports OpenTelemetry's API alone; `otlp.py`
+imports the SDK, if there is a collector.
 """
 
 import time
@@ -22,44 +22,44 @@ from pdserve.contract.reports import DETOURS
 from pdserve.util import clock
 
 Attributes = Mapping[str, str | int | float]
-"""empty strings are left out"""
+"""Attributes of a span; empty strings are left out."""
 
 MAX_ERROR = 300
-"""characters"""
+"""Characters."""
 _NONE: Attributes = {}
 _KINDS = {"POST": SpanKind.SERVER, "attempt": SpanKind.CLIENT, "generate": SpanKind.SERVER}
-"""by the first word of a span's name; others are internal"""
+"""By the first word of a span's name; other spans are internal."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class TracedSpan:
-    """A begun span. Times are monotonic seconds; a span and its children share one reading of the time of day."""
+    """A started span. Times are monotonic seconds; a span and its children use one offset to the time of day."""
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, ahead: float) -> None:
-        """`ahead`: time of day minus monotonic time, in seconds."""
+        """`ahead`: seconds from monotonic time to the time of day."""
         context = span.get_span_context()
         self.trace_id = trace.format_trace_id(context.trace_id)
         span_id = trace.format_span_id(context.span_id)
         self.traceparent = f"00-{self.trace_id}-{span_id}-{context.trace_flags:02x}"
-        """W3C trace context, for its children in other processes"""
+        """W3C trace context, for children in other processes."""
         self.sampled = span.is_recording()
         self._tracer, self._span, self._ahead = tracer, span, ahead
 
     def begin(self, name: str, start: float, attributes: Attributes = _NONE) -> "TracedSpan":
-        """Begin a child span."""
+        """Start a child span."""
         return _begin(
             self._tracer, name, start, trace.set_span_in_context(self._span), attributes, self._ahead
         )
 
     def end(self, at: float, attributes: Attributes = _NONE, error: str = "") -> None:
-        """End it, once; `error` says why it failed."""
+        """End the span, once. `error`: why it failed."""
         self._span.set_attributes(_known(attributes))
         if error:
             self._span.set_status(Status(StatusCode.ERROR, error[:MAX_ERROR]))
         self._span.end(_ns(self._ahead + at))
 
     def add_hops(self, hops: Iterable[Hop], zero: float) -> None:
-        """Add hops as child spans, detours as events; `zero` is the time that their starts count from."""
+        """Add hops as child spans, and detours as events. `zero`: the time from which their starts count."""
         for hop in hops:
             start, attributes = zero + hop.start, {"pdserve.instance": hop.instance, "pdserve.why": hop.why}
             if hop.name in DETOURS:
@@ -69,7 +69,7 @@ class TracedSpan:
 
 
 class Tracer:
-    """One process's; without `exporting` it traces nothing."""
+    """Makes the spans of a process; none outside `exporting`."""
 
     _tracer: trace.Tracer | None = None
 
@@ -79,8 +79,8 @@ class Tracer:
 
     @asynccontextmanager
     async def exporting(self, endpoint: str, service: str, instance: str) -> AsyncIterator[Self]:
-        """Send spans to the collector at this URL, the last ones within a second of the end. This starts a thread: do
-        so after the process has forked. `service`: its name where the environment gives none. Raises ConfigError."""
+        """Send spans to the collector at this URL, the last ones within a second of the end. This starts a thread, so
+        enter it after forks. `service`: the service's name unless the environment gives one. Raises ConfigError."""
         async with import_module("pdserve.observe.otlp").exporting(endpoint, service, instance) as tracer:
             self._tracer = tracer
             try:
@@ -91,11 +91,11 @@ class Tracer:
     def request(
         self, name: str, started: float, headers: Mapping[str, Sequence[str]], attributes: Attributes
     ) -> TracedSpan | None:
-        """Begin the span of an HTTP request. `headers` has all its values of `traceparent` and `tracestate`. None where
-        the request is not sampled."""
+        """Start the span of an HTTP request. `headers`: all its values of `traceparent` and `tracestate`. None if the
+        request is not sampled."""
         if self._tracer is None:
             return None
-        if len(headers["traceparent"]) > 1:  # which one is right is unknown
+        if len(headers["traceparent"]) > 1:  # ambiguous
             headers = {}
         span = _begin(self._tracer, name, started, _PROPAGATOR.extract(headers), attributes)
         return span if span.sampled else None
@@ -103,7 +103,7 @@ class Tracer:
     def part(
         self, name: str, started: float, traceparent: str, attributes: Attributes = _NONE
     ) -> TracedSpan | None:
-        """Begin a child of another process's span; None where `traceparent` names none."""
+        """Start a child of another process's span; None if `traceparent` has none."""
         parent = _PROPAGATOR.extract({"traceparent": traceparent})
         if self._tracer is None or not trace.get_current_span(parent).get_span_context().is_valid:
             return None

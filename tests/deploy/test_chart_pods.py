@@ -52,8 +52,12 @@ ROLES = ("frontend", "decode", "prefill")
 OUTAGES = (
     ("nats", "NATS does not answer", (NATS,)),
     ("etcd", "etcd does not answer", (ETCD,)),
-    ("prefill", "no prefill worker is there", (PREFILL, "PdserveWorkerDown: prefill-0 on")),
-    ("decode", "no decode worker is there: prefill-0 stands in", (DECODE, "PdserveWorkerDown: decode-0 on")),
+    ("prefill", "no prefill worker is available", (PREFILL, "PdserveWorkerDown: prefill-0 on")),
+    (
+        "decode",
+        "no decode worker is available: prefill-0 stands in",
+        (DECODE, "PdserveWorkerDown: decode-0 on"),
+    ),
 )
 """the pod that is cut off, what `/health` says, the alerts"""
 _MACHINE = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")

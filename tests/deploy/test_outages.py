@@ -82,11 +82,11 @@ async def outages(graph: Watched, send: Callable[[str, int], None]) -> None:
     await during(["etcd"], "etcd does not answer", ETCD)
     prefill = ["prefill-0", "prefill-1"]
     downs = [f"PdserveWorkerDown: {name} on" for name in prefill]
-    await during(prefill, "no prefill worker is there", PREFILL, *downs)
+    await during(prefill, "no prefill worker is available", PREFILL, *downs)
 
     await during(
         ["decode-0", "decode-1"],
-        "no decode worker is there: prefill-0",
+        "no decode worker is available: prefill-0",
         DECODE,
         DOWN,
         DOWN.replace("-1", "-0"),

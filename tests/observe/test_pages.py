@@ -40,14 +40,14 @@ async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch)
         urls = {"good": good.metrics, "starting": starting.metrics}
         urls |= {"gone": "http://127.0.0.1:1/metrics", "none": "", "nonsense": "http://[/metrics"}
         assert await read_watched(instance(*item) for item in urls.items()) == {"good": ProcessReport()}
-    monkeypatch.setattr(process_pages, "READ_WITHIN", 0.2)
+    monkeypatch.setattr(process_pages, "READ_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         silent = f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
         assert await read_watched([instance("silent", silent)]) == {}
 
 
 async def test_a_process_that_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_pages, "ANSWER_WITHIN", 0.05)
+    monkeypatch.setattr(process_pages, "LOOP_TIMEOUT", 0.05)
     with serve_pages("127.0.0.1") as page:
         url = page.metrics.replace("metrics", "watch")
         with _connection(page.metrics, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
@@ -112,7 +112,7 @@ async def test_slow_clients_cost_a_process_few_threads_and_others_nothing() -> N
 
 
 async def test_a_silent_client_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_pages, "SILENT_FOR", 0.3)
+    monkeypatch.setattr(process_pages, "CLIENT_TIMEOUT", 0.3)
     with serve_pages("127.0.0.1") as page, _connection(page.metrics, b"GET /metrics HTT") as client:
         client.settimeout(3)
         assert await asyncio.to_thread(client.recv, 1) == b""

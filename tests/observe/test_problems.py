@@ -91,7 +91,7 @@ TOLD = {
     f"{DOWN}: no memory; it is starting again (4 s)": state(
         slots=[replace(KILLED, state="starting", cause="no memory")], silent=("decode-1-d1",)
     ),
-    "warn: decode-1 is back after its end: killed by SIGKILL; 1 request lost it (4 s)": state(
+    "warn: decode-1 is ready again after it ended: killed by SIGKILL; 1 request lost it (4 s)": state(
         slots=[replace(KILLED, state="ready", restarts=1)], receipts=[MOVED]
     ),
     "warn: decode-1 lost 1 request: connection lost": state(receipts=[MOVED]),
@@ -100,15 +100,15 @@ TOLD = {
     ),
     "warn: the KV cache of decode-0 is full (98%): requests wait for room\n"
     "info: decode-2 is starting (7 s)\n"
-    "info: prefill-1 is draining: it takes nothing new, 1 running request": state(
+    "info: prefill-1 is draining: it takes no new requests, 1 running request": state(
         loads={"decode-0-d0": Load(kv_usage=0.981), "prefill-1-p1": Load(running=1)},
         slots=[SlotState("decode-2", Role.DECODE, "h", since=NOW - 7)],
         instances=[*ALL[:-1], replace(PREFILL[1], draining=True)],
     ),
-    "bad: prefill-1 is stalled: its engine neither answers nor computes, it gets nothing new": state(
+    "bad: prefill-1 is stalled: its engine neither replies nor computes, it gets no new requests": state(
         instances=[*ALL[:-1], replace(PREFILL[1], stalled=True)]
     ),
-    "info: frontend-0 is draining: it takes nothing new": state(  # it has left the registry
+    "info: frontend-0 is draining: it takes no new requests": state(  # it has left the registry
         slots=[replace(SLOTS[0], state="draining")], instances=ALL[1:]
     ),
     "bad: the prefill queue is full: 12 of 2; prompts are computed at decode workers": state(
@@ -122,7 +122,7 @@ TOLD = {
     "bad: 1 prompt in the prefill queue and no prefill worker to take them": state(
         loads={"decode-0-d0": Load(queue_depth=1)}, silent=("prefill-0-p0", "prefill-1-p1")
     ),
-    "bad: no prefill worker is there: prompts are computed at decode workers\n"
+    "bad: no prefill worker is available: prompts are computed at decode workers\n"
     "bad: 12 prompts in the prefill queue and no prefill worker to take them\n"
     "warn: prefill-3 of h3 is gone: its lease ended without a drain, and none has replaced it; "
     "1 request lost it (40 s)": state(
@@ -134,16 +134,16 @@ TOLD = {
     ),
     f"bad: decode-0 {SILENT}\n"
     f"{DOWN}; it will be started again (4 s)\n"
-    "bad: no decode worker is there: requests wait for one until their deadlines": state(
+    "bad: no decode worker is available: requests wait for one until their deadlines": state(
         silent=("decode-0-d0",), slots=[KILLED], instances=WITHOUT_1
     ),
     f"bad: decode-0 {SILENT}\n"
     f"bad: decode-1 {UNREGISTERED}\n"
     f"bad: prefill-1 {UNREGISTERED}\n"
-    "warn: no decode worker is there: prefill-0 stands in": state(
+    "warn: no decode worker is available: prefill-0 stands in": state(
         silent=("decode-0-d0",), instances=[FRONTEND, DECODE[0], STAND_IN]
     ),
-    "bad: no prefill worker of demo is there: prompts are computed at decode workers\n"
+    "bad: no prefill worker of demo is available: prompts are computed at decode workers\n"
     "bad: no decode worker of other is there: requests wait for one until their deadlines\n"
     "bad: the prefill queue of other is full: 2 of 2; prompts are computed at decode workers": state(
         instances=[FRONTEND, *SENDING, replace(PREFILL[0], model="other")],
@@ -151,7 +151,7 @@ TOLD = {
         loads={"prefill-0-p0": Load(queue_depth=2, queue_limit=2)},
     ),
     "bad: 0.5 requests/s fail (5xx)\n"
-    "bad: 2.5 requests/s are refused (429): more comes than is served; 7 requests in line": state(
+    "bad: 2.5 requests/s are refused (429): more than the workers serve; 7 requests waiting": state(
         ticks=[Tick(requests=10, refused=5, failed=1)], loads={FRONTEND.id: Load(waiting=7)}
     ),
     "bad: KV from prefill-0 to decode-0 is 9 times slower than over the other links (110 MB/s)": state(
@@ -194,7 +194,7 @@ TOLD = {
     "bad: decode-1 does not answer: it is down, or waits for etcd": state(
         outages={"decode-0-d0": [Outage("etcd", "", 3.0)]}, silent=("decode-1-d1",)
     ),
-    "warn: 2 remote prefills of the last 30 s came to nothing, and decode workers computed the prompts: "
+    "warn: 2 remote prefills of the last 30 s failed, and decode workers computed the prompts: "
     "kv-timeout": state(receipts=[receipt(9.0, Hop("fallback", 1.0, why="kv-timeout"))] * 2),
 }
 

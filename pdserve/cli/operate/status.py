@@ -23,7 +23,7 @@ from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.contract.records import Instance
 from pdserve.contract.reports import Outage, OutageTracker, ProcessReport
 from pdserve.observe.graph_state import (
-    WAITS,
+    BACKLOG_AT,
     GraphState,
     backlog,
     decode_workers,
@@ -163,7 +163,7 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
             times = count(node.restarts, "time")
             summary.add_row("restarts", Text(f"{node.name}: {times}, last end: {node.why}"))
     summary.add_row("queue", f"{state.queue_depth} prefill requests waiting")
-    summary.add_row("backlog", "; ".join(f"{role.value} {backlog(state, role):.1f} s" for role in WAITS))
+    summary.add_row("backlog", "; ".join(f"{role.value} {backlog(state, role):.1f} s" for role in BACKLOG_AT))
     if promise := promise_kept(state.moments):
         summary.add_row("promise", promise)
     for line in settings_changed(state):

@@ -24,7 +24,7 @@ MAX_WHY = 300
 """characters"""
 LONGEST = 1e6
 """seconds of a hop, and of its start: a worker that reports more, or no number, is not believed"""
-NO_WORKER = "no decode worker is there"
+NO_WORKER = "no decode worker is available"
 PAUSED = "its place is another client's for a while"
 CLIENT_LEFT = 499
 """in place of a status, where the client left before an answer"""

@@ -1,4 +1,4 @@
-"""No decode worker is there: a prefill worker decodes until one is back."""
+"""No decode worker is available: a prefill worker decodes until one is back."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -218,7 +218,7 @@ async def test_without_a_decode_worker_nothing_is_blank(graph: Graph, browser: B
         await visit.draws(state)
         await visit.says("decode-0 of 127.0.0.1 is gone")
         await visit.says("1 request lost it")
-        await visit.says("no decode worker is there")
+        await visit.says("no decode worker is available")
         await expect(page.locator("#models")).to_have_text("demo")
         await expect(page.locator("#model")).to_have_value("demo")
         await expect(page.locator("#graph .pill text")).to_have_text(["In line 2"])

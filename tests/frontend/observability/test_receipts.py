@@ -103,13 +103,13 @@ async def test_the_receipt_of_a_request_that_migrates_has_both_workers(graph: Gr
         assert (receipt.running, receipt.status, receipt.hops[-1].name) == (True, 0, "decode")
         await first.die()
         await until(lambda: newest(graph).retries == 1)
-        await until(lambda: newest(graph).hops[-1].why == "no decode worker is there")
+        await until(lambda: newest(graph).hops[-1].why == "no decode worker is available")
         async with graph.worker() as second:
             await request
     await until(lambda: not newest(graph).running)  # its client may have the answer a moment before
     receipt = newest(graph)
     lost = ["admission", *THERE, f"first-step {first.id}", f"decode {first.id}"]
-    moved = [f"migration {first.id} {first.id} is gone", "admission no decode worker is there"]
+    moved = [f"migration {first.id} {first.id} is gone", "admission no decode worker is available"]
     assert way(receipt) == [*lost, *moved, f"decode {second.id}"]
     assert (receipt.retries, receipt.instances, receipt.prefill) == (1, [first.id, second.id], "local")
     assert (receipt.prompt_tokens, receipt.output_tokens) == (len(PROMPT), 6)
