@@ -16,8 +16,8 @@ Here every transport failure makes a new connection.
 ended, the prefill engine is asked whether it held them until now (`leases.py`). If it did not, or does not answer, the
 prompt is recomputed.
 
-**Handshakes.** A handshake with a peer that does not answer takes 5 s. For a while after it failed, reads from there
-fail at once, and the decode worker sends no prompts there (`UNREACHABLE`).
+**Handshakes.** A handshake with a peer that does not answer takes 5 s. For a while after it failed, reads from that
+peer fail at once, and the decode worker sends it no prompts (`UNREACHABLE`).
 
 The private parts of vLLM that this relies on are in `tools/vllm_surface.py`, which a test compares with vLLM."""
 

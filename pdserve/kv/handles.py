@@ -33,5 +33,5 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerpr
 
 
 def source(handle: KvHandle) -> tuple[str, str]:
-    """Identify the prefill: its engine and its request there, the same while it runs and afterwards."""
+    """Identify the prefill by the ids of its engine and of its request in that engine."""
     return handle.engine_id, handle.request_id

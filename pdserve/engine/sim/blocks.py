@@ -32,12 +32,10 @@ class BlockPool:
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def whole(
-        self, prompt: list[int], parent: bytes = b"", pictures: Iterable[PromptImage] = ()
-    ) -> list[int]:
+    def whole(self, prompt: list[int], parent: bytes = b"", images: Iterable[PromptImage] = ()) -> list[int]:
         """The contents of the prompt's full blocks once they are computed. `parent`: the name of its salt and adapter
         (`prefixes.root_name`)."""
-        prefixes = block_names(prompt, self.block_size, parent, shown=image_keys(pictures, self.block_size))
+        prefixes = block_names(prompt, self.block_size, parent, shown=image_keys(images, self.block_size))
         return [int.from_bytes(name) ^ self.weights for name in prefixes]
 
     def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:

@@ -106,12 +106,12 @@ class SimEngine(SimAdapters, Engine):
             self._steps.put_nowait(Step([wire.refused(request_id)]))
             return
         tokens = [*prompt, *after]
-        whole = self._pool.whole(tokens, asked.root, asked.pictures)
+        whole = self._pool.whole(tokens, asked.root, asked.images)
         self._add(SimRequest(request_id, tokens, max_tokens, asked, whole, kv=kv))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
         asked = self.read(body)
-        whole = self._pool.whole(prompt, asked.root, asked.pictures)
+        whole = self._pool.whole(prompt, asked.root, asked.images)
         self._add(SimRequest(request_id, prompt, 1, asked, whole, keep=True))
 
     def first_output(
@@ -159,7 +159,7 @@ class SimEngine(SimAdapters, Engine):
         request = wire.read_request(body)
         if request.sampling.prompt_logprobs is not None:
             return None
-        return self.prefixes.hit(prompt, request.cache_salt, request.adapter, request.pictures)
+        return self.prefixes.hit(prompt, request.cache_salt, request.adapter, request.images)
 
     @property
     def usage(self) -> EngineUsage:
@@ -313,7 +313,7 @@ class SimEngine(SimAdapters, Engine):
         self._running.remove(request)
         if not request.keep:
             computed = request.prompt + request.tokens[:-1]
-            whole = self._pool.whole(computed, request.asked.root, request.asked.pictures)
+            whole = self._pool.whole(computed, request.asked.root, request.asked.images)
             self._pool.fill(request.blocks, whole, len(computed))
             self._pool.give(request.blocks)
             return None

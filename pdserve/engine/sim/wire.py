@@ -81,13 +81,13 @@ class CoreRequest(Struct, array_like=True, frozen=True):
         return root_name(self.cache_salt, self.adapter)
 
     @property
-    def pictures(self) -> list[PromptImage]:
+    def images(self) -> list[PromptImage]:
         return prompt_images(self.mm_features)
 
     @property
     def salt(self) -> int:
         """A number for what its tokens depend on besides the tokens before them."""
-        return self.adapter ^ crc32("".join(picture.name for picture in self.pictures).encode())
+        return self.adapter ^ crc32("".join(image.name for image in self.images).encode())
 
     @property
     def sampling(self) -> Sampling:

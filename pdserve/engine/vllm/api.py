@@ -83,8 +83,8 @@ def move_whole_prompts(config: VllmConfig) -> None:
 
 
 def keep_images() -> None:
-    """Let the engines that are forked from this process give their workers all pictures of a request. vLLM leaves out
-    those whose KV is there; when it preempts the request, and computes it anew, it misses them and dies."""
+    """Have engines that are forked from this process give their workers all images of a request. vLLM leaves out images
+    whose KV is cached, and dies when it computes the request again after a preemption."""
     scheduler_output.strip_covered_mm_data = lambda features, *_, **__: features
 
 

@@ -79,9 +79,9 @@ class CacheMirror(Lifetime):
                 self.prefixes.add(*self._blocks[block], host=True)
 
     def _store(self, event: api.BlockStored) -> None:
-        """Note full blocks that a prompt can hit; not blocks of embeddings, nor of a second cache group. The extra keys
-        of a block are the number of its LoRA adapter, the name and offset of each of its pictures, and at the first
-        block the salt."""
+        """Record full blocks that a prompt can hit, but no blocks of embeddings or of a second cache group. The extra
+        keys of a block are the id of its LoRA adapter, the name and offset of each image in it and, in the first block,
+        the salt."""
         size, before, depth = self.prefixes.block_size, event.parent_block_hash, 0
         adapter = int(event.lora_name, 16) if event.lora_name else 0
         extra = [list(keys or ())[bool(adapter) :] for keys in event.extra_keys or [None]]

@@ -12,8 +12,8 @@ shows whether the code around it changed). None was reported for vLLM itself in 
   `torch_ops/lora_ops.py` leaves out rows whose index is -1.
 - `request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when vLLM's CPU
   worker asks for the tiles itself.
-- `api.keep_images`, on GPUs, too: a request with pictures that is preempted ends the engine, which lacks those whose
-  KV was there. Goes when `strip_covered_mm_data` leaves what a preempted request needs again.
+- `api.keep_images`, on GPUs, too: a preempted request ends the engine, which lacks its images whose KV was cached.
+  Goes when `strip_covered_mm_data` leaves the images that a preempted request needs again.
 - `api.compute_in_core`: an engine of one rank computes in a second process, and both processes spin. By design; goes
   when a CPU engine with one rank has the executor `uni`.
 """

@@ -208,7 +208,9 @@ class VllmProcess:
                 "publisher": "zmq",
                 "endpoint": events_endpoint,
             }
-        defaults = {"mm-processor-cache-gb": 0}  # of pictures to be sent once; frontends send them each time
+        defaults = {
+            "mm-processor-cache-gb": 0
+        }  # a cache of images sent before; frontends send them each time
         return to_argv({**defaults, **for_engine(spec.engine_args), **arguments})
 
 

@@ -48,7 +48,7 @@ class RunningRequest:
     pulls: bool = False
     """the KV of its prompt is read from another engine"""
     adapter: int = 0
-    """number of its LoRA adapter; 0: none"""
+    """id of its LoRA adapter; 0: none"""
     engine_id: str = ""
     """the engine's id; a restarted request gets a new one"""
     restarts: int = 0
@@ -109,7 +109,7 @@ def adapter_of(request: api.EngineCoreRequest) -> int:
 
 
 def remote_ok(request: api.EngineCoreRequest) -> bool:
-    """Whether another engine may prefill the request. Its prompt must be token ids and pictures, and need not be
+    """Whether another engine may prefill the request. Its prompt must be token ids and images, and need not be
     computed by the engine that generates: prompt logprobs come from computing it, and vLLM then ignores KV."""
     sampling = request.sampling_params
     return request.prompt_embeds is None and sampling is not None and not sampling.skip_reading_prefix_cache
@@ -171,7 +171,7 @@ def first_output(packed: list[bytes], now: float) -> api.EngineCoreOutput | None
         step = api.decode_outputs(packed)
         (raw,) = step.outputs
         (_,) = raw.new_token_ids
-    except Exception:  # of many kinds: there may be tensors in it
+    except Exception:  # of many kinds, because outputs may contain tensors
         logger.warning("ignored an unreadable first token of a prefill engine", exc_info=True)
         return None
     for event in raw.events or ():

@@ -237,7 +237,9 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         return finished
 
     def _finish_read(self, transfer: Transfer) -> None:
-        if self.file.places.get(transfer.key) is not transfer.place:  # evicted: another block may lie there
+        if (
+            self.file.places.get(transfer.key) is not transfer.place
+        ):  # evicted: its place may hold another block
             transfer.done = False
         elif not transfer.done:
             self.file.remove(transfer.key)
