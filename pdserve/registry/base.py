@@ -1,7 +1,7 @@
-"""The registry seam: the live processes, the served models, and the live settings.
+"""The registry's contract: live processes, served models and live settings as keys with leases.
 
-Keys are paths relative to the namespace (`keys.py`). Values are bytes (JSON by convention). A key that was put with
-`leased=True` vanishes when this process does.
+Keys are paths relative to the namespace (`keys.py`). Values are bytes, by convention JSON. A key that was put with
+`leased=True` is deleted when its process ends.
 """
 
 from abc import abstractmethod
@@ -13,27 +13,27 @@ from pdserve.runtime.tasks import Lifetime
 
 @dataclass(frozen=True)
 class Change:
-    """A key's new value; None: the key is gone."""
+    """A key's new value; None: the key was deleted."""
 
     key: str
     value: bytes | None
 
 
 class Registry(Lifetime):
-    """One process's connection. Entering takes a lease, leaving revokes it. Entering raises RegistryUnavailable if no
-    server answers within a few seconds, unless the registry is `patient`.
+    """A process's connection to the registry. Entering takes a lease, leaving revokes it. Entering raises
+    RegistryUnavailable if no server answers within a few seconds, unless the registry is `patient`.
 
-    Outages: while the server is away, `put` and `delete` of leased keys are remembered and carried out when it is back
-    (the last one for a key wins), and watches stay open and silent: the last known state stands. After an outage the
-    leased keys are there again, under a new lease if the old one has run out, and every watch yields what differs,
-    deletions included. Nothing restarts; `connected` shows the outage.
+    During an outage, `put` and `delete` of leased keys are remembered and applied when the server is back (the last one
+    for a key wins), and watches stay open and silent. After the outage the leased keys exist again, under a new lease
+    if the old one has expired, and every watch yields the differences, deletions included. `connected` shows the
+    outage.
 
-    A leased key that was put is there as long as its process has not deleted it: if another process deletes or
-    overwrites it, or its lease, it is written again.
+    A leased key exists until its process deletes it: if another process deletes or overwrites it, or revokes its lease,
+    it is written again.
     """
 
     patient: bool = False
-    """whether entering, and the first read of a RegistryView, waits for a server for as long as it takes"""
+    """whether entering, and the first read of a RegistryView, waits for a server without limit"""
 
     @property
     @abstractmethod
@@ -41,39 +41,39 @@ class Registry(Lifetime):
 
     @property
     def refusal(self) -> str:
-        """What the server answers, where it answers and serves no new process all the same; else empty."""
+        """Why a reachable server accepts no new process; empty if it does, or is not reachable."""
         return ""
 
     @abstractmethod
     async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
-        """Write a key. For an unleased key (a setting) raises RegistryUnavailable during an outage, if the server
-        refuses the value, and if this process does not have the key `holding`, which it created, at that moment; a
-        leased one is written again until it is taken."""
+        """Write a key. A leased key is written until the server accepts it. For an unleased key (a setting) raises
+        RegistryUnavailable during an outage, if the server refuses the value, and if this process does not own the key
+        `holding`, which it created, at that moment."""
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> bool:
-        """Write a leased key unless it is there, in one step: of several calls, of any process, one is returned True.
-        It is this process's until it deletes it, or the lease has run out during an outage: it is not written again.
-        Raises RegistryUnavailable during an outage, and if the server refuses the value; then it is not there, or not
-        for long."""
+        """Atomically write a leased key unless it exists. Of concurrent calls in any processes, exactly one returns
+        True. The key is this process's until it deletes it, or the lease expires during an outage; it is not written
+        again. Raises RegistryUnavailable during an outage, and if the server refuses the value. The key then does not
+        exist, or not for long."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Remove a key if it is there; one of this process's only if no other process has it by now."""
+        """Delete a key if it exists; a leased key only if it is still this process's."""
 
     @abstractmethod
     async def read(self, prefix: str) -> dict[str, bytes]:
-        """Return all keys below `prefix` as the server has them now. Raises RegistryUnavailable during an outage."""
+        """Return the server's present keys below `prefix`. Raises RegistryUnavailable during an outage."""
 
     @abstractmethod
     def watch(self, *prefixes: str) -> AsyncIterator[list[Change]]:
-        """Yield the changes of the keys below any of these: first one list with all present keys (maybe empty), then
-        lists of changes in the server's order. Never ends by itself. No change is lost, but several changes of one key
-        may be yielded as the last of them."""
+        """Yield the changes of the keys below any of these prefixes: first a list of all present keys, which may be
+        empty, then lists of changes in the server's order. Never ends. Several changes of a key may be merged into the
+        last."""
 
 
 def difference(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> list[Change]:
-    """Return the changes that turn `old` into `new`, deletions first: what is gone must not be used any longer."""
+    """Return the changes from `old` to `new`, deletions first, because deleted entries must not be used any longer."""
     gone = [Change(key, None) for key in old if key not in new]
     return gone + [Change(key, value) for key, value in new.items() if old.get(key) != value]
 

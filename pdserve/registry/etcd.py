@@ -1,13 +1,12 @@
 """The registry on etcd.
 
-An EtcdSession is one connection with one lease (`etcd_session.py`). When anything about it fails, or the server is
-silent, the session is over and a new one is made, at the next member where there are several (one that has lost the
-others answers nothing, either), with the same lease if that still lives. The new session then writes
-each key that is not there under its lease. There is no other way to recover, hence none to get wrong. A key that is
-there is not written again, since each write goes to all that watch: after a short stall of the host, a thousand
-processes would write to a thousand, and keep the host slow.
+An EtcdSession is a connection with a lease (`etcd_session.py`). When a call fails or the server is silent, the session
+ends and a new one connects, to the next member of a cluster, with the same lease if it is still alive. The new session
+then writes each of this process's keys that is missing under its lease. This is the only way to recover. A key that
+exists is not written again, because all watchers get each write: after a stall of a host, a thousand processes would
+write to a thousand watchers.
 
-Each own key is watched as long as this process has it: one that another client deletes or changes is written again.
+Each process watches its own keys, and writes a key again that another client deletes or changes.
 """
 
 import asyncio
@@ -28,17 +27,17 @@ from pdserve.util.net import split_servers
 logger = logging.getLogger(__name__)
 
 LEASE_TTL = 10
-"""seconds after which others see that this process is gone"""
-CONNECT_WITHIN = 10.0
-SAY_AFTER = 1.0
-"""seconds after which a patient registry logs that it waits for a server"""
+"""Seconds after a process's end until its keys expire."""
+CONNECT_TIMEOUT = 10.0
+PATIENT_LOG_AFTER = 1.0
+"""Seconds after which a patient registry logs that it waits for a server."""
 SETTLE = 2.0
-"""seconds that other processes get to register again after an outage before they count as gone"""
-RETRY = 0.3
-REFUSED = 3.0
-"""seconds between two writes of a value that etcd refuses: it may be full, or have too much to do, for a while"""
-AGAIN = 1.0
-"""seconds between two writes of a key that others keep on changing"""
+"""Seconds for other processes to register again after an outage before they count as gone."""
+RETRY_INTERVAL = 0.3
+REFUSED_INTERVAL = 3.0
+"""Seconds between two writes of a value that etcd refuses, because it may be full or overloaded for a while."""
+RESTORE_INTERVAL = 1.0
+"""Seconds between two writes of a key that another client keeps changing."""
 
 
 class EtcdRegistry(Registry):
@@ -54,33 +53,33 @@ class EtcdRegistry(Registry):
         self._tls = channel_credentials(credentials) if credentials else None
         endpoints = _endpoints(etcd)
         self._endpoints = cycle(random.sample(endpoints, len(endpoints)))
-        """members of a cluster in turn; another order in each process, so that each member has some"""
+        """members of a cluster in random order, to spread processes over them"""
         self._address = etcd
         self._root = f"/{namespace}/"
         self._ttl = ttl
         self._lease = 0
-        """the lease of the last session; 0: there was none"""
+        """lease of the last session; 0: none"""
         self._leased: dict[str, bytes] = {}
         self._refused: set[str] = set()
-        """of the leased keys, those whose value the server did not take"""
+        """leased keys whose value the server refused"""
         self._created: set[str] = set()
         self._deleted: set[str] = set()
-        """own keys that may be in etcd yet"""
+        """deleted own keys that etcd may still have"""
         self._guards: dict[str, asyncio.Task[None]] = {}
-        """by leased key, what writes it again"""
+        """by leased key: the task that writes it again"""
         self._tasks = TaskOwner()
         self._writing = asyncio.Lock()
         self._session: EtcdSession | None = None
         self._session_made = asyncio.Condition()
         self._cause = ""
-        """why the last session could not be made, in parentheses"""
+        """why the last session could not connect, in parentheses"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         try:
             async with self._tasks as tasks:
                 tasks.forever(self._keep_session, "etcd session", again_after=0)
-                tasks.forever(self._write_refused, "refused values", again_after=REFUSED)
+                tasks.forever(self._write_refused, "refused values", again_after=REFUSED_INTERVAL)
                 await self._first_session()
                 yield
         finally:
@@ -93,17 +92,17 @@ class EtcdRegistry(Registry):
 
     async def _first_session(self) -> None:
         try:
-            async with asyncio.timeout(SAY_AFTER if self.patient else CONNECT_WITHIN):
+            async with asyncio.timeout(PATIENT_LOG_AFTER if self.patient else CONNECT_TIMEOUT):
                 await self._live_session()
         except TimeoutError:
             if not self.patient:
-                raise RegistryUnavailable(self._silence(self._cause)) from None
-            logger.warning("%s", self._silence(f"; waiting for it{self._cause}"))
+                raise RegistryUnavailable(self._describe_outage(self._cause)) from None
+            logger.warning("%s", self._describe_outage(f"; waiting for it{self._cause}"))
             await self._live_session()
 
-    def _silence(self, why: str) -> str:
+    def _describe_outage(self, why: str) -> str:
         if self.refusal:
-            return f"etcd at {self._address} serves no new process: {self.refusal}"
+            return f"etcd at {self._address} accepts no new process: {self.refusal}"
         return f"no etcd answers at {self._address}{why}"
 
     @property
@@ -124,23 +123,25 @@ class EtcdRegistry(Registry):
                 if key not in self._guards:
                     self._guards[key] = self._tasks.forever(partial(self._guard, key), f"own key: {key}")
             try:
-                session = self._now()
+                session = self._connected_session()
                 if leased:
                     await self._write(session, key)
                 else:
                     held = holding and self._root + holding
-                    self._refuse(key, await session.put(self._root + key, value, leased=False, holding=held))
+                    self._raise_refusal(
+                        key, await session.put(self._root + key, value, leased=False, holding=held)
+                    )
             except SessionLost as error:
                 if not leased:
                     raise RegistryUnavailable(str(error)) from error
 
     async def create(self, key: str, value: bytes) -> bool:
         async with self._writing:
-            if key in self._created:  # also where it was lost: the call that created it does not know yet
+            if key in self._created:  # also if it was lost: its creator does not know that yet
                 return False
             self._created.add(key)
             try:
-                why = await self._now().put(self._root + key, value, leased=True, absent=True)
+                why = await self._connected_session().put(self._root + key, value, leased=True, absent=True)
             except SessionLost as error:
                 self._created.remove(key)
                 self._deleted.add(key)
@@ -151,12 +152,12 @@ class EtcdRegistry(Registry):
             if why:
                 self._created.remove(key)
             if why != UNMET:
-                self._refuse(key, why)
+                self._raise_refusal(key, why)
             return not why
 
-    def _refuse(self, key: str, why: str) -> None:
+    def _raise_refusal(self, key: str, why: str) -> None:
         if why:
-            raise RegistryUnavailable(f"etcd refuses {self._root}{key}: {why}")
+            raise RegistryUnavailable(f"etcd refused {self._root}{key}: {why}")
 
     async def delete(self, key: str) -> None:
         async with self._writing:
@@ -166,7 +167,7 @@ class EtcdRegistry(Registry):
             self._created.discard(key)
             self._refused.discard(key)
             try:
-                session = self._now()
+                session = self._connected_session()
                 await (session.delete_own if ours else session.delete)(self._root + key)
             except SessionLost as error:
                 if not ours:
@@ -174,20 +175,20 @@ class EtcdRegistry(Registry):
                 self._deleted.add(key)
 
     async def _guard(self, key: str) -> None:
-        """Compare an own key with what this process wrote, now and after each change; never returns. A key that two
-        processes claim is written once in `AGAIN` seconds by each."""
+        """Write an own key again whenever another client has changed it. Two processes that claim one key each write it
+        once in RESTORE_INTERVAL seconds."""
         async for _ in self.watch(key):
-            if await self._restored(key):
-                await asyncio.sleep(AGAIN)
+            if await self._restore(key):
+                await asyncio.sleep(RESTORE_INTERVAL)
 
-    async def _restored(self, key: str) -> bool:
+    async def _restore(self, key: str) -> bool:
         async with self._writing:
-            with suppress(SessionLost):  # the next session compares all keys
-                session = self._now()
+            with suppress(SessionLost):  # the next session checks all keys
+                session = self._connected_session()
                 if key in self._leased and not await session.holds(self._root + key, self._leased[key]):
                     if key not in self._refused:
                         logger.warning(
-                            "%s was deleted or changed in etcd, or its lease ran out; writing it again", key
+                            "etcd: %s was deleted or changed, or its lease expired; rewriting it", key
                         )
                     await self._write(session, key)
                     return True
@@ -195,30 +196,30 @@ class EtcdRegistry(Registry):
 
     async def _write_refused(self) -> None:
         for key in list(self._refused):
-            await self._restored(key)
+            await self._restore(key)
 
     async def _write(self, session: EtcdSession, key: str) -> None:
-        """Write a leased key. A value that the server refuses is tried again, and costs no other key."""
+        """Write a leased key. A refused value is retried and affects no other key."""
         why = await session.put(self._root + key, self._leased[key], leased=True)
         if why and key not in self._refused:
-            logger.error("etcd refuses %s%s: %s; trying again", self._root, key, why)
+            logger.error("etcd refused %s%s: %s; retrying", self._root, key, why)
         (self._refused.add if why else self._refused.discard)(key)
 
     async def read(self, prefix: str) -> dict[str, bytes]:
         try:
-            return (await self._now().read(self._root, prefix))[0]
+            return (await self._connected_session().read(self._root, prefix))[0]
         except SessionLost as error:
             raise RegistryUnavailable(str(error)) from error
 
-    def _now(self) -> EtcdSession:
+    def _connected_session(self) -> EtcdSession:
         if self._session is None or self._session.lost.is_set():
-            raise SessionLost(f"etcd at {self._address} is away")
+            raise SessionLost(f"etcd at {self._address} is unreachable")
         return self._session
 
     # sessions
 
     async def _keep_session(self) -> None:
-        """Make a session, and keep its lease alive until it is lost."""
+        """Open a session and keep its lease alive until the session is lost."""
         session = EtcdSession(next(self._endpoints), self._ttl, self._tls)
         try:
             await session.open(self._lease)
@@ -228,12 +229,12 @@ class EtcdRegistry(Registry):
             worked = self._session is session
             await self._end(session)
             if worked:
-                logger.warning("etcd is away (%s); the last known topology stands", error)
+                logger.warning("etcd is unreachable (%s); using the last known topology", error)
             else:
                 self._cause = f" ({session.reason})"
-                await asyncio.sleep(RETRY)
+                await asyncio.sleep(RETRY_INTERVAL)
         except BaseException:
-            if self._session is not session or not is_cancelled():  # else `_lifetime` revokes its lease
+            if self._session is not session or not is_cancelled():  # otherwise `_lifetime` revokes the lease
                 await self._end(session)
             raise
 
@@ -242,8 +243,8 @@ class EtcdRegistry(Registry):
         await session.close()
 
     async def _register(self, session: EtcdSession) -> None:
-        """Write every leased key that is missing under the session's lease. Keys that an earlier lease of this process
-        holds run out with that lease."""
+        """Write every leased key that is missing under the session's lease. Keys under an earlier lease of this process
+        expire with it."""
         async with self._writing:
             for key in self._deleted:
                 await session.delete_own(self._root + key)
@@ -252,14 +253,14 @@ class EtcdRegistry(Registry):
                     await self._write(session, key)
             self._deleted.clear()
             self._session, self._lease, self._cause = session, session.lease, ""
-        logger.info("etcd at %s answers, %d keys registered", session.target, len(self._leased))
+        logger.info("connected to etcd at %s, %d keys registered", session.target, len(self._leased))
         async with self._session_made:
             self._session_made.notify_all()
 
     async def _live_session(self) -> EtcdSession:
         async with self._session_made:
             await self._session_made.wait_for(lambda: self.connected)
-        return self._now()
+        return self._connected_session()
 
     # watching
 
@@ -270,7 +271,7 @@ class EtcdRegistry(Registry):
                 session = await self._live_session()
                 now, revision = await session.read(self._root, *prefixes)
                 if known is not None and not known.keys() <= now.keys():
-                    # etcd lost its data, or leases ran out while it was away: live processes are about to register
+                    # etcd lost its data, or leases expired during its outage: live processes register again now
                     await asyncio.sleep(SETTLE)
                     now, revision = await session.read(self._root, *prefixes)
                 changes = difference(known or {}, now)
@@ -281,11 +282,11 @@ class EtcdRegistry(Registry):
                     apply_changes(changes, known)
                     yield changes
             except SessionLost as error:
-                logger.debug("watch of %s: %s; reading it anew", " ".join(prefixes) or "all", error)
+                logger.debug("watch of %s: %s; reading all keys again", " ".join(prefixes) or "all", error)
 
 
 def _endpoints(etcd: str) -> list[tuple[str, int]]:
-    """Parse `host:port,host:port`. A leading `http://` or `https://` means nothing: credentials alone mean TLS."""
+    """Parse `host:port,host:port`. A leading `http://` or `https://` is ignored: only credentials decide about TLS."""
     endpoints = []
     for address in split_servers(etcd) or [etcd]:
         host, _, port = address.removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")

@@ -1,7 +1,7 @@
-"""One connection to etcd with one lease: the only place that imports aetcd.
+"""A connection to etcd with a lease. No other module imports aetcd.
 
 Of aetcd only the channel, the stubs and the message types are used. Its watcher loses compaction errors and deadlocks
-when its stream breaks, so watches and keep-alives are gRPC streams of this module.
+when its stream breaks, so this module has its own gRPC streams for watches and keep-alives.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pdserve.registry.base import Change
 from pdserve.runtime.tasks import is_cancelled
 from pdserve.security.credentials import CERTIFICATE_NAME, Credentials
 
-# gRPC's fork handlers only get in the way of a supervisor that starts processes
+# without gRPC's fork handlers, which disturb a supervisor that starts processes
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import aetcd
@@ -26,21 +26,19 @@ CALL_TIMEOUT = 2.0
 _CHANNEL = {
     "grpc.max_receive_message_length": -1,
     "grpc.enable_http_proxy": 0,
-    # a channel of one session must not inherit the back-off of the session that failed before it
+    # a new session must not inherit the back-off of the failed one
     "grpc.use_local_subchannel_pool": 1,
 }
 
 _REFUSALS = (rpc.StatusCode.INVALID_ARGUMENT, rpc.StatusCode.RESOURCE_EXHAUSTED)
-"""of a value: by etcd for its size, by gRPC for the message's, and by an etcd that is full or has too much to do"""
-
-
+"""Status codes of a refused value: it is too large for etcd or gRPC, or etcd is full or overloaded."""
 FULL = (
     "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION` and `etcdctl defrag`, then "
     "`etcdctl alarm disarm`"
 )
-"""what a full etcd answers to writes and new leases, also once it has space, until the alarm is disarmed"""
+"""Reason of a refused write or lease until the alarm is disarmed, even after space was freed."""
 UNMET = "what it depends on has changed"
-"""why a write that has a condition was not carried out"""
+"""Reason of a conditional write whose condition was false."""
 
 
 class SessionLost(Exception):
@@ -48,31 +46,31 @@ class SessionLost(Exception):
 
 
 class _Lease(BaseCompare):  # type: ignore[misc]
-    """Compares the lease of a key, 0 where there is none, in a transaction; aetcd has no such condition."""
+    """Transaction condition on the lease of a key (0: none), which aetcd lacks."""
 
     def build_compare(self, compare: rpc.Compare) -> None:
         compare.target, compare.lease = rpc.Compare.LEASE, self.value
 
 
 class TlsClient(aetcd.Client):  # type: ignore[misc]
-    """An aetcd client with a TLS channel, which aetcd cannot make, and only the stubs that a session uses."""
+    """An aetcd client with a TLS channel, which aetcd cannot make."""
 
     def __init__(self, host: str, port: int, tls: grpc.ChannelCredentials) -> None:
         super().__init__(host, port, timeout=CALL_TIMEOUT)
-        # all certificates of a graph have this name; the host's own name proves nothing
+        # all certificates of a graph have this name
         options = _CHANNEL | {"grpc.ssl_target_name_override": CERTIFICATE_NAME}
         self.channel = rpc.secure_channel(f"{host}:{port}", tls, options=list(options.items()))
         self.kvstub, self.leasestub = rpc.KVStub(self.channel), rpc.LeaseStub(self.channel)
         self.maintenancestub = rpc.MaintenanceStub(self.channel)
 
     async def connect(self) -> None:
-        """aetcd calls this before each operation. The client is connected until it is closed."""
+        """Check that the client is open; aetcd calls this before each operation."""
         if self.channel is None:
             raise aetcd.ClientError("the session was closed")
 
 
 class EtcdSession:
-    """One channel and one lease. Every method raises SessionLost, after which the session is over."""
+    """A channel and a lease. Any method may raise SessionLost, which ends the session."""
 
     def __init__(
         self, endpoint: tuple[str, int], ttl: int, tls: grpc.ChannelCredentials | None = None
@@ -82,7 +80,7 @@ class EtcdSession:
         self.lease = 0
         self._ttl = ttl
         self.reason = ""
-        """why it was lost"""
+        """why the session was lost"""
         self._client = (
             TlsClient(*endpoint, tls)
             if tls is not None
@@ -90,7 +88,7 @@ class EtcdSession:
         )
 
     async def open(self, lease: int) -> None:
-        """Keep this lease if it still lives (0: there is none), else take a new one."""
+        """Refresh this lease (0: none), or take a new one if it has expired."""
         if lease and getattr(await self._call(self._client.refresh_lease(lease)), "TTL", 0) > 0:
             self.lease = lease
         else:
@@ -106,8 +104,8 @@ class EtcdSession:
     async def put(
         self, key: str, value: bytes, *, leased: bool, absent: bool = False, holding: str = ""
     ) -> str:
-        """Return why the server refuses the value, which costs no other key; "": it has it. UNMET: the key is there
-        though it should be `absent`, or the key `holding` is not under the session's lease."""
+        """Write a key. Return why the server refused it; "": it is written. UNMET: the key exists but should be
+        `absent`, or the key `holding` is not under the session's lease."""
         transactions = self._client.transactions
         when = [transactions.create(key.encode()) == 0] if absent else []
         when += [self._own(holding)] if holding else []
@@ -124,7 +122,7 @@ class EtcdSession:
         await self._call(self._client.delete(key.encode()))
 
     async def delete_own(self, key: str) -> None:
-        """Remove the key if it is under the session's lease."""
+        """Delete the key if it is under the session's lease."""
         delete = self._client.transactions.delete(key.encode())
         await self._call(self._client.transaction([self._own(key)], [delete], []))
 
@@ -132,7 +130,7 @@ class EtcdSession:
         return _Lease(key.encode()) == self.lease
 
     async def read(self, root: str, *prefixes: str) -> tuple[dict[str, bytes], int]:
-        """Return the keys without the root, and the revision at which they were read; some may be newer."""
+        """Return the keys without the root, and a revision that is not newer than any of them."""
         values, revisions = dict[str, bytes](), []
         for prefix in prefixes:
             read = await self._call(self._client.get_prefix((root + prefix).encode()))
@@ -141,11 +139,8 @@ class EtcdSession:
         return values, min(revisions)
 
     async def keep_alive(self) -> None:
-        """Keep the lease alive until SessionLost is raised.
-
-        A read always waits on the stream, so that a broken connection is noticed at once. A server that hangs is
-        noticed by its missing answer.
-        """
+        """Keep the lease alive until SessionLost. A read is always pending on the stream, which notices a broken
+        connection at once. A missing reply reveals a server that hangs."""
         call = self._client.leasestub.LeaseKeepAlive()
         failed = asyncio.create_task(self.lost.wait())
         answer = asyncio.create_task(self._call(call.read()))
@@ -156,9 +151,9 @@ class EtcdSession:
                     {answer, failed}, timeout=CALL_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not answer.done():
-                    raise self._fail(f"no answer within {CALL_TIMEOUT:g} s")
+                    raise self._fail(f"no reply within {CALL_TIMEOUT:g} s")
                 if getattr(answer.result(), "TTL", 0) <= 0:
-                    raise self._fail("the lease has run out")
+                    raise self._fail("the lease expired")
                 answer = asyncio.create_task(self._call(call.read()))
                 await asyncio.wait(
                     {answer, failed}, timeout=self._ttl / 3, return_when=asyncio.FIRST_COMPLETED
@@ -172,8 +167,8 @@ class EtcdSession:
             await asyncio.gather(answer, failed, return_exceptions=True)
 
     async def watch(self, root: str, prefixes: Iterable[str], revision: int) -> AsyncIterator[list[Change]]:
-        """Raises SessionLost also if only this watch is over (compacted, or cancelled by the server)."""
-        if self.lost.is_set():  # a closed session has no channel any more
+        """Raises SessionLost also if only this watch ended: it was compacted, or cancelled by the server."""
+        if self.lost.is_set():  # the channel is None
             raise self._fail("the session was closed")
         call = rpc.WatchStub(self._client.channel).Watch()
         try:
@@ -194,21 +189,21 @@ class EtcdSession:
             call.cancel()
 
     async def _write(self, stream: Any, request: Any) -> None:
-        """Write within a bounded time: if the channel closes before the stream's header is sent, grpc.aio waits for
-        ever."""
+        """Write with a timeout, because grpc.aio waits for ever if the channel closes before the stream's header is
+        sent."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT):
                 await self._call(stream.write(request))
         except TimeoutError:
-            raise self._fail(f"nothing could be sent within {CALL_TIMEOUT:g} s") from None
+            raise self._fail(f"cannot send within {CALL_TIMEOUT:g} s") from None
 
     async def _call(self, call: Awaitable[Any]) -> Any:
         try:
             return await call
         except (aetcd.ClientError, rpc.AioRpcError, rpc.BaseError, asyncio.InvalidStateError) as error:
-            raise self._fail(_say(error)) from error
+            raise self._fail(_describe(error)) from error
         except asyncio.CancelledError:
-            # grpc.aio also raises this when the channel is closed during a call; then this task was not cancelled
+            # grpc.aio raises this also when the channel is closed during a call
             if self.lost.is_set() and not is_cancelled():
                 raise self._fail("the session was closed") from None
             raise
@@ -225,17 +220,17 @@ def channel_credentials(of: Credentials) -> grpc.ChannelCredentials:
 
 
 async def _refusal(put: Awaitable[Any]) -> str:
-    """Why the server refused the value, and not the session; '' if it took it."""
+    """Await a write. Return why the server refused the value; '' if it is written. Other errors are raised."""
     try:
-        carried_out, _ = await put
+        succeeded, _ = await put
     except aetcd.ClientError as error:
         if getattr(error.__context__, "code", lambda: None)() not in _REFUSALS:
             raise
-        return _say(error)
-    return "" if carried_out else UNMET
+        return _describe(error)
+    return "" if succeeded else UNMET
 
 
-def _say(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     details = error.details() if isinstance(error, rpc.AioRpcError) else str(error)
     if details and "database space exceeded" in details:
         return FULL
@@ -243,7 +238,7 @@ def _say(error: BaseException) -> str:
 
 
 def _name(root: str, key: bytes) -> str:
-    """Return the key without the root. pdserve's keys are UTF-8; others must not end a watch."""
+    """Return the key without the root. Invalid UTF-8 in foreign keys must not end a watch."""
     return key.decode(errors="replace").removeprefix(root)
 
 

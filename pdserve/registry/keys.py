@@ -1,4 +1,4 @@
-"""The key scheme of the registry, relative to the namespace. Instance ids hold no slash; model names may."""
+"""Keys of the registry, relative to the namespace. Instance ids contain no slash, model names may."""
 
 from pdserve.contract.records import Adapter, Instance, Role, SlotState
 
@@ -6,20 +6,20 @@ INSTANCES = "instances/"
 CARDS = "models/"
 SETTINGS = "settings/"
 NEWCOMERS = "newcomers/"
-"""workers that cannot serve yet; only the workers that warm up with them read these"""
+"""Workers that do not serve yet, for the workers that warm up with them."""
 SLOTS = "slots/"
 LEADERS, FOLLOWERS = "leaders/", "followers/"
-"""the hosts of workers that span hosts, by the place where these meet; only they read these"""
+"""Hosts of a worker that spans hosts, by their common place."""
 ADAPTERS, LOADING = "adapters/", "loading/"
-"""LoRA adapters, kept for workers that come later; those that a frontend is asking the workers for, under its lease"""
+"""LoRA adapters for workers that start later; adapters that a frontend is loading, under its lease."""
 CLAIMS = "claims/"
-"""names that a frontend is loading an adapter by, under its lease: there is one key for all models"""
+"""Adapter names that a frontend is loading, under its lease; a name is unique among all models."""
 FILE = "file"
-"""path of the file that the settings were set on, where `serve` runs its own etcd"""
+"""Path of the file for which the live settings were set, if `serve` runs its own etcd."""
 
 
 def instances(role: Role) -> list[str]:
-    """Return the prefixes of the keys of all processes that do the work of this role."""
+    """Return the key prefixes of all processes with this role's work."""
     return [f"{INSTANCES}{each.value}/" for each in Role if each.includes(role)]
 
 

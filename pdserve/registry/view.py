@@ -1,4 +1,4 @@
-"""A live, typed view of the registry, for routing, decisions and reports."""
+"""A typed copy of the registry that follows its changes, for routing, decisions and reports."""
 
 import asyncio
 import logging
@@ -32,13 +32,13 @@ from pdserve.util.errors import ProtocolError, RegistryUnavailable
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FIRST_READ_WITHIN = 5.0
-PAUSE = 0.05
-"""seconds from one yield of `changes` to the next, at least"""
+FIRST_READ_TIMEOUT = 5.0
+MIN_PAUSE = 0.05
+"""Seconds between two yields of `changes`, at least."""
 
 
 class Snapshot(NamedTuple):
-    """What is registered, as the methods of RegistryView of these names return it."""
+    """The results of the RegistryView methods of these names."""
 
     instances: list[Instance]
     slots: list[SlotState]
@@ -47,18 +47,17 @@ class Snapshot(NamedTuple):
 
 
 class RegistryView(Lifetime):
-    """Follows the keys below the prefixes, or the whole namespace. Each change goes to all processes that follow it, so
-    a process should follow only what it needs. Enter it inside the registry's own `async with`. Entering returns when
-    the present keys have been read, and raises RegistryUnavailable if that takes longer than a few seconds, unless the
-    registry is patient.
+    """Follows the keys below the prefixes, or the whole namespace. A process should follow only the keys that it needs,
+    because each change goes to all followers. Enter the view inside the registry's `async with`. Entering returns when
+    the present keys have been read, and raises RegistryUnavailable after a few seconds unless the registry is patient.
 
-    During an outage the view stands still. Values that cannot be decoded are logged and left out. Instances and cards
-    are in the order of their keys, so that every process sees the same order.
+    During an outage the view does not change. Undecodable values are logged and left out. Instances and cards are in
+    the order of their keys, which is the same in all processes.
     """
 
     def __init__(self, registry: Registry, *prefixes: str) -> None:
         self.version = 0
-        """counts the changes; 0 until the present keys have been read"""
+        """number of updates; 0 until the present keys have been read"""
         self._registry = registry
         self._prefixes = prefixes or ("",)
         self._all: list[_Records[Any]] = []
@@ -73,12 +72,13 @@ class RegistryView(Lifetime):
         self._loading = self._records(keys.LOADING, decode_adapter)
         self._claims = self._records(keys.CLAIMS, bytes.decode)
         self.replaced = Counter[tuple[str, Role]]()
-        """by model and role: workers whose lease ended while they were not draining, until another took their place"""
-        self._gone: dict[str, tuple[Instance, float, int]] = {}
-        """those that none has replaced, since when (monotonic), and how many workers of the same model and role there
-        were until then; replaced when there are as many again, since a pod that replaces another has another address"""
-        self._chosen: dict[tuple[Role | None, str | None], list[Instance]] = {}
-        """cached answers of `instances`, until something changes"""
+        """by model and role: number of lost workers that another has replaced"""
+        self._lost: dict[str, tuple[Instance, float, int]] = {}
+        """by id: a worker whose lease ended while it was not draining, the monotonic time of that, and the number of
+        workers of its model and role before. It counts as replaced when there are as many again, because the pod that
+        replaces another has another address"""
+        self._cached: dict[tuple[Role | None, str | None], list[Instance]] = {}
+        """results of `instances` until the next change"""
         self._changed = asyncio.Condition()
 
     def _records(self, prefix: str, decode: Callable[[bytes], T]) -> "_Records[T]":
@@ -91,31 +91,31 @@ class RegistryView(Lifetime):
         async with TaskOwner() as tasks:
             tasks.forever(self._follow, "registry view")
             try:
-                async with asyncio.timeout(None if self._registry.patient else FIRST_READ_WITHIN):
+                async with asyncio.timeout(None if self._registry.patient else FIRST_READ_TIMEOUT):
                     await anext(self.changes())
             except TimeoutError:
                 raise RegistryUnavailable("the registry could not be read") from None
             yield
 
     def instances(self, role: Role | None = None, model: str | None = None) -> list[Instance]:
-        """Return the live instances that do the work of this role, draining ones included. A frontend's model is ''."""
-        chosen = self._chosen.get((role, model))
-        if chosen is None:
-            chosen = self._chosen[role, model] = [
+        """Return the live instances with this role's work, including draining ones. A frontend's model is ''."""
+        found = self._cached.get((role, model))
+        if found is None:
+            found = self._cached[role, model] = [
                 instance
                 for _, instance in sorted(self._instances.items())
                 if (role is None or instance.role.includes(role))
                 and (model is None or instance.model == model)
             ]
-        return chosen.copy()
+        return found.copy()
 
     def newcomers(self, role: Role, model: str) -> list[Instance]:
-        """Return the workers that have not announced themselves yet; they warm up with each other."""
+        """Return the workers that do not serve yet and warm up."""
         newcomers = [worker for _, worker in sorted(self._newcomers.items())]
         return [worker for worker in newcomers if worker.role.includes(role) and worker.model == model]
 
     def cards(self) -> dict[str, list[tuple[str, ModelCard]]]:
-        """Return, for each model name, its cards, each with the id of the instance that wrote it."""
+        """Return the cards of each model name, each with the id of the instance that wrote it."""
         cards: dict[str, list[tuple[str, ModelCard]]] = {}
         for key, card in sorted(self._cards.items()):
             model, instance_id = keys.split_card(key)
@@ -123,11 +123,11 @@ class RegistryView(Lifetime):
         return cards
 
     def settings(self) -> dict[str, str]:
-        """Return the live settings as they were written."""
+        """Return the live settings, not validated."""
         return {key.removeprefix(keys.SETTINGS): value for key, value in self._settings.items()}
 
     def slots(self) -> list[SlotState]:
-        """Return the processes that supervisors keep alive; none if roles were started by hand."""
+        """Return the processes that supervisors run; none if roles were started by hand."""
         return [state for _, state in sorted(self._slots.items())]
 
     def leaders(self) -> list[NodeLeader]:
@@ -137,37 +137,36 @@ class RegistryView(Lifetime):
         return [follower for _, follower in sorted(self._followers.items())]
 
     def adapters(self, model: str) -> dict[str, Adapter]:
-        """Return what frontends loaded and unloaded at run time, by name."""
+        """Return the adapters that frontends loaded or unloaded at run time, by name."""
         return {each.name: each for each in self.all_adapters() if each.model == model}
 
     def all_adapters(self) -> list[Adapter]:
-        """Return the same of all models."""
+        """Return the adapters of all models."""
         return [each for _, each in sorted(self._adapters.items())]
 
     def loading(self, model: str) -> list[Adapter]:
-        """Return the adapters that frontends are asking the workers for."""
+        """Return the adapters that frontends are loading now."""
         return [each for _, each in sorted(self._loading.items()) if each.model == model]
 
     def claim(self, name: str) -> str:
-        """Return what the frontend that loads an adapter by this name wrote into its claim; '': there is none."""
+        """Return the claim of the frontend that is loading an adapter with this name; '': none."""
         return self._claims.get(keys.claim(name), "")
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.instances(), self.slots(), self.cards(), self.settings())
 
     def lost_workers(self) -> list[LostWorker]:
-        """Return the workers that vanished lately and were not replaced."""
+        """Return the recently lost workers that were not replaced."""
         now = time.monotonic()
         return [
             LostWorker(worker.id, worker.host, now - since, worker.model)
-            for worker, since, _ in self._gone.values()
+            for worker, since, _ in self._lost.values()
             if now - since < LOST_WORKER_LIFETIME
         ]
 
     async def changes(self, every: float | None = None) -> AsyncIterator[None]:
-        """Yield when the present keys have been read, and then after every change, or `every` seconds. Several changes
-        may be yielded as one, so that a caller may read everything each time even while hundreds of processes come or
-        go."""
+        """Yield when the present keys have been read, then after changes, or after `every` seconds. Several changes may
+        be merged into one yield, so that a caller can read everything each time."""
         seen = 0
         while True:
             with suppress(TimeoutError):
@@ -175,61 +174,61 @@ class RegistryView(Lifetime):
                     await self._newer_than(seen)
             seen = self.version
             yield
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(MIN_PAUSE)
 
     async def _newer_than(self, version: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self.version != version)
 
     async def _follow(self) -> None:
-        """A watch begins with all present keys: what vanished during an outage of the registry is missing there."""
+        """Apply the changes. The first list has all present keys, so instances missing there were lost in an outage."""
         before: dict[str, Instance] | None = dict(self._instances)
         async for changes in self._registry.watch(*self._prefixes):
             if before is not None:
                 for records in self._all:
                     records.clear()
             for change in changes:
-                self._take(change)
+                self._apply(change)
             if before is not None:
-                self._lose_missing(before)
+                self._record_missing(before)
             before = None
             self._forget_replaced()
-            self._chosen.clear()
+            self._cached.clear()
             async with self._changed:
                 self.version += 1
                 self._changed.notify_all()
 
-    def _take(self, change: Change) -> None:
+    def _apply(self, change: Change) -> None:
         worker = self._instances.get(change.key)
         if change.value is None and worker:
-            self._lose(worker, self._there()[_kind(worker)])
+            self._record_loss(worker, self._count_workers()[_kind(worker)])
         for records in self._all:
             if change.key.startswith(records.prefix):
-                records.take(change)
+                records.apply(change)
 
-    def _lose(self, worker: Instance, before: int) -> None:
-        """Note that it vanished, if that was unexpected. `before`: as in `_gone`."""
+    def _record_loss(self, worker: Instance, before: int) -> None:
+        """Record the end of a lease, unless the worker drained. `before` is the number of workers before."""
         if worker.role is not Role.FRONTEND and not worker.draining:
-            self._gone[worker.id] = worker, time.monotonic(), before
+            self._lost[worker.id] = worker, time.monotonic(), before
 
-    def _lose_missing(self, before: Mapping[str, Instance]) -> None:
-        there = self._there()
+    def _record_missing(self, before: Mapping[str, Instance]) -> None:
+        counts = self._count_workers()
         for worker in (worker for key, worker in before.items() if key not in self._instances):
-            there[_kind(worker)] += 1
-            self._lose(worker, there[_kind(worker)])
+            counts[_kind(worker)] += 1
+            self._record_loss(worker, counts[_kind(worker)])
 
-    def _there(self) -> Counter[tuple[str, Role]]:
+    def _count_workers(self) -> Counter[tuple[str, Role]]:
         return Counter(map(_kind, self._instances.values()))
 
     def _forget_replaced(self) -> None:
-        there, ids = self._there(), {instance.id for instance in self._instances.values()}
-        for worker, since, before in list(self._gone.values()):
-            replaced = there[_kind(worker)] >= before
+        counts = self._count_workers()
+        ids = {instance.id for instance in self._instances.values()}
+        for worker, since, before in list(self._lost.values()):
+            replaced = counts[_kind(worker)] >= before
             if replaced or time.monotonic() - since > LOST_WORKER_LIFETIME:
-                del self._gone[worker.id]
-                self.replaced[_kind(worker)] += (
-                    replaced and worker.id not in ids
-                )  # else it was its lease alone
+                del self._lost[worker.id]
+                # the same id again: only its lease had expired
+                self.replaced[_kind(worker)] += replaced and worker.id not in ids
 
 
 def _kind(worker: Instance) -> tuple[str, Role]:
@@ -237,18 +236,18 @@ def _kind(worker: Instance) -> tuple[str, Role]:
 
 
 class _Records(dict[str, T]):
-    """The decoded values below `prefix`, by key."""
+    """The decoded values below a prefix, by key."""
 
     def __init__(self, prefix: str, decode: Callable[[bytes], T]) -> None:
         super().__init__()
         self.prefix = prefix
         self._decode = decode
 
-    def take(self, change: Change) -> None:
+    def apply(self, change: Change) -> None:
         self.pop(change.key, None)
         if change.value is None:
             return
         try:
             self[change.key] = self._decode(change.value)
         except (ProtocolError, UnicodeDecodeError) as error:
-            logger.warning("registry: %s is left out, its value cannot be read: %s", change.key, error)
+            logger.warning("registry: skipped %s: %s", change.key, error)

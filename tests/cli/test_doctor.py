@@ -71,10 +71,10 @@ async def test_an_etcd_that_was_over_its_quota_says_what_to_do(
     async with SmallEtcd(tmp_path) as server, TaskOwner() as tasks:
         await server.fill_up()
         (found,) = await of_etcd(server.url)
-        assert found.text.startswith(f"etcd at {server.url} serves no new process: {full}")
+        assert found.text.startswith(f"etcd at {server.url} accepts no new process: {full}")
         assert (found.grade, "start it" in found.text) == ("fail", False)
         tasks.start(_joins(server.url), "a worker that starts")
-        await until(lambda: f"etcd at {server.url} serves no new process: {full}" in caplog.text)
+        await until(lambda: f"etcd at {server.url} accepts no new process: {full}" in caplog.text)
         record = GraphRecord(os.getpid(), "f", "m", "pdserve", server.url, "nats://127.0.0.1:4222")
         with state.locked(tmp_path) as folder:
             folder.record(record)

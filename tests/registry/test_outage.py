@@ -89,7 +89,7 @@ async def test_a_value_that_etcd_refuses_for_a_while_is_there_afterwards(
         return why[-1] or await put(session, key, value, leased=leased)
 
     monkeypatch.setattr(EtcdSession, "put", refusing)
-    monkeypatch.setattr(etcd, "REFUSED", 0.05)
+    monkeypatch.setattr(etcd, "REFUSED_INTERVAL", 0.05)
     async with shared.registry() as first, shared.registry() as other, following(other) as seen:
         await first.put("new", b"1")
         await until(lambda: refused > 3)
@@ -101,7 +101,7 @@ async def test_a_value_that_etcd_refuses_for_a_while_is_there_afterwards(
         await seen.until({"new": b"2"})
     key = f"/{shared.namespace}/new"
     said = [line for line in caplog.messages if "new" in line]
-    assert said == [f"etcd refuses {key}: {reason}; trying again" for reason in ("too many requests", "full")]
+    assert said == [f"etcd refused {key}: {reason}; retrying" for reason in ("too many requests", "full")]
 
 
 async def test_a_revoked_lease_is_taken_anew(shared: SharedEtcd) -> None:
@@ -139,7 +139,7 @@ async def test_a_key_that_another_client_writes_without_its_lease_is_leased_agai
 async def test_two_processes_that_claim_one_key_do_not_write_without_end(
     shared: SharedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd, "AGAIN", 0.1)
+    monkeypatch.setattr(etcd, "RESTORE_INTERVAL", 0.1)
     async with shared.registry() as first, shared.registry() as other, following(other) as seen:
         began = time.monotonic()
         await first.put("a", b"1")
