@@ -123,7 +123,7 @@ async def test_neither_etcd_nor_its_clients_serve_strangers(
     etcd_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.5)
+    monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 1.5)
     # an authority that is taken from the graph, with a certificate that it has not signed
     for name in ("node.pem", "node-key.pem"):
         (tmp_path / name).write_bytes((other.folder / name).read_bytes())

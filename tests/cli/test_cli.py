@@ -237,7 +237,7 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
         result = pdserve(*command)
         assert (result.returncode, result.stdout) == (1, "")
         assert f"no graph runs on {tmp_path / 'state'}" in result.stderr
-    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 0.5)
+    monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 0.5)
     away = pdserve("status", "--etcd", "127.0.0.1:1")
     assert (away.returncode, "no etcd answers at 127.0.0.1:1" in away.stderr) == (1, True)
     assert "or its etcd is away, or wants --credentials." in away.stderr

@@ -45,7 +45,7 @@ async def of_etcd(address: str, credentials: Credentials | None = None) -> list[
 
 
 async def test_servers_that_do_not_answer_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 0.5)
+    monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 0.5)
     port = free_port("127.0.0.1")
     for finding in (
         *await check_nats(f"nats://127.0.0.1:{port}", None),
@@ -66,7 +66,7 @@ async def test_an_etcd_that_was_over_its_quota_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`doctor`, a worker that waits for it, and `status` where `serve` on this machine knows the processes."""
-    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.0)
+    monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 1.0)
     full = "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION`"
     async with SmallEtcd(tmp_path) as server, TaskOwner() as tasks:
         await server.fill_up()
@@ -108,7 +108,7 @@ async def test_servers_with_credentials(
     ):
         assert (await check_nats(nats.url, credentials))[0].grade == "ok"
         assert (await of_etcd(server.url, credentials))[0].grade == "ok"
-        monkeypatch.setattr(etcd, "CONNECT_WITHIN", 0.5)
+        monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 0.5)
         for wrong in (*await check_nats(nats.url, other), *await of_etcd(server.url, other)):
             assert wrong.grade == "fail"
             assert "credentials" in wrong.text

@@ -21,7 +21,7 @@ from tests.servers import hung
 
 @pytest.mark.parametrize("lose_data", [False, True])
 async def test_an_outage(outage: Outage, lose_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.0)
+    monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 1.0)
     async with outage.registry() as first, outage.registry() as other, following(other) as seen:
         for key in ("kept", "changed", "deleted"):
             await first.put(key, b"1")
@@ -67,7 +67,7 @@ async def test_a_value_that_etcd_refuses_costs_no_other_key(shared: SharedEtcd, 
         session = first._session
         assert session
         await first.put("large", bytes(size))
-        with pytest.raises(RegistryUnavailable, match=f"refuses /{shared.namespace}/large"):
+        with pytest.raises(RegistryUnavailable, match=f"refused /{shared.namespace}/large"):
             await first.put("large", bytes(size), leased=False)
         await first.put("b", b"1")
         assert first._session is session
