@@ -31,7 +31,7 @@ async def test_neither_a_server_that_answers_nor_one_that_does_not_shows_it(
     async with nats_server(tmp_path) as server:
         url = server.url.replace("nats://", AS)
         (found,) = await check_nats(url, None)
-        assert (found.grade, found.text) == ("ok", f"{server.url} answers, JetStream is on")
+        assert (found.grade, found.text) == ("ok", f"{server.url} answers, JetStream is enabled")
         async with NatsConnection(url, None, "waiting") as connection:
             await until(lambda: connection.connected)
             await kill(server)

@@ -1,9 +1,8 @@
-"""The command line, made of typer commands.
+"""The command line, built with typer.
 
-A command is a function in a module of its own. Its docstring is the text of its `--help`, its annotated parameters are
-the options, and its result is the exit code: 0 for done, 1 for failed, 2 for a wrong configuration or command line.
-The module is imported when the command is used: `pdserve --help` loads none of them
-(docs/decisions/0019-command-line.md).
+Each command is a function in its own module: the docstring is the text of `--help`, the annotated parameters are the
+options, and the result is the exit code (0 done, 1 failed, 2 wrong configuration or command line). A module is imported
+only when its command is used, so that `pdserve --help` is fast (docs/decisions/0019-command-line.md).
 """
 
 import inspect
@@ -24,26 +23,26 @@ from pdserve import __version__
 from pdserve.util.errors import ConfigError, PdserveError, Unavailable
 
 COMMANDS = {
-    "install": ("pdserve.cli.setup.install:install", "the engine, into an environment of its own"),
+    "install": ("pdserve.cli.setup.install:install", "install the engine into its own environment"),
     "init": ("pdserve.cli.setup.init:init", "write a YAML for this machine"),
     "serve": ("pdserve.cli.run.serve:serve", "run the whole graph on this machine"),
-    "frontend": (
-        "pdserve.cli.run.role:role",
-        "one frontend: the HTTP port, and the processors of all models",
+    "frontend": ("pdserve.cli.run.role:role", "run one frontend: the HTTP API of all models"),
+    "decode": ("pdserve.cli.run.role:role", "run one decode worker"),
+    "prefill": ("pdserve.cli.run.role:role", "run one prefill worker"),
+    "both": ("pdserve.cli.run.role:role", "run one worker that decodes and prefills"),
+    "plan": ("pdserve.cli.setup.plan:plan", "show what would run where, and whether it fits"),
+    "status": ("pdserve.cli.operate.status:status", "show the running processes and their load"),
+    "trace": (
+        "pdserve.cli.operate.trace:trace",
+        "show where a request went, why, and how long each part took",
     ),
-    "decode": ("pdserve.cli.run.role:role", "one decode worker"),
-    "prefill": ("pdserve.cli.run.role:role", "one prefill worker"),
-    "both": ("pdserve.cli.run.role:role", "one worker that decodes and prefills"),
-    "plan": ("pdserve.cli.setup.plan:plan", "what would run where, and whether it fits"),
-    "status": ("pdserve.cli.operate.status:status", "which processes run, and what they are doing"),
-    "trace": ("pdserve.cli.operate.trace:trace", "where a request went, why, and what took how long"),
     "set": ("pdserve.cli.operate.settings:change_settings", "change a running graph's settings"),
-    "credentials": (
-        "pdserve.cli.setup.credentials:make_credentials",
-        "certificates for a graph on several hosts",
+    "credentials": ("pdserve.cli.setup.credentials:make_credentials", "make certificates for several hosts"),
+    "doctor": ("pdserve.cli.setup.doctor:doctor", "find what keeps a graph from serving on this host"),
+    "chaos": (
+        "pdserve_bench.chaos.command:chaos",
+        "kill parts of a graph under load, and count lost requests",
     ),
-    "doctor": ("pdserve.cli.setup.doctor:doctor", "what keeps a graph from serving on this host"),
-    "chaos": ("pdserve_bench.chaos.command:chaos", "break a graph under load, and count what was lost"),
     "bench": (
         {
             "multi-round": (
@@ -52,44 +51,44 @@ COMMANDS = {
             ),
             "goodput": (
                 "pdserve_bench.goodput.command:goodput",
-                "the highest rate at which 90 % of the requests keep an SLO",
+                "the highest rate at which 90 % of the requests meet an SLO",
             ),
             "promise": (
                 "pdserve_bench.promise.command:promise",
-                "the graph that runs here with a promise (SLO) and without, in turn",
+                "the running graph with and without a promise (SLO), in turn",
             ),
         },
         "measure a server, or this graph against one engine",
     ),
     "compare": (
         "pdserve_bench.compare.command:compare",
-        "should this load be disaggregated: this graph and its splits against the best single engine",
+        "compare this graph and its splits with the best single engine",
     ),
 }
-"""name -> import string of the function, or the commands of a group, and one line of help"""
+"""Name -> import string of the function, or a group's commands, and one line of help."""
 _WITHOUT_ENGINE = ("install", "init", "status", "trace", "set", "credentials")
 
 _EPILOG = """\
 environment:
-  PDSERVE_STATE_DIR                where embedded servers keep data and logs (default: ~/.pdserve)
-  PDSERVE_NATS, PDSERVE_ETCD       servers to use, over what the file says
-  PDSERVE_HOST                     address of this host for the others, over what the file says
-  PDSERVE_CREDENTIALS              folder of `pdserve credentials`, over what the file says
+  PDSERVE_STATE_DIR                folder for data and logs of the NATS and etcd of `serve` (default: ~/.pdserve)
+  PDSERVE_NATS, PDSERVE_ETCD       servers to use instead of the file's
+  PDSERVE_HOST                     address of this host for other hosts, instead of the file's
+  PDSERVE_CREDENTIALS              folder of `pdserve credentials`, instead of the file's
   PDSERVE_ENGINE                   environment of `pdserve install` (default: in ~/.local/share/pdserve)
 
-exit codes: 0 done, 1 failed, 2 wrong configuration or command line; of plan also 3, cannot say whether it fits, and of
-status, something is wrong.
+exit codes: 0 done, 1 failed, 2 wrong configuration or command line. 3: `plan` does not know whether the graph fits;
+`status` found a problem.
 """
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "context_settings": _SETTINGS}
-"""no boxes and no markup: help is also read in pipes and logs, and its examples are copied"""
+"""No boxes and no markup: users read help in pipes and logs too, and copy its examples."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, that of this process by default; return the exit code."""
+    """Run a command, by default this process's; return the exit code."""
     if argv is None:
-        # Python programs that it starts, vLLM's included, import nothing from the current folder, which may be another
-        # user's (`-m` and `-c` would; so does multiprocessing).
+        # Python processes that we start must not import from the current folder, which may be another user's. They
+        # would with `-m`, `-c` and multiprocessing.
         os.environ["PYTHONSAFEPATH"] = "1"
     words = _with_source(sys.argv[1:] if argv is None else argv)
     try:
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_source(argv: Sequence[str]) -> Sequence[str]:
-    """`init --from -- COMMAND` with the command as one word: its options are not ours."""
+    """Join the command of `init --from -- COMMAND` into one word, because its options are not pdserve's."""
     for at, pair in enumerate(pairwise(argv)):
         if argv[0] == "init" and pair == ("--from", "--"):
             return [*argv[: at + 1], shlex.join(argv[at + 2 :])]
@@ -160,23 +159,23 @@ def _pdserve(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """LLM serving on vLLM with prefill and decode separated:
-    one YAML file describes the graph, one command runs it.
+    """LLM serving on vLLM with disaggregated prefill and decode.
+    One YAML file describes the graph, one command runs it.
 
-      pdserve serve                          the bundled demo model on this machine, until Ctrl-C
+      pdserve serve                          serve the bundled demo model on this machine, until Ctrl-C
       pdserve init graph.yaml                write a YAML for this machine
-      pdserve plan -f graph.yaml             what would run where, and whether it fits; loads nothing
-      pdserve status                         which processes run, and what they are doing
-      pdserve trace ID                       where a request went, why, and what took how long
-      pdserve doctor -f graph.yaml           what keeps it from serving on this host
-      pdserve chaos -f graph.yaml            what happens when anything of it dies
-      pdserve compare -f graph.yaml          is it worth it: this graph against one engine
-      pdserve bench goodput                  the highest rate that a server carries well
+      pdserve plan -f graph.yaml             show what would run where, and whether it fits
+      pdserve status                         show the running processes and their load
+      pdserve trace ID                       show where a request went, why, and how long each part took
+      pdserve doctor -f graph.yaml           find what keeps it from serving on this host
+      pdserve chaos -f graph.yaml            kill its processes under load, and count lost requests
+      pdserve compare -f graph.yaml          compare it with a single engine
+      pdserve bench goodput                  find the highest rate at which a server meets an SLO
     """
 
 
 class _Verbatim:
-    """Show help as it is written, without refilling its lines; `{command}` in it becomes the command's name."""
+    """Show help as written, with its own line breaks; `{command}` in it becomes the command's name."""
 
     help: str | None
     epilog: str | None
@@ -211,7 +210,7 @@ class _LazyCommand(TyperCommand):
         return self._load().make_context(info_name, args, parent, **extra)
 
     def _load(self) -> Any:
-        """Raises Unavailable where packages that the command needs are not installed."""
+        """Import the command. Raises Unavailable if packages that it needs are not installed."""
         module, _, name = self._function.partition(":")
         try:
             function = getattr(import_module(module), name)
@@ -220,10 +219,11 @@ class _LazyCommand(TyperCommand):
                 raise
             raise Unavailable(f"pdserve {self.name} needs {error.name}: run `pdserve install`.") from None
         text, _, examples = (inspect.getdoc(function) or "").partition("\nexamples:\n")
-        alone = self.name == "frontend"  # it spans no hosts
-        examples = re.sub(r".*--node-rank.*\n", "", examples) if alone else examples
+        if self.name == "frontend":  # a frontend spans no hosts
+            examples = re.sub(r".*--node-rank.*\n", "", examples)
         app = typer.Typer(**_PLAIN)
         app.command(self.name, cls=_Command, help=text, epilog=f"examples:\n{examples}\n")(function)
         command = get_command(app)
-        command.params = [each for each in command.params if not (alone and each.name == "node_rank")]
+        if self.name == "frontend":
+            command.params = [each for each in command.params if each.name != "node_rank"]
         return command

@@ -1,4 +1,4 @@
-"""Find the running graph that a command is for, and the slot of a role that is started alone."""
+"""Finds the running graph that a command is for, and the slot of a role that runs alone."""
 
 import hashlib
 import os
@@ -28,30 +28,28 @@ _NOTHING = Snapshot([], [], {}, {})
 
 
 class NoGraph(Unavailable):
-    """No graph runs; the text says where one was looked for."""
+    """No graph runs. The text says where pdserve looked for one."""
 
 
 @dataclass(frozen=True)
 class GraphAddress:
-    """A running graph's."""
-
     etcd: str
     namespace: str
     url: str = ""
-    """of its frontend; empty: not known"""
+    """of its frontend; empty: unknown"""
     credentials: Credentials | None = None
     state_dir: Path | None = None
-    """of its supervisor on this machine; None: not known"""
+    """of its supervisor on this machine; None: unknown"""
 
 
 @dataclass(frozen=True)
 class GraphView:
-    """What is registered: in the graph's etcd or, while that does not answer, what its supervisor last read there."""
+    """The graph's registered instances: from etcd, or while etcd does not answer, as its supervisor last read them."""
 
     snapshot: Callable[[], Snapshot]
     connected: Callable[[], bool]
     refusal: Callable[[], str]
-    """as the registry's"""
+    """as `Registry.refusal`"""
 
     def instances(self, role: Role) -> list[Instance]:
         return [instance for instance in self.snapshot().instances if instance.role.includes(role)]
@@ -60,8 +58,8 @@ class GraphView:
 def find_graph(
     file: Path | None, etcd: str | None, namespace: str | None, credentials: Path | None = None
 ) -> GraphAddress:
-    """Take the etcd address of the command line, else the file, else the address in the environment, else the graph on
-    the default state directory. Raises NoGraph, ConfigError."""
+    """Find a graph by --etcd, else by the file, else by PDSERVE_ETCD, else on the default state directory. Raises
+    NoGraph, ConfigError."""
     if file and not etcd:
         config = load(file)
         if config.etcd is None:
@@ -79,7 +77,7 @@ def find_graph(
 
 @asynccontextmanager
 async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
-    """Raises NoGraph where its etcd does not answer, and no supervisor of it runs on this machine."""
+    """Open a view of the graph. Raises NoGraph if etcd does not answer and its supervisor is not on this machine."""
     async with AsyncExitStack() as stack:
         registry = connect(graph.etcd, graph.namespace, graph.credentials)
         try:
@@ -88,15 +86,15 @@ async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
             opened = GraphView(view.snapshot, lambda: registry.connected, lambda: registry.refusal)
         except RegistryUnavailable as error:
             if _known(graph) is None:
-                wants = "" if graph.credentials else ", or wants --credentials"
-                advice = "" if registry.refusal else f": no graph runs there, or its etcd is away{wants}"
+                needs = "" if graph.credentials else ", or it needs --credentials"
+                advice = "" if registry.refusal else f": no graph runs there, or its etcd is down{needs}"
                 raise NoGraph(f"{error}{advice}.") from None
             opened = GraphView(lambda: _known(graph) or _NOTHING, lambda: False, lambda: registry.refusal)
         yield opened
 
 
 def running_here(graph: GraphAddress) -> GraphRecord | None:
-    """The record of its supervisor, if that runs on this machine."""
+    """Return the record of the graph's supervisor if it runs on this machine."""
     found = state.read(graph.state_dir) if graph.state_dir else None
     same = found is not None and (found.etcd, found.namespace) == (graph.etcd, graph.namespace)
     return found if same else None
@@ -107,7 +105,7 @@ def _known(graph: GraphAddress) -> Snapshot | None:
 
 
 async def frontend_url(graph: GraphAddress) -> str:
-    """Raises NoGraph where it has no frontend."""
+    """Return the URL of a frontend. Raises NoGraph without a frontend."""
     if graph.url:
         return graph.url
     async with view_of(graph) as view:
@@ -128,26 +126,24 @@ def _on(state_dir: Path) -> GraphAddress:
 
 
 def find_slot(role: Role, file: Path, index: int, node: int = 0) -> tuple[Config, Slot]:
-    """Return the configuration, with the addresses of NATS and etcd, and the slot: both from the supervisor, or from
-    the file with a plan for this process alone. Raises ConfigError."""
+    """Return the configuration, with the addresses of NATS and etcd, and the slot: from the supervisor, or else planned
+    from the file for this process alone. Raises ConfigError."""
     return from_environment(os.environ) or _planned(role, file, index, node)
 
 
 @contextmanager
 def claim_slot(config: Config, slot: Slot) -> Iterator[None]:
-    """Occupy the slot on this host, by an abstract Unix socket, which ends with its process: two processes of one slot
-    and model have one name in logs, metrics and `status`, and workers one KV port. Raises ConfigError where another
-    process has the slot, or a port of it is taken."""
+    """Claim the slot on this host with an abstract Unix socket, which ends with the process. Two processes of one slot
+    and model would share a name in logs, metrics and `status`, and workers a KV port. Raises ConfigError if another
+    process has the slot or one of its ports."""
     model = "" if slot.role is Role.FRONTEND else config.served_model_name  # a frontend serves all models
     name = f"{config.namespace} {config.etcd} {config.host} {model} {slot.name}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
         try:
             held.bind(f"\0pdserve-slot-{hashlib.blake2s(name.encode()).hexdigest()}")
         except OSError:
-            what = f"{slot.name} of {model or 'this graph'}"
-            raise ConfigError(
-                [f"{what} runs on this host already: stop it, or choose another --index."]
-            ) from None
+            text = f"{slot.name} of {model or 'this graph'} already runs on this host"
+            raise ConfigError([f"{text}: stop it, or choose another --index."]) from None
         if problems := list(busy_ports(slot_ports(config, slot))):
             raise ConfigError(problems)
         yield

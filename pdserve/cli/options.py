@@ -16,7 +16,7 @@ LogFormat = Annotated[
     Literal["text", "json"],
     typer.Option(envvar="PDSERVE_LOG_FORMAT", help="json: one object per line, for machines"),
 ]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="vLLM's own INFO lines as well")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="also log vLLM's own INFO lines")]
 GraphFile = Annotated[
     Path | None,
     typer.Option(
@@ -34,6 +34,6 @@ CredentialsFolder = Annotated[
         "--credentials",
         metavar="FOLDER",
         envvar="PDSERVE_CREDENTIALS",
-        help="the graph's, with --etcd (default: those that a file or the running graph names)",
+        help="the graph's credentials, with --etcd (default: as the file or the running graph says)",
     ),
 ]

@@ -240,7 +240,7 @@ def test_commands_for_a_running_graph_fail_without_a_graph(
     monkeypatch.setattr(etcd, "CONNECT_TIMEOUT", 0.5)
     away = pdserve("status", "--etcd", "127.0.0.1:1")
     assert (away.returncode, "no etcd answers at 127.0.0.1:1" in away.stderr) == (1, True)
-    assert "or its etcd is away, or wants --credentials." in away.stderr
+    assert "or its etcd is down, or it needs --credentials." in away.stderr
     empty = pdserve("status", "--etcd", etcd_url, "--namespace", namespace)
     assert (empty.returncode, "nothing runs in namespace" in empty.stderr) == (1, True)
 
@@ -326,7 +326,7 @@ def test_an_id_too_short_to_find_a_request_is_called_so() -> None:
 
 def test_a_setting_is_not_set_and_unset_at_once(pdserve: Run) -> None:
     result = pdserve("set", "router=kv", "--unset", "router")
-    assert (result.returncode, "router is set and unset at once" in result.stderr) == (2, True)
+    assert (result.returncode, "router is both set and unset" in result.stderr) == (2, True)
 
 
 def test_a_list_of_faults_has_only_those_asked_for(pdserve: Run) -> None:

@@ -121,7 +121,7 @@ async def hosts_of(*instances: Instance) -> list[Finding]:
 
 
 async def test_each_closed_door_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "KNOCK_WITHIN", 0.5)
+    monkeypatch.setattr(hosts, "CONNECT_TIMEOUT", 0.5)
     nowhere = free_port("127.0.0.1")
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
@@ -150,7 +150,7 @@ async def test_each_closed_door_is_named_and_hides_no_other(monkeypatch: pytest.
     )
     assert (closed.grade, away.grade) == ("fail", "fail")
     assert closed.text.startswith(f"127.0.0.1:{nowhere}, KV of decode-0-ab: refused")
-    assert f"let 127.0.0.1 take TCP {nowhere} from this host (PDSERVE_KV_PORT fixes" in closed.text
+    assert f"let 127.0.0.1 accept TCP {nowhere} from this host (PDSERVE_KV_PORT fixes" in closed.text
     assert away.text.startswith("192.0.2.1:5710, stream of decode-1-cd: ")
     assert (unread.grade, unread.subject) == ("fail", "KV")
     assert "does not answer within 3 s" in unread.text

@@ -115,7 +115,7 @@ async def test_ctrl_c_lets_a_decode_worker_finish_while_its_index_is_refused_to_
             await until(lambda: bool(view.instances(role)), 90)
             with Terminal(command, alone.env) as second:
                 await asyncio.to_thread(second.until, "the exit code is 2")
-            assert f"{role.value}-0 of demo runs on this host already" in second.text
+            assert f"{role.value}-0 of demo already runs on this host" in second.text
             assert "Traceback" not in second.text
             (instance,) = view.instances(role)
             with Terminal([*alone.another("other"), "--index", "0"], alone.env) as third:

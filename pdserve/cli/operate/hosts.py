@@ -1,4 +1,4 @@
-"""The way from this host to every process of the graph, for `pdserve doctor`: ports, and what KV does on it."""
+"""Checks for `pdserve doctor` that this host reaches each port of the graph's processes, and reads their KV."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ from pdserve.observe.graph_state import slot_name
 from pdserve.plan.plan import Plan
 from pdserve.util.errors import ProtocolError, error_text
 
-KNOCK_WITHIN = 3.0
-"""seconds; all doors are tried at the same time"""
-MEASURE_WITHIN = 30.0
-"""seconds for a host: most of them for imports"""
-MOST_MEASURED = 8
-"""hosts whose KV is measured, one after the other, since they share this host's network"""
+CONNECT_TIMEOUT = 3.0
+"""Seconds. All ports are tried at the same time."""
+MEASURE_TIMEOUT = 30.0
+"""Seconds for a host, most of them for imports."""
+MAX_MEASURED = 8
+"""Hosts whose KV is measured, one after the other, because they share this host's network."""
 
 
 class Finding(NamedTuple):
@@ -30,17 +30,17 @@ class Finding(NamedTuple):
     text: str
 
 
-class Door(NamedTuple):
+class Port(NamedTuple):
     host: str
-    port: int
+    number: int
     use: str
     process: str
     variable: str
-    """that fixes the port"""
+    """environment variable that fixes the port"""
 
 
 def decoded(values: Iterable[bytes]) -> list[Instance]:
-    """Those of this version."""
+    """Return the instances that this version can decode, sorted by host."""
     instances = []
     for value in values:
         try:
@@ -51,76 +51,73 @@ def decoded(values: Iterable[bytes]) -> list[Instance]:
 
 
 async def check_hosts(plan: Plan, instances: list[Instance]) -> AsyncIterator[Finding]:
-    """Each host in its turn, after all doors were tried at once: a host that does not answer hides no other."""
-    doors = [door for instance in instances for door in _doors(instance)]
-    tried = dict(zip(doors, await asyncio.gather(*map(_knock, doors)), strict=True))
+    """Connect to all ports at once, so that a host that does not answer delays no other; then measure KV host by
+    host."""
+    ports = [port for instance in instances for port in _ports(instance)]
+    attempts = dict(zip(ports, await asyncio.gather(*map(_connect, ports)), strict=True))
     measured = 0
-    for host, there in groupby(instances, key=lambda instance: instance.host):
-        for finding in _doors_of(host, {door: tried[door] for door in tried if door.host == host}):
+    for host, of_host in groupby(instances, key=lambda instance: instance.host):
+        for finding in _findings(host, {port: attempts[port] for port in attempts if port.host == host}):
             yield finding
-        readable = [
-            instance.kv for instance in there if instance.kv and not tried[_kv_door(instance)].problem
-        ]
-        if readable and measured < MOST_MEASURED:
+        readable = [each.kv for each in of_host if each.kv and not attempts[_kv_port(each)].problem]
+        if readable and measured < MAX_MEASURED:
             measured += 1
             yield await _measure(plan, readable[0])
 
 
-# doors
+# ports
 
 
-def _doors(instance: Instance) -> Iterator[Door]:
+def _ports(instance: Instance) -> Iterator[Port]:
     if instance.metrics:
-        yield _door(instance, instance.metrics, "pages", "PDSERVE_PAGES_PORT")
-    if instance.address and instance.role is not Role.FRONTEND:  # its API is for clients
-        yield _door(instance, instance.address, "stream", "PDSERVE_STREAM_PORT")
+        yield _port(instance, instance.metrics, "pages", "PDSERVE_PAGES_PORT")
+    if instance.address and instance.role is not Role.FRONTEND:  # a frontend's API is for clients
+        yield _port(instance, instance.address, "stream", "PDSERVE_STREAM_PORT")
     if instance.kv:
-        yield _kv_door(instance)
+        yield _kv_port(instance)
 
 
-def _kv_door(instance: Instance) -> Door:
-    return _door(instance, f"tcp://{instance.kv}", "KV", "PDSERVE_KV_PORT")
+def _kv_port(instance: Instance) -> Port:
+    return _port(instance, f"tcp://{instance.kv}", "KV", "PDSERVE_KV_PORT")
 
 
-def _door(instance: Instance, url: str, use: str, variable: str) -> Door:
-    return Door(instance.host, urlsplit(url).port or 0, use, instance.id, variable)
+def _port(instance: Instance, url: str, use: str, variable: str) -> Port:
+    return Port(instance.host, urlsplit(url).port or 0, use, instance.id, variable)
 
 
-class Knocked(NamedTuple):
+class Attempted(NamedTuple):
     seconds: float = 0.0
     problem: str = ""
 
 
-async def _knock(door: Door) -> Knocked:
-    began = time.perf_counter()
+async def _connect(port: Port) -> Attempted:
+    started = time.perf_counter()
     try:
-        async with asyncio.timeout(KNOCK_WITHIN):
-            _, writer = await asyncio.open_connection(door.host, door.port)
+        async with asyncio.timeout(CONNECT_TIMEOUT):
+            _, writer = await asyncio.open_connection(port.host, port.number)
     except TimeoutError:
-        return Knocked(
-            problem=f"no answer within {KNOCK_WITHIN:g} s: a firewall drops it, or the host is away"
+        return Attempted(
+            problem=f"no answer within {CONNECT_TIMEOUT:g} s: a firewall drops it, or the host is down"
         )
     except ConnectionRefusedError:
-        return Knocked(problem="refused: nothing listens there now, or a firewall rejects it")
+        return Attempted(problem="refused: nothing listens there now, or a firewall rejects it")
     except OSError as error:
-        return Knocked(problem=error_text(error))
+        return Attempted(problem=error_text(error))
     writer.close()
-    return Knocked(time.perf_counter() - began)
+    return Attempted(time.perf_counter() - started)
 
 
-def _doors_of(host: str, tried: dict[Door, Knocked]) -> Iterator[Finding]:
-    """One line for what is open, one for each closed door."""
-    reached = {door: knocked.seconds for door, knocked in tried.items() if not knocked.problem}
-    if reached:
-        ports = ", ".join(f"{door.port} ({door.use} of {slot_name(door.process)})" for door in reached)
-        yield Finding("ok", "hosts", f"{host} is reached at {ports}; {_ms(min(reached.values()))}")
-    for door, (_, problem) in tried.items():
+def _findings(host: str, attempts: dict[Port, Attempted]) -> Iterator[Finding]:
+    """Yield one line for all open ports, and one for each closed port."""
+    latency = {port: attempt.seconds for port, attempt in attempts.items() if not attempt.problem}
+    if latency:
+        ports = ", ".join(f"{port.number} ({port.use} of {slot_name(port.process)})" for port in latency)
+        yield Finding("ok", "hosts", f"{host} is reached at {ports}; {_ms(min(latency.values()))}")
+    for port, (_, problem) in attempts.items():
         if problem:
-            advice = f"let {host} take TCP {door.port} from this host ({door.variable} fixes the port)"
-            advice += f", or correct PDSERVE_HOST on {host}."
-            yield Finding(
-                "fail", "hosts", f"{host}:{door.port}, {door.use} of {door.process}: {problem}: {advice}"
-            )
+            what = f"{host}:{port.number}, {port.use} of {port.process}: {problem}"
+            advice = f"let {host} accept TCP {port.number} from this host ({port.variable} fixes the port)"
+            yield Finding("fail", "hosts", f"{what}: {advice}, or correct PDSERVE_HOST on {host}.")
 
 
 def _ms(seconds: float) -> str:
@@ -131,7 +128,8 @@ def _ms(seconds: float) -> str:
 
 
 async def _measure(plan: Plan, address: str) -> Finding:
-    """Read KV in a process of its own: UCX listens on free ports, which are known only when it was tried."""
+    """Read KV from an address, in a separate process. UCX's ports are free ones, so only a read shows that they are
+    open."""
     folder = plan.config.security.credentials
     command = [sys.executable, "-m", "pdserve.kv.probe", address, *([str(folder)] if folder else [])]
     found = await _answer_of(command, {**os.environ, **_ucx(plan)})
@@ -139,29 +137,29 @@ async def _measure(plan: Plan, address: str) -> Finding:
         rate, latency = found["bandwidth"] / 1e9, found["latency"] * 1e6
         text = f"{address}: {rate:.3g} GB/s, {latency:.0f} us, connected in {_ms(found['connected'])}"
         return Finding("ok", "KV", text)
-    advice = "let both hosts take TCP from each other on UCX's ports (UCX_TCP_PORT_RANGE fixes them)."
+    advice = "let both hosts accept TCP from each other on UCX's ports (UCX_TCP_PORT_RANGE fixes them)."
     return Finding("fail", "KV", f"{address}: its KV cannot be read: {found['error']}: {advice}")
 
 
 async def _answer_of(command: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """NIXL writes lines of its own before the answer."""
+    """Return the JSON in the last line of the output: NIXL writes other lines before."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, env=env, stdout=pipe, stderr=pipe)
     try:
-        async with asyncio.timeout(MEASURE_WITHIN):
+        async with asyncio.timeout(MEASURE_TIMEOUT):
             out, err = await process.communicate()
         answer: dict[str, Any] = json.loads(out.splitlines()[-1])
     except TimeoutError:
         process.kill()
         await process.communicate()
-        return {"error": f"nothing comes within {MEASURE_WITHIN:g} s"}
+        return {"error": f"no answer within {MEASURE_TIMEOUT:g} s"}
     except (ValueError, LookupError):
         return {"error": (err.decode(errors="replace").strip().splitlines() or ["no answer"])[-1]}
     return answer
 
 
 def _ucx(plan: Plan) -> dict[str, str]:
-    """What UCX gets in this host's workers."""
+    """Return UCX's environment variables of this host's workers."""
     return {
         name: value
         for worker in plan.workers

@@ -1,4 +1,4 @@
-"""`pdserve set`: live settings, keys in etcd that change a running graph."""
+"""`pdserve set`: changes live settings, which are keys in etcd, in a running graph."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ def change_settings(
     namespace: Namespace = None,
     credentials: CredentialsFolder = None,
 ) -> int:
-    """Change settings of a running graph, at once and without a restart. They are kept in etcd and win over the file
-    until unset, also when the graph is started again; where `serve` runs its own etcd, until another file is served.
-    A threshold alone means the policy threshold. Without arguments: show them.
+    """Change settings of a running graph at once, without a restart. They are stored in etcd and win over the file
+    until they are unset, also after a restart; if `serve` runs its own etcd, until another file is served.
+    A threshold alone also sets policy: threshold. Without arguments, show the settings.
 
     examples:
-      pdserve set                                   what can be set, and what is
+      pdserve set                                   show all settings
       pdserve set max-local-prefill-length=256      longer prompts go to a prefill worker
       pdserve set router=kv max-prefill-queue-size=4
-      pdserve set --unset router                    back to the file's
+      pdserve set --unset router                    back to the file's value
     """
     wanted = _parse(changes or [], unset or [])
     if problems := [found for name, value in wanted.items() if (found := _problem(name, value))]:
@@ -43,14 +43,13 @@ def change_settings(
 
 
 def _parse(pairs: Sequence[str], unset: Sequence[str]) -> dict[str, str | None]:
-    """`KEY=VALUE` pairs and keys to unset, underscores allowed; None means back to the file's value. Raises
-    ConfigError."""
+    """Parse `KEY=VALUE` pairs and keys to unset, which become None. Keys may have underscores. Raises ConfigError."""
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ConfigError([f"{pair} is not KEY=VALUE." for pair in wrong])
     changes: dict[str, str | None] = {_key(name): None for name in unset}
     values = {_key(name): value.strip(" ") for name, _, value in (pair.partition("=") for pair in pairs)}
     if both := changes.keys() & values.keys():
-        raise ConfigError([f"{name} is set and unset at once: leave out one." for name in sorted(both)])
+        raise ConfigError([f"{name} is both set and unset: choose one." for name in sorted(both)])
     return changes | values
 
 
@@ -61,14 +60,14 @@ def _key(name: str) -> str:
 def _problem(name: str, value: str | None) -> str | None:
     if name not in SETTINGS:
         hint = did_you_mean(name, SETTINGS, f"use one of {', '.join(SETTINGS)}.")
-        return f"{name} is no live setting: {hint}"
+        return f"{name} is not a live setting: {hint}"
     if value is not None and (wanted := value_error(name, value)):
         return f"{name}={value[:40]!r}: it takes {wanted}."
     return None
 
 
 async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Write the changes; return what each setting is then. Raises RegistryUnavailable."""
+    """Write the changes; return the value of each setting. Raises RegistryUnavailable."""
     async with connect(graph.etcd, graph.namespace, graph.credentials) as registry:
         for name, value in changes.items():
             if value is None:

@@ -1,4 +1,4 @@
-"""`pdserve status`: the state of a running graph, for people and for machines, once or each second."""
+"""`pdserve status`: shows the state of a running graph, as tables or JSON, once or each second."""
 
 import asyncio
 import json
@@ -47,8 +47,8 @@ from pdserve.observe.tables import show, table
 from pdserve.supervisor.state import GraphRecord
 from pdserve.util import clock
 
-AGAIN = 1.0
-"""seconds between two looks at all processes, at least"""
+REFRESH_INTERVAL = 1.0
+"""Seconds between two reads of all processes, at least."""
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
 _LEVELS = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "cyan")}
 
@@ -60,19 +60,17 @@ def status(
     credentials: CredentialsFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="again each second; in a pipe as JSON, an object in a line")
+        bool, typer.Option("--watch", help="refresh each second; in a pipe as JSON, one object per line")
     ] = False,
 ) -> int:
-    """Show the processes of a running graph: those that are registered in etcd, with their load and KV usage as they
-    report them (`?` where one does not answer), and those that should be there; what is wrong, the models, the prefill
-    queue and the live settings. While etcd does not answer, the processes are those that `serve` on this machine saw
-    there last. Exit code 1 where nothing runs, 3 where something is wrong (`problems` in --json).
-
-    With --watch it is drawn again each second, until Ctrl-C.
+    """Show a running graph: problems, processes, models, the prefill queue and live settings. Processes are those
+    registered in etcd, with the load and KV usage that they report (`?`: a process does not answer), and missing ones.
+    If etcd does not answer, they are those that `serve` on this machine last saw in etcd. Exit code 1 if nothing runs,
+    3 if there is a problem (`problems` in --json). With --watch, refresh each second until Ctrl-C.
 
     examples:
       pdserve status                         the graph that runs on this machine
-      pdserve status --watch                 again each second
+      pdserve status --watch                 refresh each second
       pdserve status -f graph.yaml --json | jq '.instances[].load'
       pdserve status --etcd 10.0.0.5:2379    a graph elsewhere
     """
@@ -96,9 +94,9 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
 
 
 async def _watch(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
-    """Show each state until Ctrl-C, or SIGTERM, which also leaves the terminal as it was."""
+    """Show each state until Ctrl-C or SIGTERM; both restore the terminal."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
-    logging.getLogger().addHandler(logging.NullHandler())  # what warnings say is among the problems
+    logging.getLogger().addHandler(logging.NullHandler())  # hide warnings: the problems say the same
     with nullcontext() if as_json else Live(screen=True, auto_refresh=False) as screen:
         async for state in _states(view, graph):
             if screen is None:
@@ -108,7 +106,7 @@ async def _watch(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
 
 
 async def _states(view: GraphView, graph: GraphAddress) -> AsyncIterator[GraphState]:
-    """A state each `AGAIN` seconds, for ever."""
+    """Yield a state each `REFRESH_INTERVAL` seconds, without end."""
     own = OutageTracker()
     own.add("etcd", graph.etcd, view.connected)
     while True:
@@ -120,17 +118,18 @@ async def _states(view: GraphView, graph: GraphAddress) -> AsyncIterator[GraphSt
         if serve := running_here(graph):
             watched["the supervisor"] = ProcessReport(outages=_servers_down(serve))
         yield graph_state(*registered, watched)
-        await asyncio.sleep(began + AGAIN - time.monotonic())
+        await asyncio.sleep(began + REFRESH_INTERVAL - time.monotonic())
 
 
 def _servers_down(serve: GraphRecord) -> list[Outage]:
-    """The graph's own servers that its supervisor starts again."""
+    """Return the graph's own servers that its supervisor is restarting."""
     servers = {"nats": ("NATS", serve.nats.rpartition("://")[2]), "etcd": ("etcd", serve.etcd)}
     return [Outage(*servers[name], 0.0, how) for name, how in serve.down.items() if how]
 
 
 def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
-    """Plain data: the registry's records, problems, each process's load and links (None and [] where it is silent)."""
+    """Return plain data: the registry's records, problems, and each process's load and links (None and [] if it does
+    not answer)."""
     fields = msgspec.to_builtins(state)
     cards = fields.pop("cards")
     return {
@@ -189,7 +188,7 @@ def _processes(processes: Sequence[Node]) -> Table:
 
 
 def _mixed(instances: Iterable[Instance]) -> set[str]:
-    """The fingerprints of models whose workers have loaded different files."""
+    """Return the fingerprints of models whose workers have loaded different files."""
     loaded: defaultdict[str, set[str]] = defaultdict(set)
     for instance in instances:
         if instance.model:

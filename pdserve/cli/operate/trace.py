@@ -1,4 +1,4 @@
-"""`pdserve trace`: where a request went, why, and what took how long."""
+"""`pdserve trace`: shows where a request went, why, and how long each part took."""
 
 import asyncio
 import json
@@ -23,13 +23,13 @@ from pdserve.observe.process_pages import read_receipts
 from pdserve.observe.tables import show, table
 from pdserve.util.program import pdserve_command
 
-_LEAST = 6
-"""characters of an id that find a request"""
+_MIN_ID = 6
+"""Fewest characters of an id that find a request."""
 
 
 def trace(
     request_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="of the request, or at least its first 6 characters")
+        str | None, typer.Argument(metavar="[ID]", help="the request's id, or at least 6 characters of it")
     ] = None,
     file: GraphFile = None,
     etcd: Etcd = None,
@@ -39,22 +39,21 @@ def trace(
         bool, typer.Option("--json", help="the receipt as a JSON object, or a list of them")
     ] = False,
 ) -> int:
-    """Show where a request went: a line for each part of its way with the time that it took, the process in which it
-    was, and the reason where something was decided or failed. ID is the `x-request-id` of its answer; the `id` in the
-    answer's body does as well. Without ID: the last requests, of all frontends, the newest last. Exit code 1 where it
-    is not found.
+    """Show where a request went: each hop with its time, its process, and the reason of a decision or a failure. ID is
+    the response's `x-request-id` header, or the `id` in its body. Without ID, list the last requests of all frontends,
+    the newest last. Exit code 1 if the request is not found.
 
-    The hops, in their order (a request has those that it went through):
-      admission     held by the frontend, until it is its client's turn and a worker has room
-      queue         in the prefill queue
-      turn          held by the decode worker, while its engine computes the prompts before it
-      engine-queue  the engine has the prompt, and no room for it yet
-      prefill       its prompt is computed
-      transfer      the decode worker waits for room and for the KV that the prefill worker computed
-      first-step    from the KV in its place to the first token
+    The hops, in order (a request has only those that it went through):
+      admission     waits in the frontend for its client's turn and for a worker with capacity
+      queue         waits in the prefill queue
+      turn          waits in the decode worker, whose engine computes earlier prompts
+      engine-queue  waits in the engine for KV blocks or a slot
+      prefill       the engine computes its prompt
+      transfer      the decode worker waits for KV blocks and reads the prefill worker's KV
+      first-step    from the end of the transfer to the first token
       decode        from the first token to the last
-      fallback      remote prefill came to nothing: the decode worker computes the prompt
-      migration     its decode worker lost it: another one goes on
+      fallback      remote prefill failed: the decode worker computes the prompt
+      migration     its decode worker was lost: another one continues
 
     examples:
       pdserve trace                                    the last requests
@@ -82,34 +81,33 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     elif receipts:
         show(requests(receipts), pipe_width=140)
     else:
-        print("No request has come yet.")
+        print("No requests yet.")
     return 0 if one or not wanted else 1
 
 
 def matching(receipts: Iterable[Receipt], wanted: str) -> list[Receipt]:
-    """Receipts whose id begins with `wanted`, or is a part of it, as in `chatcmpl-ID`. Pure."""
+    """Return receipts whose id begins with `wanted`, or is part of it, as in `chatcmpl-ID`. Pure."""
     return [
         receipt
         for receipt in receipts
-        if min(len(wanted), len(receipt.request_id)) >= _LEAST
+        if min(len(wanted), len(receipt.request_id)) >= _MIN_ID
         and (receipt.request_id.startswith(wanted) or receipt.request_id in wanted)
     ]
 
 
 def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     """Say why there may be no such receipt. Pure."""
-    if len(wanted) < _LEAST:
-        return f"{wanted} is too short: give at least {_LEAST} characters; `{pdserve_command('trace')}` lists the last."
+    way = f"`{pdserve_command('trace')}` lists the last."
+    if len(wanted) < _MIN_ID:
+        return f"{wanted} is too short: give at least {_MIN_ID} characters; {way}"
     minutes = f"{RECEIPT_LIFETIME / 60:.0f} minutes"
-    kept = f"of the last {MAX_RECEIPTS:,} requests that generate, for {minutes} and as long as it runs"
-    hint = did_you_mean(
-        wanted, [receipt.request_id for receipt in last], f"`{pdserve_command('trace')}` lists the last."
-    )
-    return f"no frontend has a receipt of {wanted}. Each keeps those {kept}: {hint}"
+    kept = f"receipts of its last {MAX_RECEIPTS:,} requests that generate, for {minutes}, until it restarts"
+    hint = did_you_mean(wanted, [receipt.request_id for receipt in last], way)
+    return f"no frontend has a receipt of {wanted}. Each keeps {kept}: {hint}"
 
 
 def requests(receipts: Sequence[Receipt]) -> Table:
-    """A line for each of these, the newest first; the newest last. Pure."""
+    """Return a table with a row for each receipt, which come newest first; the newest is the last row. Pure."""
     numbers = ("came", "took", "TTFT", "prompt", "cached", "tokens")
     several = len({receipt.model for receipt in receipts}) > 1
     made = table("request", "status", *numbers, *["model"] * several, "key", "prefill", "at", numbers=numbers)
@@ -132,13 +130,13 @@ def requests(receipts: Sequence[Receipt]) -> Table:
 
 
 def _places(receipt: Receipt) -> Iterable[str]:
-    """The workers that had it, in order."""
+    """Return the workers that had the request, in order."""
     places = [hop.instance for hop in receipt.hops if hop.name in ("prefill", "decode") and hop.instance]
     return dict.fromkeys([*places, *receipt.instances])
 
 
 def way(receipt: Receipt) -> RenderableType:
-    """The fields of the receipt that say something, and its hops. Pure."""
+    """Return the receipt's fields that are set, and its hops. Pure."""
     facts = Table.grid(padding=(0, 2))
     for name, value in msgspec.structs.asdict(receipt).items():
         if value and name != "hops":

@@ -1,4 +1,4 @@
-"""`pdserve frontend|decode|prefill|both`: one process of the graph, alone."""
+"""`pdserve frontend|decode|prefill|both`: runs one process of the graph."""
 
 import os
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def role(
 ) -> int:
     """Run one process of the graph of FILE, on this or another host. It finds the others through etcd and NATS:
     those that the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory.
-    SIGTERM or Ctrl-C lets it finish what it has and end with exit code 0; the second one ends it at once. Exit code 1:
-    it failed, or hung, and may work when it is started again; 2: its configuration is wrong.
+    On SIGTERM or Ctrl-C it finishes its requests and ends with exit code 0; a second one ends it at once. Exit code 1:
+    it failed or hung, and may work after a restart; 2: the configuration is wrong.
 
     examples:
       pdserve {command} -f graph.yaml

@@ -16,17 +16,17 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="instead of Frontend.port of FILE")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="install the engine if there is none, unasked")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="install a missing engine without asking")] = False,
 ) -> int:
-    """Run the whole graph of FILE on this machine until Ctrl-C: a NATS and an etcd where the file names none,
-    frontends, decode workers and prefill workers. What cannot work is said before anything starts (exit code 2).
-    A process that crashes is started again, for ever, and `pdserve status` and /health say which; only where no process
-    of its kind was ever ready, everything is stopped with the cause (exit code 1, or 2 for a wrong configuration).
+    """Run the whole graph of FILE on this machine until Ctrl-C: frontends, decode workers, prefill workers, and NATS
+    and etcd unless the file names servers. Problems of the file or the machine are reported before anything starts
+    (exit code 2). A process that crashes is restarted without limit; `pdserve status` and /health show it. If no
+    process of its role was ever ready, everything stops with the cause (exit code 1, or 2 for a wrong configuration).
 
     examples:
       pdserve serve                           the bundled demo model, on the CPU or on two GPUs
-      pdserve serve --port 8001               where something else has port 8000
-      pdserve serve -f graph.yaml             one of your own: `pdserve init graph.yaml` writes it
+      pdserve serve --port 8001               if port 8000 is in use
+      pdserve serve -f graph.yaml             your own graph: `pdserve init graph.yaml` writes it
       pdserve serve --log-format json 2> pdserve.jsonl
     """
     from pdserve.cli.setup.install import need_engine

@@ -14,16 +14,16 @@ def make_credentials(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="of NATS or etcd, for other clients that check names; may be repeated"
+            metavar="NAME", help="host name of NATS or etcd, for clients that check names; may be repeated"
         ),
     ] = None,
 ) -> int:
-    """Make the credentials of a graph on several hosts, or with a NATS and an etcd of your own: a certificate that each
-    of its processes shows, NATS and etcd too, and the authority that signed it. What shows no such certificate gets
-    nothing from them, and all between them is encrypted. Every host needs a copy of the folder, and
-    nothing else may read it. (`serve` makes its own where it starts NATS and etcd itself.)
+    """Make the credentials of a graph on several hosts, or with your own NATS and etcd: a certificate that all its
+    processes show, including NATS and etcd, and the authority that signed it. They accept connections with this
+    certificate only, and encrypt them. Copy the folder to every host, and let nobody else read it.
+    (`serve` makes its own credentials if it starts NATS and etcd itself.)
 
-    They are valid for ten years. To change them: make new ones, copy them, restart NATS, etcd and the graph.
+    They are valid for ten years. To change them, make new ones, copy them, and restart NATS, etcd and the graph.
 
     examples:
       pdserve credentials ./secrets
@@ -44,19 +44,19 @@ def make_credentials(
 
 
 def _next(made: Credentials) -> str:
-    """The text that says what to do with the folder."""
+    """Return the text that says what to do with the folder."""
     return f"""\
-Made {made.folder}. Keep it secret: it lets in whatever has it.
+Made {made.folder}. Keep it secret: whoever has it can use the graph.
 
-1. Copy the folder to each host of the graph, readable by its user alone (chmod 700), for example:
+1. Copy the folder to each host of the graph, readable by its user only (chmod 700), for example:
      scp -pr {made.folder} HOST:
-2. Name it in the graph's YAML on each host (or by PDSERVE_CREDENTIALS):
+2. Name it in the graph's YAML on each host (or with PDSERVE_CREDENTIALS):
      Security:
        credentials: {made.folder}
-3. NATS and etcd of your own take the same files (deploy/docker-compose.yml has all of it):
-     echo 'max_payload: 8MB' > nats.conf  # it has no flag for this: 1 MB is too little for the longest prompts
+3. Give your own NATS and etcd the same files (deploy/docker-compose.yml shows all settings):
+     echo 'max_payload: 8MB' > nats.conf  # NATS has no flag for this; 1 MB is too small for the longest prompts
      nats-server --config nats.conf --jetstream --tls --tlsverify \\
        --tlscert {made.certificate} --tlskey {made.key} --tlscacert {made.authority} ...
      etcd --client-cert-auth --cert-file {made.certificate} --key-file {made.key} --trusted-ca-file {made.authority} \\
-       --listen-client-urls https://ADDRESS:2379 --advertise-client-urls https://ADDRESS:2379 ...  # http would be plain
+       --listen-client-urls https://ADDRESS:2379 --advertise-client-urls https://ADDRESS:2379 ...  # not http
 """

@@ -1,4 +1,4 @@
-"""`pdserve doctor`: why `serve` would refuse a file on this host, and which servers and peers it cannot reach."""
+"""`pdserve doctor`: finds why `serve` would refuse a file on this host, and servers and hosts that it cannot reach."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -24,23 +24,21 @@ from pdserve.supervisor.processes.exits import process_tree
 from pdserve.util.errors import ConfigError, QueueUnavailable, RegistryUnavailable, error_text
 from pdserve.util.net import split_servers, strip_passwords
 
-_WITHIN = 5.0
-"""seconds for an answer"""
+_TIMEOUT = 5.0
+"""Seconds for NATS to answer."""
 
 
 def doctor(
     file: DemoFile = FILE,
     role: Annotated[
         list[Role] | None,
-        typer.Option(
-            metavar="ROLE", help="one process of this role alone runs on this host; again for another role"
-        ),
+        typer.Option(metavar="ROLE", help="only one process of this role runs on this host; may be repeated"),
     ] = None,
 ) -> int:
-    """Check what the graph of FILE needs on this host: all for which `pdserve serve` would refuse it, the ports, and
-    whether NATS, etcd and the processes on other hosts can be reached where the file names servers. What is closed is
-    named by host and port; of each host's KV the bandwidth and latency are measured. Each line is ok, warn or fail, and
-    says what to do. Exit code 1 where something failed.
+    """Check what the graph of FILE needs on this host: everything that `pdserve serve` checks, and ports. If the file
+    names servers, also check that this host reaches NATS, etcd and each port of the processes on other hosts, and
+    measure the bandwidth and latency of each host's KV. Each line is ok, warn or fail, and says what to do. Exit code 1
+    if a check failed.
 
     examples:
       pdserve doctor -f graph.yaml
@@ -53,7 +51,7 @@ def doctor(
 
 
 async def _report(plan: Plan) -> int:
-    """Print each finding as soon as it is made; return the exit code."""
+    """Print each finding at once; return the exit code."""
     failed = False
     async for finding in checks(plan):
         failed |= finding.grade == "fail"
@@ -65,7 +63,7 @@ async def checks(plan: Plan) -> AsyncIterator[Finding]:
     for finding in check_graph(plan):
         yield finding
     instances: list[Instance] = []
-    with suppress(ConfigError):  # of the credentials: a problem of the plan
+    with suppress(ConfigError):  # the plan reports credentials that cannot be loaded
         credentials = Credentials.load(plan.config.security.credentials)
         if plan.config.nats:
             for finding in await check_nats(plan.config.nats, credentials):
@@ -90,16 +88,16 @@ def check_graph(plan: Plan) -> Iterator[Finding]:
 
 
 def check_moment(plan: Plan, instances: Iterable[Instance] = ()) -> Iterator[Finding]:
-    """State directory, disk and ports."""
-    here = (instance.pid for instance in instances if instance.host == plan.config.host)
-    found = list(refusals(plan.config, plan.slots, {pid for each in here for pid in process_tree(each)}))
+    """Check the state directory, the disk and the ports. Ports of this graph's running processes are fine."""
+    local = (instance.pid for instance in instances if instance.host == plan.config.host)
+    found = list(refusals(plan.config, plan.slots, {pid for each in local for pid in process_tree(each)}))
     yield from (Finding("fail", subject, text) for subject, text in found)
     if not any(subject == "ports" for subject, _ in found):
-        yield Finding("ok", "ports", "all are free, or this graph's own")
+        yield Finding("ok", "ports", "all are free, or in use by this graph")
 
 
 async def check_nats(urls: str, credentials: Credentials | None) -> list[Finding]:
-    """A cluster serves while most of its servers do."""
+    """Check each server. A failure is only a warning while most servers of a cluster answer."""
     servers = split_servers(urls)
     found = [await _check_nats(url, credentials, len(servers) > 1) for url in servers]
     serves = 2 * sum(each.grade == "ok" for each in found) > len(found)
@@ -109,18 +107,18 @@ async def check_nats(urls: str, credentials: Credentials | None) -> list[Finding
 async def _check_nats(url: str, credentials: Credentials | None, of_cluster: bool) -> Finding:
     shown = strip_passwords(url)
     try:
-        async with asyncio.timeout(_WITHIN):
+        async with asyncio.timeout(_TIMEOUT):
             await queue.check(url, credentials, of_cluster)
     except ConfigError as error:
         return Finding("fail", "NATS", error.problems[0])
     except (QueueUnavailable, TimeoutError) as error:
         advice = "start it, or correct Graph.nats or Security.credentials."
         return Finding("fail", "NATS", f"{error_text(error, f'{shown}: no answer')}: {advice}")
-    return Finding("ok", "NATS", f"{shown} answers, JetStream is on")
+    return Finding("ok", "NATS", f"{shown} answers, JetStream is enabled")
 
 
 async def check_etcd(config: Config, credentials: Credentials | None) -> tuple[list[Finding], list[Instance]]:
-    """Take a lease and write; return also the processes that are registered."""
+    """Check that a lease and a key can be written; return also the registered processes."""
     assert config.etcd is not None
     registry = connect(config.etcd, config.namespace, credentials)
     try:

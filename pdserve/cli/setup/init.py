@@ -29,13 +29,13 @@ def init(
     source: Source = None,
     gpu: Gpu = None,
 ) -> int:
-    """Write a graph for this machine into FILE, a YAML with comments, with the bundled demo model: half of the GPUs
-    prefill, the others decode; one GPU does both, without separation; without GPUs one worker of each kind runs on the
-    CPU. With --gpu where there are none, it is for two.
+    """Write a graph for this machine into FILE, a YAML with comments, with the bundled demo model. Half of the GPUs
+    prefill, the others decode. A single GPU does both, without remote prefill. Without GPUs, one worker of each kind
+    runs on the CPU. With --gpu on a machine without GPUs, the graph is for two.
 
-    With --from the graph serves what SOURCE starts: a YAML of `vllm serve --config`, a shell script or a manifest with
-    `vllm serve` (Kubernetes, Compose), a DynamoGraphDeployment, or the words of a command after `--`. What has no
-    place in the graph is named with the reason.
+    With --from, the graph serves the same as SOURCE: a YAML of `vllm serve --config`, a shell script or a manifest with
+    `vllm serve` (Kubernetes, Compose), a DynamoGraphDeployment, or a command after `--`. Arguments that the graph
+    cannot have are listed with the reason.
 
     examples:
       pdserve init graph.yaml
@@ -46,10 +46,12 @@ def init(
     machine = Machine.detect()
     gpus = 0 if gpu is False else len(machine.gpus) or (2 if gpu else 0)
     kinds = ", ".join(sorted({f"{each.name} ({in_gib(each.memory)})" for each in machine.gpus}))
-    had = f"{machine.cores} cores, {in_gib(machine.memory)} of RAM, {len(machine.gpus)} GPUs {kinds}".rstrip()
+    what = (
+        f"{machine.cores} cores, {in_gib(machine.memory)} of RAM, {len(machine.gpus)} GPUs {kinds}".rstrip()
+    )
     if source is not None:
-        return _convert(source, file, gpus, had)
-    _write(file, graph_for(gpus, file, had))
+        return _convert(source, file, gpus, what)
+    _write(file, graph_for(gpus, file, what))
     print(f"Wrote {file}. Set your model in it, then: {pdserve_command(f'serve -f {file}')}")
     return 0
 
@@ -59,8 +61,10 @@ def _convert(source: str, file: Path, gpus: int, machine: str) -> int:
     graph = Graph(sections) if sections else converted(servers_of(source), gpus)
     keys, named = file.with_suffix(".keys"), shlex.quote(str(file))
     secret = keys_file(graph, keys) if graph.keys else ""
-    of = source if Path(source).is_file() else source.split()[0] + " ..."  # a command line may have a key
-    header = [f"Made by `pdserve init --from` of {of}, for {machine}.", f"  pdserve serve -f {named}"]
+    shown = (
+        source if Path(source).is_file() else source.split()[0] + " ..."
+    )  # a command line may have an API key
+    header = [f"Made by `pdserve init --from` of {shown}, for {machine}.", f"  pdserve serve -f {named}"]
     _write(file, as_yaml(graph, header))
     print(f"Wrote {file}.")
     if secret:
@@ -71,7 +75,7 @@ def _convert(source: str, file: Path, gpus: int, machine: str) -> int:
     try:
         load(file, os.environ)
     except ConfigError as error:
-        print("To be corrected by hand before it serves:")
+        print("Correct these before you serve it:")
         for problem in error.problems:
             print(f"  {problem}")
         return 1
@@ -90,9 +94,9 @@ def _write(file: Path, text: str, mode: int = 0o644) -> None:
 
 
 def graph_for(gpus: int, file: Path, machine: str) -> str:
-    """The demo's graph, for so many GPUs."""
+    """Return the demo model's graph for this number of GPUs."""
     text = FILE.read_text().partition("\n\n")[2]
-    if gpus == 1:  # nothing to separate
+    if gpus == 1:  # no second GPU to prefill
         decode = text.partition("\nPrefillWorker:")[0]
         text = re.sub(
             r"remote-prefill: true.*?(?=  max-num-seqs)", "remote-prefill: false\n", decode, flags=re.S
@@ -102,5 +106,5 @@ def graph_for(gpus: int, file: Path, machine: str) -> str:
         text = re.sub(r"workers: 1", lambda _: f"workers: {next(workers)} # a GPU each", text)
     return (
         f"# A graph for this machine: {machine}.\n#   pdserve plan -f {file}\n#   pdserve serve -f {file}\n"
-        f"# `serve` starts NATS and etcd, since the file names none.\n\n{text}"
+        f"# `serve` starts NATS and etcd, because the file names none.\n\n{text}"
     )

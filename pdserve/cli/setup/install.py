@@ -1,4 +1,4 @@
-"""`pdserve install`, and the way of other commands into the engine's environment."""
+"""`pdserve install`, and how other commands switch to the engine's environment."""
 
 import os
 import sys
@@ -20,35 +20,36 @@ Gpu = Annotated[
 
 
 def install(gpu: Gpu = None) -> int:
-    """Install the engine, vLLM with all that it needs, in the versions that this pdserve is made for, into an
-    environment of its own (PDSERVE_ENGINE, default: a folder in ~/.local/share/pdserve). Commands that need it go on
-    there. An install that was interrupted goes on where it stopped. pip's and uv's settings hold: indexes, caches.
-    Engines of other versions of pdserve stay in folders beside it; remove them when none of their graphs runs.
+    """Install the engine, vLLM with its dependencies in the versions that this pdserve needs, into an environment of
+    its own (PDSERVE_ENGINE, default: a folder in ~/.local/share/pdserve). Commands that need the engine run in it. An
+    interrupted install continues where it stopped. Settings of pip and uv apply, such as indexes and caches.
+    Engines of other pdserve versions stay in folders beside it; remove them when none of their graphs runs.
 
     examples:
       pdserve install              for this machine's GPUs, or its CPU
       pdserve install --cpu
     """
     platform = engine_venv.find_platform() if gpu is None else "gpu" if gpu else "cpu"
-    print(f"{installed(platform)} has the engine.")
+    print(f"The engine is installed in {ensure_engine(platform)}.")
     return 0
 
 
-def installed(platform: str) -> Path:
-    """The environment, in which the engine is installed if it was not."""
+def ensure_engine(platform: str) -> Path:
+    """Install the engine if it is not installed; return its environment."""
     folder = engine_venv.engine_folder(platform)
     engine_venv.install(folder, [engine_venv.engine_step(platform)], platform)
     return folder
 
 
 def use_engine() -> None:
-    """Where this environment has no engine and another one has it, go on there: this does not return then."""
+    """If another environment has the engine and this one does not, run the command there and do not return."""
     if not installed_vllm().package and (folder := engine_venv.find_engine()):
-        _go_on_in(folder)
+        _run_in(folder)
 
 
 def need_engine(yes: bool = False) -> None:
-    """Offer to install the engine where there is none, and go on there. Raises ConfigError where it is declined."""
+    """Offer to install a missing engine, then run the command in its environment. Raises ConfigError if the user
+    declines."""
     if installed_vllm().package:
         return
     platform = engine_venv.find_platform()
@@ -58,11 +59,11 @@ def need_engine(yes: bool = False) -> None:
         yes = typer.confirm(f"pdserve: no engine is installed. Install {what}?", default=True, err=True)
     if not yes:
         raise ConfigError([f"no engine is installed: run `{pdserve_command('install')}` ({what})."])
-    _go_on_in(installed(platform))
+    _run_in(ensure_engine(platform))
 
 
-def _go_on_in(folder: Path) -> None:
-    """Run this command with the environment's Python and this installation's pdserve."""
+def _run_in(folder: Path) -> None:
+    """Replace this process by the same command with the environment's Python and this installation's pdserve."""
     os.environ[PROGRAM_VARIABLE] = program_path()
     paths = [str(code_folder()), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -72,14 +73,14 @@ def _go_on_in(folder: Path) -> None:
 
 
 def code_folder() -> Path:
-    """A folder with links to this installation's pdserve and to nothing of what is installed beside it."""
+    """Make a folder with links to this installation's pdserve, without the packages installed beside it."""
     beside = Path(__file__).parents[3]
     folder = engine_venv.data_folder() / f"code-{engine_venv.digest(str(beside).encode())[:12]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("pdserve", "pdserve_bench"):
-            with suppress(FileExistsError):  # also where another command makes them now
+            with suppress(FileExistsError):  # another command may create it at the same time
                 (folder / name).symlink_to(beside / name)
     except OSError as error:
-        raise ConfigError([f"cannot use {folder}: {error}. XDG_DATA_HOME names another place."]) from error
+        raise ConfigError([f"cannot use {folder}: {error}. Set XDG_DATA_HOME to another folder."]) from error
     return folder

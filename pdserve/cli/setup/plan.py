@@ -19,18 +19,17 @@ def plan(
         str | None, typer.Option(metavar="NxKIND", help="plan for other GPUs: 4xA10, 2x24GiB, 0 for none")
     ] = None,
     role: Annotated[
-        Role | None, typer.Option(help="one process of this role alone, as on a host or in a pod of its own")
+        Role | None, typer.Option(help="only one process of this role, as on its own host or in its own pod")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="what pdserve does with a model of this kind")
+        bool, typer.Option("--explain", help="explain how pdserve serves a model of this kind")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the plan as one JSON object")] = False,
 ) -> int:
-    """Show what would run where on this machine: GPUs, memory, KV capacity, the most requests at once, ports, every
-    vLLM argument and where it came from. Without --gpus also what is in the way now: busy ports, a full disk. Reads the
-    model's config.json and safetensors index; loads no weights, starts nothing. Of weights that are not here the size
-    is estimated from config.json. Exit code 0 where the graph fits, 2 with the reasons where `pdserve serve` would
-    refuse it, 3 if it is unknown.
+    """Show what would run where on this machine: GPUs, memory, KV capacity, concurrent requests, ports, and every vLLM
+    argument with its origin. Without --gpus also show what blocks it now: busy ports, a full disk. Reads the model's
+    config.json and safetensors headers or index; loads no weights and starts nothing. Exit code 0 if the graph fits, 2
+    with the reasons if `pdserve serve` would refuse it, 3 if it is unknown.
 
     examples:
       pdserve plan -f graph.yaml
