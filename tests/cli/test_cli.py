@@ -288,9 +288,9 @@ def test_a_role_that_cannot_run_alone_says_why(role: Role, index: int, complaint
         (
             EngineDead("boom", killed=True),
             ENGINE_KILLED,
-            ["the engine is gone, and this worker with it: boom"],
+            ["engine process died; exiting: boom"],
         ),
-        (EngineDead("boom"), 1, ["the engine is gone, and this worker with it: boom"]),
+        (EngineDead("boom"), 1, ["engine process died; exiting: boom"]),
         (
             ExceptionGroup("", [RegistryUnavailable("no etcd answers")]),
             1,

@@ -20,7 +20,7 @@ def make_credentials(
 ) -> int:
     """Make the credentials of a graph on several hosts, or with your own NATS and etcd: a certificate that all its
     processes show, including NATS and etcd, and the authority that signed it. They accept connections with this
-    certificate only, and encrypt them. Copy the folder to every host, and let nobody else read it.
+    certificate only, and encrypt them. Copy the folder to every host, and keep it secret.
     (`serve` makes its own credentials if it starts NATS and etcd itself.)
 
     They are valid for ten years. To change them, make new ones, copy them, and restart NATS, etcd and the graph.
@@ -46,7 +46,7 @@ def make_credentials(
 def _next(made: Credentials) -> str:
     """Return the text that says what to do with the folder."""
     return f"""\
-Made {made.folder}. Keep it secret: whoever has it can use the graph.
+Made {made.folder}. Keep it secret: it gives access to the graph.
 
 1. Copy the folder to each host of the graph, readable by its user only (chmod 700), for example:
      scp -pr {made.folder} HOST:
