@@ -2,7 +2,7 @@
 
 The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So this decode worker sends
 each new prefill worker a short random prompt, not through the queue, reads its KV, and generates one token. Workers
-warm up before they announce themselves: both sides register as newcomers, which only the other side reads. They wait a few
+warm up before they announce themselves: both register as newcomers, which only the other side reads. They wait a few
 seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
 """
 
