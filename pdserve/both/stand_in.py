@@ -1,10 +1,10 @@
-"""A prefill worker that decodes where no decode worker of its model is there, until one is back
+"""The stand-in: a prefill worker that decodes while no decode worker of its model is available
 (docs/decisions/0050-prefill-workers-stand-in.md).
 
-To decode workers it is a prefill worker. It listens to frontends as a decode worker does, at an address that it
-registers once a decode worker's card shows that it answers alike; each frontend decides when it sends requests
-(`frontend/workers/pool.py`). It computes their prompts itself: so its engine reads no KV, and starts as
-that of any prefill worker."""
+To decode workers it is a prefill worker. To frontends it listens as a decode worker does, at an address that it
+registers once a decode worker's model card shows that both give the same responses. Each frontend decides when it sends
+requests (`frontend/workers/pool.py`). All their prompts are prefilled locally, so the engine reads no KV and is
+configured as that of any prefill worker."""
 
 import logging
 from collections.abc import Mapping
@@ -40,17 +40,17 @@ class StandIn(BothWorker):
         return work
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Register without an address, since no card has been compared yet."""
+        """Register without an address, because no model card has been compared yet."""
         await super().start(stack)
         await self._presence.set_address("")
 
     async def card(self) -> ModelCard | None:
-        await self._archive.make()  # for frontends that start while no decode worker is there
+        await self._archive.make()  # for frontends that start while no decode worker is available
         return None
 
     async def _keep_card(self) -> None:
-        """Keep a copy of a decode worker's card, by which frontends know the model while no decode worker is there.
-        Read another one when that worker is gone: it may be newer. The first may be another stand-in's copy."""
+        """Keep a copy of a decode worker's model card, by which frontends know the model while no decode worker is
+        available. Read another when that worker is gone: it may be newer. The first may be another stand-in's copy."""
         await self._presence.announced.wait()
         model, fingerprint, source = self._config.served_model_name, self._engine.facts.fingerprint, ""
         for owner, card in await self._cards(""):
@@ -73,7 +73,7 @@ class StandIn(BothWorker):
             return registered.cards().get(model, [])
 
     async def _compare(self, owner: str, card: ModelCard) -> None:
-        """Stand in for workers of this card only where this engine answers as theirs do."""
+        """Stand in for the workers of this model card only if this engine gives the same responses."""
         assert self._stream is not None
         assert self._config.decode is not None
         ours, theirs = self._config.decode.engine_args, card.engine_args

@@ -1,4 +1,4 @@
-"""A worker that decodes and prefills: a decode worker that also takes prompts from the queue when it has time
+"""A worker of role `both`: a decode worker that also pulls prompts from the queue when it is idle
 (docs/decisions/0026-any-worker-can-do-either.md).
 
 Both parts are those of the dedicated workers, on one engine, with one id, lease and drain. Each part gets every step of
@@ -16,13 +16,13 @@ from pdserve.decode.requests import OWN
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.base import Engine, Step
 from pdserve.prefill.prompts import PromptRunner
-from pdserve.prefill.pull_policy import LOOK, Beside
+from pdserve.prefill.pull_policy import POLL_INTERVAL, Beside
 from pdserve.registry import keys
 from pdserve.runtime.tasks import Work
 from pdserve.util.errors import EngineDead
 
-UNTAKEN = 3 * LOOK
-"""seconds within which a worker with free capacity takes the next prompt from the queue"""
+MAX_UNTAKEN = 3 * POLL_INTERVAL
+"""Seconds within which a worker with free capacity pulls the next prompt from the queue."""
 
 
 class BothWorker(DecodeWorker):
@@ -43,7 +43,7 @@ class BothWorker(DecodeWorker):
             own=self._take_back,
         )
         self._runner.estimator.prefill_tokens = lambda: self._prompts.tokens
-        self._runner.is_idle = self._prompts.pulling.has_time
+        self._runner.is_idle = self._prompts.pulling.is_idle
         self._runner.on_start = self._prompts.pulling.stop_waiting
 
     def _beside(self) -> Beside:
@@ -51,22 +51,22 @@ class BothWorker(DecodeWorker):
         return Beside(len(requests), sum(request.local_tokens for request in requests))
 
     def _take_back(self, request_id: str) -> None:
-        """The queue gave a request of this worker back to it: prefill it here. No other worker had time."""
+        """Prefill locally a request of this worker that it pulled itself, because no other worker is idle."""
         if request := self.requests.get(request_id):
             request.resolve(OWN)
 
     async def _take_back_untaken(self) -> None:
-        """Prefill own prompts here, for ever, that no worker takes. A worker that drains, or whose KV cache is full of
-        streams, takes nothing from the queue, not even its own prompts; and all others may be full."""
+        """Prefill own prompts locally that no worker pulls, for ever. A worker that drains, or whose KV cache is full
+        of streams, pulls nothing, not even its own prompts, and all others may be full."""
         pulling = self._prompts.pulling
         while True:
-            await asyncio.sleep(LOOK)
-            since = time.monotonic() - UNTAKEN
+            await asyncio.sleep(POLL_INTERVAL)
+            since = time.monotonic() - MAX_UNTAKEN
             for request in self.requests if pulling.full or pulling.draining else ():
                 if request.awaits_answer and request.asked < since and not request.prefiller:
                     request.resolve(OWN)
 
-    # its life
+    # life cycle
 
     def permanent(self) -> Mapping[str, Work]:
         prompts = self._prompts.permanent(self._presence.announced)

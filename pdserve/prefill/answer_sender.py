@@ -1,8 +1,7 @@
 """Sends a prefill worker's answers, and repeats each until its KV is read or rejected.
 
-Answers get lost: with NATS, with a link, with a decode worker that was away. The KV of a lost answer would be kept
-until the end of its lease. A decode worker that gets the answer again reads the KV or rejects it
-(docs/decisions/0007-lost-answers.md)."""
+Answers get lost with NATS, a connection, or a decode worker. Then their KV would be kept until the end of the lease. A
+decode worker that gets the answer again reads the KV or rejects it (docs/decisions/0007-lost-answers.md)."""
 
 import asyncio
 import logging
@@ -22,12 +21,12 @@ from pdserve.util.errors import QueueUnavailable
 
 logger = logging.getLogger(__name__)
 
-LOOK_INTERVAL = 0.5
-"""seconds between two looks for answers to repeat"""
+POLL_INTERVAL = 0.5
+"""Seconds between two checks for answers to repeat."""
 REPEAT_AFTER = 2.0
-"""seconds after which an answer whose KV was not read is repeated; a read takes milliseconds"""
-FORGET = 2.0
-"""leases after which KV counts as freed even if the engine did not report it"""
+"""Seconds after which an answer whose KV was not read is repeated; a read takes milliseconds."""
+FORGET_AFTER = 2.0
+"""Leases after which KV counts as freed even if the engine did not report it."""
 
 
 @dataclass
@@ -43,9 +42,9 @@ class AnswerSender:
     def __init__(self, queue: PrefillQueue) -> None:
         self._queue = queue
         self._kept: dict[str, _Kept] = {}
-        """answers whose KV is kept, by the `request_id` of their handles"""
+        """Answers whose KV is kept, by the `request_id` of their handles."""
         self._warm: set[str] = set()
-        """decode workers whose warm-up is over: they read its KV or rejected it, or it failed"""
+        """Decode workers whose warm-up is over: they read its KV or rejected it, or it failed."""
         self._changed = asyncio.Event()
 
     async def send(self, decode: str, answer: PrefillAnswer, *, warm_up: bool = False) -> None:
@@ -59,28 +58,28 @@ class AnswerSender:
     async def repeat(self) -> None:
         """Repeat answers whose KV was not read, for ever."""
         while True:
-            await asyncio.sleep(LOOK_INTERVAL)
-            for decode, answer in self.untaken():
+            await asyncio.sleep(POLL_INTERVAL)
+            for decode, answer in self.to_repeat():
                 logger.info(
-                    "request %s: its KV was not read yet, repeating the answer to %s",
+                    "request %s: its KV was not read yet; repeating the answer to %s",
                     answer.request_id,
                     decode,
                 )
                 with isolate_errors("repeated answers"):
                     await unless_away(self._queue.answer(decode, answer))
 
-    def untaken(self) -> Iterator[tuple[str, PrefillDone]]:
-        """Decode worker and answer of those to repeat now; each counts as repeated."""
+    def to_repeat(self) -> Iterator[tuple[str, PrefillDone]]:
+        """Yield decode worker and answer of those to repeat now, and count them as repeated."""
         now = time.monotonic()
         for request_id, kept in list(self._kept.items()):
-            if now > kept.since + FORGET * kept.answer.handle.lease:
+            if now > kept.since + FORGET_AFTER * kept.answer.handle.lease:
                 self.released(request_id)
             elif now >= kept.sent + REPEAT_AFTER:
                 kept.sent = now
                 yield kept.decode, kept.answer
 
     def released(self, request_id: str) -> None:
-        """The engine no longer keeps this KV; unknown ids are ignored."""
+        """Record that the engine no longer keeps this KV; unknown ids are ignored."""
         kept = self._kept.pop(request_id, None)
         if kept is not None and kept.warm_up:
             self._warm.add(kept.decode)
@@ -91,7 +90,7 @@ class AnswerSender:
         await until(lambda: not self._kept, self._changed)
 
     async def warm(self, decode_workers: Callable[[], set[str]]) -> None:
-        """Wait until each of these has ended its warm-up with this worker, read or failed
+        """Wait until each of these has ended its warm-up with this worker, successful or not
         (docs/decisions/0008-warm-up.md). Of many, only some warm up with this worker: half of MAX_PAIRS are enough."""
 
         def enough() -> bool:
@@ -100,7 +99,7 @@ class AnswerSender:
                 len(workers) > MAX_PAIRS and len(workers & self._warm) >= MAX_PAIRS / 2
             )
 
-        await until(enough, self._changed, LOOK_INTERVAL)  # decode workers come and go
+        await until(enough, self._changed, POLL_INTERVAL)  # decode workers come and go
 
 
 def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
@@ -111,7 +110,7 @@ def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
 
 
 async def unless_away(message: Awaitable[None]) -> None:
-    """Send a message, or nothing while the queue is away: requests that were not acked are delivered again, and answers
+    """Send a message; drop it while NATS is away, because requests that were not acked are delivered again, and answers
     whose KV was not read are repeated."""
     with suppress(QueueUnavailable):
         await message

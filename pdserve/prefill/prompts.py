@@ -1,5 +1,5 @@
-"""The path of a prompt through a prefill worker: pulled from the queue when the engine has capacity, prefilled, and
-answered with a handle of its KV.
+"""Runs each prompt at a prefill worker: pulls it when the engine has capacity, prefills it, and answers with a KV
+handle.
 
 Read `_pull`, `_begin`, `read_step` and `_finished`, in this order. A request is acked after its answer, so that the
 queue delivers it to another worker if this process dies."""
@@ -33,7 +33,7 @@ from pdserve.util.errors import EngineDead, ProtocolError, QueueUnavailable, Una
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL = 5.0
-"""seconds between two `in_progress` for each running prompt: well below any sensible ack_wait"""
+"""Seconds between two `in_progress` of a running prompt: well below any sensible ack_wait."""
 
 
 class PromptRunner:
@@ -88,7 +88,7 @@ class PromptRunner:
             logger.warning("leaving %d prompts to another worker", len(self._running))
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Return prompts that may have killed the engine to their decode workers, not to another prefill worker."""
+        """Answer prompts that may have killed the engine as failed, so that no other prefill worker gets them."""
         for running in self._running if death.crashed else ():
             request = running.request
             if may_have_killed(len(request.prompt), running.started):
@@ -99,7 +99,7 @@ class PromptRunner:
     # from the queue to the engine
 
     async def _pull(self, announced: asyncio.Event) -> None:
-        """Pull prompts, for ever, once this worker is registered: decode workers give up prompts that others have."""
+        """Pull prompts, for ever, once this worker is registered: decode workers give up prompts of unknown workers."""
         await announced.wait()
         while True:
             try:
@@ -108,16 +108,16 @@ class PromptRunner:
                 await asyncio.sleep(1.0)  # the queue reconnects by itself
                 continue
             for delivery in deliveries:
-                await self._take(delivery)
+                await self._start(delivery)
 
     async def _read_warm_ups(self) -> None:
         async for request in self._queue.warm_ups(self.id):
-            await self._take(Delivery(request))
+            await self._start(Delivery(request))
 
-    async def _take(self, delivery: Delivery) -> None:
+    async def _start(self, delivery: Delivery) -> None:
         with isolate_errors("prompts") as one:
             await self._begin(delivery)
-        if one.error is not None:  # a prompt that goes back to the queue would do this to each worker
+        if one.error is not None:  # in the queue, the prompt would cause it at each worker
             request = delivery.request
             if running := self._running.of_request(request.request_id):
                 self._running.drop(running, failed=True)
@@ -127,7 +127,7 @@ class PromptRunner:
     async def _begin(self, delivery: Delivery) -> None:
         request = delivery.request
         if running := self._running.of_request(request.request_id):
-            logger.info("request %s delivered again while it runs here", request.request_id)
+            logger.info("request %s: delivered again while it runs", request.request_id)
             running.delivery = delivery
             return
         if self.pulling.draining or self.pulling.stalled:
@@ -172,7 +172,7 @@ class PromptRunner:
     # from the engine to the decode workers
 
     async def read_step(self, step: Step) -> None:
-        """Answer what the engine has finished. Role `both`: outputs of the decode half may be in the step."""
+        """Answer the prompts that the engine has finished. Role `both`: a step has the decode half's, too."""
         self.pulling.measure(step.outputs)
         for kv in step.complete:
             if running := self._running.of_engine(kv.request_id):
@@ -194,7 +194,7 @@ class PromptRunner:
             self.pulling.learn(time.monotonic() - running.started)
             await self._answer(running.delivery, self._outcome(running, output))
         elif output.handle is not None and (request := self._running.pop_cancelled(output.request_id)):
-            # finished before the engine heard of the cancellation: the decode worker will reject the KV
+            # finished before the cancellation came: the decode worker rejects the KV
             await self._answers.send(request.decode, PrefillDone(request.request_id, output.handle))
 
     def _outcome(self, running: RunningPrefill, output: Output) -> PrefillAnswer:

@@ -1,11 +1,10 @@
-"""When a worker takes prompts from the queue.
+"""Decides when a worker pulls prompts from the prefill queue.
 
-A worker that only prefills takes a prompt whenever its engine has capacity. On a worker of role `both`, a prompt delays
-every running stream, so it should go to the worker with the fewest streams. An idle worker waits at the queue and takes
-a prompt at once. A worker with streams looks at the queue now and then, and leaves a waiting prompt to workers with
-fewer streams for a while: the larger the share of its places that streams hold, the longer, up to the time that a
-prompt takes. If all workers are equally busy, waiting longer saves no stream anything.
-See docs/decisions/0026-any-worker-can-do-either.md.
+A prefill worker pulls whenever its engine has capacity. On a worker of role `both` a prompt delays every running
+stream, so it should go to the worker with the fewest streams. An idle worker waits at the queue and gets a prompt at
+once. A worker with streams polls the queue, and first leaves a waiting prompt to workers with fewer streams: longer,
+the larger the share of its slots that streams hold, up to the time that a prompt takes. If all workers are equally
+busy, waiting longer would save no stream anything. See docs/decisions/0026-any-worker-can-do-either.md.
 """
 
 import asyncio
@@ -21,30 +20,30 @@ from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
 
 PULL_WAIT = 5.0
-"""seconds that one pull waits for a request"""
-AHEAD = 2
-"""engine steps' worth of prompt tokens to have in the engine: then it never waits for the next prompt, and the others
-stay in the queue, where another worker can take them"""
-FEW = 3
-"""prompts of which one step's worth is enough: the next is pulled in the time of a message, which is little beside
-them, and another client's prompt may come before it"""
-LOOK = 0.1
-"""seconds between two looks of a worker with streams at a queue that seems empty"""
-FOR_STREAMS = 0.5
-"""share of the KV cache that prompts leave to streams. Otherwise two workers, each full of KV that the other has no
-space to read, would wait for the end of a lease"""
+"""Seconds that one pull waits for a prompt."""
+STEPS_AHEAD = 2
+"""Engine steps of prompt tokens to have in the engine, so that it never waits for the next prompt. The others stay in
+the queue, where another worker can pull them."""
+FEW_PROMPTS = 3
+"""With fewer prompts than this in the engine, one step of tokens is enough: pulling the next takes little time against
+computing them, and another client's prompt may come before it."""
+POLL_INTERVAL = 0.1
+"""Seconds between two pulls of a worker with streams from a queue that seems empty."""
+STREAM_SHARE = 0.5
+"""Share of the KV cache that prompts leave to streams. Otherwise two workers, each full of KV that the other has no
+space to read, would wait for the end of a lease."""
 TICK = 0.02
-"""seconds between two checks whether to pull"""
+"""Seconds between two checks whether to pull."""
 _WEIGHT = 0.2
-"""of the newest prompt in `prompt_seconds`"""
+"""Weight of the newest prompt in `prompt_seconds`."""
 
 
-def pause(streams: int, places: int, prompt_seconds: float, waiting: int) -> float:
-    """Seconds that a worker leaves the queue to others, since its last look or since it knows that prompts are
-    `waiting`. Its streams hold so many of its engine's places; a prompt takes `prompt_seconds`. Pure."""
+def pause(streams: int, slots: int, prompt_seconds: float, waiting: int) -> float:
+    """Return the seconds that a worker leaves the queue to others, since its last pull or since it knows of `waiting`
+    prompts. Its streams hold `streams` of its engine's `slots`; a prompt takes `prompt_seconds`. Pure."""
     if not streams:
         return 0.0
-    return min(LOOK, max(TICK, prompt_seconds * streams / places)) if waiting else LOOK
+    return min(POLL_INTERVAL, max(TICK, prompt_seconds * streams / slots)) if waiting else POLL_INTERVAL
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Beside:
     """Role `both`: the decode half's work in the engine."""
 
     streams: int = 0
-    """requests in the engine, or about to enter"""
+    """Requests in the engine, or about to enter."""
     tokens: int = 0
-    """tokens of their prompts still to be computed"""
+    """Tokens of their prompts still to be computed."""
 
 
 @dataclass(eq=False)
@@ -65,18 +64,18 @@ class Pulling:
     running: RunningPrefills
     beside: Callable[[], Beside]
     draining: bool = False
-    """pull nothing any more"""
+    """Pull nothing any more."""
     stalled: bool = False
-    """the engine hangs: pull nothing until it works again"""
-    looked: float = 0.0
-    """monotonic time of the last look at the queue"""
+    """The engine hangs: pull nothing until it works again."""
+    pulled: float = 0.0
+    """Monotonic time of the last pull."""
     prompt_seconds: float = 0.0
-    """mean time of a prompt in the engine"""
+    """Mean time of a prompt in the engine."""
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     _known: float = 0.0
-    """monotonic time since which prompts are known to be in the queue; 0: none are"""
+    """Monotonic time since which prompts are known to be in the queue; 0: none are."""
     _waiting: asyncio.Timeout | None = field(default=None)
-    """set while it waits for a prompt"""
+    """Set while it waits for a prompt."""
 
     async def next(self) -> list[Delivery]:
         """Wait until the engine has capacity and it is time to poll, then pull a prompt; return an empty list if there
@@ -91,15 +90,15 @@ class Pulling:
         except TimeoutError:
             return []
         finally:
-            self.looked, self._waiting = time.monotonic(), None
+            self.pulled, self._waiting = time.monotonic(), None
 
     @property
     def full(self) -> bool:
-        """Whether the rest of the KV cache is left to the streams."""
-        return self.beside().streams > 0 and self.engine.usage.kv_usage > 1.0 - FOR_STREAMS
+        """Whether the free part of the KV cache is left to streams."""
+        return self.beside().streams > 0 and self.engine.usage.kv_usage > 1.0 - STREAM_SHARE
 
     def stop_waiting(self) -> None:
-        """End a wait for a prompt: the engine has other work now, so another worker should take the next prompt."""
+        """End a wait for a prompt: the engine has other work now, so another worker should pull the next prompt."""
         waiting, self._waiting = self._waiting, None  # once: it may take a while to end
         if waiting is not None:
             waiting.reschedule(0.0)
@@ -109,12 +108,12 @@ class Pulling:
         if stalled:
             self.stop_waiting()
 
-    def has_time(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the engine is idle and a prompt would be pulled at once."""
         return not (self.draining or self.stalled or self.running) and self.beside() == Beside()
 
     def learn(self, seconds: float) -> None:
-        """A prompt took so many seconds."""
+        """Record the seconds that a prompt took."""
         self.prompt_seconds += _WEIGHT * (seconds - self.prompt_seconds)
 
     def measure(self, outputs: list[Output]) -> None:
@@ -132,7 +131,7 @@ class Pulling:
         now, waiting = time.monotonic(), self.queue.depth
         self._known = (self._known or now) if waiting else 0.0
         wait = pause(self.beside().streams, self.engine.facts.max_num_seqs, self.prompt_seconds, waiting)
-        return now >= max(self.looked, self._known) + wait
+        return now >= max(self.pulled, self._known) + wait
 
     def _has_capacity(self) -> bool:
         """Whether to pull one more prompt: a full step gains nothing from more, and other workers may be idle."""
@@ -142,6 +141,6 @@ class Pulling:
         tokens, free = self.running.tokens + beside.tokens, facts.kv_tokens * (1.0 - usage)
         return not tokens or (
             len(self.running) < facts.max_num_seqs
-            and tokens < (1 if len(self.running) < FEW else AHEAD) * facts.max_batched_tokens
+            and tokens < (1 if len(self.running) < FEW_PROMPTS else STEPS_AHEAD) * facts.max_batched_tokens
             and tokens + facts.max_batched_tokens < free
         )

@@ -1,4 +1,4 @@
-"""The prompts in a prefill worker's engine."""
+"""The state of the prompts in a prefill worker's engine."""
 
 import asyncio
 import itertools
@@ -16,20 +16,22 @@ from pdserve.queue.base import Delivery
 from pdserve.util.lru import LruDict
 
 _REMEMBERED = 1000
+"""Newest cancelled prompts that the engine may have finished already."""
 
 
 @dataclass(eq=False)
 class RunningPrefill:
     engine_id: str
-    """New for each delivery: an engine must never see an id twice, and a request may be delivered twice. It does not
-    contain the request's id, which a client may have chosen: NIXL's notifications are text with commas and colons."""
+    """New for each delivery, because a request may be delivered twice and an engine must never see an id twice. Not
+    made from the request's id, which a client may have chosen: NIXL's notifications separate ids by commas and
+    colons."""
     delivery: Delivery
-    """the last one: a request may be delivered again while it runs"""
+    """The last one: a request may be delivered again while it runs."""
     queued: float
-    """seconds in the queue at the first delivery"""
+    """Seconds in the queue until the first delivery."""
     started: float = field(default_factory=time.monotonic)
     begun: float | None = None
-    """when the engine began to compute it, monotonic; None: unknown"""
+    """Monotonic time at which the engine began to compute it; None: unknown."""
 
     @property
     def request(self) -> PrefillRequest:
@@ -37,7 +39,7 @@ class RunningPrefill:
 
     @property
     def engine_queued(self) -> float:
-        """Seconds in the engine's own queue, as far as known."""
+        """Seconds in the engine's own queue; 0 if unknown."""
         return max(0.0, self.begun - self.started) if self.begun is not None else 0.0
 
 
@@ -49,7 +51,7 @@ class RunningPrefills:
         self._cancelled: LruDict[PrefillRequest] = LruDict(_REMEMBERED)
         self._numbers = itertools.count()
         self.changed = asyncio.Event()
-        """set when a prompt ended, or the engine did a step"""
+        """Set when a prompt has ended, or the engine has done a step."""
 
     def add(self, delivery: Delivery) -> RunningPrefill:
         running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery, delivery.queued)
@@ -76,9 +78,9 @@ class RunningPrefills:
             span.end(time.monotonic(), {"pdserve.prompt_tokens": len(request.prompt)}, error)
 
     def cancel(self, running: RunningPrefill) -> None:
-        """Drop the prompt, but remember its request for a while, in case the engine has finished it already."""
+        """Drop the prompt, but remember its request, because the engine may have finished it already."""
         self.drop(running)
-        # without the fields that may have megabytes
+        # without the fields that may take megabytes
         self._cancelled[running.engine_id] = msgspec.structs.replace(running.request, prompt=[], body=[])
 
     def pop_cancelled(self, engine_id: str) -> PrefillRequest | None:

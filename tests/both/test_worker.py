@@ -66,7 +66,7 @@ async def test_a_prompt_that_comes_back_is_prefilled_here_and_counts_as_no_failu
     pair.b.engine.faults.going.clear()
     await pair.b.frontend.submit(SHORT, 100)
     await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
-    pair.b.worker._prompts.pulling.looked = 1e9  # it never looks again
+    pair.b.worker._prompts.pulling.pulled = 1e9  # it never looks again
     await pair.a.frontend.stream()
     with failing("own", 0):
         assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
@@ -79,13 +79,13 @@ async def test_a_prompt_waits_for_none_that_is_full_of_streams(
     pair: BothWorkers, monkeypatch: pytest.MonkeyPatch, draining: bool
 ) -> None:
     """Nor does one whose own worker drains."""
-    monkeypatch.setattr(pull_policy, "FOR_STREAMS", 1.0)  # any stream fills the cache
+    monkeypatch.setattr(pull_policy, "STREAM_SHARE", 1.0)  # any stream fills the cache
     for worker in (pair.a, pair.b):
         worker.engine.faults.slow = 20.0
         await worker.frontend.stream()
     if draining:
         monkeypatch.setattr(type(pair.a.worker._prompts.pulling), "full", False)
-        monkeypatch.setattr(pair.b.worker._prompts.pulling, "looked", 1e9)
+        monkeypatch.setattr(pair.b.worker._prompts.pulling, "pulled", 1e9)
     prompt = await pair.a.frontend.submit(LONG)
     pair.a.worker._prompts.pulling.draining = draining
     await until(lambda: pair.a.frontend.answered[prompt].placed is not None, within=MIN_TIMEOUT)
@@ -111,8 +111,8 @@ async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: Bot
     stream = await pair.b.frontend.stream(max_tokens=50)
     pair.b.engine.faults.slow = 1000.0
     prompt = await pair.a.frontend.submit(LONG)
-    pair.b.worker._prompts.pulling.looked = 0.0
-    pair.a.worker._prompts.pulling.looked = 1e9
+    pair.b.worker._prompts.pulling.pulled = 0.0
+    pair.a.worker._prompts.pulling.pulled = 1e9
     await until(lambda: len(pair.b.worker._prompts._running) == 1)
     pair.b.engine.die()
     with pytest.raises(EngineDead):

@@ -11,7 +11,7 @@ from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, Work
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers whose KV is not read are repeated soon."""
     monkeypatch.setattr("pdserve.prefill.answer_sender.REPEAT_AFTER", 0.05)
-    monkeypatch.setattr("pdserve.prefill.answer_sender.LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr("pdserve.prefill.answer_sender.POLL_INTERVAL", 0.01)
 
 
 @pytest.fixture

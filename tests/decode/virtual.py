@@ -23,7 +23,7 @@ from pdserve.decode.scheduling.prompt_queue import PromptQueue
 from pdserve.engine.sim.model import SimModel
 from pdserve.kv.prefill_chunk import MAX_SHORT_STEPS
 from pdserve.plan.plan import DECODE_CHUNK
-from pdserve.prefill.pull_policy import AHEAD, FEW
+from pdserve.prefill.pull_policy import FEW_PROMPTS, STEPS_AHEAD
 from pdserve.process.learned import PrefillSpeed
 from tests.frontend.sequence.test_pacing import left, longest
 
@@ -32,7 +32,7 @@ SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00
 TRANSFER, PUBLISH = 0.012, 0.002
 BLOCK = 32
 PULL_BELOW = 2048
-"""tokens from which on a prefill worker pulls no more; twice as many if it has `FEW` prompts"""
+"""tokens from which on a prefill worker pulls no more; twice as many if it has `FEW_PROMPTS` prompts"""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
 ALL_LOCAL = DecodeSection(remote_prefill=False)
@@ -253,7 +253,7 @@ class VirtualPrefill(VirtualEngine):
 
     @property
     def _below(self) -> int:
-        return PULL_BELOW * (AHEAD if len(self.requests) >= FEW else 1)
+        return PULL_BELOW * (STEPS_AHEAD if len(self.requests) >= FEW_PROMPTS else 1)
 
     def pull(self) -> None:
         while self.graph.queue and sum(each.prompt for each in self.requests) < self._below:

@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve.prefill.pull_policy import LOOK, TICK, pause
+from pdserve.prefill.pull_policy import POLL_INTERVAL, TICK, pause
 
 
 @pytest.mark.parametrize(
@@ -8,13 +8,13 @@ from pdserve.prefill.pull_policy import LOOK, TICK, pause
     [
         (0, 0.1, 0, 0.0),  # idle: at once
         (0, 100.0, 5, 0.0),
-        (1, 0.1, 0, LOOK),  # none is known to wait: a look now and then
-        (32, 0.0, 0, LOOK),
+        (1, 0.1, 0, POLL_INTERVAL),  # none is known to wait: a look now and then
+        (32, 0.0, 0, POLL_INTERVAL),
         (2, 0.2, 1, 0.05),  # a quarter of its places: a quarter of what a prompt takes
         (4, 0.08, 3, 0.04),
         (8, 0.08, 1, 0.08),  # full
         (8, 0.0, 1, TICK),  # no prompt was computed here so far
-        (8, 100.0, 1, LOOK),  # nothing starves
+        (8, 100.0, 1, POLL_INTERVAL),  # nothing starves
     ],
 )
 def test_how_long_a_worker_leaves_the_queue_to_others(

@@ -265,7 +265,7 @@ async def test_an_answer_whose_kv_is_never_released_is_forgotten(scene: Scene) -
     answers = AnswerSender(scene.decode)
     handle = KvHandle("prefill-0", "p", "127.0.0.1", 1, [[1]], 16, 16, lease=0.0)
     await answers.send("decode-0", PrefillDone("r", handle))
-    assert list(answers.untaken()) == []
+    assert list(answers.to_repeat()) == []
     await answers.empty()
 
 
