@@ -71,7 +71,9 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
         self.connector_scheduler.bind(kv_cache_manager)
 
     def build_connector_worker_meta(self) -> RankReport | None:
-        return self.connector_worker.ahead.take()
+        worker = self.connector_worker
+        report, worker.report = worker.report, RankReport()
+        return None if report.is_empty else report
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -150,7 +152,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._no_handshake_before: dict[str, float] = {}
         """monotonic time, by engine id"""
         self._reads = ReadTimes()
-        self.ahead = RankReport()
+        self.report = RankReport()
 
     def start_load_kv(self, metadata: Any) -> None:
         if self.tp_rank == 0:
@@ -183,7 +185,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def get_transfer_results(self) -> Any:
         results = super().get_transfer_results()
         self.xfer_stats.data[READS] += self._reads.end(results.finished_recving, results.failed_recving)
-        self.ahead.move(results)
+        self.report.move(results)
         self.xfer_stats.data[RELEASED] += results.finished_sending
         self.xfer_stats.data[FAILED] += results.failed_recving
         return results
@@ -221,7 +223,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
         before = set(done_sending)
         super()._reap_expired_send_leases(done_sending)
-        self.ahead.expired |= done_sending - before
+        self.report.expired |= done_sending - before
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -245,7 +247,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         logger.warning(
             "request %s: the KV read from %s stalled; recomputing it in other blocks", request, engine
         )
-        self.ahead.bad.add(request)
+        self.report.bad.add(request)
         self.xfer_stats.data[STALLED].append(request)
         self.xfer_stats.record_failed_transfer()
         self._disconnect(engine)

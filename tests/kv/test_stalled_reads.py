@@ -44,9 +44,9 @@ def test_reads_that_stall_together_pause_the_next_handshake_once() -> None:
     worker._recving_metadata = dict.fromkeys(reads, source)
     worker._remote_agents, worker._invalid_remote_engines = {"prefill-0": {}}, set()
     worker._invalid_engine_backoff = {}
-    worker.xfer_stats, worker.ahead = TransferStats(), SimpleNamespace(bad=set())
+    worker.xfer_stats, worker.report = TransferStats(), SimpleNamespace(bad=set())
     for read in reads:
         worker._report_stall(read)
-    assert worker.ahead.bad == set(reads)
+    assert worker.report.bad == set(reads)
     ((pause, _),) = worker._invalid_engine_backoff.values()
     assert pause == 0

@@ -38,14 +38,9 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         results.finished_recving -= pieces
         results.failed_recving -= pieces
 
-    def take(self) -> "RankReport | None":
-        """Return what was not reported yet, or None."""
-        if not self.ended and not self.bad and not self.expired:
-            return None
-        report = RankReport()
-        report.ended, report.bad, report.expired = self.ended, self.bad, self.expired
-        self.ended, self.bad, self.expired = Counter(), set(), set()
-        return report
+    @property
+    def is_empty(self) -> bool:
+        return not (self.ended or self.bad or self.expired)
 
     def aggregate(self, other: Any) -> "RankReport":
         self.ended += other.ended
@@ -55,10 +50,10 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+    cache_manager: Any
+    """vLLM's KVCacheManager"""
     pool: Any
-    """its block pool"""
-    blocks: Any
-    """vLLM's KV cache manager"""
+    """its BlockPool"""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -74,7 +69,8 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._pieces: list[tuple[Any, dict[str, Any]]] = []
 
     def bind(self, kv_cache_manager: Any) -> None:
-        self.blocks, self.pool = kv_cache_manager, kv_cache_manager.block_pool
+        self.cache_manager = kv_cache_manager
+        self.pool = kv_cache_manager.block_pool
 
     # in a prefill engine
 
@@ -119,7 +115,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 and (complete - named) * self._block_bytes >= MIN_PIECE_BYTES
             ):
                 self._prefills[name] = request, complete
-                blocks = self.blocks.get_block_ids(name)[0][:complete]
+                blocks = self.cache_manager.get_block_ids(name)[0][:complete]
                 yield {
                     "remote_engine_id": self.engine_id,
                     "remote_request_id": name,
