@@ -83,7 +83,7 @@ class VllmEngine(Engine):
             fingerprint=await self._fingerprint.after(),
             host_blocks=host_blocks,
             disk_blocks=disk_blocks,
-            side_channel=self._process.asked_for_kv,
+            side_channel=self._process.kv_address,
         )
 
     async def _tier_blocks(self) -> tuple[int, int]:

@@ -95,7 +95,7 @@ class VllmProcess:
         logger.info("the engine's processes have ended")
 
     @property
-    def asked_for_kv(self) -> str:
+    def kv_address(self) -> str:
         """host:port of the side channel; empty for an engine whose KV is not read."""
         return self.side_channel.removeprefix("tcp://") if self._spec.disaggregated else ""
 
