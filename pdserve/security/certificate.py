@@ -1,5 +1,5 @@
-"""The TLS certificate of the OpenAI API: `Security.tls-certificate` and `tls-key`. The certificates between the
-processes of a graph are in `credentials.py`."""
+"""The TLS certificate of the OpenAI API: `Security.tls-certificate` and `tls-key`. `credentials.py` has the
+certificates for connections between processes."""
 
 import ssl
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class ServerCertificate:
 
     @classmethod
     def of(cls, chain: Path | None, key: Path | None) -> Self | None:
-        """None where the API is plain http."""
+        """Return None if the API is plain HTTP."""
         return cls(chain, key) if chain and key else None
 
     def context(self) -> ssl.SSLContext:
-        """The context for connections from clients. Raises ConfigError where the files cannot be used."""
+        """Return the SSL context for clients' connections. Raises ConfigError if the files cannot be used."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -68,7 +68,7 @@ class ServerCertificate:
             raise ConfigError([f"Security.tls-certificate: {self.chain} {text}"]) from None
 
     def _no_passphrase(self) -> str:
-        """Refuse an encrypted key: without this, ssl would ask for the passphrase on the terminal."""
+        """Refuse an encrypted key, for which ssl would ask for a passphrase on the terminal."""
         text = "is encrypted, and a server has no passphrase: openssl pkey -in FILE -out PLAIN_FILE, then chmod 600."
         raise ConfigError([f"Security.tls-key: {self.key} {text}"])
 

@@ -1,9 +1,8 @@
-"""The certificates by which the processes of one graph know each other, and with which they encrypt.
+"""The graph's certificates for mutual TLS between its processes.
 
-A folder holds them: `ca.pem`, the graph's own authority; `node.pem` and `node-key.pem`, the certificate of every
-process of the graph, NATS and etcd included. A process that shows a certificate of this authority belongs to the
-graph; nothing else is checked. All hosts of a graph have a copy of the folder
-(docs/decisions/0032-one-folder-of-credentials.md).
+A folder contains `ca.pem`, the graph's certificate authority, and `node.pem` and `node-key.pem`, the certificate and
+key of all its processes, including NATS and etcd. A process with a certificate of this authority belongs to the graph;
+nothing else is checked. All hosts have a copy of the folder (docs/decisions/0032-one-folder-of-credentials.md).
 """
 
 import hmac
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 CERTIFICATE_NAME = "pdserve"
-"""DNS name in each certificate of a graph, beside the names of its hosts, for clients that must check a name"""
+"""DNS name in each certificate, in addition to the hosts' names, for clients that must check a name."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([\w-]*\w)?(\.[A-Za-z0-9_]([\w-]*\w)?)*", re.ASCII)
 VALIDITY = timedelta(days=3650)
 EXPIRY_WARNING = timedelta(days=30)
-"""before a certificate expires, it is warned of"""
+"""Time before its expiry from which on a certificate is warned of."""
 _ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)
-"""start of validity: no clock is before it"""
+"""Start of validity, before any clock's time."""
 _FOR_EVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""end of validity of certificates that do not expire (RFC 5280)"""
+"""End of validity of certificates that never expire (RFC 5280)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class Credentials:
 
     @classmethod
     def load(cls, folder: Path | None) -> Self | None:
-        """None without a folder. Raises ConfigError where its files cannot be used, or other users can read its key."""
+        """Return None without a folder. Raises ConfigError if its files cannot be used, or other users can read its
+        key."""
         if folder is None:
             return None
         credentials = cls(folder)
@@ -74,22 +74,23 @@ class Credentials:
         return self.folder / "node-key.pem"
 
     def secret(self, purpose: str) -> bytes:
-        """32 bytes that only processes of the graph can derive, for protocols without TLS."""
+        """Return 32 bytes that only processes of the graph can derive, for protocols without TLS."""
         return hmac.digest(self.key.read_bytes(), purpose.encode(), "sha256")
 
     @cached_property
     def client(self) -> ssl.SSLContext:
-        """The context of all connections, not to be changed. It stays as it is when the folder is replaced."""
+        """The SSL context of all client connections; do not change it. It stays the same when the folder is
+        replaced."""
         return self.client_context()
 
     def client_context(self) -> ssl.SSLContext:
-        """A new context that shows the node's certificate and accepts any server of the graph, under any name."""
+        """Return a new context with the node's certificate that accepts any server of the graph, under any name."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         return self._of_graph(context)
 
     def server_context(self) -> ssl.SSLContext:
-        """A new context that accepts clients with a certificate of the graph."""
+        """Return a new context that accepts clients with a certificate of the graph."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return self._of_graph(context)
@@ -102,8 +103,8 @@ class Credentials:
 
 
 def _open_to_others(key: os.stat_result) -> bool:
-    """Whether others than this user can read or replace the key. A group may read what root or another user gave to it,
-    as Kubernetes gives the files of a Secret (root:fsGroup, mode 0440)."""
+    """Whether other users can read or replace the key. A group may read a file that root or another user owns, as in
+    Kubernetes' Secrets (root:fsGroup, mode 0440)."""
     given = key.st_uid != os.geteuid() or (key.st_uid == 0 and key.st_gid != 0)
     return bool(key.st_mode & (0o037 if given else 0o077))
 
@@ -124,10 +125,10 @@ def expiry_warning(certificates: Path) -> str | None:
 def create(
     folder: Path, hosts: Iterable[str] = LOCAL_HOSTS, valid: timedelta | None = VALIDITY
 ) -> Credentials:
-    """Write a new authority and a node's certificate, also valid for `hosts`, to the folder, in place of what is there.
-    Only this user can read it. The authority's key is not kept: a new certificate means a new folder on all hosts.
-    With `valid` None it never expires: credentials of a single run must outlive a clock that is set right meanwhile.
-    Raises OSError, and ValueError for a name that no host can have."""
+    """Replace the folder by one with a new authority and a node certificate, valid also for `hosts`. Only this user can
+    read it. The authority's key is not kept, so a new certificate means a new folder on all hosts. With `valid` None
+    the certificates never expire, because the clock may be corrected during a run. Raises OSError, and ValueError for
+    an invalid host name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Credentials(Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent)))  # mode 0700
     try:

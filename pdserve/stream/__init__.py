@@ -1,12 +1,11 @@
-"""One long-lived two-way message stream between each frontend and each decode worker, on TCP (`tcp.py`).
+"""A long-lived two-way message stream on TCP between each frontend and each decode worker (`tcp.py`).
 
-Messages on one connection arrive in the order sent, and at most once. Both sides learn of a lost connection; messages
-in flight are lost then, and the frontend submits the requests again under new ids.
+The messages of a connection arrive in the order sent, and at most once. Both sides notice a lost connection. Messages
+in flight are then lost, and the frontend submits the requests again under new ids.
 
 `TcpStreamServer`, the decode worker's end, yields `(frontend id, message)` in order of arrival; a message of None means
-that the frontend is gone. Messages that cannot be decoded are logged and skipped. `TcpStreamClient`, a frontend's end,
-takes its worker for gone when the worker's process has ended, when it has sent nothing for a few seconds, not even
-heartbeats (it hangs, or the network is cut), and when it has sent a message that cannot be decoded: tokens would be
-missing. Both raise ProtocolError for a message that is too large or cannot be encoded: nothing was sent, and the
-connection holds.
+that the frontend is gone. It logs and skips undecodable messages. `TcpStreamClient`, a frontend's end, treats its
+worker as gone when its process ends, when nothing has arrived for a few seconds, not even heartbeats (it hangs, or the
+network is cut), and when a message cannot be decoded, because tokens may be missing. Both ends raise ProtocolError for
+a message that is too large or cannot be encoded; then nothing was sent, and the connection stays open.
 """

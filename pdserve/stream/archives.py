@@ -1,4 +1,4 @@
-"""A model's folder without its weights, as one archive, which frontends on other hosts get from a decode worker over a
+"""An archive of a model's folder without weights, which frontends on other hosts fetch from a decode worker over a
 stream (docs/decisions/0053-archives-over-streams.md)."""
 
 import asyncio
@@ -23,25 +23,25 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz", ".tflite",
 }  # fmt: skip
-_LARGEST = 100 << 20
-"""bytes; larger files are left out. The largest tokenizers have some 40 MB"""
+_MAX_FILE = 100 << 20
+"""Largest archived file in bytes. The largest tokenizers have about 40 MB."""
 MAX_ARCHIVE = 1 << 30
-"""bytes that an archive may unpack to: tokenizers and configs, never weights"""
+"""Largest unpacked size in bytes."""
 PART = 1 << 20
-"""bytes of an archive in one message"""
+"""Bytes of an archive in a message."""
 TOO_LARGE = "the model archive is too large to hold only tokenizer and configuration"
 
 
 def pack_model(folder: Path) -> bytes:
-    """Return the archive; the same files give the same bytes, whenever and wherever they are packed. It holds the
-    folder's own files and those one level down (chat templates), but no hidden folders, which hold copies."""
+    """Return the archive, whose bytes depend only on the files. It contains the folder's files and those one level down
+    (chat templates), but no hidden folders, which contain copies."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w") as tar,
     ):
         for path in sorted([*folder.glob("*"), *folder.glob("[!.]*/*")]):
-            if path.is_file() and path.suffix not in _WEIGHTS and path.stat().st_size <= _LARGEST:
+            if path.is_file() and path.suffix not in _WEIGHTS and path.stat().st_size <= _MAX_FILE:
                 entry = tarfile.TarInfo(str(path.relative_to(folder)))
                 data = path.read_bytes()
                 entry.size = len(data)
@@ -50,7 +50,7 @@ def pack_model(folder: Path) -> bytes:
 
 
 def archive_name(archive: bytes) -> str:
-    """Return the archive's digest, by which a frontend knows that its host has the same files."""
+    """Return the archive's digest, by which a frontend finds an earlier copy on its host."""
     return hashlib.sha256(archive).hexdigest()[:32]
 
 
@@ -59,7 +59,7 @@ class ModelArchive:
 
     def __init__(self, model: str) -> None:
         self.name = ""
-        """empty for a hub id, which every host can load by itself"""
+        """empty for a hub id, which every host can load itself"""
         self._model = Path(model)
         self._data = b""
 
@@ -91,8 +91,8 @@ async def fetch(worker: TcpStreamClient) -> bytes:
 
 
 def unpack(archive: bytes, folder: Path) -> Path:
-    """Unpack into `folder/<archive_name>`, once: the same archive is found again. Raises Unavailable for an archive
-    that is damaged, too large, or points outside of its own folder."""
+    """Unpack into `folder/<archive_name>` unless it exists. Raises Unavailable for an archive that is damaged, too
+    large, or points outside of its folder."""
     folder = folder.expanduser()
     target = folder / archive_name(archive)
     if target.is_dir():
@@ -101,16 +101,16 @@ def unpack(archive: bytes, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(dir=folder))
     except OSError as error:
-        raise Unavailable(f"the model archive cannot be unpacked: {error}") from error
+        raise Unavailable(f"cannot unpack the model archive: {error}") from error
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             if sum(member.size for member in tar) > MAX_ARCHIVE:
                 raise Unavailable(TOO_LARGE)
             tar.extractall(fresh, filter="data")
-        os.sync()  # the files are on the disk before their folder has the name by which it is found again
+        os.sync()  # write the files to disk before the folder gets its final name
         _move(fresh, target)
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise Unavailable(f"the model archive cannot be unpacked: {error}") from error
+        raise Unavailable(f"cannot unpack the model archive: {error}") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     logger.info("unpacked a model archive to %s", target)
@@ -120,6 +120,6 @@ def unpack(archive: bytes, folder: Path) -> Path:
 def _move(fresh: Path, target: Path) -> None:
     try:
         fresh.rename(target)
-    except OSError:  # another frontend process was faster
+    except OSError:  # another frontend process may have been faster
         if not target.is_dir():
             raise

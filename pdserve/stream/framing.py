@@ -1,13 +1,12 @@
-"""One TCP connection, plain or with TLS, that carries frames both ways.
+"""A TCP connection, plain or with TLS, that carries frames both ways.
 
-A frame is a length (four bytes, big-endian) and that many bytes. Without TLS, sums follow the length and the body where
-both sides have agreed on it: the CRC-32 of all that was sent that way so far. A frame that was damaged, lost, repeated
-or moved on its way ends the connection (docs/decisions/0096-checked-frames.md).
+A frame is a length (four bytes, big-endian) and that many bytes. Without TLS, and if both sides have agreed, a checksum
+follows the length and another the body: the CRC-32 of all bytes sent in that direction so far. A frame that was
+damaged, lost, repeated or moved ends the connection (docs/decisions/0096-checked-frames.md).
 
-An empty frame is a heartbeat; the server answers each with another one, from which the client learns the round trip.
-When a process ends, its connections close, and the other side sees that at once. When a process hangs, or the network
-is cut, the other side gives the connection up after some seconds of silence. A connection that has ended is never used
-again.
+An empty frame is a heartbeat. The server answers each with another, from which the client measures the round trip. When
+a process ends, its connections close at once. When a process hangs or the network is cut, the other side ends the
+connection after some seconds of silence. An ended connection is never used again.
 """
 
 import asyncio
@@ -22,36 +21,35 @@ from pdserve.stream.tls import Tls
 from pdserve.util.errors import ProtocolError
 
 MAX_MESSAGE = 64 << 20
-"""bytes; a reader that takes nothing for a second is cut, so that a larger message would cut a slow link each time"""
-BEAT_EVERY = 1.0
-"""seconds"""
-SEND_WITHIN = 1.0
-"""seconds that sending waits for a slow reader"""
-_LOOKS = 20
+"""Largest message in bytes. A larger one could not cross a slow link before the connection is cut."""
+HEARTBEAT_INTERVAL = 1.0
+SEND_TIMEOUT = 1.0
+"""Seconds that sending waits for a slow reader."""
+_SEND_POLLS = 20
 LINGER = 0.3
-"""seconds that closing waits for unsent data to leave and for the other side to close"""
-DAMAGED = "carried bytes that were changed on their way"
+"""Seconds that closing waits for unsent data to leave and for the other side to close."""
+DAMAGED = "carried damaged bytes"
 MAX_UNSENT = 32 << 20
-"""bytes that may wait for a slow reader, plus one frame: some seconds of tokens at full load"""
+"""Bytes that may wait for a slow reader, plus one frame: some seconds of tokens at full load."""
 
 
 def bounded(message: object, body: bytes) -> bytes:
-    """Raises ProtocolError: the other side would end the connection, with all requests on it."""
+    """Return `body`. Raises ProtocolError if it is too large, because the other side would end the connection."""
     if len(body) > MAX_MESSAGE:
         raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, of {MAX_MESSAGE} at most")
     return body
 
 
 class ConnectionOwner(Protocol):
-    """Receives the events of a connection. No call may raise or block."""
+    """Receives a connection's events. Its methods must neither raise nor block."""
 
     def connection_opened(self, connection: "FramedConnection") -> None: ...
 
     def frame_received(self, connection: "FramedConnection", body: memoryview) -> None:
-        """`body` is never empty, and valid only during the call."""
+        """`body` is not empty, and valid only during the call."""
 
     def connection_ended(self, connection: "FramedConnection") -> None:
-        """Called once; `connection.ended` holds the reason."""
+        """Called once; `connection.ended` has the reason."""
 
 
 class FramedConnection(asyncio.Protocol):
@@ -59,61 +57,61 @@ class FramedConnection(asyncio.Protocol):
         self.max_frame = max_frame
         """bytes; a longer frame ends the connection"""
         self.name = ""
-        """the other side's name, once it has greeted"""
+        """the other side's name after its greeting"""
         self.unreadable = 0
         """number of messages that could not be decoded"""
         self.answers = False
         """whether this side answers heartbeats"""
         self.ended = ""
-        """empty while the connection holds, then the reason: `was closed by the other side`"""
+        """empty while the connection is open, then the reason: `was closed by the other side`"""
         self.host = "unknown"
-        """the other side's address, without its port"""
+        """the other side's address without the port"""
         self.opened = self.heard = time.monotonic()
-        """when the connection was made, and when bytes last came"""
+        """monotonic times of the connection's start and of the last received bytes"""
         self._owner = owner
         self._tls = tls
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
-        """the beginning of a frame"""
+        """the first bytes of an incomplete frame"""
         self._sent_at = 0.0
         self._asked_at = 0.0
-        """when the heartbeat that is not yet answered was sent; 0: there is none"""
+        """monotonic time of the unanswered heartbeat; 0: none"""
         self._round_trip: float | None = None
         self._reading_paused = False
         self._closed = asyncio.Event()
         self._sent_sum: int | None = None
         self._received_sum: int | None = None
-        """CRC-32 of all that was sent, or received; None: frames have no sums"""
+        """CRC-32 of all bytes sent, or received; None: frames have no checksums"""
 
     def check(self) -> None:
-        """Send and expect sums from the next frame on, each way."""
+        """Send and expect checksums from the next frame on."""
         self._sent_sum = self._received_sum = 0
 
     async def send(self, body: bytes) -> bool:
-        """Send, waiting up to a second for room. Return False if the connection has ended; end it if there is no room
-        after that second.
+        """Send, waiting up to a second for buffer space. Return False if the connection has ended, also because there
+        was no space.
 
-        Room is polled: uvloop calls `resume_writing` only when the buffer is empty, which takes seconds after a large
-        burst. Polls are counted, not time, since this process may stall."""
-        looks = 0
+        The space is polled, because uvloop calls `resume_writing` only when the buffer is empty, which takes seconds
+        after a large burst. Polls are counted instead of time, because this process may stall."""
+        polls = 0
         while self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNSENT:
-            if looks == _LOOKS:
-                self.cut(f"left more than {MAX_UNSENT:,} bytes unsent for {SEND_WITHIN:g} s")
+            if polls == _SEND_POLLS:
+                self.cut(f"left more than {MAX_UNSENT:,} bytes unsent for {SEND_TIMEOUT:g} s")
                 break
-            looks += 1
-            await asyncio.sleep(SEND_WITHIN / _LOOKS)
+            polls += 1
+            await asyncio.sleep(SEND_TIMEOUT / _SEND_POLLS)
         return self.write(body)
 
     def write(self, body: bytes) -> bool:
-        """Send without waiting, however much is unsent. Return False if the connection has ended."""
+        """Send without waiting for buffer space. Return False if the connection has ended."""
         if self.ended or self._transport is None or self._transport.is_closing():
             return False
-        data = len(body).to_bytes(4, "big") + body if self._sent_sum is None else self._summed(body)
+        data = len(body).to_bytes(4, "big") + body if self._sent_sum is None else self._checksummed(body)
         self._transport.write(data if self._tls is None else self._tls.encrypt(data))
         self._sent_at = time.monotonic()
         return True
 
-    def _summed(self, body: bytes) -> bytes:
+    def _checksummed(self, body: bytes) -> bytes:
         head = len(body).to_bytes(4, "big")
         after_head = crc32(head, self._sent_sum or 0)
         self._sent_sum = crc32(body, after_head)
@@ -123,16 +121,15 @@ class FramedConnection(asyncio.Protocol):
 
     @property
     def round_trip(self) -> float | None:
-        """Seconds from the last heartbeat to its answer, or to now if that is longer. None: not measured yet, or this
-        side answers."""
+        """Seconds from the last heartbeat to its answer, or to now if that is longer. None: not measured."""
         if not self._asked_at or self.answers:
             return self._round_trip
         return max(self._round_trip or 0.0, time.monotonic() - self._asked_at)
 
     def beat(self, silence: float, *, stalled: bool) -> None:
-        """End the connection if the other side has been silent for `silence` seconds, else send a heartbeat; the side
-        that answers heartbeats sends one only if it has sent nothing else for a while. A process that `stalled`, or
-        that has paused reading, cannot tell whether the other side was silent."""
+        """End the connection after `silence` seconds without received bytes, else send a heartbeat. The side that
+        answers heartbeats sends one only if it has sent nothing for a while. A process that `stalled` or paused reading
+        does not know whether the other side was silent."""
         now = time.monotonic()
         if stalled or self._reading_paused:
             self.heard = now
@@ -141,7 +138,7 @@ class FramedConnection(asyncio.Protocol):
         elif not self.answers:
             self._asked_at = self._asked_at or now
             self.write(b"")
-        elif now - self._sent_at >= 1.5 * BEAT_EVERY:
+        elif now - self._sent_at >= 1.5 * HEARTBEAT_INTERVAL:
             self.write(b"")
 
     def _beat_received(self) -> None:
@@ -161,20 +158,20 @@ class FramedConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def cut(self, reason: str) -> None:
-        """End the connection at once and drop what is unsent."""
+        """End the connection at once and drop unsent data."""
         self._end(reason)
         if self._transport is not None:
             self._transport.abort()
 
     async def close(self) -> None:
-        """Send what is unsent and wait until the other side closes, for LINGER seconds at most. Received data is read
-        and dropped meanwhile: closing a socket with unread bytes resets the connection, and the other side would lose
-        what was sent last."""
+        """Send unsent data and wait up to LINGER seconds until the other side closes. Received data is read and
+        dropped, because closing a socket with unread bytes resets the connection, and the last data sent would be
+        lost."""
         if self._transport is None:
             return
         self._end("was closed here")
         try:
-            # OSError, RuntimeError: it has broken already
+            # OSError, RuntimeError: the connection is already broken
             with suppress(TimeoutError, OSError, RuntimeError):
                 self._transport.write_eof()
                 self._transport.resume_reading()
@@ -219,8 +216,9 @@ class FramedConnection(asyncio.Protocol):
             self._partial = bytearray(view[start:])
 
     def _frame(self, view: memoryview) -> tuple[memoryview, int] | None:
-        """The body of the first frame, and the size of the frame; None if it is not whole, or ends the connection."""
-        before, head = self._received_sum, 4 if self._received_sum is None else 8
+        """Return the first frame's body and size; None if it is incomplete or ends the connection."""
+        before = self._received_sum
+        head = 4 if before is None else 8
         if len(view) < head:
             return None
         length = int.from_bytes(view[:4], "big")
@@ -246,7 +244,7 @@ class FramedConnection(asyncio.Protocol):
         try:
             try:
                 return tls.decrypt(data)
-            finally:  # on failure this is TLS's alert, the reason for the other side
+            finally:  # on failure the answer is TLS's alert for the other side
                 if answer := tls.encrypt(b""):
                     self._transport.write(answer)
         except ssl.SSLError as error:
@@ -263,8 +261,8 @@ class FramedConnection(asyncio.Protocol):
 
 
 async def beats() -> AsyncIterator[bool]:
-    """Yield every second, for ever: whether this process has stalled since the last time."""
+    """Yield every second whether this process has stalled since the last yield."""
     while True:
         before = time.monotonic()
-        await asyncio.sleep(BEAT_EVERY)
-        yield time.monotonic() - before > 2 * BEAT_EVERY
+        await asyncio.sleep(HEARTBEAT_INTERVAL)
+        yield time.monotonic() - before > 2 * HEARTBEAT_INTERVAL

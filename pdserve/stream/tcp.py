@@ -1,9 +1,9 @@
-"""Streams over TCP: a listening socket in the decode worker, a connection from each frontend
+"""The streams on TCP: a listening socket in the decode worker and a connection from each frontend
 (docs/decisions/0021-streams-over-tcp.md), with mutual TLS if the graph has credentials.
 
-Frames (`framing`) hold msgpack. The first frame each way is a greeting: `pdserve-stream/1 <frontend id>`, answered by
-`pdserve-stream/1`. A connection that greets otherwise is closed. Without TLS, ` crc32` follows the frontend's greeting,
-and the worker's if it knows it: all later frames then have sums.
+Frames (`framing`) contain msgpack. The first frame each way is a greeting: `pdserve-stream/1 <frontend id>`, answered
+by `pdserve-stream/1`; any other greeting closes the connection. Without TLS the frontend appends ` crc32`. A worker
+that supports checksums appends it too, and all later frames have checksums.
 """
 
 import asyncio
@@ -38,32 +38,32 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GREETING = b"pdserve-stream/1"
-"""protocol and version"""
+"""Protocol and version."""
 CHECKED = b" crc32"
-"""at the end of a greeting: frames have sums"""
+"""Suffix of a greeting: frames have checksums."""
 WORKER_SILENCE = 4.0
-"""seconds without a byte after which a worker is gone"""
+"""Seconds without a byte after which a worker counts as gone."""
 FRONTEND_SILENCE = 8.0
-"""the same for a frontend; longer, since a frontend that stalls (loading a tokenizer) would lose all its requests"""
-CONNECT_WITHIN = 3.0
-"""seconds for the connection, TLS and the worker's greeting"""
-GREET_WITHIN = 5.0
-"""seconds that a new connection gets for TLS and its greeting"""
+"""The same for a frontend. Longer, because a frontend that stalls (loading a tokenizer) would lose all its requests."""
+CONNECT_TIMEOUT = 3.0
+"""Seconds for the connection, TLS and the worker's greeting."""
+GREETING_TIMEOUT = 5.0
+"""Seconds of a new connection for TLS and its greeting."""
 
 MAX_GREETING = 1 << 10
 MAX_UNGREETED = 256
-"""connections that have not greeted yet; beyond that the oldest is closed"""
+"""Connections without a greeting; beyond that the oldest is closed."""
 MAX_UNREAD = 10_000, 64 << 20
-"""messages and bytes that may be received and not yet read; beyond that the sender is held back"""
+"""Received and unread messages, and their bytes; beyond either, reading from the sender pauses."""
 _BATCH = 64
-"""messages that are read in a row before other tasks run"""
-_ADDRESSES = 1000
+"""Messages that are read in a row before other tasks run."""
+_MAX_ADDRESSES = 1000
 _KINDS = frozenset(kind.__name__ for kind in get_args(ToFrontend))
 
 
 class UnreadMessages(Generic[T]):
-    """Messages that were received and not yet read. When there are too many, reading from their connections pauses, so
-    that TCP holds the senders back."""
+    """Received messages that are not read yet. When there are too many, reading from their connections pauses, so that
+    TCP holds the senders back."""
 
     def __init__(self) -> None:
         self._messages: deque[tuple[T, int]] = deque()
@@ -81,12 +81,12 @@ class UnreadMessages(Generic[T]):
         self._messages.append((message, size))
         self._bytes += size
         self._changed.set()
-        if connection is not None and not self._fit(1):
+        if connection is not None and not self._has_room(1):
             self._paused.add(connection)
             connection.pause_reading()
 
     def close(self) -> None:
-        """Let `read` end after the messages that are there."""
+        """Let `read` end after the present messages."""
         self._closed = True
         self._changed.set()
 
@@ -102,7 +102,7 @@ class UnreadMessages(Generic[T]):
                 await asyncio.sleep(0)
             message, size = self._messages.popleft()
             self._bytes -= size
-            if self._paused and self._fit(0.5):
+            if self._paused and self._has_room(0.5):
                 for connection in self._paused:
                     connection.resume_reading()
                 self._paused.clear()
@@ -117,17 +117,17 @@ class UnreadMessages(Generic[T]):
         finally:
             self._take = None
 
-    def _fit(self, share: float) -> bool:
+    def _has_room(self, share: float) -> bool:
         messages, size = MAX_UNREAD
         return len(self._messages) < share * messages and self._bytes < share * size
 
 
 class TcpStreamServer(Lifetime):
-    """The decode worker's end, at `host`, an address of this machine that frontends can reach. With
-    credentials it accepts only frontends of the same graph, over TLS."""
+    """The decode worker's end, at `host`, an address of this machine that frontends can reach. With credentials it
+    accepts only frontends of the same graph, over TLS."""
 
     address: str
-    """the address that frontends connect to; set on entering"""
+    """where frontends connect to; set on entering"""
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class TcpStreamServer(Lifetime):
         self._ungreeted: dict[FramedConnection, None] = {}
         self._frontends: dict[str, FramedConnection] = {}
         self._unread: UnreadMessages[tuple[str, ToDecode | None]] = UnreadMessages()
-        self._refused: LruDict[int] = LruDict(_ADDRESSES)
-        """address -> number of its connections that were not a frontend's"""
+        self._refused: LruDict[int] = LruDict(_MAX_ADDRESSES)
+        """address -> number of its connections that were not from a frontend"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -175,8 +175,8 @@ class TcpStreamServer(Lifetime):
         return self._unread.read()
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Raises PeerGone if the frontend is not connected. Waits at most a second for a slow reader, which then counts
-        as gone."""
+        """Send. Waits up to a second for a slow reader, which then counts as gone. Raises PeerGone if the frontend is
+        not connected."""
         connection, body = self._frontends.get(frontend), bounded(message, encode(message))
         if connection is None or not await connection.send(body):
             raise PeerGone(frontend)
@@ -187,19 +187,19 @@ class TcpStreamServer(Lifetime):
                 with isolate_errors("stream heartbeats") as one:
                     connection.beat(self._silence, stalled=stalled)
                 if one.error is not None:
-                    connection.cut(f"cannot be written to: {one.error}")
+                    connection.cut(f"failed: {one.error}")
             for connection in list(self._ungreeted):
-                if not stalled and time.monotonic() - connection.opened > GREET_WITHIN:
-                    connection.cut(f"did not greet within {GREET_WITHIN:g} s")
+                if not stalled and time.monotonic() - connection.opened > GREETING_TIMEOUT:
+                    connection.cut(f"did not greet within {GREETING_TIMEOUT:g} s")
 
     # ConnectionOwner
 
     def connection_opened(self, connection: FramedConnection) -> None:
         if self._leaving:
-            connection.cut("came too late")
+            connection.cut("came during shutdown")
             return
         if len(self._ungreeted) >= MAX_UNGREETED:
-            next(iter(self._ungreeted)).cut("had to make room for a newer one")
+            next(iter(self._ungreeted)).cut("was closed for a newer one")
         self._ungreeted[connection] = None
 
     def frame_received(self, connection: FramedConnection, body: memoryview) -> None:
@@ -210,7 +210,7 @@ class TcpStreamServer(Lifetime):
             message = decode_to_decode(body)
         except ProtocolError as error:
             if not connection.unreadable:
-                logger.warning("message of frontend %s skipped (said once): %s", connection.name, error)
+                logger.warning("skipped a message of frontend %s (logged once): %s", connection.name, error)
             connection.unreadable += 1
             return
         self._unread.put((connection.name, message), len(body), connection)
@@ -218,7 +218,7 @@ class TcpStreamServer(Lifetime):
     def connection_ended(self, connection: FramedConnection) -> None:
         if connection in self._ungreeted:
             del self._ungreeted[connection]
-            self._complain(connection)
+            self._log_refused(connection)
         elif self._frontends.get(connection.name) is connection:
             del self._frontends[connection.name]
             logger.info("connection of frontend %s %s", connection.name, connection.ended)
@@ -242,12 +242,12 @@ class TcpStreamServer(Lifetime):
             connection.write(GREETING)
         logger.info("frontend %s connected", name)
 
-    def _complain(self, connection: FramedConnection) -> None:
-        """Warn once for each address: a port scan or a flood must not fill the disk."""
+    def _log_refused(self, connection: FramedConnection) -> None:
+        """Log a connection that is no frontend's; a warning once for each address, because of port scans."""
         count = self._refused[connection.host] = self._refused.get(connection.host, 0) + 1
         logger.log(
             logging.DEBUG if count > 1 else logging.WARNING,
-            "connection %d from %s that is no frontend's %s (said once for each address)",
+            "connection %d from %s, which is no frontend's, %s (logged once for each address)",
             count,
             connection.host,
             connection.ended,
@@ -255,9 +255,9 @@ class TcpStreamServer(Lifetime):
 
 
 class TcpStreamClient(Lifetime):
-    """A frontend's end of one connection to the worker at `address`. `name` identifies it there: a new connection
-    replaces an earlier one of the same name. Entering it connects, and raises PeerGone if no worker of the same graph
-    answers within a few seconds; both sides must have credentials, or neither."""
+    """A frontend's connection to the worker at `address`. A new connection replaces an earlier one of the same `name`.
+    Entering connects, and raises PeerGone if no worker of the same graph answers within a few seconds. Both sides must
+    have credentials, or neither."""
 
     def __init__(
         self, address: str, name: str, credentials: Credentials | None = None, silence: float = WORKER_SILENCE
@@ -286,42 +286,42 @@ class TcpStreamClient(Lifetime):
     async def _connect(self) -> None:
         try:
             host, port = _endpoint(self._address, _scheme(self._credentials))
-            async with asyncio.timeout(CONNECT_WITHIN):
+            async with asyncio.timeout(CONNECT_TIMEOUT):
                 loop = asyncio.get_running_loop()
                 await loop.create_connection(lambda: self._connection, host, port)
                 await self._greeted.wait()
         except (OSError, ValueError) as error:
-            logger.info("no connection to the worker: %s", error)
+            logger.info("cannot connect to the worker at %s: %s", self._address, error)
             raise PeerGone(self._address) from error
         if self._connection.ended:
             raise PeerGone(self._address)
 
     async def send(self, message: ToDecode) -> None:
-        """Raises PeerGone if the connection is lost; `received` then ends, too."""
+        """Send. Raises PeerGone if the connection is lost; `received` then ends too."""
         body = bounded(message, encode_to_decode(message))
         if not await self._connection.send(body):
             raise PeerGone(self._address)
 
     async def received(self) -> AsyncIterator[ToFrontend]:
-        """Yield messages in order of arrival; raise PeerGone when the worker is gone."""
+        """Yield messages in order of arrival. Raises PeerGone when the worker is gone."""
         async for message in self._unread.read():
             yield message
         raise PeerGone(self._address)
 
     async def deliver(self, take: Callable[[ToFrontend], None]) -> None:
-        """Like `received`, but pass each message to `take` as soon as it comes. `take` must neither block nor raise."""
+        """Like `received`, but pass each message to `take` as it arrives. `take` must neither block nor raise."""
         await self._unread.deliver(take)
         raise PeerGone(self._address)
 
     @property
     def round_trip(self) -> float | None:
-        """Seconds from the last heartbeat to its answer, about one a second; growing while an answer is overdue. None:
+        """Seconds from the last heartbeat to its answer, measured every second; grows while an answer is overdue. None:
         not measured yet."""
         return self._connection.round_trip
 
     @property
     def heard(self) -> float:
-        """When bytes last came, in monotonic seconds."""
+        """Monotonic time of the last received bytes."""
         return self._connection.heard
 
     async def _keep_beating(self) -> None:
@@ -344,24 +344,24 @@ class TcpStreamClient(Lifetime):
             if kind := newer_kind(body):
                 if not connection.unreadable:
                     logger.info(
-                        "the worker at %s sends %s, which is skipped: it is newer", self._address, kind
+                        "skipped a message %s of the newer worker at %s (logged once)", kind, self._address
                     )
                 connection.unreadable += 1
                 return
-            # it may have held tokens: the requests of this connection must go on at another worker
-            connection.cut(f"carried a message that cannot be read: {error}")
+            # the message may have held tokens, so this connection's requests must continue at another worker
+            connection.cut(f"carried an undecodable message: {error}")
             return
         self._unread.put(message, len(body), connection)
 
     def connection_ended(self, connection: FramedConnection) -> None:
-        """Messages that were received before can still be read."""
+        """End the stream; messages received before can still be read."""
         logger.info("connection to the worker at %s %s", self._address, connection.ended)
         self._greeted.set()
         self._unread.close()
 
     def _welcomed(self, connection: FramedConnection, greeting: bytes) -> None:
-        """A client that has connected to itself, which TCP allows on a local port that nothing listens on, reads its
-        own greeting."""
+        """Check the worker's greeting. A client that connected to itself, which TCP allows on a local port without a
+        listener, reads its own greeting."""
         if greeting == GREETING + CHECKED:
             connection.check()
         elif greeting != GREETING:
@@ -379,7 +379,7 @@ _decode_any = safe_decoder(msgspec.msgpack.Decoder(AnyMessage).decode)
 
 
 def newer_kind(message: memoryview) -> str:
-    """The kind of a worker's message that this build does not know; empty: it knows it, or this is no message."""
+    """Return the type of a worker's message if this build does not know it; else an empty text."""
     try:
         kind = _decode_any(message).type
     except ProtocolError:
@@ -392,7 +392,8 @@ def _scheme(credentials: Credentials | None) -> str:
 
 
 def _endpoint(address: str, scheme: str) -> tuple[str, int]:
-    """Raises ValueError if the address is malformed or has the other scheme: all of a graph speaks TLS, or none."""
+    """Return host and port. Raises ValueError if the address is malformed or has another scheme, because either all
+    processes of a graph use TLS or none."""
     parts = urlsplit(address)
     if parts.scheme != scheme or not parts.hostname or not parts.port:
         raise ValueError(f"{address!r} is not {scheme}://host:port, as all of this graph must be")

@@ -1,30 +1,31 @@
-"""TLS for a connection, from bytes to bytes, above the connection's own transport.
+"""TLS as bytes in, bytes out, above a plain transport.
 
-asyncio's TLS transports do not fit: they report a connection only after its handshake, so that unfinished ones could
-be neither counted nor closed; they cannot close one direction only, which a worker does so that its last messages
-arrive; and their size of the unsent data leaves out what waits in the transport below.
+asyncio's TLS transports do not fit. They report a connection only after its handshake, so that unfinished handshakes
+could be neither counted nor closed. They cannot close one direction, which a worker does to deliver its last messages.
+And their count of unsent bytes leaves out the transport below.
 
-No `close_notify` is sent. Frames state their length, and a connection that ends counts as lost in any case, so a forged
-end does no more harm than a cut network.
+No `close_notify` is sent: frames have lengths and an ended connection counts as lost, so that a forged end does no more
+harm than a cut network.
 """
 
 import ssl
 
 _RECORD = 1 << 14
-"""bytes: the most that a TLS record holds"""
+"""Most bytes of a TLS record."""
 
 
 class Tls:
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
-        self._received, self._unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._received = ssl.MemoryBIO()
+        self._unsent = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._received, self._unsent, server_side=server)
         self._early = b""
         """data to send after the handshake"""
-        self._begun = False
+        self._is_established = False
 
     def encrypt(self, data: bytes) -> bytes:
-        """Return the bytes to send: `data` encrypted, and whatever TLS itself has to send. The client's first call
-        begins the handshake; `data` is kept until it is complete. Raises ssl.SSLError."""
+        """Return the bytes to send: `data` encrypted, and TLS's own messages. The client's first call starts the
+        handshake, and `data` is kept until the handshake is complete. Raises ssl.SSLError."""
         self._early += data
         if self._early and self._shake_hands():
             rest = memoryview(self._early)
@@ -34,8 +35,8 @@ class Tls:
         return self._unsent.read()
 
     def decrypt(self, received: bytes) -> bytes:
-        """Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or rejects this side. Call
-        `encrypt` afterwards, with b"" if need be: TLS may have an answer to send."""
+        """Return the decrypted data. Call `encrypt` afterwards, if only with b"", because TLS may have to answer.
+        Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or rejects this side."""
         self._received.write(received)
         parts = []
         if self._shake_hands():
@@ -49,7 +50,7 @@ class Tls:
         return b"".join(parts)
 
     def _shake_hands(self) -> bool:
-        if not self._begun:
+        if not self._is_established:
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
@@ -57,5 +58,5 @@ class Tls:
             except ssl.SSLError:
                 self._early = b""
                 raise
-            self._begun = True
+            self._is_established = True
         return True

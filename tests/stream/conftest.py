@@ -49,13 +49,13 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine many TLS handshakes in one process take longer than a worker would be given."""
-    monkeypatch.setattr(tcp, "CONNECT_WITHIN", 60.0)
+    monkeypatch.setattr(tcp, "CONNECT_TIMEOUT", 60.0)
 
 
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notice a silence of one second, also on a machine on which this process stalls now and then."""
-    monkeypatch.setattr(framing, "BEAT_EVERY", 0.25)
+    monkeypatch.setattr(framing, "HEARTBEAT_INTERVAL", 0.25)
 
 
 @pytest.fixture(params=["tcp", "tls"])

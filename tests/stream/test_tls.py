@@ -93,7 +93,7 @@ async def test_plain_and_tls_do_not_meet(
 async def test_connections_that_do_not_finish_tls_are_ended(
     credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "GREET_WITHIN", 1.0)
+    monkeypatch.setattr(tcp, "GREETING_TIMEOUT", 1.0)
     hello = client_hello(credentials)
     async with (
         TcpStreamServer(HOST, credentials) as server,
