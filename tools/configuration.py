@@ -1,4 +1,4 @@
-"""Write `docs/configuration.md` from the schema of the sections. Run it when a key comes, goes or changes:
+"""Writes `docs/configuration.md` from the schema of the sections. Run it after each change of a key:
 `python -m tools.configuration`."""
 
 import ast
@@ -42,7 +42,7 @@ _BESIDE = """
 
 
 def _keys(section: str, kind: type) -> Iterator[str]:
-    """A text begins with the unit, a word before `;`, and ends with what holds where the key is not set."""
+    """Yield a row for each key. A text begins with the unit, before `;` and ends with the default, after `not set:`."""
     attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
     texts = _docstrings(kind)
     for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):
@@ -54,7 +54,7 @@ def _keys(section: str, kind: type) -> Iterator[str]:
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """The text that stands below each attribute of the section's class and those that it inherits from."""
+    """Return the text below each attribute of the section's class and its parents."""
     found: dict[str, str] = {}
     for parent in kind.__mro__[:-1]:
         body = ast.parse(inspect.getsource(parent)).body[0].body  # type: ignore[attr-defined]

@@ -1,9 +1,8 @@
-"""Run the tests that failed beside others once more, each alone on the machine: `python -m tools.failed_alone`.
+"""Runs failed tests again, each alone on the machine: `python -m tools.failed_alone`.
 
-Many tests bound a time, and two of them at once, beside a dozen starting engines, can starve one for seconds. What
-fails for that reason passes alone, each of `TIMES` times in its own process; what is broken does not. A test that only
-passes here is named at the end, for it wants a bound that does not depend on the machine. After more than `MOST`
-failures nothing is run: that is no accident.
+Many tests have time limits, and can fail beside starting engines on a busy machine. Such a test passes alone, `TIMES`
+times in its own process; a broken one does not. Tests that pass only here are listed at the end, because they need a
+limit that does not depend on the machine. With more than `MOST` failures nothing is run again.
 """
 
 import json

@@ -18,7 +18,7 @@ def page() -> str:
 
 
 def _rows() -> Iterator[str]:
-    """The roles that have a metric are the comment above it."""
+    """Yield a row for each metric. The comment above a metric names its roles."""
     of = ""
     for comment, name in re.findall(r"^(?:# (.+)|([A-Z\d_]+) = [CGH])", inspect.getsource(metrics), re.M):
         of = comment or of

@@ -1,7 +1,7 @@
-"""Read the installed vLLM's own argument parser and write `vllm_arguments.json` of `pdserve/config/engine_args`, and
-what the list had before into `vllm_removed.json` there. Run it when vLLM is upgraded: `python -m tools.vllm_arguments`.
+"""Writes vLLM's arguments, from the installed vLLM's parser, into `pdserve/config/engine_args/vllm_arguments.json`, and
+removed arguments into `vllm_removed.json`. Run it when vLLM is upgraded: `python -m tools.vllm_arguments`.
 
-With wheels of older versions (`pip download --no-deps vllm==0.8.5`) it makes the table of removed arguments anew:
+With wheels of older versions (`pip download --no-deps vllm==0.8.5`) it writes the removed arguments from scratch:
 `python -m tools.vllm_arguments vllm-*.whl`.
 """
 
@@ -33,7 +33,7 @@ _LAUNCHER = {"api_server_count", "config", "grpc", "headless"}
 
 
 def read_parser() -> dict[str, Any]:
-    """The content of the JSON file, as the installed vLLM would have it. Takes some seconds."""
+    """Return the content of the JSON file for the installed vLLM. Takes some seconds."""
     from vllm import __version__
     from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, FrontendArgs, make_arg_parser
     from vllm.reasoning import ReasoningParserManager
@@ -83,7 +83,7 @@ def _kind(action: argparse.Action) -> str:
 
 
 def _unwrapped(kind: Any) -> Any:
-    """The converter inside vLLM's `optional_type` and `parse_type`, which are closures over it."""
+    """Return the converter inside vLLM's `optional_type` and `parse_type`, which are closures over it."""
     while getattr(kind, "__name__", "") in ("_optional_type", "_parse_type"):
         kind = kind.__closure__[kind.__code__.co_freevars.index("return_type")].cell_contents
     return kind
@@ -97,7 +97,7 @@ def _default(value: object) -> object:
 
 
 def as_text(content: dict[str, Any]) -> str:
-    """JSON with a line for each argument, so that a diff reads well."""
+    """Format JSON with a line for each argument, so that diffs are short."""
     rows = ",\n".join(f"  {json.dumps(row)}" for row in content["arguments"])
     return f'{{\n "vllm": {json.dumps(content["vllm"])},\n "arguments": [\n{rows}\n ]\n}}\n'
 
@@ -107,7 +107,7 @@ def _names(content: dict[str, Any]) -> set[str]:
 
 
 def arguments_of(wheel: Path) -> set[str]:
-    """Names of the arguments in a wheel's sources, which are not imported: they need another torch."""
+    """Return the arguments' names from a wheel's sources, without importing them, because they need another torch."""
     with zipfile.ZipFile(wheel) as archive:
         sources = [name for name in archive.namelist() if name.endswith(("/arg_utils.py", "/cli_args.py"))]
         return {name for source in sources for name in _in_source(archive.read(source).decode())}
@@ -128,7 +128,7 @@ def _in_source(source: str) -> Iterator[str]:
 
 
 def removed_since(versions: list[tuple[str, set[str]]]) -> dict[str, str]:
-    """Argument -> the first version without it, of those that the last of `versions` (oldest first) has not."""
+    """Return the first version without each removed argument. `versions` begins with the oldest."""
     since: dict[str, str] = {}
     for (_, before), (version, after) in pairwise(versions):
         since |= dict.fromkeys(before - after, ".".join(version.split(".")[:2]))

@@ -1,4 +1,4 @@
-"""The bundled demo model: tiny, and it remembers codes, so that a lost KV block shows as a wrong answer."""
+"""The bundled demo model. It is tiny and repeats codes from its prompt, so that a lost KV block gives a wrong token."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""What puts the engine into an environment: `pdserve install`, and `make install` and `make dev` of a checkout."""
+"""Installs the engine: `pdserve install`, and `make install` and `make dev` of a checkout."""

@@ -1,4 +1,4 @@
-"""The environment of a checkout: `python -m pdserve.install FOLDER [dev]`, which `make install` and `make dev` run.
+"""Installs a checkout's environment: `python -m pdserve.install FOLDER [dev]`, for `make install` and `make dev`.
 
 PLATFORM=cpu|gpu chooses the build (default: gpu where an NVIDIA GPU is found).
 """

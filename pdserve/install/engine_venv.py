@@ -1,8 +1,7 @@
-"""An environment with the locked packages of this machine's engine, installed by uv.
+"""Installs the locked packages of this machine's engine into a virtual environment, with uv.
 
-`make install` runs this before any dependency of pdserve is there: it needs the standard library alone. A file in the
-environment lists the steps that are done. A step that was interrupted is not in it and is repeated, with the wheels
-that uv has in its cache.
+Needs only the standard library, because `make install` runs it before pdserve's dependencies are installed. A file in
+the environment lists the finished steps. An interrupted step is not listed and runs again, with wheels from uv's cache.
 """
 
 import ast
@@ -28,18 +27,18 @@ PLATFORMS = {
     "gpu": "vLLM's CUDA 13 build for NVIDIA drivers from 580 on, about 9 GB on disk",
 }
 ENGINE_VARIABLE = "PDSERVE_ENGINE"
-"""environment variable with the folder of the engine's environment"""
+"""Environment variable with the folder of the engine's environment."""
 _DONE = ".pdserve-installed"
 _NO_SOLUTION = 1
-"""uv's exit code where the sources do not have it; another one where they do not answer, which the install then says"""
+"""uv's exit code if no source has the package. Others mean that a source does not answer, which the install reports."""
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-_AGAIN = "run it again, and it goes on where it stopped"
+_AGAIN = "run it again, and it continues where it stopped"
 _EXTRA_INDEXES = "UV_EXTRA_INDEX_URL"
 
 
 class InstallStep(NamedTuple):
     digest: str
-    """of all that it installs: a step is done again when that changes"""
+    """of everything that the step installs; if it changes, the step runs again"""
     arguments: tuple[str, ...]
     """of `uv pip install`"""
 
@@ -53,13 +52,13 @@ def engine_step(platform: str) -> InstallStep:
 
 
 def locked(lock: Path) -> InstallStep:
-    # Compile now: else nine processes compile the same thousands of files at the first start, and at every start where
+    # Compile now. Otherwise nine processes compile the same thousands of files at the first start, or at every start if
     # PYTHONDONTWRITEBYTECODE is set, as in many containers.
     return InstallStep(digest(lock.read_bytes()), ("--compile-bytecode", f"--requirements={lock}"))
 
 
 def find_platform() -> str:
-    """`gpu` where an NVIDIA GPU is found, else `cpu`."""
+    """Return `gpu` if this machine has an NVIDIA GPU, else `cpu`."""
     if Path("/dev/nvidia0").exists():
         return "gpu"
     return "gpu" if _output("nvidia-smi", "-L").startswith("GPU") else "cpu"
@@ -70,7 +69,7 @@ def data_folder() -> Path:
 
 
 def engine_folder(platform: str) -> Path:
-    """PDSERVE_ENGINE, or a folder of this lock and this Python, which all installs of pdserve share."""
+    """Return PDSERVE_ENGINE, or a folder for this lock and this Python, which all installations of pdserve share."""
     if given := os.environ.get(ENGINE_VARIABLE):
         return Path(given).expanduser().absolute()
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"
@@ -78,7 +77,7 @@ def engine_folder(platform: str) -> Path:
 
 
 def find_engine() -> Path | None:
-    """The environment of this machine's platform, or of the other one where only that is installed."""
+    """Return the installed environment of this machine's platform, or else of the other platform."""
     found = find_platform()
     for platform in sorted(PLATFORMS, key=lambda platform: platform != found):
         if is_done(folder := engine_folder(platform), engine_step(platform)):
@@ -95,14 +94,13 @@ def is_done(folder: Path, step: InstallStep) -> bool:
 
 
 def install(folder: Path, steps: Sequence[InstallStep], platform: str) -> None:
-    """Do the steps that are not done, in their order. Raises Unavailable where one fails."""
+    """Run the steps that are not done, in order. Raises Unavailable if one fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _install(folder, steps, platform)
     except OSError as error:
-        raise Unavailable(
-            f"cannot install into {folder}: {error}. {ENGINE_VARIABLE} names another."
-        ) from error
+        advice = f"set {ENGINE_VARIABLE} to another folder"
+        raise Unavailable(f"cannot install into {folder}: {error}: {advice}.") from error
 
 
 def _install(folder: Path, steps: Sequence[InstallStep], platform: str) -> None:
@@ -130,7 +128,7 @@ def _done(folder: Path) -> list[str]:
 
 
 def _write_done(folder: Path, digests: Iterable[str]) -> None:
-    os.sync()  # the packages are on the disk before the file says so
+    os.sync()  # write the packages to the disk before the file lists them
     (new := folder / f"{_DONE}.new").write_text("\n".join(digests))
     new.replace(folder / _DONE)
 
@@ -155,13 +153,14 @@ def _make_environment(folder: Path) -> None:
 
 
 def _uv_install(folder: Path) -> list[str]:
-    """`uv pip install` without the settings (`uv.toml`) of the current folder, which may be another user's."""
+    """Return the `uv pip install` command, without settings (`uv.toml`) of the current folder, which may be another
+    user's."""
     where = [f"--project={folder}", f"--python={python_of(folder)}"]
     return [_uv(folder), "pip", "install", *where, "--no-deps", "--index-strategy=unsafe-best-match"]
 
 
 def _uv(folder: Path) -> str:
-    """uv in the version of the lock: this Python's own, or else one that pip installs into the folder."""
+    """Return uv in the lock's version: this Python's own, or else one that pip installs into the folder."""
     wanted = _locked_version("uv")
     with suppress(PackageNotFoundError):
         if version("uv") == wanted:
@@ -178,7 +177,7 @@ def _uv(folder: Path) -> str:
 
 
 def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
-    """Environment variables that tell uv pip's package sources beside its own."""
+    """Return environment variables that add pip's package sources to uv's own."""
     sources = pip_settings(folder)
     if platform == "gpu":
         # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.
@@ -186,14 +185,14 @@ def _sources(folder: Path, uv: Sequence[str], platform: str) -> dict[str, str]:
         return sources
     torch = [*uv, "--dry-run", f"torch=={_locked_version('torch')}"]
     if subprocess.run(torch, env=os.environ | sources, capture_output=True).returncode == _NO_SOLUTION:
-        say(f"torch's CPU build is in no configured source: adding {_TORCH_INDEX}")
+        say(f"no configured source has torch's CPU build: adding {_TORCH_INDEX}")
         sources[_EXTRA_INDEXES] = f"{(os.environ | sources).get(_EXTRA_INDEXES, '')} {_TORCH_INDEX}"
     return sources
 
 
 def pip_settings(folder: Path) -> dict[str, str]:
-    """pip's package sources, which uv does not read, as uv's environment variables where those are not set: a URL may
-    hold a password, and every user of the host can read a command line."""
+    """Return pip's package sources, which uv does not read, as environment variables of uv that are not set yet. (A URL
+    may have a password, and every user of the host can read a command line.)"""
     listed, found = _pip_config(folder), defaultdict[str, list[str]](list)
     for section in ("global", "install", ":env:"):  # of index-url, the last one counts
         for name, value in re.findall(rf"^{section}\.([a-z-]+)=(.+)$", listed, re.MULTILINE):
@@ -207,7 +206,7 @@ def pip_settings(folder: Path) -> dict[str, str]:
 
 
 def _pip_config(folder: Path) -> str:
-    # An environment that uv has made has no pip: then the Python it was made from.
+    # An environment made by uv has no pip: then ask the Python from which it was made.
     pythons = (python_of(folder), sys.executable, Path(sys.base_prefix, "bin/python3"))
     return next(filter(None, (_output(python, "-m", "pip", "config", "list") for python in pythons)), "")
 
@@ -218,7 +217,7 @@ def _locked_version(package: str) -> str:
 
 
 def _output(*command: str | Path) -> str:
-    """What a command prints; nothing where it fails, or is not there."""
+    """Return a command's output; empty if it fails or does not exist."""
     with suppress(OSError):
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         return "" if ran.returncode else ran.stdout
@@ -226,7 +225,7 @@ def _output(*command: str | Path) -> str:
 
 
 def _run(command: Sequence[str], advice: str = _AGAIN, sources: Mapping[str, str] | None = None) -> None:
-    """With uv's progress on a terminal; elsewhere without its line for each package."""
+    """Run a command. Its progress is shown on a terminal; elsewhere its lines about single packages are left out."""
     pipe = None if sys.stderr.isatty() else subprocess.PIPE
     env, quiet = {**os.environ, **(sources or {})}, subprocess.DEVNULL
     with subprocess.Popen(tied_command(command), env=env, stdout=quiet, stderr=pipe, text=True) as process:
@@ -234,4 +233,4 @@ def _run(command: Sequence[str], advice: str = _AGAIN, sources: Mapping[str, str
             if not re.match(r" [+~-] ", line):
                 sys.stderr.write(line)
     if process.returncode:
-        raise Unavailable(f"the install failed, for the reason above: {advice}.")
+        raise Unavailable(f"the install failed for the reason above: {advice}.")

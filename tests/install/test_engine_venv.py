@@ -196,4 +196,4 @@ def test_only_what_the_sources_lack_is_looked_for_elsewhere(
         monkeypatch.setenv("PIP_INDEX_URL", index)
         sources = engine_venv._sources(folder, uv, "cpu")
         assert ("download.pytorch.org" in str(sources)) == elsewhere
-        assert ("is in no configured source" in capsys.readouterr().err) == elsewhere
+        assert ("no configured source has torch" in capsys.readouterr().err) == elsewhere
