@@ -144,7 +144,7 @@ TOLD = {
         silent=("decode-0-d0",), instances=[FRONTEND, DECODE[0], STAND_IN]
     ),
     "bad: no prefill worker of demo is available: prompts are computed at decode workers\n"
-    "bad: no decode worker of other is there: requests wait for one until their deadlines\n"
+    "bad: no decode worker of other is available: requests wait for one until their deadlines\n"
     "bad: the prefill queue of other is full: 2 of 2; prompts are computed at decode workers": state(
         instances=[FRONTEND, *SENDING, replace(PREFILL[0], model="other")],
         slots=[SlotState("none", Role.PREFILL)],
