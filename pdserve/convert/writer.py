@@ -1,4 +1,4 @@
-"""Writes the graph that serves what another tool's file starts, with a worker on each GPU of this machine."""
+"""Writes the graph that serves what another tool's file starts, for the GPUs of this machine."""
 
 import json
 import re
