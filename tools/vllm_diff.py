@@ -194,11 +194,22 @@ def _of_self(node: ast.ClassDef) -> set[str]:
 
 
 def compare(old: Release, new: Release, package: Path = PACKAGE, *more: Path) -> Iterator[str]:
-    """Every change as a text, a line or more. `more`: folders whose imports count, too."""
+    """Yield every change as a text of one or more lines. `more`: other folders whose imports count."""
     for name in imports(package, *more):
         if old.find(name) and not new.find(name):
             places = ", ".join(new.defining(name.rpartition(".")[2])) or "nowhere"
             yield f"import gone: {name} (the name is defined in: {places})"
+    yield from _signatures(old, new)
+    yield from _texts(old, new)
+    overridden, used = members(old, package)
+    for name in sorted({*overridden, *REPLACED}):
+        yield from _body(name, old, new)
+    for name in used:
+        if change := next(_body(name, old, new), ""):
+            yield change.partition("\n")[0].rstrip(":") + ", used as it is"
+
+
+def _signatures(old: Release, new: Release) -> Iterator[str]:
     for name, fields in (MESSAGES | FIELDS).items():
         was, now = old.fields(name), new.fields(name)
         gone = [field for field in was if field not in now and (name in MESSAGES or field in fields.split())]
@@ -208,6 +219,9 @@ def compare(old: Release, new: Release, package: Path = PACKAGE, *more: Path) ->
     for name in FUNCTIONS | CALLED:
         if old.parameters(name) != new.parameters(name):
             yield f"parameters of {name}: {old.parameters(name)} -> {new.parameters(name)}"
+
+
+def _texts(old: Release, new: Release) -> Iterator[str]:
     for module, texts in SOURCES.items():
         for text in texts:
             if text in (old.source(module) or "") and text not in (new.source(module) or ""):
@@ -215,12 +229,6 @@ def compare(old: Release, new: Release, package: Path = PACKAGE, *more: Path) ->
     called, calls = (set(CORE_CALL.findall(release.source(CORE_CALLER) or "")) for release in (old, new))
     if called != calls:
         yield f"AsyncLLM's calls of its engine core: gone {sorted(called - calls)}, new {sorted(calls - called)}"
-    overridden, used = members(old, package)
-    for name in sorted({*overridden, *REPLACED}):
-        yield from _body(name, old, new)
-    for name in used:
-        if change := next(_body(name, old, new), ""):
-            yield change.partition("\n")[0].rstrip(":") + ", used as it is"
 
 
 def _body(name: str, old: Release, new: Release) -> Iterator[str]:
