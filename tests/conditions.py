@@ -1,4 +1,4 @@
-"""Waiting for what a test expects to become true, or to stay so."""
+"""Wait until a condition is true, or check that it stays true."""
 
 import asyncio
 import inspect

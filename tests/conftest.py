@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: a real NATS and a real etcd for the session. And which tests may run side by side."""
+"""Fixtures of all tests: a real NATS and a real etcd for the session. Also which tests may run in parallel."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""A small file system of its own, to be filled."""
+"""A small file system that a test fills."""
 
 import subprocess
 from collections.abc import Iterator

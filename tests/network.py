@@ -1,4 +1,4 @@
-"""Hosts for tests, where this machine can have them."""
+"""Simulated hosts for tests, if this machine supports them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""TCP servers within a test, and the TLS of clients that are not of the graph."""
+"""TCP servers within a test, and TLS contexts of clients outside of the graph."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""What happens on a terminal."""
+"""Run a command on a pseudo-terminal."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""A password in the URL of a NATS server is its user's secret: it stands in no log, no error and on no page."""
+"""A password in the URL of a NATS server appears in no log, no error and on no page."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_addresses_without_passwords() -> None:
     assert strip_passwords("") == ""
 
 
-async def test_neither_a_server_that_answers_nor_one_that_does_not_shows_it(
+async def test_logs_of_reachable_and_unreachable_servers_hide_passwords(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "pdserve")
@@ -44,7 +44,7 @@ async def test_neither_a_server_that_answers_nor_one_that_does_not_shows_it(
 
 
 @pytest.mark.parametrize(("path", "code"), [("", 0), ("/path", 2)])
-def test_plan_does_not_show_it(
+def test_plan_hides_passwords(
     path: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file := tmp_path / "graph.yaml").write_text(

@@ -63,7 +63,7 @@ async def told(port: int, question: bytes, tls: ssl.SSLContext | None) -> bytes:
     return answer
 
 
-async def test_no_port_tells_a_stranger_anything(
+async def test_no_port_reveals_anything_without_credentials(
     server: EmbeddedServer, other: Credentials, credentials: Credentials
 ) -> None:
     """Those for peers included."""
@@ -116,7 +116,7 @@ async def test_no_prompt_goes_to_a_nats_without_tls(
         await server.stop()
 
 
-async def test_neither_etcd_nor_its_clients_serve_strangers(
+async def test_etcd_and_its_clients_refuse_other_credentials(
     tmp_path: Path,
     credentials: Credentials,
     other: Credentials,

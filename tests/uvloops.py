@@ -1,4 +1,4 @@
-"""uvloop, for tests: a test that hangs on it ends at its timeout, too."""
+"""uvloop for tests: a test that hangs on it still ends at its timeout."""
 
 import asyncio
 from typing import Any

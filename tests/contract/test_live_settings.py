@@ -1,4 +1,4 @@
-"""Which live settings are in force, and how that is told (`pdserve/contract/live_settings.py`)."""
+"""Which live settings are in effect, and how they are explained (`pdserve/contract/live_settings.py`)."""
 
 import pytest
 
@@ -10,7 +10,7 @@ THRESHOLD = {**ADAPTIVE, "policy": "threshold", "router": "kv"}
 LENGTH = "max-local-prefill-length"
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     for text in ["\uff15", "٣", "5\n", "\n5", " 5", "+5", "5_0", "5.0", "-1", "", "2147483648", "²"]:
         assert value_error(LENGTH, text) == "a whole number from 0 to 2147483647"
     assert value_error("router", "5") == "one of round-robin, least-loaded, kv"
@@ -51,13 +51,13 @@ def test_what_is_no_number_is_refused() -> None:
         ),
     ],
 )
-def test_what_is_not_as_in_the_file_is_told(
+def test_changes_from_the_file_are_listed(
     file: dict[str, str], live: dict[str, str], lines: list[str]
 ) -> None:
     assert list_changes(file, live) == lines
 
 
-def test_each_setting_has_its_value() -> None:
+def test_each_setting_is_explained() -> None:
     assert explain_settings({**THRESHOLD, "slo-gap": "off"}, {"router": "kv"}) == {
         "policy": "threshold (as in the file)",
         LENGTH: "512 (as in the file)",

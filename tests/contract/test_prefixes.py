@@ -1,4 +1,4 @@
-"""Names of prefixes: equal exactly where the prompts are, and told sparingly."""
+"""Names of prompt prefixes: equal exactly if the prompts are, and reported sparingly."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def cached(blocks: int, block_size: int, prompt: list[int], salt: str | None = N
     return prefixes
 
 
-def test_a_name_stands_for_its_block_and_all_before_it() -> None:
+def test_a_name_depends_on_its_block_and_all_before_it() -> None:
     prompt = list(range(40))
     whole = list(block_names(prompt, 8))
     assert len(whole) == len(set(whole)) == 5
@@ -52,7 +52,7 @@ def test_hit(prompt: list[int], salt: str | None, hit: int) -> None:
         assert cached(100, 8, list(range(40)), salt).hit(prompt, salt) == 40
 
 
-def test_what_has_changed_is_told_once_and_copies_count_as_one() -> None:
+def test_each_change_is_reported_once_and_copies_count_as_one() -> None:
     prefixes = cached(100, 8, list(range(24)))
     first, second, third = block_names(list(range(24)), 8)
     prefixes.add(first, 1)  # computed twice at once
@@ -73,7 +73,7 @@ def test_what_has_changed_is_told_once_and_copies_count_as_one() -> None:
 @pytest.mark.parametrize(
     ("blocks", "stride"), [(1, 1), (MAX_REPORTED, 1), (MAX_REPORTED + 1, 2), (40_000, 16)]
 )
-def test_a_large_cache_tells_of_every_nth_block(blocks: int, stride: int) -> None:
+def test_a_large_cache_reports_every_nth_block(blocks: int, stride: int) -> None:
     prefixes = cached(blocks, 1, list(range(64)))
     assert prefixes.stride == stride
     told = list(block_names(list(range(64)), 1))[stride - 1 :: stride]
@@ -81,7 +81,7 @@ def test_a_large_cache_tells_of_every_nth_block(blocks: int, stride: int) -> Non
     assert prefixes.hit(list(range(64)), None) == 63
 
 
-def test_of_what_only_host_memory_has_the_last_to_leave_the_cache_are_told() -> None:
+def test_of_blocks_only_in_host_memory_the_newest_are_reported() -> None:
     """However large it is: each block of the cache is told."""
     prefixes = CachedPrefixes()
     prefixes.resize(MAX_REPORTED, 1)

@@ -1,4 +1,4 @@
-"""What a process tells about its own connections (`pdserve/contract/reports.py`)."""
+"""A process's report of its outages (`pdserve/contract/reports.py`)."""
 
 from pdserve.contract.reports import OutageTracker
 

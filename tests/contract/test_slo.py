@@ -1,4 +1,4 @@
-"""Durations, and what a request is promised (`pdserve/contract/slo.py`)."""
+"""Durations and SLOs (`pdserve/contract/slo.py`)."""
 
 import pytest
 
@@ -19,19 +19,19 @@ def test_a_duration_is_written_as_it_is_read(text: str, value: float, again: str
     assert parse_duration(again) == parse_duration(text)
 
 
-def test_what_is_no_duration_is_refused() -> None:
+def test_invalid_durations_are_refused() -> None:
     for text in ("", "5", "ms", "0.0ms", "0.99ms", "1e3s", "-1s", "1s\n", "4000s", "1h", "\u0665s"):
         with pytest.raises(ValueError, match="not a duration with its unit"):
             parse_duration(text)
 
 
-def test_a_promise_as_settings_is_the_same_promise() -> None:
+def test_an_slo_survives_conversion_to_settings() -> None:
     for slo in (CHAT, NO_SLO, SloTargets(gap=0.1), SloTargets(ttft=2.0)):
         assert parse_slo(slo_settings(slo)) == slo
     assert parse_slo({"slo-ttft": "soon", "policy": "adaptive"}) == NO_SLO
 
 
-def test_of_several_files_the_tightest_promise_counts() -> None:
+def test_the_tightest_slo_of_several_files_counts() -> None:
     assert tightest_slo([SloTargets(0.5, None), SloTargets(2.0, 0.1), NO_SLO]) == SloTargets(0.5, 0.1)
     assert tightest_slo([]) == NO_SLO
 
@@ -47,7 +47,7 @@ def test_of_several_files_the_tightest_promise_counts() -> None:
     ],
     ids=["none", "looser", "tighter", "of what is not promised", "without a promise"],
 )
-def test_headers_loosen_a_promise_and_never_tighten_it(
+def test_headers_relax_an_slo_and_never_tighten_it(
     slo: SloTargets, headers: dict[str, str], expected: SloTargets
 ) -> None:
     assert slo.relaxed(headers) == expected
@@ -55,7 +55,7 @@ def test_headers_loosen_a_promise_and_never_tighten_it(
 
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
 @pytest.mark.parametrize("text", ["soon", "", "0", "-5", "nan", "inf", "3600001", "500ms"])
-def test_a_wrong_header_is_named(name: str, text: str) -> None:
+def test_an_invalid_header_is_named_in_the_error(name: str, text: str) -> None:
     with pytest.raises(BadRequest, match=f"{name} must be a number of milliseconds above 0") as caught:
         CHAT.relaxed({name: text})
     assert caught.value.param == name

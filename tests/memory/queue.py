@@ -1,4 +1,4 @@
-"""The queue seam in one process: several queues share a MemoryBroker, of which tests act out the outages."""
+"""The prefill queue in memory: the queues of a test share a MemoryBroker, whose outages the test simulates."""
 
 import asyncio
 import time

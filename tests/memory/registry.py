@@ -1,4 +1,4 @@
-"""The registry seam in one process: several registries share a MemoryServer, of which tests act out the failures."""
+"""The registry in memory: the registries of a test share a MemoryServer, whose failures the test simulates."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Both implementations behind one fixture, with a short `ack_wait`."""
+"""Fixtures of both queue implementations, with a short `ack_wait`."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack

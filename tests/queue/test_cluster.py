@@ -1,4 +1,4 @@
-"""A NATS cluster of three servers: what is lost with one of them. (Of two: `tests/chaos/test_clusters.py`.)"""
+"""A NATS cluster of three servers loses one. (`tests/chaos/test_clusters.py` has two.)"""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ async def test_the_loss_of_a_leader_loses_no_request(nats_cluster: NatsCluster) 
         assert decode.losses == prefill.losses == 0
 
 
-async def test_the_stream_gets_the_replicas_that_are_asked_for(nats_cluster: NatsCluster) -> None:
+async def test_the_stream_gets_the_configured_replicas(nats_cluster: NatsCluster) -> None:
     async with (
         nats_queues(nats_cluster.members[0].url, "ns", nats_cluster.credentials) as alone,
         nats_cluster.queues() as queues,

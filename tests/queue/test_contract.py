@@ -1,4 +1,4 @@
-"""What both implementations of the queue seam promise while the server is there."""
+"""The queue's contract while the server is reachable, for both implementations."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from tests.queue.conftest import ACK_WAIT, BOUND, MAX_DELIVER, Queues
 from tests.queue.requests import ids, publish, request
 
 
-async def test_requests_come_in_order_and_whole_each_to_one_worker(queues: Queues) -> None:
+async def test_each_request_is_delivered_unchanged_to_one_worker_in_order(queues: Queues) -> None:
     decode, one, other = await queues(), await queues(), await queues()
     sent = [request(f"r{number}", prompt=3000) for number in range(10)]
     for prompt in sent:
@@ -27,7 +27,7 @@ async def test_requests_come_in_order_and_whole_each_to_one_worker(queues: Queue
     assert all(0 <= delivery.queued < 5 for delivery in first)
 
 
-async def test_a_warm_up_goes_to_the_worker_that_expects_it_beside_the_queue(queues: Queues) -> None:
+async def test_a_warm_up_bypasses_the_queue_to_its_worker(queues: Queues) -> None:
     """Though it is not read yet: of two that start at the same time, one asks the other at once."""
     decode, prefill, other = await queues(), await queues(), await queues("another model")
     await other.expect_warm_ups("prefill-0")
@@ -63,7 +63,7 @@ async def test_a_worker_listens_until_it_leaves(queues: Queues, url: str | None,
     await until(gone)
 
 
-async def test_what_a_process_holds_counts_for_all_until_it_ends(
+async def test_held_requests_count_for_all_until_their_process_ends(
     queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.queue.jetstream.held.REPEAT", 0.2)
@@ -90,7 +90,7 @@ async def test_pull_waits_only_for_the_first(queues: Queues) -> None:
     assert time.monotonic() - started < 50
 
 
-async def test_pull_of_an_empty_queue_takes_as_long_as_it_may(queues: Queues) -> None:
+async def test_pull_of_an_empty_queue_waits_as_long_as_asked(queues: Queues) -> None:
     prefill = await queues()
     started = time.monotonic()
     assert await prefill.pull(4, 0.2) == []
@@ -98,7 +98,7 @@ async def test_pull_of_an_empty_queue_takes_as_long_as_it_may(queues: Queues) ->
     assert await prefill.pull(4, 0) == []
 
 
-async def test_a_silent_worker_loses_its_request(queues: Queues) -> None:
+async def test_a_request_of_a_silent_worker_is_redelivered(queues: Queues) -> None:
     decode, silent, other = await queues(), await queues(), await queues()
     await publish(decode, "r")
     await silent.pull(1, 1)
@@ -108,7 +108,7 @@ async def test_a_silent_worker_loses_its_request(queues: Queues) -> None:
     assert time.monotonic() - started > ACK_WAIT * 0.8
 
 
-async def test_progress_keeps_a_request_and_what_is_acked_never_comes_back(queues: Queues) -> None:
+async def test_progress_keeps_a_request_and_an_ack_ends_it(queues: Queues) -> None:
     decode, busy, other = await queues(), await queues(), await queues()
     await publish(decode, "r")
     (delivery,) = await busy.pull(1, 1)
@@ -119,7 +119,7 @@ async def test_progress_keeps_a_request_and_what_is_acked_never_comes_back(queue
     assert await other.pull(1, ACK_WAIT + 0.5) == []
 
 
-async def test_what_is_given_back_comes_at_once(queues: Queues) -> None:
+async def test_a_request_that_is_given_back_is_redelivered_at_once(queues: Queues) -> None:
     decode, leaving, other = await queues(), await queues(), await queues()
     await publish(decode, "r")
     (delivery,) = await leaving.pull(1, 1)
@@ -130,7 +130,7 @@ async def test_what_is_given_back_comes_at_once(queues: Queues) -> None:
     assert time.monotonic() - started < ACK_WAIT * 0.7
 
 
-async def test_a_pull_that_is_given_up_keeps_nothing(queues: Queues) -> None:
+async def test_an_abandoned_pull_keeps_no_request(queues: Queues) -> None:
     """Neither what comes after it, nor what comes at the same time."""
     decode, leaving, other = await queues(), await queues(), await queues()
     for number in range(10):
@@ -158,7 +158,7 @@ async def test_a_request_that_kills_its_workers_is_dropped(queues: Queues) -> No
     assert await prefill.pull(1, 0.5) == []
 
 
-async def test_past_its_deadline(queues: Queues) -> None:
+async def test_requests_past_their_deadline_are_dropped(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     await decode.publish(request("late", deadline=-0.1))
     await publish(decode, "in time")
@@ -218,7 +218,7 @@ async def test_requests_past_their_deadline_do_not_count_though_no_worker_pulls(
     await until(lambda: decode.depth == 0)
 
 
-async def test_prefill_workers_tell_their_load_with_what_they_pull(queues: Queues) -> None:
+async def test_prefill_workers_report_their_load_with_each_pull(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     assert decode.loads == {}
     await publish(decode, "a", "b")
@@ -233,7 +233,7 @@ async def test_prefill_workers_tell_their_load_with_what_they_pull(queues: Queue
     assert list(decode.loads) == ["prefill-0"]
 
 
-async def test_a_full_queue_takes_no_more(queues: Queues) -> None:
+async def test_a_full_queue_refuses_requests(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     await publish(decode, *(f"r{number}" for number in range(BOUND)))
     with pytest.raises(QueueFull, match=r"full|maximum messages"):

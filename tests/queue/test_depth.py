@@ -31,7 +31,7 @@ def published(*sequences: int) -> QueueDepth:
         (published(9), 9),  # what was before is not known: the worst case
     ],
 )
-def test_without_asking(depth: QueueDepth, value: int) -> None:
+def test_depth_without_asking_the_server(depth: QueueDepth, value: int) -> None:
     assert depth.value == value
 
 
@@ -44,22 +44,22 @@ def test_without_asking(depth: QueueDepth, value: int) -> None:
         (QueueDepth(40, 49), 2, QueueState(1, 1), 1),  # NATS lost its data: a new stream
     ],
 )
-def test_synced(before: QueueDepth, stored: int, state: QueueState, value: int) -> None:
+def test_depth_synced_with_the_server(before: QueueDepth, stored: int, state: QueueState, value: int) -> None:
     assert before.synced(stored, state, before).value == value
 
 
-def test_what_is_missing_stays_missing_until_the_queue_moves_past_it() -> None:
+def test_missing_requests_stay_missing_until_later_ones_are_delivered() -> None:
     depth = published(1, 2, 3).synced(3, QueueState(0, 0), published(1, 2, 3))
     assert depth.published(4).value == 1
     assert depth.published(4).reported(QueueState(4, 0)).value == 0
     assert depth.published(4).reported(QueueState(4, 0)).published(5).value == 1
 
 
-def test_what_was_published_while_the_server_was_asked_is_not_missing() -> None:
+def test_a_request_published_during_a_sync_is_not_missing() -> None:
     asked = published(1, 2)
     assert asked.published(3).synced(2, QueueState(0, 2), asked).value == 3
 
 
-def test_a_pull_told_while_the_server_was_asked_is_newer() -> None:
+def test_a_pull_reported_during_a_sync_is_newer() -> None:
     asked = published(1, 2, 3)
     assert asked.reported(QueueState(3, 0)).synced(3, QueueState(0, 3), asked).value == 0

@@ -1,4 +1,4 @@
-"""Queues of workers that have loaded different things."""
+"""Queues of workers with different fingerprints."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.queue.conftest import Queues
 from tests.queue.requests import ids, publish
 
 
-async def test_they_share_nothing(queues: Queues) -> None:
+async def test_queues_of_different_fingerprints_share_nothing(queues: Queues) -> None:
     old, new, other_new = [await queues("m", loaded=loaded) for loaded in ("old", "new", "new")]
     await publish(old, "a")
     await publish(new, "b")
@@ -23,9 +23,7 @@ async def test_they_share_nothing(queues: Queues) -> None:
 @pytest.mark.parametrize(
     ("after", "fate"), [(0.0, "removed"), (3600.0, "kept")], ids=["for long", "a moment ago"]
 )
-async def test_streams_that_are_not_used_any_more_are_removed(
-    nats_url: str, namespace: str, after: float, fate: str
-) -> None:
+async def test_unused_streams_are_removed(nats_url: str, namespace: str, after: float, fate: str) -> None:
     def queue(loaded: str, model: str = "m") -> JetStreamQueue:
         made = JetStreamQueue(nats_url, namespace, model, StreamLimits(abandoned=after))
         made.bind(loaded)

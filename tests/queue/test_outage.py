@@ -1,4 +1,4 @@
-"""What both implementations promise when the server goes away, and what only a real one can do."""
+"""The queue's contract in an outage, for both implementations, and outages of a real NATS server."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from tests.conditions import until
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
 from tests.queue.requests import ids, publish, request
-from tests.queue.test_changed_by_hand import by_hand
+from tests.queue.test_restored_stream import by_hand
 from tests.servers import hung, nats_server, restart
 
 
@@ -26,7 +26,7 @@ from tests.servers import hung, nats_server, restart
     [("memory_outage", False), ("memory_outage", True), ("nats_outage", True)],
     indirect=["outage"],
 )
-async def test_everything_goes_on_when_the_server_is_back(outage: Outage, lose_data: bool) -> None:
+async def test_a_queue_works_again_after_an_outage(outage: Outage, lose_data: bool) -> None:
     decode, prefill = await outage.queues(), await outage.queues()
     answers, cancels = decode.answers("decode-0-a"), prefill.notices()
     await publish(decode, "held", "queued")
@@ -60,7 +60,7 @@ async def test_everything_goes_on_when_the_server_is_back(outage: Outage, lose_d
     await until(lambda: decode.depth == 0)
 
 
-async def test_an_ack_of_before_a_restart_takes_no_request_of_after_it(nats_outage: NatsOutage) -> None:
+async def test_an_ack_from_before_a_data_loss_acks_no_later_request(nats_outage: NatsOutage) -> None:
     """Both have the same number in the server's stream, which is a new one."""
     decode, first, other = [await nats_outage.queues() for _ in range(3)]
     await publish(decode, "old")
@@ -130,7 +130,7 @@ async def test_a_hung_server(nats_outage: NatsOutage, monkeypatch: pytest.Monkey
     assert "at once" not in pulled
 
 
-async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage) -> None:
+async def test_a_call_to_a_hung_server_can_be_cancelled(nats_outage: NatsOutage) -> None:
     """nats-py swallows a cancellation while it waits for room in its buffer."""
 
     server = nats_outage.server
@@ -145,7 +145,7 @@ async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage)
         assert publishing.cancelled()
 
 
-async def test_what_is_published_after_the_stream_was_deleted_is_not_lost(
+async def test_a_request_published_after_the_stream_was_deleted_is_stored(
     nats_url: str, namespace: str
 ) -> None:
     """It is made anew at once, not when it is looked at again."""
@@ -159,7 +159,7 @@ async def test_what_is_published_after_the_stream_was_deleted_is_not_lost(
                 assert await prefill.pull(1, 0.1) == []
 
 
-async def test_a_server_that_comes_late(tmp_path: Path) -> None:
+async def test_a_server_that_starts_after_the_queue(tmp_path: Path) -> None:
     port = free_port("127.0.0.1")
     async with connect(f"nats://127.0.0.1:{port}", "ns", "m") as queue:
         assert not queue.connected
@@ -186,9 +186,7 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
                 pass
 
 
-async def test_a_late_answer_to_a_ping_is_no_end_of_reading(
-    nats_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_late_pong_does_not_end_reading(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
     """As after a stall of this process or of the server."""
     inbox = SubjectMessages("pdserve.test.late")
     async with NatsConnection(nats_url, None, "nothing happens") as connected:

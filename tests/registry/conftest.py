@@ -1,4 +1,4 @@
-"""Both implementations behind one fixture. Each registry is what one process has."""
+"""Fixtures of both registry implementations. Each registry stands for a process."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""An etcd of three members: what is lost with one of them, and with two."""
+"""An etcd of three members loses one, and two."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -47,7 +47,7 @@ async def etcds(tmp_path: Path, credentials: Credentials) -> AsyncIterator[EtcdC
         yield EtcdCluster(members, credentials)
 
 
-async def test_members_are_lost(etcds: EtcdCluster) -> None:
+async def test_lost_members_of_a_cluster(etcds: EtcdCluster) -> None:
     """One, which is killed, hung, or out of reach of the others: leases and watches go on at another member. Then the
     majority, which comes back."""
     async with etcds.registry() as first, etcds.registry() as other, following(other) as seen:

@@ -1,4 +1,4 @@
-"""What both implementations of the registry seam promise while the server is there."""
+"""The registry's contract while the server is reachable, for both implementations."""
 
 import asyncio
 
@@ -57,7 +57,7 @@ async def test_a_leased_key_that_another_process_takes_away_is_written_again(sta
         await until_there_is({})
 
 
-async def test_of_all_that_create_a_key_one_has_it(stage: Stage) -> None:
+async def test_only_one_creator_of_a_key_succeeds(stage: Stage) -> None:
     async with stage.registry() as first, stage.registry() as other, following(other) as seen:
         both = [registry for registry in (first, other) for _ in range(5)]
         created = await asyncio.gather(*(each.create("a", b"%d" % n) for n, each in enumerate(both)))

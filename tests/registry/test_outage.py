@@ -1,4 +1,4 @@
-"""What both implementations promise when the server goes away, and what only a real one can do."""
+"""The registry's contract in an outage, for both implementations, and outages of a real etcd."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ async def test_an_outage(outage: Outage, lose_data: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("size", [1_700_000, 3_000_000], ids=["by etcd", "by gRPC"])
-async def test_a_value_that_etcd_refuses_costs_no_other_key(shared: SharedEtcd, size: int) -> None:
+async def test_a_refused_value_affects_no_other_key(shared: SharedEtcd, size: int) -> None:
     async with shared.registry() as first, shared.registry() as other, following(other) as seen:
         await first.put("a", b"1")
         session = first._session
@@ -78,7 +78,7 @@ async def test_a_value_that_etcd_refuses_costs_no_other_key(shared: SharedEtcd, 
         await seen.until({"a": b"1", "b": b"1", "large": b"no more"})
 
 
-async def test_a_value_that_etcd_refuses_for_a_while_is_there_afterwards(
+async def test_a_value_that_etcd_refuses_for_a_while_is_written_later(
     shared: SharedEtcd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put, why, refused = EtcdSession.put, ["", "too many requests"], 0
@@ -222,7 +222,7 @@ async def test_a_watch_survives_compaction(shared: SharedEtcd) -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 4])
-async def test_a_watch_ends_with_its_session_however_soon(
+async def test_a_watch_ends_with_its_session_however_early(
     etcd_url: str, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_session, "CALL_TIMEOUT", 0.5)
@@ -237,7 +237,7 @@ async def test_a_watch_ends_with_its_session_however_soon(
         await watch
 
 
-def test_addresses_that_are_none() -> None:
+def test_invalid_addresses_are_refused() -> None:
     for address in ("localhost", "", "host:port", ":2379"):
         with pytest.raises(ConfigError, match="is not host:port"):
             connect(address, "ns")

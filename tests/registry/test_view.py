@@ -17,7 +17,7 @@ SLOT = SlotState("decode-0", Role.DECODE)
 CARD = ModelCard("org/model 1.5", "/models/m", {"max-model-len": 4096})
 
 
-async def test_the_picture_is_live(stage: Stage) -> None:
+async def test_the_view_follows_changes(stage: Stage) -> None:
     async with stage.registry() as registry:
         await registry.put(keys.instance(DECODE), encode_record(DECODE))
         async with RegistryView(registry) as view, stage.registry() as other:
@@ -37,7 +37,7 @@ async def test_the_picture_is_live(stage: Stage) -> None:
             await until(lambda: view.instances() == [DECODE] and not view.cards() and not view.settings())
 
 
-async def test_a_worker_that_vanished_is_remembered(stage: Stage) -> None:
+async def test_a_lost_worker_is_reported(stage: Stage) -> None:
     """But none that said that it goes, and not when it is back."""
     async with stage.registry() as registry, RegistryView(registry) as view:
         for instance in (DECODE, PREFILL, FRONTEND):
@@ -52,7 +52,7 @@ async def test_a_worker_that_vanished_is_remembered(stage: Stage) -> None:
         assert view.lost_workers() == []
 
 
-async def test_a_worker_that_vanished_is_gone_until_another_replaces_it() -> None:
+async def test_a_lost_worker_is_reported_until_another_replaces_it() -> None:
     """From another host, as a pod does; not by one that was there already and drains afterwards."""
     server = MemoryServer()
     workers = [replace(DECODE, id=f"decode-0-{name}", host=name) for name in "abc"]
@@ -95,7 +95,7 @@ class WatchedAnew(MemoryRegistry):
             yield changes
 
 
-async def test_a_watch_that_begins_anew_forgets_deleted_keys() -> None:
+async def test_a_restarted_watch_forgets_deleted_keys() -> None:
     server = MemoryServer()
     records = {
         keys.instance(DECODE): encode_record(DECODE),

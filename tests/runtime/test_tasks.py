@@ -1,4 +1,4 @@
-"""No background task ends unseen. (Background tasks have an owner: `test_house.py`.)"""
+"""Failures of background tasks are logged, counted and retried. (`test_house.py`: each has an owner.)"""
 
 import asyncio
 import logging
@@ -58,7 +58,7 @@ async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.Lo
     await holds(lambda: runs <= 14)
 
 
-async def test_what_may_end_is_left_when_it_returned_or_its_engine_is_dead() -> None:
+async def test_work_until_done_ends_on_return_or_a_dead_engine() -> None:
     errors = [KeyError("not expected")]
 
     async def work() -> None:
@@ -74,7 +74,7 @@ async def test_what_may_end_is_left_when_it_returned_or_its_engine_is_dead() -> 
         await tasks.forever(dead, "work")
 
 
-async def test_an_engine_that_died_inside_a_group_ends_what_waits_for_it() -> None:
+async def test_a_dead_engine_inside_an_exception_group_is_raised() -> None:
     """Also where an error about one of many is kept apart."""
 
     async def dead() -> None:
@@ -110,7 +110,7 @@ async def _swallowed_twice() -> None:
 
 
 @pytest.mark.parametrize("work", [_lost_in_a_finally, _lost_in_a_block, _swallowed_twice])
-async def test_a_cancellation_that_is_lost_in_the_work_ends_the_task_nevertheless(
+async def test_a_swallowed_cancellation_still_ends_the_task(
     work: tasks.Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "CANCEL_INTERVAL", 0.01)
@@ -126,7 +126,7 @@ async def test_a_cancellation_that_is_lost_in_the_work_ends_the_task_nevertheles
     assert once.cancelled()
 
 
-async def test_work_that_is_one_life_of_many_may_return(
+async def test_work_with_again_after_may_return(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.3)
@@ -166,7 +166,7 @@ async def test_a_single_run_that_fails_is_reported(
     assert "work failed" in caplog.text
 
 
-async def test_one_of_many_fails_apart(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_isolated_error_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     before, done = failures("some members"), []
     for member in range(5):
         with tasks.isolate_errors("some members: of a test") as one:
@@ -180,7 +180,7 @@ async def test_one_of_many_fails_apart(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize("passes", [EngineDead("dead"), asyncio.CancelledError()])
-async def test_dead_engines_and_cancellations_are_no_members(passes: BaseException) -> None:
+async def test_dead_engines_and_cancellations_are_not_isolated(passes: BaseException) -> None:
     with pytest.raises(type(passes)), tasks.isolate_errors("some members"):
         raise passes
 
@@ -188,7 +188,7 @@ async def test_dead_engines_and_cancellations_are_no_members(passes: BaseExcepti
 # the seams
 
 
-async def test_errors_in_handlers_of_nats_messages_are_seen(
+async def test_errors_in_nats_message_handlers_are_logged(
     nats_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def handler(_: Any) -> None:

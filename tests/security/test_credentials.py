@@ -1,4 +1,4 @@
-"""The certificates of a graph: made, kept from others, and checked by both sides."""
+"""The graph's certificates: created, private, and checked by both sides."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def greeted(port: int, context: ssl.SSLContext) -> bytes:
         writer.close()
 
 
-def test_only_their_user_can_read_them(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_credentials(tmp_path: Path) -> None:
     credentials = make(tmp_path / "credentials")
     assert credentials.folder.stat().st_mode & 0o777 == 0o700
     assert credentials.key.stat().st_mode & 0o777 == 0o600
@@ -80,7 +80,7 @@ def test_a_secret_of_kubernetes_is_read_by_its_group(
 
 
 @pytest.mark.parametrize("years", [-30, 30])
-async def test_those_of_a_run_hold_when_the_clock_is_set_right(
+async def test_credentials_of_a_run_survive_a_corrected_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: float
 ) -> None:
     now = clock.unix()
@@ -92,7 +92,7 @@ async def test_those_of_a_run_hold_when_the_clock_is_set_right(
         assert await greeted(port, credentials.client_context()) == b"hello"
 
 
-async def test_a_process_keeps_what_it_began_with(tmp_path: Path) -> None:
+async def test_a_process_keeps_the_credentials_it_started_with(tmp_path: Path) -> None:
     """New ones are for the processes that start after them: what runs goes on until then."""
     credentials = make(tmp_path / "credentials")
     before = credentials.authority.read_bytes()
@@ -103,7 +103,7 @@ async def test_a_process_keeps_what_it_began_with(tmp_path: Path) -> None:
         assert await greeted(port, credentials.client) == b"hello"
 
 
-def test_a_host_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_host_name_is_refused(tmp_path: Path) -> None:
     for host in ("", "a b", "[::1]", "10.0.0.5:2379", "a..b", "\u00fc.example.com"):
         with pytest.raises(ConfigError, match=r"--host: '.*' is no host name or IP address"):
             make_credentials(tmp_path / "new", host=[host])

@@ -1,4 +1,4 @@
-"""Streams in plain and with TLS behind one fixture, on the event loop of the roles."""
+"""Fixtures of streams, plain and with TLS, on the roles' event loop."""
 
 import asyncio
 import ssl

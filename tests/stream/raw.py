@@ -1,4 +1,4 @@
-"""Connections to a stream server over which the test sends any bytes."""
+"""Raw connections to a stream server, on which a test sends arbitrary bytes."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""A model's archive: what is in it, its name, and what is refused when it is unpacked; how a frontend gets it."""
+"""A model's archive: its files and name, how a frontend fetches it, and which archives it refuses."""
 
 import asyncio
 import io
@@ -74,13 +74,13 @@ def test_bad_archives_leave_nothing(tmp_path: Path, data: bytes) -> None:
     assert not (tmp_path / "evil").exists()
 
 
-def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MAX_ARCHIVE", 10)
     with pytest.raises(Unavailable, match="too large"):
         unpack(tar_of(a=b"x" * 11), tmp_path / "models")
 
 
-async def test_it_arrives_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_archive_arrives_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "PART", 100)
     archive = ModelArchive(str(folder))
     await archive.make()
@@ -95,7 +95,7 @@ async def test_it_arrives_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -
             assert await fetching == archive._data
 
 
-async def test_an_endless_one_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_archive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MAX_ARCHIVE", 10)
     async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "one") as client:
         fetching = asyncio.create_task(fetch(client))

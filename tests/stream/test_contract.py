@@ -1,4 +1,4 @@
-"""What a stream promises, in plain and with TLS (`pdserve/stream/__init__.py`)."""
+"""The contract of streams, plain and with TLS (`pdserve/stream/__init__.py`)."""
 
 import asyncio
 

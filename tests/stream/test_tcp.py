@@ -1,4 +1,4 @@
-"""What only the real thing can show: cut networks, slow readers, bad greetings. (Processes that die or hang: chaos.)"""
+"""Streams on real TCP: cut networks, slow readers, bad greetings. (Chaos tests kill and stop processes.)"""
 
 import asyncio
 import socket
@@ -64,7 +64,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-async def test_what_was_changed_on_its_way_is_not_read(wire: Wire, damage: str) -> None:
+async def test_a_damaged_frame_is_not_read(wire: Wire, damage: str) -> None:
     """To the worker: the next message that fits is not read either, since one before it may be lost."""
     async with wire.server() as server, relay(server.address) as way, wire.client(way.address, "f") as client:
         received = server.received()
@@ -87,7 +87,7 @@ async def test_what_was_changed_on_its_way_is_not_read(wire: Wire, damage: str) 
         assert await anext(received) == ("f", None)
 
 
-async def test_a_worker_of_the_last_release_is_connected_to_without_sums() -> None:
+async def test_a_worker_of_the_last_release_gets_no_checksums() -> None:
     """It takes the whole greeting for a name."""
     said = frame(GREETING) + frame(encode(WorkerLoad(Load())))
     async with _saying(Wire(None), said) as address, TcpStreamClient(address, "f") as client:
@@ -95,7 +95,7 @@ async def test_a_worker_of_the_last_release_is_connected_to_without_sums() -> No
 
 
 @pytest.mark.usefixtures("quick_beats")
-async def test_a_silent_frontend_is_given_up_and_told_so(wire: Wire) -> None:
+async def test_a_silent_frontend_is_disconnected(wire: Wire) -> None:
     """Also after another one has gone."""
     async with wire.server(silence=0.3) as server:
         received = server.received()
@@ -214,7 +214,7 @@ async def test_a_worker_that_does_not_read_holds_its_frontends_back(
 # messages and greetings that cannot be read
 
 
-async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
+async def test_an_undecodable_message_ends_the_workers_connection(
     wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A kind of message that only a newer worker knows is skipped."""
@@ -287,9 +287,7 @@ async def test_connections_without_a_good_greeting_are_closed_and_logged_once(
 
 
 @pytest.mark.usefixtures("quick_beats")
-async def test_a_greeting_that_does_not_end_is_not_waited_for(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unfinished_greeting_times_out(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "GREETING_TIMEOUT", 0.5)
     started = time.monotonic()
     async with wire.server() as server, wire.raw(server.address) as slow, wire.raw(server.address) as mute:

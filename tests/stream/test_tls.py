@@ -1,4 +1,4 @@
-"""Streams of a graph with credentials, and what is not of the graph."""
+"""Streams with TLS, and peers without the graph's credentials."""
 
 import asyncio
 import random
@@ -66,7 +66,7 @@ async def test_a_worker_of_another_graph_gets_nothing(
 
 
 @pytest.mark.parametrize("server_has", [True, False])
-async def test_plain_and_tls_do_not_meet(
+async def test_plain_and_tls_ends_refuse_each_other(
     credentials: Credentials, server_has: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not by the address, and not where the address is wrong."""
@@ -135,7 +135,7 @@ async def test_bytes_of_any_kind_end_only_their_connection(credentials: Credenti
         assert await anext(server.received()) == ("f", Hello("1"))
 
 
-async def test_bytes_that_were_changed_on_the_way_end_the_connection(credentials: Credentials) -> None:
+async def test_damaged_bytes_end_a_tls_connection(credentials: Credentials) -> None:
     """Not one message is read from them."""
     async with (
         TcpStreamServer(HOST, credentials) as server,

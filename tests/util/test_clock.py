@@ -1,4 +1,4 @@
-"""The time of day, and how tests make it wrong."""
+"""The time of day, and its offset in tests."""
 
 import time
 

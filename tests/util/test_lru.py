@@ -1,7 +1,7 @@
 from pdserve.util.lru import LruDict
 
 
-def test_the_oldest_keys_are_forgotten_first() -> None:
+def test_the_oldest_keys_are_dropped_first() -> None:
     recent: LruDict[int] = LruDict(3)
     for number, key in enumerate("abcad"):
         recent[key] = number

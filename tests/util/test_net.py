@@ -13,7 +13,7 @@ LOOPBACKS = pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 
 
 @LOOPBACKS
-def test_free_ports_are_below_those_of_connections(host: str) -> None:
+def test_free_ports_are_below_the_ephemeral_ports(host: str) -> None:
     """Otherwise an outgoing connection may hold a port before its server has started, or while it is down."""
     assert all(15000 <= free_port(host, 32) <= 30000 for _ in range(20))
 

@@ -1,4 +1,4 @@
-"""The queue's stream and its consumer, changed or removed by somebody while workers use them."""
+"""The queue's stream and consumer are changed or removed while workers use them, and restored."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -92,7 +92,7 @@ async def goes_on(decode: PrefillQueue, prefill: PrefillQueue) -> bool:
     ],
     ids=["bounds", "subjects", "sealed", "no deletions", "limits, no ack", "interest, no ttl", "deleted"],
 )
-async def test_a_stream_that_somebody_changes_is_mended(
+async def test_a_changed_stream_is_restored(
     nats_url: str, namespace: str, change: Change, description: str | None
 ) -> None:
     """What an administrator has set beside it is kept."""
@@ -119,9 +119,7 @@ async def test_a_stream_that_somebody_changes_is_mended(
     [{"ack_wait": 99.0, "max_ack_pending": 1, "max_deliver": 1}, {"deliver_subject": "elsewhere"}],
     ids=["numbers", "to a subject"],
 )
-async def test_a_consumer_that_somebody_changes_is_mended(
-    nats_url: str, namespace: str, changes: dict[str, Any]
-) -> None:
+async def test_a_changed_consumer_is_restored(nats_url: str, namespace: str, changes: dict[str, Any]) -> None:
     async with nats_queues(nats_url, namespace) as queues:
         decode, prefill = await queues(), await queues()
         async with by_hand(nats_url, namespace) as (js, stream):
@@ -140,7 +138,7 @@ async def test_a_consumer_that_somebody_changes_is_mended(
         await until(lambda: goes_on(decode, prefill))
 
 
-async def test_a_stream_of_another_storage_is_used_as_it_is(nats_url: str, namespace: str) -> None:
+async def test_a_stream_on_disk_is_used_as_it_is(nats_url: str, namespace: str) -> None:
     async with nats_queues(nats_url, namespace) as queues:
         decode, prefill = await queues(), await queues()
         async with by_hand(nats_url, namespace) as (js, stream):
@@ -150,7 +148,7 @@ async def test_a_stream_of_another_storage_is_used_as_it_is(nats_url: str, names
             assert (await js.stream_info(stream)).config.storage == StorageType.FILE
 
 
-async def test_the_depth_of_a_stream_that_is_made_anew_is_known(nats_url: str, namespace: str) -> None:
+async def test_the_depth_of_a_recreated_stream_is_known(nats_url: str, namespace: str) -> None:
     """Its sequences begin at 1 again."""
     async with nats_queues(nats_url, namespace) as queues:
         decode, prefill = await queues(), await queues()

@@ -1,4 +1,4 @@
-"""An error about one request, message or connection costs that one: the process and all others go on."""
+"""An error about one request, message or connection fails only that one."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,7 +15,7 @@ from tests.decode.graph import LONG, SHORT, FrontendStream, Prefill, WorkerGraph
 from tests.engine.sims import expected
 
 BAD = "bad"
-"""id of the request at which something raises what nothing expects"""
+"""id of the request for which a method raises an unexpected error"""
 
 
 def failing(work: Callable[..., Any], bad: Callable[..., bool]) -> Callable[..., Any]:
@@ -32,7 +32,7 @@ def failing(work: Callable[..., Any], bad: Callable[..., bool]) -> Callable[...,
 
 @pytest.fixture(autouse=True)
 def _fatal_if_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that fails as a whole is not started again within a test."""
+    """A task that fails as a whole does not restart within a test."""
     monkeypatch.setattr(tasks, "FIRST_PAUSE", 600.0)
 
 
@@ -60,11 +60,11 @@ async def others_are_served(
     ],
     ids=["submit", "first token", "encoding", "prefill", "answer of a prefill worker"],
 )
-async def test_an_error_about_a_request_costs_that_request(
+async def test_an_error_fails_only_its_request(
     part: str, method: str, bad: Callable[..., bool], prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is tried elsewhere. What cannot be prefilled remotely is computed at the decode worker, and not delivered to
-    one prefill worker after the other."""
+    """The request is retried at another worker. A failed remote prefill is computed at the decode worker, instead of
+    being delivered to one prefill worker after the other."""
     async with WorkerGraph() as graph:
         prefill, frontend, other = await graph.prefill(), await graph.frontend("a"), await graph.frontend("b")
         owner = attrgetter(part)(SimpleNamespace(**vars(graph), prefill_engine=prefill.engine))
@@ -77,7 +77,7 @@ async def test_an_error_about_a_request_costs_that_request(
         await others_are_served(graph, other, prefill)
 
 
-async def test_a_request_that_cannot_be_cancelled_at_its_deadline_keeps_no_other(
+async def test_a_failed_cancellation_affects_no_other_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with WorkerGraph() as graph:
@@ -93,7 +93,7 @@ async def test_a_request_that_cannot_be_cancelled_at_its_deadline_keeps_no_other
         await others_are_served(graph, frontend)
 
 
-async def test_a_frontend_that_cannot_be_told_the_load_keeps_no_other_from_it(
+async def test_a_failed_load_report_affects_no_other_frontend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with WorkerGraph() as graph:
