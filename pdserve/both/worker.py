@@ -16,7 +16,7 @@ from pdserve.decode.requests import OWN
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.base import Engine, Step
 from pdserve.prefill.prompts import PromptRunner
-from pdserve.prefill.pull_policy import POLL_INTERVAL, Beside
+from pdserve.prefill.pull_policy import POLL_INTERVAL, DecodeLoad
 from pdserve.registry import keys
 from pdserve.runtime.tasks import Work
 from pdserve.util.errors import EngineDead
@@ -39,16 +39,16 @@ class BothWorker(DecodeWorker):
             self._queue,
             self.view,
             self.tracer,
-            beside=self._beside,
+            decode_load=self._decode_load,
             own=self._take_back,
         )
         self._runner.estimator.prefill_tokens = lambda: self._prompts.tokens
         self._runner.is_idle = self._prompts.pulling.is_idle
         self._runner.on_start = self._prompts.pulling.stop_waiting
 
-    def _beside(self) -> Beside:
+    def _decode_load(self) -> DecodeLoad:
         requests = self.requests.occupying()
-        return Beside(len(requests), sum(request.local_tokens for request in requests))
+        return DecodeLoad(len(requests), sum(request.local_tokens for request in requests))
 
     def _take_back(self, request_id: str) -> None:
         """Prefill locally a request of this worker that it pulled itself, because no other worker is idle."""

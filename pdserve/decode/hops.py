@@ -1,5 +1,5 @@
-"""The hops of one request at its decode worker (`watch.HOPS`), from what this worker sees and from the durations in
-the prefill workers' messages."""
+"""Records the hops of one request at its decode worker (`contract/reports.py`: `HOPS`), from what this worker sees and
+from the durations in the prefill workers' messages."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,40 +14,40 @@ class RequestHops:
 
     arrived: float
     known: list[Hop] = field(default_factory=list)
-    """in the order of their starts"""
+    """In the order of their starts."""
     _asked: float = 0.0
-    """when a remote prefill was asked for"""
+    """When a remote prefill was asked for."""
     _published: float = 0.0
-    """when its prompt was published to the queue, or else asked for"""
+    """When the prompt was published; before that, when a remote prefill was asked for."""
     _why: str = ""
-    """reason of the remote prefill"""
+    """Reason of the remote prefill."""
     _pulls: list[tuple[str, float]] = field(default_factory=list)
-    """prefill workers that pulled the prompt, and its seconds in the queue by then; several if one was lost"""
+    """Prefill workers that pulled the prompt, and its seconds in the queue by then; several if one was lost."""
 
     @property
-    def here(self) -> list[Hop]:
-        """All but the prefills at prefill workers, which trace those themselves."""
-        there = {worker for worker, _ in self._pulls}
+    def own(self) -> list[Hop]:
+        """Hops without the prefills at prefill workers, which trace those themselves."""
+        remote = {worker for worker, _ in self._pulls}
         return [
             hop
             for hop in self.known
-            if hop.name not in ("engine-queue", "prefill") or hop.instance not in there
+            if hop.name not in ("engine-queue", "prefill") or hop.instance not in remote
         ]
 
     def add(self, name: str, start: float, end: float, instance: str = "", why: str = "") -> None:
         self.known.append(Hop(name, start - self.arrived, max(0.0, end - start), instance, why))
 
     def asked(self, now: float, why: str) -> None:
-        """A remote prefill was asked for, for this reason."""
+        """Record that a remote prefill is asked for, with the decision's reason."""
         self._asked, self._published, self._why = now, now, why
 
     @property
     def held(self) -> float:
-        """Seconds that the prompt waited for that."""
+        """Seconds that the prompt was held back before it was published."""
         return self._published - self._asked
 
     def published(self, now: float) -> None:
-        """The prompt had its turn to enter the queue. Its wait before is part of the hop."""
+        """Record that the prompt is published. The wait before is part of the `queue` hop."""
         self._published = now
 
     def pulled(self, worker: str, queued: float) -> None:
@@ -57,16 +57,16 @@ class RequestHops:
     def answered(
         self, worker: str, queued: float, computed: float, now: float, engine_queued: float = 0.0
     ) -> None:
-        """The prefill worker answered. If `queued` is not known (0), all but the computation counts as queue."""
+        """Record the answer. If `queued` is unknown (0), all time but the computation counts as queue."""
         self.pulled(worker, queued or now - self._published - computed)
         self._remote(min(now, self._published + self._pulls[-1][1] + computed), engine_queued)
 
     def ended(self, now: float) -> None:
-        """The wait for a remote prefill ended without a usable answer."""
+        """Record that the wait for a remote prefill ended without a usable answer."""
         self._remote(now)
 
     def _remote(self, end: float, engine_queued: float = 0.0) -> None:
-        """Add the hops of a remote prefill. The time of its messages is a gap between them and the next hop."""
+        """Add the hops of a remote prefill. The time of its messages is a gap before the next hop."""
         marks = [min(end, self._published + max(0.0, queued)) for _, queued in self._pulls] + [end]
         self.add("queue", self._asked, marks[0], why=self._why)
         for (worker, _), (start, until) in zip(self._pulls[:-1], pairwise(marks[:-1]), strict=True):
@@ -75,7 +75,7 @@ class RequestHops:
             self.prefilled(marks[-2], marks[-2] + engine_queued, end, self._pulls[-1][0])
 
     def prefilled(self, since: float, begun: float | None, end: float, instance: str, why: str = "") -> None:
-        """An engine had the prompt `since`, began to compute it at `begun` (None: unknown) and has done so."""
+        """Record a prefill: the engine got the prompt at `since` and began it at `begun` (None: unknown)."""
         begun = min(end, max(since, begun or since))
         if begun - since >= MIN_HOP_SECONDS:
             self.add("engine-queue", since, begun, instance)
@@ -83,9 +83,9 @@ class RequestHops:
         self.add("prefill", since, end, instance, why)
 
     def read(self, since: float, begun: float | None, now: float, source: str, instance: str) -> float:
-        """The engine read the KV from `source`: it had the request `since`, began its first step at `begun` (None:
-        unknown) and finished it now. Returns the seconds that the engine waited for the KV."""
-        there = min(max(since, begun if begun is not None else now), now)
-        self.add("transfer", since, there, source)
-        self.add("first-step", there, now, instance)
-        return there - since
+        """Record that the engine got the request at `since`, read its KV from `source`, began its first step at `begun`
+        (None: unknown) and finished it now. Return the seconds that it waited for the KV."""
+        started = min(max(since, begun if begun is not None else now), now)
+        self.add("transfer", since, started, source)
+        self.add("first-step", started, now, instance)
+        return started - since

@@ -187,7 +187,7 @@ class DecodeRequests:
         submit, decision = request.submit, request.decision
         if (span := self._tracer.part("generate", request.arrived, submit.traceparent)) is None:
             return
-        span.add_hops(request.hops.here, request.arrived)
+        span.add_hops(request.hops.own, request.arrived)
         attributes: Attributes = {
             "pdserve.prompt_tokens": len(submit.prompt),
             "pdserve.cached_tokens": request.cached or request.prefix_hit,

@@ -22,7 +22,7 @@ from pdserve.engine.base import Engine, Output, Step
 from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.tracing import Tracer
 from pdserve.prefill.answer_sender import AnswerSender, readers, unless_away
-from pdserve.prefill.pull_policy import TICK, Beside, Pulling
+from pdserve.prefill.pull_policy import TICK, DecodeLoad, Pulling
 from pdserve.prefill.running import RunningPrefill, RunningPrefills, until
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.queue.base import Delivery, PrefillQueue
@@ -45,15 +45,15 @@ class PromptRunner:
         queue: PrefillQueue,
         view: RegistryView,
         tracer: Tracer,
-        beside: Callable[[], Beside] = Beside,
+        decode_load: Callable[[], DecodeLoad] = DecodeLoad,
         own: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """For role `both`: `beside` is the decode half's work in the engine; `own` is called with the id of a request
-        that the decode half of this worker put into the queue."""
+        """For role `both`: `decode_load` returns the decode half's work in the engine; `own` is called with the id of a
+        request that the decode half of this worker put into the queue."""
         self.id, self._config, self._engine = instance, config, engine
         self._queue, self._view, self._own = queue, view, own
         self._running = RunningPrefills(tracer)
-        self.pulling = Pulling(instance, engine, queue, self._running, beside)
+        self.pulling = Pulling(instance, engine, queue, self._running, decode_load)
         self._answers = AnswerSender(queue)
 
     def permanent(self, announced: asyncio.Event) -> Mapping[str, Work]:

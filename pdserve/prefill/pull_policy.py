@@ -47,7 +47,7 @@ def pause(streams: int, slots: int, prompt_seconds: float, waiting: int) -> floa
 
 
 @dataclass(frozen=True)
-class Beside:
+class DecodeLoad:
     """Role `both`: the decode half's work in the engine."""
 
     streams: int = 0
@@ -62,7 +62,7 @@ class Pulling:
     engine: Engine
     queue: PrefillQueue
     running: RunningPrefills
-    beside: Callable[[], Beside]
+    decode_load: Callable[[], DecodeLoad]
     draining: bool = False
     """Pull nothing any more."""
     stalled: bool = False
@@ -82,7 +82,7 @@ class Pulling:
         is none. With streams, take only what is in the queue; without, wait for a prompt until `stop_waiting`. Raises
         QueueUnavailable."""
         await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
-        wait = PULL_WAIT if self.beside() == Beside() else 0.0
+        wait = PULL_WAIT if self.decode_load() == DecodeLoad() else 0.0
         try:
             async with asyncio.timeout(None) as waiting:
                 self._waiting = waiting if wait else None
@@ -95,7 +95,7 @@ class Pulling:
     @property
     def full(self) -> bool:
         """Whether the free part of the KV cache is left to streams."""
-        return self.beside().streams > 0 and self.engine.usage.kv_usage > 1.0 - STREAM_SHARE
+        return self.decode_load().streams > 0 and self.engine.usage.kv_usage > 1.0 - STREAM_SHARE
 
     def stop_waiting(self) -> None:
         """End a wait for a prompt: the engine has other work now, so another worker should pull the next prompt."""
@@ -110,7 +110,7 @@ class Pulling:
 
     def is_idle(self) -> bool:
         """Whether the engine is idle and a prompt would be pulled at once."""
-        return not (self.draining or self.stalled or self.running) and self.beside() == Beside()
+        return not (self.draining or self.stalled or self.running) and self.decode_load() == DecodeLoad()
 
     def learn(self, seconds: float) -> None:
         """Record the seconds that a prompt took."""
@@ -124,21 +124,21 @@ class Pulling:
             self.speed.done(tokens, min(running.started for running in prompts), time.monotonic())
 
     def _load(self) -> PrefillLoad:
-        tokens = self.running.tokens + self.beside().tokens
+        tokens = self.running.tokens + self.decode_load().tokens
         return PrefillLoad(tokens, self.speed.token_seconds.value or 0.0)
 
     def _is_time(self) -> bool:
         now, waiting = time.monotonic(), self.queue.depth
         self._known = (self._known or now) if waiting else 0.0
-        wait = pause(self.beside().streams, self.engine.facts.max_num_seqs, self.prompt_seconds, waiting)
+        wait = pause(self.decode_load().streams, self.engine.facts.max_num_seqs, self.prompt_seconds, waiting)
         return now >= max(self.pulled, self._known) + wait
 
     def _has_capacity(self) -> bool:
         """Whether to pull one more prompt: a full step gains nothing from more, and other workers may be idle."""
-        facts, usage, beside = self.engine.facts, self.engine.usage.kv_usage, self.beside()
+        facts, usage = self.engine.facts, self.engine.usage.kv_usage
         if self.draining or self.stalled or self.full:
             return False
-        tokens, free = self.running.tokens + beside.tokens, facts.kv_tokens * (1.0 - usage)
+        tokens, free = self.running.tokens + self.decode_load().tokens, facts.kv_tokens * (1.0 - usage)
         return not tokens or (
             len(self.running) < facts.max_num_seqs
             and tokens < (1 if len(self.running) < FEW_PROMPTS else STEPS_AHEAD) * facts.max_batched_tokens

@@ -9,7 +9,7 @@ from tests.decode.virtual import ADAPTIVE, VirtualGraph, VirtualRequest
 def test_prompts_that_wait_are_a_backlog_which_ends_with_them() -> None:
     graph = VirtualGraph(ADAPTIVE, decode=2)
     assert [each.estimator.outlook().backlog for each in graph.decode] == [0.0, 0.0]
-    for client in ["", "~spare"] * 20:
+    for client in ["", "~flex"] * 20:
         for worker in graph.decode:
             worker.submit(VirtualRequest(1300, 64, 0.0, worker, client))
     backlogs = [each.estimator.outlook().backlog for each in graph.decode]

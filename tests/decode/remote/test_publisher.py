@@ -29,33 +29,33 @@ async def take(graph: WorkerGraph, acted: ActedPrefill) -> str:
     return delivery.request.request_id
 
 
-async def test_a_prompt_waits_for_about_one_of_another_client_and_for_no_spare_one(
+async def test_a_prompt_waits_for_about_one_of_another_client_and_for_no_flex_prompt(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     first, *greedy = await flood(graph, frontend)
-    spare = await frontend.submit(LONG[9:], client="~batch")
+    flex = await frontend.submit(LONG[9:], client="~batch")
     honest = await frontend.submit(LONG[50:], client="honest")
     await until(lambda: graph.depth == 5)
-    assert [await take(graph, acted) for _ in range(6)] == [first, greedy[0], honest, *greedy[1:], spare]
+    assert [await take(graph, acted) for _ in range(6)] == [first, greedy[0], honest, *greedy[1:], flex]
 
 
-async def test_spare_prompts_are_computed_one_at_a_time(
+async def test_flex_prompts_are_computed_one_at_a_time(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
-    spare = [await frontend.submit(LONG[number:], client="~batch") for number in range(2)]
+    flex = [await frontend.submit(LONG[number:], client="~batch") for number in range(2)]
     await until(lambda: graph.decode.requests.remote == 2)
     assert graph.decode.load().queue_depth < 2, "others do not wait for a held one"
-    assert await take(graph, acted) == spare[0]
+    assert await take(graph, acted) == flex[0]
     ordinary = await frontend.submit(LONG[9:], client="honest")
     assert await take(graph, acted) == ordinary
     await acted.answer(PrefillDone(ordinary, handle(LONG[9:])))
     await until(lambda: frontend.answered[ordinary].placed is not None)
     assert shared_queue(graph.broker).stored == 0
-    await acted.answer(PrefillDone(spare[0], handle(LONG)))
-    assert await take(graph, acted) == spare[1]
+    await acted.answer(PrefillDone(flex[0], handle(LONG)))
+    assert await take(graph, acted) == flex[1]
 
 
-async def test_what_is_held_counts_as_queued_and_is_in_the_receipt(
+async def test_held_prompts_count_as_queued_and_are_in_the_receipt(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     names = await flood(graph, frontend)
@@ -123,7 +123,7 @@ async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_ha
         (12, [50] * 3, 50, 1, True),
     ],
 )
-def test_as_much_is_published_as_keeps_the_prefill_workers_busy(
+def test_publishes_just_enough_to_keep_the_prefill_workers_busy(
     stored: int, own: list[int], tokens: int, workers: int, busy: bool
 ) -> None:
     assert are_busy(stored, own, tokens, workers, BUFFER / 500) is busy

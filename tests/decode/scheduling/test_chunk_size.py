@@ -19,7 +19,7 @@ USUAL = 256
 def test_a_step_is_as_long_as_keeps_the_gap(plain: float) -> None:
     step = longest_step(0.06, plain)
     assert (step == math.inf) == (gap_miss_probability(plain, 0.06) == 1.0), (
-        "what breaks in any case is not spared"
+        "a gap that is missed in any case does not count"
     )
     assert step == math.inf or gap_miss_probability(step, 0.06) == 0.0
 

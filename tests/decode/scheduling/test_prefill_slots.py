@@ -32,11 +32,11 @@ from pdserve.decode.scheduling.prefill_slots import PromptSlots
         ),
         pytest.param(
             ["long:5000 ~batch:10 b:100 | long", "-long | b", "-b | ~batch"],
-            id="spare prompts pass none and are last",
+            id="flex prompts pass none and are last",
         ),
         pytest.param(
             ["~batch:5000 ~other:5000 a:5000 b:5000 | ~batch a", "-~batch | a", "-a | b"],
-            id="no prompt waits for a spare one that is computed",
+            id="no prompt waits for a flex prompt that is computed",
         ),
         pytest.param(["a:40 b:40 c:40 d:40 | a b", "-b | a c"], id="short prompts make a chunk together"),
         pytest.param(
@@ -89,7 +89,7 @@ async def test_which_prompts_are_in_the_engine(story: list[str]) -> None:
         assert inside == expected.split(), step
 
 
-async def test_without_a_chunk_there_are_no_turns() -> None:
+async def test_without_a_chunk_no_prompt_waits() -> None:
     slots = PromptSlots(lambda: 0, 0)
     async with slots.take(5000) as first, slots.take(5000) as second:
         assert [first, second] == [False, False]
