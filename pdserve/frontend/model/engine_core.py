@@ -42,7 +42,7 @@ from pdserve.frontend.vllm.api_server import (
     decode_outputs,
     in_our_time,
 )
-from pdserve.frontend.vllm.unsupported import unsupported
+from pdserve.frontend.vllm.refusals import unsupported
 from pdserve.frontend.workers.link import Link
 from pdserve.frontend.workers.pool import WorkerPool
 from pdserve.observe.metrics import ITL, TTFT

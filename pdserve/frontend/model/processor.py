@@ -84,7 +84,7 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
                 stack.callback(engine.shutdown)
                 # runs before the links are closed: a request must not migrate while they close
                 stack.callback(core.shutdown)
-                side.bring(engine)
+                side.wrap_generate(engine)
                 app, core.plain_paths, names = await make_app(engine, args, card.supported_tasks)
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error

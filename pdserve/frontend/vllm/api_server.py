@@ -1,7 +1,8 @@
-"""Everything that the frontend uses of vLLM 0.32; only this module and those beside it import vLLM there.
+"""The frontend's use of vLLM 0.32: its API server's app, AsyncLLM on our engine core, and the encoding of requests.
 
-`tests/frontend/vllm/test_api_server.py` checks what this expects of vLLM, and names what moved when vLLM changes.
-Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
+Only this folder imports vLLM in the frontend. `tools/vllm_surface.py` lists every private part in use, and
+`tests/frontend/vllm/test_api_server.py` names what moved when vLLM changes. Importing this module takes 6 to 7 seconds
+of CPU: do it late, in a thread.
 """
 
 import asyncio
@@ -46,10 +47,10 @@ from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.frontend.edge.deltas import DeltaStream
-from pdserve.frontend.vllm.grammar import problem
-from pdserve.frontend.vllm.images import name_by_content
+from pdserve.frontend.vllm.images import name_images_by_content
 from pdserve.frontend.vllm.openapi import describe
-from pdserve.frontend.vllm.side_loop import keep_prompt_logprobs, tokenize_short_prompts_here
+from pdserve.frontend.vllm.refusals import fatal_grammar
+from pdserve.frontend.vllm.side_loop import keep_prompt_logprobs, tokenize_short_prompts_inline
 from pdserve.frontend.vllm.stream_errors import report_errors
 
 __all__ = [
@@ -60,10 +61,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 VERSION: str = vllm.__version__
-vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE = False  # in this process alone, for all clients and for ever
+vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE = False  # stored responses would stay in this one process for ever
 
 RECORD_EVERY = 0.25
-"""seconds between two updates of vLLM's metrics of the steps: many steps at once cost a third"""
+"""Seconds between two updates of vLLM's step metrics: recording many steps at once costs a third of the CPU."""
 
 _encoder = MsgpackEncoder()
 _decoder = MsgpackDecoder(EngineCoreOutputs)
@@ -74,7 +75,7 @@ _constructing = threading.Lock()
 
 
 class Unencodable(ValueError):
-    """A request that cannot be encoded: an integer over 64 bits, text that is not UTF-8. The message names the
+    """A request that msgpack cannot encode: an integer over 64 bits, text that is not UTF-8. The message names the
     field."""
 
 
@@ -88,7 +89,7 @@ def encode_request(request: EngineCoreRequest) -> list[bytes]:
 
 
 def _refused_part(value: object) -> str:
-    """The path to the innermost part that the encoder refuses."""
+    """Return the path of the innermost part that the encoder refuses."""
     path = ""
     while (found := next(filter(_is_refused, _parts(value)), None)) is not None:
         path, value = path + found[0], found[1]
@@ -120,15 +121,15 @@ def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
 
 
 def in_our_time(output: EngineCoreOutput, offset: float) -> None:
-    """Add to the times in the output: vLLM's metrics subtract the worker's times from each other and, after a
-    migration, those of two hosts."""
+    """Move the times in the output by `offset`, to this host's clock, because after a migration vLLM's metrics subtract
+    the times of two hosts."""
     for event in output.events or ():
         event.timestamp += offset
 
 
 def count_prefix_hit(stats: PrefillStats, elsewhere: int, block_size: int) -> None:
-    """Count as `cached_tokens` of the usage the prefix hits at the decode worker, or `elsewhere`: at the prefill
-    worker. Tokens that were computed for this very request and came over the network count as written into a cache."""
+    """Set `cached_tokens` of the usage to the larger prefix hit of decode worker and prefill worker (`elsewhere`).
+    Tokens that a prefill worker computed for this request count as written into a cache."""
     stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, elsewhere), stats.num_prompt_tokens)
     if stats.num_external_cached_tokens and block_size:
         whole = stats.num_prompt_tokens // block_size * block_size
@@ -136,7 +137,7 @@ def count_prefix_hit(stats: PrefillStats, elsewhere: int, block_size: int) -> No
 
 
 def drop_tokens(output: EngineCoreOutput, count: int) -> None:
-    """Take the first `count` tokens out of the output, and what belongs to them."""
+    """Remove the first `count` tokens from the output, with their logprobs and sampling mask."""
     kept = len(output.new_token_ids) - count
     output.new_token_ids = output.new_token_ids[count:]
     if output.new_logprobs is not None:
@@ -146,7 +147,7 @@ def drop_tokens(output: EngineCoreOutput, count: int) -> None:
 
 
 def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest:
-    """A copy with changed sampling parameters; the original, which AsyncLLM keeps, stays as it is."""
+    """Return a copy with changed sampling parameters; AsyncLLM keeps the original."""
     request = copy(request)
     request.sampling_params = params = copy(request.sampling_params)
     for name, value in changes.items():
@@ -158,7 +159,7 @@ def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest
 
 
 def parse_args(argv: list[str]) -> Namespace:
-    """Parse vLLM's own `serve` arguments. Raises ValueError with the message with which argparse would exit."""
+    """Parse vLLM's own `serve` arguments. Raises ValueError where argparse would exit."""
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     parser.error = _raise_usage
     try:
@@ -174,9 +175,9 @@ def _raise_usage(message: str) -> None:
 
 
 def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegistry) -> AsyncLLM:
-    """Make an unmodified AsyncLLM whose engine core is `core`: it reads tokenizer and config, in about a second. Its
-    metrics go to `registry`: in the default one each model would unregister the metrics of the model before. Raises
-    ValueError or OSError for a model folder or arguments that vLLM cannot use."""
+    """Make an unmodified AsyncLLM whose engine core is `core`; it takes a second to read tokenizer and config. Its
+    metrics go to `registry`, because in the default registry each model would unregister the metrics of the one before.
+    Raises ValueError or OSError for a model folder or arguments that vLLM cannot use."""
     try:
         config = _config_without_engine(args)
     except VLLMError as error:
@@ -196,23 +197,26 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
             EngineCoreClient.make_async_mp_client = make
             unregister_vllm_metrics()
     _refuse_fatal_grammars(engine.input_processor)
-    tokenize_short_prompts_here(engine.renderer)
-    name_by_content(engine.renderer)
-    vllm.envs.enable_envs_cache()  # as vLLM's engine does: its metrics read the environment for each token
+    tokenize_short_prompts_inline(engine.renderer)
+    name_images_by_content(engine.renderer)
+    vllm.envs.enable_envs_cache()  # vLLM's metrics read the environment for each token
     return engine
 
 
 def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
-    """Refuse them where vLLM validates a request's parameters: there a schema has one form, however it was given."""
+    """Refuse grammars that kill the process. Wraps vLLM's validation of parameters, where a schema has one form however
+    a client sent it."""
     validate = inputs._validate_params
 
     def checked(params: object, *rest: Any) -> bool | None:
-        if isinstance(params, SamplingParams) and (found := problem(params)):
+        if isinstance(params, SamplingParams) and (found := fatal_grammar(params)):
             raise VLLMValidationError(found[1], parameter=found[0])
         try:
             return cast(bool | None, validate(params, *rest))
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # pyo3's, of a compiler in Rust: no Exception
+            if (
+                type(error).__name__ != "PanicException"
+            ):  # pyo3's, from a compiler in Rust; it is no Exception
                 raise
             raise VLLMValidationError("it cannot be compiled", parameter="structured_outputs") from error
 
@@ -220,7 +224,7 @@ def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
 
 
 def _config_without_engine(args: Namespace) -> VllmConfig:
-    """Configure vLLM as its render server does, without an engine."""
+    """Configure vLLM without an engine, as its render server does."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
@@ -229,7 +233,7 @@ def _config_without_engine(args: Namespace) -> VllmConfig:
     engine_args._set_default_reasoning_config_args()  # thinking_token_budget is checked by it
     model = engine_args.create_model_config()
     model.quantization = None  # only workers have kernels
-    vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache here, and no warning about its size
+    vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache, and no warning about its size
     return VllmConfig(
         model_config=model,
         logging_config=engine_args.create_logging_config(),
@@ -248,8 +252,8 @@ def _stat_logger(registry: CollectorRegistry) -> type:
 
 
 def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -> list[str]:
-    """End a core request, and the others of the same HTTP request (n > 1), with this error for the client. Returns the
-    ids of all core requests that end with it; empty if it is already over."""
+    """End all engine-core requests of an HTTP request (n > 1) with this error for the client. Returns their ids; empty
+    if the request is already over."""
     processor = engine.output_processor
     state = processor.request_states.get(request_id)
     if state is None:
@@ -261,7 +265,7 @@ def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -
 
 
 class OutputHandler:
-    """Does the work of AsyncLLM's own task for outputs without a task: two turns of the event loop less per step."""
+    """Replaces AsyncLLM's output task by a plain call, which saves two event loop turns per step."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -270,8 +274,8 @@ class OutputHandler:
         self._unrecorded: list[IterationStats] = []
 
     def process(self, outputs: EngineCoreOutputs) -> list[str]:
-        """Hand one engine step's outputs to their requests. Returns the ids of the requests that end by a stop string
-        or an error, of which the engine does not know. An error fails only the request whose output it is."""
+        """Hand one engine step's outputs to their requests. Returns the ids of requests that the engine must abort,
+        because they ended by a stop string or an error. An error fails only the request of its output."""
         stats, left, over = IterationStats(), iter(outputs.outputs), []
         for output in outputs.outputs:
             if output.new_prompt_logprobs_tensors is not None:
@@ -288,8 +292,8 @@ class OutputHandler:
         return over
 
     def _fail_last(self, taken: Sequence[EngineCoreOutput]) -> Iterator[str]:
-        """Fail the request of the last output that was taken. The error has lost which requests before it have ended by
-        a stop string: return all that are over."""
+        """Fail the request of the last output that was taken. Return all requests up to it that are over, because the
+        error lost the list of those that ended by a stop string."""
         fail_request(self._engine, taken[-1].request_id, "internal error in the frontend", 500)
         running = self._processor.request_states
         return (output.request_id for output in taken if output.request_id not in running)
@@ -301,9 +305,11 @@ class OutputHandler:
 
 
 def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty: bool) -> None:
-    """Let `deltas` write the text of this request's outputs whenever it is ready, and hand vLLM's app the other
-    outputs. The next of these also has the tokens of the written text, since the app counts tokens. `empty`: the app
-    makes a chunk also of an output without text (half of a character)."""
+    """Let `deltas` write the text of this request's outputs while it is ready; vLLM's app gets the other outputs. The
+    next of these repeats the token ids of the written text, because the app counts tokens. `empty`: the app makes
+    chunks of outputs without text too (half of a character).
+
+    Wraps `make_request_output` of vLLM's private `RequestState`, and reads its queue and detokenizer."""
     state = engine.output_processor.request_states[request_id]
     if state.stream_interval > 1:
         return
@@ -328,12 +334,12 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty:
             written.extend(new_token_ids)
             return None
         if finish_reason is not None:
-            # the state, with its prompt, must not be in a reference cycle that waits for the garbage collector
+            # break the reference cycle, which would keep the prompt until a garbage collection
             vars(state).pop("make_request_output", None)
         new_token_ids = [*written, *new_token_ids]
         written.clear()
         output = make(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **options)
-        if makes_chunk(output) and not makes_chunk(queue.output):  # else it is merged into that one
+        if makes_chunk(output) and not makes_chunk(queue.output):  # else the queue merges both
             deltas.passed()
         return output
 
@@ -346,17 +352,16 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty:
 async def make_app(
     engine: AsyncLLM, args: Namespace, tasks: Sequence[str]
 ) -> tuple[ASGIApp, dict[str, bool], OpenAIServingModels]:
-    """vLLM's own app on this engine, the routes on which `stream_deltas` may be used, each with its last argument, and
-    the names that it knows.
+    """Make vLLM's own app on this engine. Returns it with the routes of `_plain_paths` and with its registry of model
+    names.
 
-    The app has no middleware: the frontend does the work of each layer, which costs time on every streamed chunk. It
-    reports errors of streams as `report_errors` says. Raises ValueError for parsers that cannot be used with the
-    model."""
+    The app has no middleware, which would cost time on every chunk; the frontend does its work. Errors of streams are
+    reported by `report_errors`. Raises ValueError for parsers that do not fit the model."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
     document = app.openapi
     app.openapi = cache(lambda: describe(document()))
-    app.middleware_stack = FastAPI.build_middleware_stack(app)  # app's own is patched to add SageMaker's
+    app.middleware_stack = FastAPI.build_middleware_stack(app)  # the app's own method also adds SageMaker's
     try:
         await init_app_state(engine, app.state, args, tuple(tasks))
     except TypeError as error:  # vLLM's ParserManager
@@ -365,9 +370,9 @@ async def make_app(
 
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
-    """The routes on which the ordinary chunks of a plain request (`frontend/edge/deltas.py`) differ only in their text,
-    and whether outputs without text have chunks there. On other routes a parser reads each text, or something is added
-    to each chunk. vLLM's older tool parsers read nothing if no tools are given."""
+    """Return the routes on which chunks of a plain request differ only in their text (`frontend/edge/deltas.py`), each
+    with whether outputs without text have chunks there. On other routes a parser reads each text, or something is added
+    to each chunk. vLLM's older tool parsers read nothing without tools."""
     if args.enable_force_include_usage or args.enable_log_outputs or args.sse_keep_alive_interval:
         return {}
     completions, chats = {"/v1/completions": True}, "/v1/chat/completions"
@@ -377,5 +382,5 @@ def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
     if (parser := chat.parser_cls) is None:
         return {**completions, chats: True}
     only_tools = parser.__bases__ == (DelegatingParser,) and parser.reasoning_parser_cls is None
-    looks = not only_tools or parser.tool_parser_cls.engine_based_streaming
-    return completions if looks else {**completions, chats: False}
+    reads_text = not only_tools or parser.tool_parser_cls.engine_based_streaming
+    return completions if reads_text else {**completions, chats: False}

@@ -1,7 +1,7 @@
-"""Pictures in prompts, as vLLM's app reads them: from where, how many and how large, and what names them.
+"""Images in prompts: where vLLM's app may read them from, how large they may be, and their cache keys.
 
-A picture of 10 KB may have 33 million pixels, of four bytes each. One thread reads them all, one picture at a time, and
-counts the pixels of each before it decodes it, for its request and for all requests together.
+An image of 10 KB may have 33 million pixels, four bytes each. One thread decodes all images, one at a time, and counts
+the pixels of each first, against a limit of its request and a limit of all requests together.
 """
 
 import os
@@ -31,37 +31,37 @@ from pdserve.frontend.edge.request_state import RequestState, current_request
 from pdserve.util.errors import Overloaded, error_text
 
 LIMITS = {"image": 16, "video": 0, "audio": 0}
-"""of a prompt, where the file sets no `limit-mm-per-prompt`"""
+"""Items of each kind in a prompt, unless the file sets `limit-mm-per-prompt`."""
 _DEFAULTS = {
     "VLLM_MAX_IMAGE_PIXELS": 1 << 25,
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": False,
     "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": 32,
 }
-"""where the environment does not say: 20 KB may hold the 179 million pixels of vLLM's own bound, which cost 6 s of CPU;
-an allowed host may lead to one that is not; and 16 URLs might fetch 4 GiB"""
+"""Defaults of environment variables, stricter than vLLM's: its 179 million pixels fit into 20 KB and cost 6 s of CPU;
+an allowed host may redirect to a forbidden one; and 16 URLs might fetch 4 GiB."""
 
 for name, value in _DEFAULTS.items():
     if name not in os.environ:
         setattr(vllm.envs, name, value)
 vllm.envs.VLLM_MEDIA_CONNECTOR = "pdserve"
-connector.global_thread_pool = ThreadPoolExecutor(1, "pictures")
+connector.global_thread_pool = ThreadPoolExecutor(1, "images")
 MAX_PIXELS = vllm.envs.VLLM_MAX_IMAGE_PIXELS if vllm.envs.VLLM_MAX_IMAGE_PIXELS > 0 else 1 << 40
-"""of a request"""
-LEAST = 1 << 20
-"""pixels that a smaller picture counts as: models enlarge it"""
-HELD = 4
-"""requests with MAX_PIXELS each whose pictures are held at a time"""
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow refuses twice as many, also inside of icons
+"""Pixels of a request."""
+MIN_COUNTED = 1 << 20
+"""Pixels that a smaller image counts as, because models enlarge it."""
+MAX_REQUESTS = 4
+"""Requests with MAX_PIXELS each whose images are held at a time."""
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # Pillow refuses twice as many, also inside icons
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-held = Budget(HELD * MAX_PIXELS, "pictures of {} pixels are being worked on")
+pixel_budget = Budget(MAX_REQUESTS * MAX_PIXELS, "images of {} pixels are being worked on")
 _freed: deque[tuple[str, int]] = deque()
-"""what the reading thread is to give back to `held`; pictures are freed in any thread"""
+"""(client, pixels) of freed images. Any thread may free an image; the reading thread returns its pixels to the
+budget."""
 
 
 @MEDIA_CONNECTOR_REGISTRY.register("pdserve")
-class PictureReader(MediaConnector):  # type: ignore[misc]
-    """Fetches nothing where `allowed-media-domains` names no host: vLLM would fetch from any, also from those that only
-    this host reaches."""
+class ImageReader(MediaConnector):  # type: ignore[misc]
+    """Fetches nothing unless `allowed-media-domains` names hosts: vLLM would fetch from any host, internal ones too."""
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
         if not self.allowed_media_domains and url[:5].lower() not in ("data:", "file:"):
@@ -82,12 +82,12 @@ class PictureReader(MediaConnector):  # type: ignore[misc]
 
 
 def _read(load: Callable[[bytes], Any], state: RequestState, data: bytes) -> Any:
-    """Decode a picture of the request within the bounds; in the reading thread. Its pixels count until it is freed, or
-    its request is over: the traceback of an error may keep the request's other pictures."""
+    """Decode an image of the request within the limits; runs in the reading thread. Its pixels count until it is freed
+    or the request is over, because the traceback of an error may keep the request's other images."""
     try:
         pixels = _pixels(data)
         if pixels is None or pixels > MAX_PIXELS:
-            return load(data)  # which refuses it, in vLLM's words
+            return load(data)  # refuses it with vLLM's message
         counted = _take(state, pixels)
         try:
             read = load(data)
@@ -100,7 +100,7 @@ def _read(load: Callable[[bytes], Any], state: RequestState, data: bytes) -> Any
         return read
     except (ValueError, VLLMError):
         raise
-    except Exception as error:  # of any kind: Pillow's formats do not agree
+    except Exception as error:  # Pillow's formats raise errors of any kind
         raise _refusal(f"it cannot be read: {str(error) or type(error).__name__}") from error
 
 
@@ -108,7 +108,7 @@ def _pixels(data: bytes) -> int | None:
     try:
         with open_image(BytesIO(data)) as head:
             return int(head.width * head.height)
-    except OSError:  # it is no picture
+    except OSError:  # not an image
         return None
 
 
@@ -119,15 +119,15 @@ def _free(freed: "finalize[..., Image.Image]") -> None:
 
 
 def _take(state: RequestState, pixels: int) -> tuple[str, int]:
-    """Count the pixels; return what to give back when the picture is freed."""
+    """Count the pixels; return what to give back when the image is freed."""
     while _freed:
-        held.give_back(*_freed.popleft())
-    counted = max(pixels, LEAST)
+        pixel_budget.give_back(*_freed.popleft())
+    counted = max(pixels, MIN_COUNTED)
     if state.pixels + counted > MAX_PIXELS:
-        least = f"of which each counts as {LEAST} at least"
-        raise _refusal(f"the pictures of a request may have {MAX_PIXELS} pixels together, {least}")
+        least = f"of which each counts as {MIN_COUNTED} at least"
+        raise _refusal(f"the images of a request may have {MAX_PIXELS} pixels together, {least}")
     try:
-        held.take(state.client, counted)
+        pixel_budget.take(state.client, counted)
     except Overloaded as error:
         raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
     state.pixels += counted
@@ -138,9 +138,11 @@ def _refusal(text: str) -> VLLMValidationError:
     return VLLMValidationError(text, parameter="image_url")
 
 
-def name_by_content(renderer: BaseRenderer[Any]) -> None:
-    """Name each picture by a hash of it, whatever `uuid` a request gives it. vLLM knows it by that in the engine's
-    caches: with the same one for two pictures, the answer is about the first, also to another client."""
+def name_images_by_content(renderer: BaseRenderer[Any]) -> None:
+    """Ignore the `uuid` that a request gives an image, so that vLLM names it by its hash. The engine's caches use that
+    name: if two images had the same `uuid`, the response would be about the first, even another client's.
+
+    Wraps the private `_process_mm_uuids` of vLLM's renderer."""
     process = renderer._process_mm_uuids
 
     def processed(data: Any, items: Any, uuids: dict[str, list[Any]], request: str) -> Any:

@@ -1,10 +1,10 @@
-"""Large requests are answered aside: vLLM's app runs for them on an event loop of its own, in a thread.
+"""Side loop: vLLM's app runs large requests on an event loop in a thread.
 
-The app reads, validates and renders a request, and writes its answer, in parts that nothing interrupts: a body of
-10,000 messages takes a second of it, and so does an answer with the logprobs of 4,000 tokens. On the frontend's loop
-no other request would be served meanwhile, and the leases would run out. In a thread, Python lets that loop run every
-few milliseconds. What belongs to the frontend's loop stays there: the connection (`receive`, `send`) and the engine
-(`generate`). `tests/frontend/vllm/test_api_server.py` checks what this expects of vLLM.
+The app does much of its work between two awaits: a response with the logprobs of 4,000 tokens takes seconds. On the
+frontend's loop, all other requests would stall meanwhile, and leases would expire. Beside a thread, Python lets that
+loop run every few milliseconds. The connection (`receive`, `send`) and the engine (`generate`) stay on the frontend's
+loop. Wraps private methods of vLLM's AsyncLLM, input processor, renderer and logprobs processor
+(`tests/frontend/vllm/test_api_server.py` checks them).
 """
 
 import asyncio
@@ -38,10 +38,10 @@ T = TypeVar("T")
 Outputs = AsyncGenerator[RequestOutput, None]
 _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _validated: ContextVar[tuple[object, bool | None]] = ContextVar("validated", default=(None, None))
-"""parameters that were validated in the thread, and what vLLM's validation returned"""
+"""Parameters that were validated in the thread, and the result of vLLM's validation."""
 
 SHORT_PROMPT = 1000
-"""characters, tokenized in some 0.2 ms"""
+"""Characters, which are tokenized in some 0.2 ms."""
 
 
 class SideLoop(Lifetime):
@@ -66,29 +66,30 @@ class SideLoop(Lifetime):
         await self._stop.wait()
 
     def app(self, app: ASGIApp) -> ASGIApp:
-        """The same app, running in the thread for a client of the frontend's loop."""
+        """Wrap an app so that it runs in the thread, while `receive` and `send` run on the frontend's loop."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            async def receive_there() -> Message:
+            async def receive_at_home() -> Message:
                 return await run_on_loop(self._home, receive())
 
-            async def send_there(message: Message) -> None:
+            async def send_at_home(message: Message) -> None:
                 await run_on_loop(self._home, send(message))
 
-            await run_on_loop(self._loop, app(scope, receive_there, send_there))
+            await run_on_loop(self._loop, app(scope, receive_at_home, send_at_home))
 
         return answer
 
-    def bring(self, engine: AsyncLLM) -> None:
-        """Let the app generate from the thread too. Parameters are validated there: that compiles grammars."""
-        here, inputs = engine.generate, engine.input_processor
+    def wrap_generate(self, engine: AsyncLLM) -> None:
+        """Make `engine.generate` callable from the thread. Parameters are validated in the thread, because that
+        compiles grammars."""
+        generate_at_home, inputs = engine.generate, engine.input_processor
         validate = inputs._validate_params
 
         def validated(params: object, *rest: Any) -> bool | None:
             known, result = _validated.get()
             return result if known is params else validate(params, *rest)
 
-        async def there(params: object, outputs: Outputs) -> Outputs:
+        async def from_thread(params: object, outputs: Outputs) -> Outputs:
             tasks = await run_on_loop(self._home, engine.get_supported_tasks())
             _validated.set((params, validate(params, tasks)))
             while (output := await run_on_loop(self._home, anext(outputs, None))) is not None:
@@ -100,16 +101,16 @@ class SideLoop(Lifetime):
                     raise
 
         def generate(prompt: object, params: object, *args: Any, **options: Any) -> Outputs:
-            outputs = here(prompt, params, *args, **options)
+            outputs = generate_at_home(prompt, params, *args, **options)
             if asyncio.get_running_loop() is not self._home:
-                return there(params, outputs)
+                return from_thread(params, outputs)
             return outputs if getattr(params, "prompt_logprobs", None) is None else _with_logprobs(outputs)
 
         inputs._validate_params, engine.generate = validated, generate
 
 
-def tokenize_short_prompts_here(renderer: BaseRenderer[Any]) -> None:
-    """Tokenize in the event loop, where a thread and the wake-up for its answer cost more."""
+def tokenize_short_prompts_inline(renderer: BaseRenderer[Any]) -> None:
+    """Tokenize short prompts in the event loop, because waking a thread and the loop again costs more."""
     in_thread = renderer._tokenize_prompt_async
 
     async def tokenize(prompt: Any, params: Any) -> Any:
@@ -133,8 +134,8 @@ def _make_logprobs(output: RequestOutput) -> None:
 
 
 class LaterLogprobs:
-    """The logprobs of a prompt as the engine sent them. vLLM would turn those of each of `n` outputs into objects as
-    they come, 7 microseconds for each, and use those of the last output alone."""
+    """Prompt logprobs as the engine sent them, made into objects only when the response is written. vLLM would do so at
+    once for each of `n` outputs, at 7 µs for each logprob, and use only those of the last."""
 
     def __init__(self, tokenizer: TokenizerLike | None, count: int) -> None:
         self._tokenizer = tokenizer
@@ -151,7 +152,7 @@ class LaterLogprobs:
 
 
 def keep_prompt_logprobs(processor: OutputProcessor, output: EngineCoreOutput) -> None:
-    """Take the prompt's logprobs out of the output, and keep them for `LaterLogprobs.made`."""
+    """Move the prompt's logprobs from the output to a `LaterLogprobs`."""
     part, output.new_prompt_logprobs_tensors = output.new_prompt_logprobs_tensors, None
     if (state := processor.request_states.get(output.request_id)) is None:
         return
@@ -162,8 +163,8 @@ def keep_prompt_logprobs(processor: OutputProcessor, output: EngineCoreOutput) -
 
 
 class JsonInPieces(JSONResponse):
-    """As JSONResponse writes it, but not in the thread by the encoder in C, which lets no other thread run until it is
-    done."""
+    """JSONResponse that in the side thread uses Python's encoder, because the C encoder holds the interpreter until it
+    is done."""
 
     def render(self, content: Any) -> bytes:
         if threading.current_thread() is threading.main_thread():

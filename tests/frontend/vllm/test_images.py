@@ -1,4 +1,4 @@
-"""Pictures as clients send them: vLLM's parts and errors, over workers with simulated engines."""
+"""Images as clients send them: vLLM's parts and errors, over workers with simulated engines."""
 
 import base64
 import io
@@ -31,15 +31,15 @@ TEXT = "Say what you see. " * 8
 
 
 def png(color: str = "", size: tuple[int, int] = (40, 30)) -> bytes:
-    """A picture of one color, or of noise that does not pack."""
+    """An image of one color, or of noise that does not pack."""
     noise = random.Random(0).randbytes(3 * size[0] * size[1])
     image = Image.new("RGB", size, color) if color else Image.frombytes("RGB", size, noise)
     image.save(file := io.BytesIO(), "PNG")
     return file.getvalue()
 
 
-def data(picture: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+def data(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
 def part(url: str, **more: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ async def said(graph: Graph, *parts: dict[str, Any], **more: Any) -> str:
     return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
 
 
-async def test_a_prompt_goes_where_its_picture_is_cached(seeing: Graph) -> None:
+async def test_a_prompt_goes_where_its_image_is_cached(seeing: Graph) -> None:
     async with MemoryRegistry(seeing.registry) as registry:
         await registry.put(f"{SETTINGS}router", b"kv")
     text = "Another question. " * 8
@@ -109,7 +109,7 @@ async def test_a_prompt_goes_where_its_picture_is_cached(seeing: Graph) -> None:
     assert [answer.headers["x-pdserve-prefill"] for answer in found.values()] == ["remote", "remote", "local"]
 
 
-async def test_all_routes_read_large_pictures_on_another_loop(seeing: Graph) -> None:
+async def test_all_routes_read_large_images_on_another_loop(seeing: Graph) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": LARGE.partition(",")[2]}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "x"}]
     items = [{"type": "input_image", "image_url": LARGE}, {"type": "input_text", "text": "x"}]
@@ -134,7 +134,7 @@ async def test_all_routes_read_large_pictures_on_another_loop(seeing: Graph) -> 
         ("", "is missing"),
     ],
 )
-async def test_what_is_no_picture_is_refused(
+async def test_what_is_no_image_is_refused(
     seeing: Graph, pages: ThreadingHTTPServer, url: str, text: str
 ) -> None:
     """(More of these: tests/e2e/test_pictures.py.)"""
@@ -144,7 +144,7 @@ async def test_what_is_no_picture_is_refused(
 
 
 @pytest.mark.parametrize("size", [1, 70_000])
-async def test_pictures_of_hosts_that_are_allowed(
+async def test_images_of_hosts_that_are_allowed(
     seeing: Graph, pages: ThreadingHTTPServer, size: int
 ) -> None:
     """Large requests are read on another event loop."""
@@ -158,7 +158,7 @@ async def test_pictures_of_hosts_that_are_allowed(
 
 
 def blank(side: int, kind: str = "PNG", mode: str = "1") -> str:
-    """A picture of one color, which packs well."""
+    """An image of one color, which packs well."""
     Image.new(mode, (side, side)).save(file := io.BytesIO(), kind)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
@@ -170,7 +170,7 @@ def peak_memory() -> int:
 
 def used() -> int:
     """Pixels that are held."""
-    return images.held.used - sum(pixels for _, pixels in images._freed)
+    return images.pixel_budget.used - sum(pixels for _, pixels in images._freed)
 
 
 async def test_pixels_of_a_request_are_bounded(seeing: Graph) -> None:
@@ -181,7 +181,7 @@ async def test_pixels_of_a_request_are_bounded(seeing: Graph) -> None:
     await until(lambda: not used())
 
 
-async def test_many_small_pictures_are_bounded(seeing: Graph) -> None:
+async def test_many_small_images_are_bounded(seeing: Graph) -> None:
     """Sixteen in each prompt, and each as large as the model makes it."""
     conversation = [{"role": "user", "content": [part(RED) for _ in range(16)]}]
     body = {"model": "demo", "messages": [conversation] * 3, "max_tokens": 1}
@@ -191,7 +191,7 @@ async def test_many_small_pictures_are_bounded(seeing: Graph) -> None:
 
 async def test_pixels_of_all_requests_are_bounded(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """They count until the prompt is made, and not while it is answered."""
-    monkeypatch.setattr(images, "held", Budget(2 * images.LEAST, "{} pixels"))
+    monkeypatch.setattr(images, "pixel_budget", Budget(2 * images.MIN_COUNTED, "{} pixels"))
     answer = await ask(seeing, *[part(RED)] * 2)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1"), answer.text
     assert answer.json()["error"]["type"] == "RateLimitError"
@@ -207,7 +207,7 @@ KINDS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "ICO", "ICNS", "TGA", "JPE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_broken_picture_of_any_kind_is_a_bad_request(seeing: Graph, kind: str) -> None:
+async def test_a_broken_image_of_any_kind_is_a_bad_request(seeing: Graph, kind: str) -> None:
     Image.new("RGB", (64, 64), "red").save(file := io.BytesIO(), kind)
     dice = random.Random(kind)
     for _ in range(40):
@@ -218,7 +218,7 @@ async def test_a_broken_picture_of_any_kind_is_a_bad_request(seeing: Graph, kind
         assert answer.status_code in (200, 400), answer.text
 
 
-async def test_a_picture_fits_the_tokens_of_a_key(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_image_fits_the_tokens_of_a_key(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its base64 has 480,000 characters; the prompt has 68 tokens for it."""
     keys = ApiKeys([ApiKey.of("a-key", "alice", KeyLimits(tokens_per_minute=10_000))])
     monkeypatch.setattr(seeing.app, "_keys", keys)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.frontend.vllm.unsupported import MAX_PROMPT_LOGPROBS
+from pdserve.frontend.vllm.refusals import MAX_PROMPT_LOGPROBS
 from tests.conditions import until
 from tests.conformance.answers import answer_of, differences
 from tests.frontend.conftest import Graph
