@@ -1,5 +1,5 @@
-"""LoRA adapters of the served models: which there are, and how a client loads and unloads them at run time, on all
-workers of a model or on none (docs/decisions/0075-lora-adapters.md)."""
+"""LoRA adapters of the served models: their list, and loading and unloading at run time, on all workers of a model or
+on none (docs/decisions/0075-lora-adapters.md)."""
 
 import asyncio
 import secrets
@@ -15,18 +15,18 @@ from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.util.errors import BadRequest, ConfigError, Unavailable
 
-WITHIN = 60.0
-"""seconds for all workers to load an adapter"""
-SEEN_WITHIN = 10.0
-"""seconds for a frontend to see its own claim"""
+LOAD_TIMEOUT = 60.0
+"""Seconds for all workers to load an adapter."""
+CLAIM_TIMEOUT = 10.0
+"""Seconds for a frontend to see its own claim in the registry."""
 
 
 def servable_adapters(
     kept: Mapping[str, Adapter], workers: Sequence[Instance], before: Mapping[str, Adapter] = {}
 ) -> dict[str, Adapter]:
-    """The adapters that clients may name, by name: what was loaded at run time, and what the workers' files name unless
-    that was unloaded. Where the files of two hosts differ, the one that most workers have. While there is no worker,
-    those of `before`, whose requests wait as the model's own do. Pure."""
+    """Return the adapters that clients may name: those loaded at run time, and those of the workers' files unless
+    unloaded. If workers disagree on an adapter, the version of most workers counts. While there is no worker, returns
+    those of `before`, because their requests wait as the model's own do. Pure."""
     found: dict[str, Counter[Adapter]] = {}
     theirs = (each for worker in workers for each in worker.adapters or ())
     for each in theirs if workers else before.values():
@@ -36,7 +36,7 @@ def servable_adapters(
 
 
 class AdapterStore:
-    """Writes to the registry what all workers of a model shall have."""
+    """Loads and unloads adapters on all workers of a model, through the registry."""
 
     def __init__(self, registry: Registry, view: RegistryView) -> None:
         self._registry = registry
@@ -44,11 +44,11 @@ class AdapterStore:
 
     @asynccontextmanager
     async def claimed(self, model: str, name: str) -> AsyncIterator[None]:
-        """While entered, no other call loads an adapter of this name, in any frontend and for any model, and the view
-        has what those before it did. Raises BadRequest where the name is another's, and Unavailable.
+        """Hold a lock on an adapter name, for all frontends and models; the view then has all earlier changes. Raises
+        BadRequest if the name is taken or locked, and Unavailable.
 
-        The claim is a key under this frontend's lease. The registry's changes come in the server's order: a view that
-        has the claim has all that was written before it."""
+        The lock is a key under this frontend's lease. Registry changes arrive in the server's order, so a view with the
+        key has everything that was written before it."""
         claim, mine = keys.claim(name), secrets.token_hex(8)
         if not await self._registry.create(claim, mine.encode()):
             raise BadRequest(f"The lora adapter '{name}' is being loaded by another call.", "lora_name")
@@ -63,7 +63,7 @@ class AdapterStore:
 
     async def _seen(self, name: str, mine: str) -> None:
         try:
-            async with asyncio.timeout(SEEN_WITHIN):
+            async with asyncio.timeout(CLAIM_TIMEOUT):
                 async for _ in self._view.changes():
                     if self._view.claim(name) == mine:
                         return
@@ -71,24 +71,24 @@ class AdapterStore:
             raise Unavailable("this frontend does not see the registry's changes") from None
 
     async def load(self, model: str, name: str, path: str) -> None:
-        """Return when all workers of the model have the adapter, and those that come later will. The name is `claimed`.
-        Raises ConfigError, and Unavailable; then none has it."""
+        """Return once all workers of the model have the adapter; later ones will load it too. Call with the name
+        `claimed`. Raises ConfigError or Unavailable; then no worker keeps it."""
         asked = Adapter(name, path, asked=secrets.token_hex(8), model=model)
         await self._registry.put(keys.loading(asked), encode_record(asked))
         try:
-            async with asyncio.timeout(WITHIN):
+            async with asyncio.timeout(LOAD_TIMEOUT):
                 id = await self._loaded(asked)
             await self._keep(replace(asked, id=id), keys.claim(name))
         except TimeoutError:
             silent = _silent(self._workers(model), asked)
             left = ", ".join(silent) or f"the workers of {model}, of which none is there,"
-            raise Unavailable(f"{left} did not load adapter {name} within {WITHIN:g} s") from None
+            raise Unavailable(f"{left} did not load adapter {name} within {LOAD_TIMEOUT:g} s") from None
         finally:
             await self._registry.delete(keys.loading(asked))
 
     async def unload(self, model: str, name: str) -> None:
-        """Let no request name it any more; those that have it finish. The registry keeps only names that a worker's
-        file may have."""
+        """Remove an adapter; its running requests finish. The registry keeps a record only of names that a worker's
+        file may list."""
         before, workers = self._view.adapters(model).get(name), self._view.instances(model=model)
         of_files = {
             each.name for worker in workers for each in worker.adapters or () if each.asked == FROM_FILE
@@ -100,8 +100,8 @@ class AdapterStore:
             await self._until(lambda: self._view.adapters(model).get(name) != before)
 
     async def _keep(self, adapter: Adapter, claim: str = "") -> None:
-        """Return when the view has it, or what another frontend has written since. Raises RegistryUnavailable, also
-        where the claim is lost."""
+        """Write the adapter, and return once the view has it or a later change. Raises RegistryUnavailable, also if the
+        claim is lost."""
         before = self._view.adapters(adapter.model).get(adapter.name)
         key, value = keys.adapter(adapter), encode_record(adapter)
         await self._registry.put(key, value, leased=False, holding=claim)
@@ -120,8 +120,8 @@ class AdapterStore:
         raise AssertionError("a view ends with its frontend")
 
     def _names_beside(self, model: str) -> set[str]:
-        """The adapters of other models that clients may name, also while none of their workers is there. Engines may
-        hold more: an adapter that was unloaded, until its last request is done."""
+        """Names of the adapters of other models, also while these have no workers. Engines may hold more: an unloaded
+        adapter until its last request is done."""
         found = set[str]()
         models = {each.model for each in self._view.instances()} | {
             each.model for each in self._view.all_adapters()
@@ -137,7 +137,7 @@ class AdapterStore:
 
 
 def _silent(workers: Iterable[Instance], asked: Adapter) -> list[str]:
-    """Ids of the workers that have not said what became of it."""
+    """Ids of the workers that have not reported on the adapter."""
     return [each.id for each in workers if each.adapters is not None and not _answer(each, asked)]
 
 
@@ -146,7 +146,7 @@ def _answer(worker: Instance, asked: Adapter) -> Adapter | None:
 
 
 def _agreed(workers: Iterable[Instance], asked: Adapter) -> int:
-    """The adapter's number, if all of them could load it. Raises ConfigError."""
+    """Return the adapter's number if all workers loaded it. Raises ConfigError."""
     answers = {worker.id: _answer(worker, asked) for worker in workers}
     for worker, answer in answers.items():
         if answer is None:

@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM's own app: the names that it knows, and its routes that load and unload them."""
+"""LoRA adapters in vLLM's app: the model names that it accepts, and its routes that load and unload adapters."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -19,22 +19,26 @@ from pdserve.runtime.tasks import run_on_loop
 from pdserve.util.errors import BadRequest, Unavailable
 
 LONGEST_NAME, LONGEST_PATH = 256, 4096
-"""bytes, since all that workers say of an adapter must fit into their records in etcd"""
+"""Bytes. The workers' reports on an adapter must fit into their records in etcd."""
 Route = Callable[..., Awaitable[ErrorResponse | str]]
 
 
 class AppAdapters:
-    """The adapters of one model in its app: `set` says what there is. The checks, answers and errors of the routes are
-    vLLM's, around what `store` does."""
+    """The adapters of one model in its app. `set` replaces the list. The routes keep vLLM's checks, responses and
+    errors; `store` does the work between. Replaces private parts of vLLM's OpenAIServingModels and engine client."""
 
     def __init__(self, models: OpenAIServingModels, model: str, store: AdapterStore | None) -> None:
         self.refresh: Callable[[], None] = lambda: None
-        """calls `set` with what the registry has now"""
-        self._models, self._model, self._store = models, model, store
+        """calls `set` with the registry's current adapters"""
+        self._models = models
+        self._model = model
+        self._store = store
         self._home = asyncio.get_running_loop()
-        api_router.router.routes.clear()  # its routes are in the app now; the next model's app would have them twice
+        api_router.router.routes.clear()  # the app has its routes now; the next model's app would get them twice
         self._loads, self._unloads = models.load_lora_adapter, models.unload_lora_adapter
-        models.engine_client.input_processor.lora_config = LoRAConfig()  # it refuses adapters without any
+        models.engine_client.input_processor.lora_config = (
+            LoRAConfig()
+        )  # without a configuration, it refuses adapters
         models.engine_client.add_lora = self._add
         models.load_lora_adapter, models.unload_lora_adapter = map(self._route, (self._load, self._unload))
 
@@ -43,13 +47,13 @@ class AppAdapters:
         self._models.lora_requests = requests
 
     async def _add(self, asked: LoRARequest) -> bool:
-        """What vLLM's route calls to load an adapter."""
+        """Called by vLLM's route to load an adapter."""
         assert self._store is not None
         await self._store.load(self._model, asked.lora_name, asked.lora_path)
         return True
 
     def _route(self, work: Route) -> Route:
-        """On the frontend's loop, also for requests of the app's other one; errors in vLLM's shape."""
+        """Run a route on the frontend's loop, also for requests of the side loop, and return errors in vLLM's form."""
 
         async def at_home(request: Any) -> ErrorResponse | str:
             try:
@@ -66,9 +70,9 @@ class AppAdapters:
         _check_lengths(request)
         assert self._store is not None
         async with self._store.claimed(self._model, request.lora_name):
-            self.refresh()  # vLLM refuses names that it knows
+            self.refresh()  # vLLM refuses known names
             answer: ErrorResponse | str = await self._loads(request)
-            self.refresh()  # vLLM has noted a number of its own, which no worker has
+            self.refresh()  # replaces vLLM's own adapter number, which no worker knows
         return answer
 
     async def _unload(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:

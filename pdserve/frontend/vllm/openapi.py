@@ -1,4 +1,4 @@
-"""The description of the API at `/openapi.json`: vLLM's own, changed to the routes and errors of a graph."""
+"""The API description at `/openapi.json`: vLLM's own, with this graph's routes and errors."""
 
 import re
 from collections.abc import Mapping
@@ -12,13 +12,14 @@ LEFT_OUT = re.compile(
     r"|/pooling|/classify|/score|/v1/score|(/v[12])?/rerank|/inference/v1/.*|.*/(de)?render|/v1/audio/.*"
     r"|/kv_event_sources|/v1/systemone|/invocations|/adapters.*|/init_weight.*|/update_weights"
 )
-"""vLLM's routes that make no sense on a disaggregated graph and answer 404: most steer an engine in the same process"""
+"""vLLM's routes that return 404, because a disaggregated graph cannot serve them. Most control an engine in the same
+process."""
 
 _JSON = "application/json"
 _REFUSED = "Refused: 400, 401, 404, 405, 408 (a slow body), 413 (a large one), 429 (with Retry-After)"
 _FAILED = "Failed: 500, 503 (no worker, with Retry-After), 504 (the request's deadline passed)"
 _NO_JSON = {"type": "object", "properties": {"detail": {"type": "string"}}, "required": ["detail"]}
-"""FastAPI's answer to a body that cannot be parsed"""
+"""FastAPI's response to a body that cannot be parsed."""
 
 
 def _page(summary: str, *, path: str = "", query: str = "", kind: str = "string") -> Mapping[str, Any]:
@@ -36,11 +37,11 @@ _PAGES = {
     "/requests": _page("Receipts of the newest requests", query="limit", kind="integer"),
     "/requests/{id}": _page("Receipt of a request: where it went, why, what took how long", path="id"),
 }
-"""the frontend's own pages"""
+"""The frontend's own pages."""
 
 
 def describe(document: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's description without the routes that are left out, with the frontend's own pages and errors."""
+    """Return vLLM's description without the routes in `LEFT_OUT`, and with the frontend's own pages and errors."""
     found = {
         path: operations for path, operations in document["paths"].items() if not LEFT_OUT.fullmatch(path)
     }

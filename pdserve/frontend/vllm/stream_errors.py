@@ -1,8 +1,8 @@
-"""Errors of vLLM's streams, reported to the edge with the status that the same request has without `stream`.
+"""Report errors of vLLM's streams to the edge, with the status that the same request gets without `stream`.
 
-vLLM sends the status of a stream, 200, before the engine client checks the parameters. An error follows as an event,
-from which Anthropic's route removes the status. The edge (`edge/response.py`) makes the event the whole answer if
-nothing was sent yet, and the log, the metrics and the receipt have its status.
+vLLM sends a stream's status 200 before the engine client checks the parameters; an error follows as an event, and
+Anthropic's route removes its status. `edge/response.py` makes the event the whole response if nothing was sent before;
+logs, metrics and receipts get its status.
 """
 
 import json
@@ -26,8 +26,8 @@ _LOGGERS = (
 
 
 def report_errors(app: FastAPI) -> ASGIApp:
-    """Record errors of streams in the request's state. /v1/responses raises them instead: the app returned raises
-    HttpError for those that are the client's."""
+    """Record errors of streams in the request state. /v1/responses raises them instead; for client errors, the returned
+    app raises HttpError."""
     state = app.state
     for serving in (
         state.openai_serving_chat,
@@ -37,13 +37,13 @@ def report_errors(app: FastAPI) -> ASGIApp:
         if serving is not None:
             serving.create_streaming_error_response = _recorded(serving.create_streaming_error_response)
     for name in _LOGGERS:
-        logging.getLogger(f"vllm.entrypoints.{name}").addFilter(_is_no_clients_fault)
+        logging.getLogger(f"vllm.entrypoints.{name}").addFilter(_is_server_error)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
         except Exception as error:
-            # starlette raises RuntimeError from it when the answer has begun
+            # once the response has begun, starlette raises RuntimeError from it
             cause = error.__cause__ if isinstance(error, RuntimeError) else None
             found = create_error_response(cause if isinstance(cause, Exception) else error).error
             if found.code >= 500:
@@ -54,7 +54,7 @@ def report_errors(app: FastAPI) -> ASGIApp:
 
 
 def _recorded(make: Callable[..., str]) -> Callable[..., str]:
-    """`make` returns the JSON of an error event."""
+    """Wrap a function that returns the JSON of an error event."""
 
     def create_streaming_error_response(*args: object, **options: object) -> str:
         event, state = make(*args, **options), current_request.get()
@@ -66,6 +66,6 @@ def _recorded(make: Callable[..., str]) -> Callable[..., str]:
     return create_streaming_error_response
 
 
-def _is_no_clients_fault(record: logging.LogRecord) -> bool:
-    """vLLM logs errors of streams and of Anthropic's routes with a traceback, which quotes the request."""
+def _is_server_error(record: logging.LogRecord) -> bool:
+    """Drop the tracebacks of client errors that vLLM logs, because they quote the request."""
     return not record.exc_info or create_error_response(cast(Exception, record.exc_info[1])).error.code >= 500

@@ -144,9 +144,7 @@ async def test_what_is_no_image_is_refused(
 
 
 @pytest.mark.parametrize("size", [1, 70_000])
-async def test_images_of_hosts_that_are_allowed(
-    seeing: Graph, pages: ThreadingHTTPServer, size: int
-) -> None:
+async def test_images_of_hosts_that_are_allowed(seeing: Graph, pages: ThreadingHTTPServer, size: int) -> None:
     """Large requests are read on another event loop."""
     text, at = "y" * size if size > 1 else TEXT, f"http://127.0.0.1:{pages.server_port}"
     if size == 1:

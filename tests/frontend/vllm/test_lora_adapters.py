@@ -329,7 +329,7 @@ async def test_a_name_of_another_model_or_its_adapter_is_taken(
 ) -> None:
     """Also one whose workers restart; not one that was unloaded, though an engine may hold it yet. (What is not taken
     waits for workers.)"""
-    monkeypatch.setattr("pdserve.frontend.vllm.lora_adapters.WITHIN", 0.0)
+    monkeypatch.setattr("pdserve.frontend.vllm.lora_adapters.LOAD_TIMEOUT", 0.0)
     held = Adapter("gone", "/gone", 7, asked="before")
     worker = Instance("decode-0-x", Role.DECODE, "other", adapters=[RED, held])
     async with MemoryRegistry(MemoryServer()) as registry, RegistryView(registry) as view:
