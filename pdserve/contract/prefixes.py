@@ -95,7 +95,8 @@ class CachedPrefixes:
 
     def resize(self, blocks: int, block_size: int) -> None:
         """Set the size of the empty cache."""
-        self.block_size, self.stride = block_size, 1
+        self.block_size = block_size
+        self.stride = 1
         while blocks > self.stride * MAX_REPORTED:
             self.stride *= 2
 

@@ -252,7 +252,9 @@ class EtcdRegistry(Registry):
                 if not await session.holds(self._root + key, value):
                     await self._write(session, key)
             self._deleted.clear()
-            self._session, self._lease, self._cause = session, session.lease, ""
+            self._session = session
+            self._lease = session.lease
+            self._cause = ""
         logger.info("connected to etcd at %s, %d keys registered", session.target, len(self._leased))
         async with self._session_made:
             self._session_made.notify_all()

@@ -60,7 +60,8 @@ class TlsClient(aetcd.Client):  # type: ignore[misc]
         # all certificates of a graph have this name
         options = _CHANNEL | {"grpc.ssl_target_name_override": CERTIFICATE_NAME}
         self.channel = rpc.secure_channel(f"{host}:{port}", tls, options=list(options.items()))
-        self.kvstub, self.leasestub = rpc.KVStub(self.channel), rpc.LeaseStub(self.channel)
+        self.kvstub = rpc.KVStub(self.channel)
+        self.leasestub = rpc.LeaseStub(self.channel)
         self.maintenancestub = rpc.MaintenanceStub(self.channel)
 
     async def connect(self) -> None:

@@ -143,7 +143,8 @@ class FramedConnection(asyncio.Protocol):
 
     def _beat_received(self) -> None:
         if self._asked_at:
-            self._round_trip, self._asked_at = time.monotonic() - self._asked_at, 0.0
+            self._round_trip = time.monotonic() - self._asked_at
+            self._asked_at = 0.0
         elif self.answers and self._transport is not None and not self._transport.get_write_buffer_size():
             self.write(b"")
 
