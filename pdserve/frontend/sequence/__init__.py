@@ -1,0 +1,1 @@
+"""One sequence of a request: its `generation`, `migration` after a lost worker, and `pacing` of its outputs."""

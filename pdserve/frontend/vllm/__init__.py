@@ -1,0 +1,1 @@
+"""The frontend's use of vLLM: only this folder imports it, and `api_server` is the way in."""

@@ -86,7 +86,7 @@ def test_arguments_that_matter_to_a_frontend_are_passed_on_and_no_others() -> No
     assert (args["model"], args["served_model_name"], args["max_model_len"]) == ("/here", ["served"], 2048)
 
 
-def test_each_request_has_its_whole_pictures_whatever_the_file_says() -> None:
+def test_each_request_has_its_whole_images_whatever_the_file_says() -> None:
     """A processor cache leaves out those that it has sent before: to one engine, of a graph that has several."""
     for engine_args in ({}, {"mm_processor_cache_gb": 4}):
         assert parse_args(argv(**engine_args)).mm_processor_cache_gb == 0

@@ -1,5 +1,4 @@
-"""Which decode worker gets a request: those that may, what each has cached and to do, and the choice among them. What
-is kept up as workers change is what a look at all of them would find."""
+"""The router's choice, and the candidates that it chooses from, which are updated as workers change."""
 
 from random import Random
 
