@@ -1,4 +1,4 @@
-"""States of a graph that nothing runs for, to look at."""
+"""Graph states for tests of `observe`."""
 
 from msgspec.structs import replace
 

@@ -1,4 +1,4 @@
-"""What the graph is doing, put together from what its processes tell."""
+"""The state of a graph, from the reports of its processes."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_moments_of_frontends_with_histories_of_different_lengths() -> None:
     assert moments([]) == moments([[], []]) == []
 
 
-def test_a_frontend_with_other_buckets_counts_for_nothing_but_rates() -> None:
+def test_a_frontend_with_other_buckets_counts_only_for_rates() -> None:
     (now,) = moments([[Tick(requests=1, ttft=[1, 2])], [Tick(requests=1, ttft=histogram(0.02))]])
     assert now.requests == 2 / TICK
     assert now.ttft_p50 == pytest.approx(0.02)

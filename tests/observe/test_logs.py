@@ -38,7 +38,7 @@ def test_a_traceback_is_shown_once_and_the_rest_is_counted(log: logging.Logger, 
     assert "request 1 failed (ValueError: failure 1, traceback above)" in text
 
 
-def test_of_many_warnings_of_one_place_the_rest_is_counted(
+def test_repeated_warnings_of_a_line_of_code_are_counted(
     log: logging.Logger, out: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -74,7 +74,7 @@ ODD = f"a\n{FORGED}\r\x1b]0;title\x07\x1b[2J\x9b1m\x7f\0\u2028b"
 
 @pytest.mark.parametrize("fmt", ["text", "json"])
 @pytest.mark.parametrize("raised", [False, True])
-def test_what_a_client_sent_forges_no_record_and_steers_no_terminal(fmt: str, raised: bool) -> None:
+def test_text_of_a_client_cannot_forge_a_record_or_control_a_terminal(fmt: str, raised: bool) -> None:
     """Neither as it is written, nor as the supervisor shows it."""
     error = (ValueError, ValueError(ODD), None) if raised else None
     said = "refused" if raised else ODD
@@ -88,7 +88,7 @@ def test_what_a_client_sent_forges_no_record_and_steers_no_terminal(fmt: str, ra
     assert "all is lost" in written
 
 
-def test_a_record_has_a_bound_and_the_longest_is_read_back() -> None:
+def test_a_record_has_a_maximum_length_and_is_read_back() -> None:
     record = logging.LogRecord("pdserve.x", logging.INFO, "x.py", 1, "%s", ("x" * (4 << 20),), None)
     written = logs.LineFormatter("decode-0", "text").format(record)
     assert len(written) < logs.LONGEST + 200

@@ -57,6 +57,6 @@ def test_a_broken_page_is_left_out() -> None:
     assert merge({"a": ONE, "b": cut}) == merge({"a": ONE})
 
 
-def test_families_of_two_kinds_are_not_mixed() -> None:
+def test_families_with_different_types_are_not_merged() -> None:
     clash = "# TYPE lat gauge\nlat 5.0\n"
     assert b'instance="b"' not in merge({"a": ONE, "b": clash})

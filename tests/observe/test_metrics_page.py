@@ -27,14 +27,14 @@ METRICS = {
 }
 
 
-def test_the_table_is_that_of_the_code() -> None:
+def test_the_table_equals_the_code() -> None:
     assert page() == PAGE, "run: python -m tools.metrics"
     assert len(METRICS) > 20
     roles = {of for _, _, _, of, _ in rows("The metrics")}
     assert roles == {"frontend", "frontend, decode", "decode", "prefill", "decode, prefill", "all", "serve"}
 
 
-def test_the_values_of_labels_are_told() -> None:
+def test_the_values_of_labels_are_documented() -> None:
     """Of labels that are words of ours, not names of models, keys or processes."""
     names = {"model", "key", "code", "instance", "source", "slot", "host", "task", "worker"}
     for name, (_, labels, meaning) in METRICS.items():

@@ -1,4 +1,4 @@
-"""What processes tell over HTTP beside their work."""
+"""The HTTP pages of a process."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ async def test_a_process_reports_its_metrics_and_its_load(host: str) -> None:
         assert (await read_loads([instance("a", page.metrics)]))["a"].tokens == 7
 
 
-async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_processes_that_do_not_respond_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_pages("127.0.0.1") as starting, serve_pages("127.0.0.1") as good:
         starting.watched = Instance("", Role.DECODE).__getattribute__  # type: ignore[assignment]
         urls = {"good": good.metrics, "starting": starting.metrics}
@@ -46,7 +46,7 @@ async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch)
         assert await read_watched([instance("silent", silent)]) == {}
 
 
-async def test_a_process_that_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_process_has_no_pages_but_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pages, "LOOP_TIMEOUT", 0.05)
     with serve_pages("127.0.0.1") as page:
         url = page.metrics.replace("metrics", "watch")
@@ -76,7 +76,7 @@ async def test_probes_are_answered_at_an_address_that_other_machines_reach(
             assert (await http.get("/live")).status_code == 503
 
 
-async def test_pages_are_refused_under_foreign_names_and_bound_what_is_asked(
+async def test_other_host_names_are_refused_and_limits_are_bounded(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with serve_pages("127.0.0.1") as page:
@@ -100,7 +100,7 @@ def _connection(url: str, sent: bytes) -> socket.socket:
     return connection
 
 
-async def test_slow_clients_cost_a_process_few_threads_and_others_nothing() -> None:
+async def test_slow_clients_use_few_threads_and_do_not_delay_others() -> None:
     with serve_pages("127.0.0.1") as page, ExitStack() as stack:
         before = threading.active_count()
         for number in range(3 * process_pages.MAX_OPEN):
@@ -111,7 +111,7 @@ async def test_slow_clients_cost_a_process_few_threads_and_others_nothing() -> N
         await until(lambda: threading.active_count() <= before + process_pages.MAX_OPEN + 2)
 
 
-async def test_a_silent_client_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_client_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pages, "CLIENT_TIMEOUT", 0.3)
     with serve_pages("127.0.0.1") as page, _connection(page.metrics, b"GET /metrics HTT") as client:
         client.settimeout(3)

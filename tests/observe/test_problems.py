@@ -1,4 +1,4 @@
-"""What is wrong in a graph, in words (`observe/problems.py`)."""
+"""The problems of a graph, in sentences."""
 
 import pytest
 from msgspec.structs import replace
@@ -210,7 +210,7 @@ def test_each_problem_is_a_sentence(told: str) -> None:
     assert [each.text for each in problems if each.level == "bad" and not each.advice] == [], "what to do?"
 
 
-def test_what_is_no_problem() -> None:
+def test_states_without_a_problem() -> None:
     """A queue that is as long as the workers take, and a link that is slow with what is small."""
     assert found(state(loads={"decode-0-d0": Load(queue_depth=8)})) == []
     assert found(state(links=slow(pull_seconds=0.1))) == []
@@ -240,7 +240,7 @@ def test_processes_of_one_name_are_shown_with_their_ids() -> None:
     assert names == ["frontend-0", "decode-0", "decode-1", "prefill-0", "prefill-1"], "it keeps its place"
 
 
-def test_beyond_twelve_problems_the_rest_is_counted() -> None:
+def test_further_problems_are_counted() -> None:
     gone = [Instance(f"prefill-{index}-p", Role.PREFILL, host="h") for index in range(100, 200)]
     told = found(state(instances=[*ALL, *gone], silent=tuple(each.id for each in gone)))
     assert len(told) == 12
@@ -264,7 +264,7 @@ def test_a_duration_has_the_unit_that_leaves_two_or_three_digits(seconds: float,
     assert duration(seconds) == text
 
 
-def test_slots_of_two_models_on_a_host_are_apart() -> None:
+def test_slots_of_two_models_on_a_host_are_distinct() -> None:
     other = [Instance(f"decode-{index}-o{index}", Role.DECODE, "other", host="h") for index in (0, 1)]
     demo = [slot if slot.role is Role.FRONTEND else replace(slot, model="demo") for slot in SLOTS]
     slot = SlotState(

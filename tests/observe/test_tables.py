@@ -1,4 +1,4 @@
-"""Tables for people fit their terminal: `observe/tables.py`."""
+"""Terminal tables fit their terminal."""
 
 from io import StringIO
 

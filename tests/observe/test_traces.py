@@ -1,4 +1,4 @@
-"""How spans are sent and lost, and that docs/traces.md has every one of them."""
+"""Sending and losing spans; docs/traces.md lists all spans."""
 
 import re
 import subprocess
@@ -57,7 +57,7 @@ def test_the_page_lists_each_span_event_and_attribute() -> None:
     assert spans | set(HOPS) - events | {ROUTE} == documented("Spans").keys()
 
 
-def test_the_sdk_is_not_imported_where_nothing_is_traced() -> None:
+def test_the_sdk_is_not_imported_without_tracing() -> None:
     roles = "pdserve.decode.worker, pdserve.prefill.worker, pdserve.both.worker, pdserve.process.life"
     code = f"import sys, {roles}; sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -97,7 +97,7 @@ async def test_a_service_has_the_name_of_its_role_or_the_given_one(
 
 
 @pytest.mark.parametrize("broken", ["away", "503", "hangs"])
-async def test_a_broken_collector_costs_spans_and_a_line_for_each_way_of_losing_them(
+async def test_each_way_of_losing_spans_is_logged_once(
     collector: Collector, broken: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
@@ -122,9 +122,7 @@ async def test_a_broken_collector_costs_spans_and_a_line_for_each_way_of_losing_
     collector.answers.set()
 
 
-async def test_what_clients_write_is_not_logged(
-    collector: Collector, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_text_of_clients_is_not_logged(collector: Collector, caplog: pytest.LogCaptureFixture) -> None:
     headers = {"traceparent": [TRACEPARENT], "tracestate": ["bad bad bad"]}
     async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-frontend", "frontend-0") as tracer:
         span = tracer.request("POST /", 0.0, headers, {})

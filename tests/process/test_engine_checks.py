@@ -1,4 +1,4 @@
-"""An engine that hangs, an engine that is only slow, and what a worker says of its engine's memory."""
+"""Liveness of engines: hung, slow and stalled ones; and the memory check."""
 
 import asyncio
 import logging
@@ -50,7 +50,7 @@ async def watched(engine: SimEngine, seconds: float) -> bool:
     return alive
 
 
-async def test_an_engine_that_hangs_is_dead_and_one_that_stands_still_for_a_moment_lives(
+async def test_a_hung_engine_is_dead_and_a_short_pause_is_not(
     engine: SimEngine,
 ) -> None:
     """Also while it has nothing to do."""
@@ -62,7 +62,7 @@ async def test_an_engine_that_hangs_is_dead_and_one_that_stands_still_for_a_mome
 
 
 @pytest.mark.parametrize(("spins_after", "within", "alive"), [(300.0, 0.7, True), (0.6, 30.0, False)])
-async def test_an_engine_that_computes_lives_for_long_and_not_without_end(
+async def test_an_engine_that_uses_cpu_time_has_a_longer_timeout(
     engine: SimEngine, monkeypatch: pytest.MonkeyPatch, spins_after: float, within: float, alive: bool
 ) -> None:
     monkeypatch.setattr(engine_checks, "SPINS_AFTER", spins_after)
@@ -82,7 +82,7 @@ async def stalls(engine: SimEngine, gpus: tuple[int, ...] = ()) -> AsyncIterator
     await asyncio.gather(watching, return_exceptions=True)
 
 
-async def test_an_engine_is_stalled_before_it_counts_as_dead_and_until_it_answers(
+async def test_an_engine_is_stalled_before_it_is_dead_and_until_it_replies(
     engine: SimEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_checks, "HANGS_AFTER", 60.0)
@@ -115,7 +115,7 @@ async def test_an_engine_whose_gpu_computes_is_not_stalled(
             await until(lambda: said == [True])
 
 
-async def test_an_engine_whose_gpus_cannot_be_asked_is_not_stalled(
+async def test_an_engine_is_not_stalled_while_nvml_does_not_reply(
     engine: SimEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_checks, "HANGS_AFTER", 60.0)
@@ -145,7 +145,9 @@ async def test_a_prefill_worker_whose_kv_cannot_be_read_ends(monkeypatch: pytest
             await asyncio.wait_for(prefill.life, 30)
 
 
-async def test_a_side_channel_that_misses_a_question_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_single_failed_probe_of_the_side_channel_is_tolerated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine_checks, "REACH_INTERVAL", 0.02)
     async with sim(Role.PREFILL, "prefill-0") as engine:
         watching = asyncio.create_task(engine_checks.watch_side_channel(engine))

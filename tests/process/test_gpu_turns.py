@@ -28,7 +28,7 @@ async def test_engines_on_one_gpu_start_one_after_the_other(tmp_path: Path) -> N
             end.set()
 
 
-async def test_an_engine_that_was_forked_meanwhile_does_not_keep_the_next_one_waiting(tmp_path: Path) -> None:
+async def test_a_forked_engine_does_not_keep_the_lock(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     async with gpu_turns([0], tmp_path):
         if (child := os.fork()) == 0:
@@ -40,7 +40,7 @@ async def test_an_engine_that_was_forked_meanwhile_does_not_keep_the_next_one_wa
     os.waitpid(child, 0)  # noqa: ASYNC222
 
 
-async def test_a_lock_that_cannot_be_made_keeps_no_engine_from_its_start(tmp_path: Path) -> None:
+async def test_an_engine_starts_without_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").touch()
     (tmp_path / "gpu-0.lock").symlink_to(tmp_path / "elsewhere")
     async with gpu_turns([0], tmp_path):

@@ -1,4 +1,4 @@
-"""What is learned of prefills, and for how long it is believed."""
+"""Running means of prefill times: outliers and decay."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from pdserve.process.learned import HALF_LIFE, LearnedMean, PrefillSpeed, decaye
     ],
     ids=["mean", "mishap", "two mishaps", "it got slow", "it got fast"],
 )
-def test_a_mishap_is_not_believed_and_a_change_is(measured: list[float], value: float) -> None:
+def test_an_outlier_is_ignored_and_a_change_is_learned(measured: list[float], value: float) -> None:
     mean = LearnedMean()
     for number, each in enumerate(measured):
         mean.learn(each, float(number))
@@ -39,7 +39,9 @@ def test_a_mishap_is_not_believed_and_a_change_is(measured: list[float], value: 
         "a short one",
     ],
 )
-def test_the_speed_of_prompts(prompts: list[tuple[int, float, float]], tolerance: float) -> None:
+def test_the_seconds_per_prompt_token_are_learned(
+    prompts: list[tuple[int, float, float]], tolerance: float
+) -> None:
     speed = PrefillSpeed()
     for prompt in prompts:
         speed.done(*prompt)
@@ -57,7 +59,7 @@ def test_the_speed_of_prompts(prompts: list[tuple[int, float, float]], tolerance
         (5.0, 100 * HALF_LIFE, 1.0, 1.0),
     ],
 )
-def test_slow_estimates_recover_with_time(
+def test_bad_values_decay_with_time(
     value: float | None, age: float, other: float | None, expected: float | None
 ) -> None:
     assert decayed(value, age, other) == (expected if expected is None else pytest.approx(expected))

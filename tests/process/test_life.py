@@ -1,4 +1,4 @@
-"""The life of a service, and how signals end it."""
+"""The life cycle of a service, and the signals that end it."""
 
 import asyncio
 import logging
@@ -124,7 +124,7 @@ class Failing(Idle):
         raise EngineDead("boom")
 
 
-async def test_a_life_in_its_order() -> None:
+async def test_the_phases_of_a_service_run_in_order() -> None:
     service = Idle()
     assert service.unready() == "it is starting"
     running = asyncio.create_task(service.run())
@@ -140,7 +140,7 @@ async def test_a_life_in_its_order() -> None:
     assert service.left_behind.cancelled(), "no task outlives the service"
 
 
-async def test_a_dead_engine_shows_at_once_and_is_reported_before_the_seams_are_left(
+async def test_a_dead_engine_is_reported_while_connections_are_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first is what probes and the process above a lone role go by, however long the end takes."""
@@ -169,7 +169,7 @@ async def test_a_dead_engine_shows_at_once_and_is_reported_before_the_seams_are_
     beating.cancel()
 
 
-async def test_a_service_whose_supervisor_and_guardian_are_gone_stops_by_itself(
+async def test_a_service_without_supervisor_and_guardian_stops_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(life, "LAST_RESORT", 0.3)
@@ -183,7 +183,7 @@ async def test_a_service_whose_supervisor_and_guardian_are_gone_stops_by_itself(
     assert "drain" in service.noted
 
 
-async def test_a_start_that_ignores_its_cancellation_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_ignores_its_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "AT_ONCE", 0.2)
     service = Stuck()
     living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))
@@ -228,7 +228,7 @@ raise SystemExit(life.run(config(), Slot(Role.DECODE, 0)))
 """
 
 
-def test_a_process_that_failed_waits_for_no_thread_and_keeps_its_exit_code() -> None:
+def test_a_failed_process_does_not_wait_for_threads_or_change_its_exit_code() -> None:
     """Whatever signals come late."""
     process = subprocess.Popen([sys.executable, "-c", FAIL], stderr=subprocess.PIPE, text=True)
     with process:
@@ -239,7 +239,7 @@ def test_a_process_that_failed_waits_for_no_thread_and_keeps_its_exit_code() -> 
         assert process.wait(30) == 1, said
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+def test_a_closed_terminal_does_not_stop_a_process_under_nohup() -> None:
     code = "import os; from pdserve.process import signals; signals.end_while_starting(); os.kill(os.getpid(), 1)"
     for before, goes_on in ((), False), (("nohup",), True):
         command = [*before, sys.executable, "-c", f"{code}; print('goes on')"]

@@ -1,4 +1,4 @@
-"""Workers that span hosts: how leader and followers meet, and what becomes of one when the other is lost."""
+"""Workers that span hosts: how leader and followers meet, and end when the other is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -119,7 +119,7 @@ async def test_a_follower_leaves_a_leader_that_died_while_it_waited(server: Memo
             assert follower.side.leader.id == "decode-0-b"
 
 
-async def test_followers_of_other_models_and_other_files_are_not_taken(server: MemoryServer) -> None:
+async def test_followers_with_another_model_or_file_are_refused(server: MemoryServer) -> None:
     leader, strange = leading(server), following(server, model="another")
     async with living(leader, strange):
         await holds(lambda: not leader.met.is_set())
@@ -162,7 +162,7 @@ async def test_a_lost_leader_ends_its_followers_also_while_their_engine_starts(s
         assert failed.group_contains(EngineDead)
 
 
-async def test_an_outage_of_the_registry_ends_nothing(server: MemoryServer) -> None:
+async def test_an_outage_of_the_registry_does_not_end_the_worker(server: MemoryServer) -> None:
     leader, follower = leading(server), following(server)
     async with living(leader, follower):
         await all_met(leader, follower)

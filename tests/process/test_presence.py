@@ -1,4 +1,4 @@
-"""What a process says of itself: which model card is the newest, and its instance."""
+"""The registry records of a process: generations of model cards, and the instance."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_the_generation_of_a_card(own: ModelCard, there: list[ModelCard], expect
     assert generation(own, there) == expected
 
 
-async def test_a_frontend_announces_itself_also_while_the_registry_is_away() -> None:
+async def test_a_frontend_announces_itself_during_an_outage_of_the_registry() -> None:
     """It was never a newcomer: there is nothing to delete."""
     server = MemoryServer()
     async with MemoryRegistry(server, "t") as registry, MemoryRegistry(server, "t") as other:
@@ -49,9 +49,7 @@ async def test_a_frontend_announces_itself_also_while_the_registry_is_away() -> 
 OLD = Instance("decode-0-old", Role.DECODE, version="0.0.7", wire=WIRE - 2)
 
 
-async def test_a_process_whose_messages_others_do_not_understand_waits_and_says_so_until_they_are_gone() -> (
-    None
-):
+async def test_a_process_with_an_incompatible_wire_waits_for_the_others_to_end() -> None:
     server = MemoryServer()
     async with (
         MemoryRegistry(server, "t") as old,
@@ -74,7 +72,7 @@ async def test_a_process_whose_messages_others_do_not_understand_waits_and_says_
         await until(lambda: joining.done() and not view.slots())
 
 
-def test_only_builds_that_are_too_far_are_refused_and_the_first_is_named() -> None:
+def test_builds_with_a_distant_wire_are_refused() -> None:
     assert (
         refusal([Instance("decode-0-a", Role.DECODE, wire=wire) for wire in (WIRE - 1, WIRE, WIRE + 1)]) == ""
     )

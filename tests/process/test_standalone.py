@@ -1,4 +1,4 @@
-"""`pdserve decode|prefill` by itself, as on another host: how it is stopped."""
+"""`pdserve decode|prefill` without `serve`, as on another host: starting and stopping."""
 
 import asyncio
 import os
@@ -91,7 +91,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
         assert "second signal" in terminal.text
 
 
-async def test_without_etcd_a_role_waits_for_it(tmp_path: Path, nats_url: str, namespace: str) -> None:
+async def test_a_role_waits_for_etcd(tmp_path: Path, nats_url: str, namespace: str) -> None:
     async with etcd_server(tmp_path) as etcd:
         await etcd.stop()
         alone = Alone(tmp_path, nats_url, etcd.url, namespace)
@@ -131,7 +131,7 @@ async def test_ctrl_c_lets_a_decode_worker_finish_while_its_index_is_refused_to_
             assert "draining: 1 requests to finish" in first.text
 
 
-async def test_a_signal_while_it_starts_ends_it_with_exit_code_0_and_a_word(alone: Alone) -> None:
+async def test_a_signal_during_the_start_ends_a_role_with_exit_code_0(alone: Alone) -> None:
     process = await asyncio.create_subprocess_exec(
         *alone.command(Role.FRONTEND), env=alone.env, stderr=asyncio.subprocess.PIPE
     )

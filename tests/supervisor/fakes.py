@@ -23,7 +23,7 @@ from tests.conditions import until
 from tests.memory.registry import MemoryRegistry, MemoryServer
 
 QUICK = RestartPolicy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, kills=5)
-"""for tests that want restarts now"""
+"""Restarts almost without delay."""
 
 UP = 'print("up", os.getpid(), os.environ["PDSERVE_BOOT"], flush=True); time.sleep(600)'
 SERVE = f"""
@@ -34,7 +34,7 @@ SERVE = f"""
     signal.signal(signal.SIGTERM, stop)
     {UP}
 """
-"""a role that behaves"""
+"""A role that drains at SIGTERM."""
 
 
 def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> ProcessSpec:

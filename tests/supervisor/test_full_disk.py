@@ -1,4 +1,4 @@
-"""A disk that runs full, and has space again: nothing ends, and everything comes back by itself."""
+"""After a full disk has space again, everything works without a restart."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         yield disk
 
 
-def test_a_terminal_that_is_a_file_comes_back(disk: Disk) -> None:
+def test_a_terminal_that_is_a_file_gets_lines_again_after_a_full_disk(disk: Disk) -> None:
     with (disk.path / "stderr").open("w", buffering=1) as file:
         output = ProcessOutput(disk.path / "logs", stream=file)
         output.print("before")
@@ -44,7 +44,7 @@ def test_a_model_archive_is_unpacked_when_there_is_space(disk: Disk) -> None:
     assert len(list((disk.path / "models").iterdir())) == 1, "nothing half unpacked is left"
 
 
-def test_the_state_is_refused_in_a_sentence_and_stays_whole(disk: Disk) -> None:
+def test_state_that_cannot_be_written_is_refused_and_stays_whole(disk: Disk) -> None:
     graph = state.GraphRecord(1, "a.yaml", "demo", "ns", "etcd", "nats", "x" * 5000)
     why = "state directory .* cannot be written: No space left on device"
     with state.locked(disk.path) as folder:

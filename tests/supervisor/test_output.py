@@ -41,14 +41,12 @@ def shown(folder: Path, *lines: str, fmt: str = "text") -> str:
         ("terminate called after throwing an instance of 'std::bad_alloc'", True),
     ],
 )
-def test_the_terminal_shows_what_matters_and_the_file_has_all(
-    tmp_path: Path, line: str, visible: bool
-) -> None:
+def test_the_terminal_shows_fewer_lines_than_the_file(tmp_path: Path, line: str, visible: bool) -> None:
     assert (line.split(": ")[-1] in shown(tmp_path, line)) is visible
     assert line.split(": ")[-1] in (tmp_path / "decode-0.log").read_text()
 
 
-def test_foreign_lines_get_the_name_of_their_process_and_ours_stay(tmp_path: Path) -> None:
+def test_lines_of_other_programs_get_the_name_of_their_process(tmp_path: Path) -> None:
     """And steer no terminal."""
     first, second = shown(tmp_path, OURS, "\x1b[31mucx says\x1b[0m \x1b]0;title\x07").splitlines()
     assert first == OURS
@@ -68,7 +66,7 @@ def test_json_lines_are_json_whichever_process_wrote_them(tmp_path: Path) -> Non
     ]
 
 
-def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
+def test_a_closed_terminal_does_not_stop_the_graph(tmp_path: Path) -> None:
     class Gone(StringIO):
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
@@ -81,7 +79,7 @@ def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
     output.close()
 
 
-def test_log_files_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_files_are_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FILE_LIMIT", 1000)
     output = ProcessOutput(tmp_path, stream=StringIO())
     for _ in range(100):
@@ -102,7 +100,7 @@ def test_the_summary_says_how_much_a_worker_can_hold(tmp_path: Path) -> None:
     assert "  decode-0   CPU, 524,288 tokens of KV cache: 128.0 requests of 4,096" in lines
 
 
-async def test_a_terminal_that_is_not_read_holds_no_process(tmp_path: Path) -> None:
+async def test_an_unread_terminal_does_not_block_processes(tmp_path: Path) -> None:
     """Ctrl-S, a lost connection: the graph goes on, and the terminal shows new lines when it is read again."""
     ends, got, whole = os.pipe(), list[str](), 20_000
     reader, written = os.fdopen(ends[0], encoding="utf-8"), os.fdopen(ends[1], "w")
@@ -125,7 +123,7 @@ async def test_a_terminal_that_is_not_read_holds_no_process(tmp_path: Path) -> N
     assert len((tmp_path / "decode-0.log").read_text().splitlines()) == whole + 1
 
 
-def test_a_log_file_that_is_removed_renamed_or_cut_goes_on_under_its_name(tmp_path: Path) -> None:
+def test_a_removed_renamed_or_truncated_log_file_is_continued(tmp_path: Path) -> None:
     """As logrotate does it, with and without `copytruncate`."""
     folder = tmp_path / "logs"
     path, renamed = folder / "decode-0.log", folder / "decode-0.log.old"
@@ -151,7 +149,7 @@ def test_a_log_file_that_is_removed_renamed_or_cut_goes_on_under_its_name(tmp_pa
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_lines_are_dropped_where_there_can_be_no_file(tmp_path: Path) -> None:
+def test_lines_are_dropped_while_a_file_cannot_be_written(tmp_path: Path) -> None:
     troubles: list[str] = []
     folder = tmp_path / "logs"
     file = LogFile(folder / "decode-0.log", troubles.append)

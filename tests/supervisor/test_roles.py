@@ -48,7 +48,7 @@ STARTS_ONCE = f"""
 """
 
 
-async def test_a_role_that_does_not_start_again_is_tried_for_ever_and_reported(tmp_path: Path) -> None:
+async def test_a_role_that_fails_after_a_good_start_is_restarted_for_ever(tmp_path: Path) -> None:
     """The others go on meanwhile."""
     once = STARTS_ONCE % (tmp_path / "first", tmp_path / "first")
     async with Graph(tmp_path, fake(SERVE), fake(once, Role.PREFILL)) as graph:
@@ -75,7 +75,7 @@ SOCKET = f"""
 """
 
 
-async def test_the_sockets_of_a_killed_engine_are_gone_before_it_is_back(tmp_path: Path) -> None:
+async def test_sockets_of_a_killed_engine_are_removed_before_its_restart(tmp_path: Path) -> None:
     """Those of the others stay, until their end."""
     with TemporaryDirectory(dir="/tmp") as short:
         specs = [fake(SOCKET, index=index, VLLM_RPC_BASE_PATH=short) for index in range(2)]
@@ -100,7 +100,7 @@ async def test_ready_without_a_role_that_does_not_start(
 
 
 @pytest.mark.parametrize("part", ["start", "end", "removal"])
-async def test_an_error_about_a_role_ends_no_graph(
+async def test_an_error_while_handling_a_role_does_not_end_the_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     async with Graph(tmp_path, fake(SERVE), fake(SERVE, Role.PREFILL)) as graph:
@@ -130,7 +130,7 @@ async def test_an_error_about_a_role_ends_no_graph(
         assert not graph.running.done()
 
 
-async def test_an_error_about_the_banner_ends_no_graph(tmp_path: Path) -> None:
+async def test_an_error_of_the_summary_does_not_end_the_graph(tmp_path: Path) -> None:
     graph = Graph(tmp_path, fake(SERVE))
     shown = asyncio.Event()
 
@@ -170,7 +170,7 @@ async def test_stops_in_waves(tmp_path: Path) -> None:
     assert not any(map(alive, graph.pids()))
 
 
-async def test_what_serves_before_all_is_ready_drains(
+async def test_ready_roles_drain_before_the_graph_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A role that is killed whenever it starts keeps a graph from being ready for ever; the others serve."""

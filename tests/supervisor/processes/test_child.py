@@ -39,7 +39,7 @@ async def test_every_line_of_both_streams_comes_in_order() -> None:
     assert end == Exit(0, tuple(lines[-30:]))
 
 
-async def test_a_line_that_cannot_be_taken_ends_no_reader() -> None:
+async def test_a_line_that_fails_does_not_end_the_reader() -> None:
     def take(line: str) -> None:
         raise KeyError(line)
 
@@ -47,7 +47,7 @@ async def test_a_line_that_cannot_be_taken_ends_no_reader() -> None:
     assert (end.code, end.last_lines[-1]) == (0, "49")
 
 
-async def test_its_environment_its_stdin_and_a_group_of_its_own_in_our_session() -> None:
+async def test_environment_stdin_process_group_and_session_of_a_child() -> None:
     _, lines = await run(
         "import os, sys; print(os.environ['COLOUR'], repr(sys.stdin.read()))\n"
         "print(os.getpgid(0) == os.getpid(), os.getsid(0))",
@@ -89,7 +89,7 @@ def foreign_memory() -> Iterator[None]:
 @pytest.mark.parametrize(
     "noted", [True, False], ids=["all killed at once", "its tracker and its leader killed"]
 )
-async def test_nothing_of_its_group_and_no_shared_memory_outlives_it(noted: bool) -> None:
+async def test_the_group_and_shared_memory_of_a_child_end_with_it(noted: bool) -> None:
     """Memory goes by its name, which is read from its own processes: what others have is left alone."""
     lines: list[str] = []
     child = start(fake(FORKED), lines.append)

@@ -42,7 +42,7 @@ def _with_pid(pid: int) -> "subprocess.Popen[bytes]":
     raise AssertionError(f"no process got the pid {pid}")
 
 
-async def test_a_guardian_that_was_killed_has_a_successor_that_knows_the_graph() -> None:
+async def test_the_successor_of_a_killed_guardian_knows_the_graph() -> None:
     process = _process("sleep", "600")
     with Guardian(patience=30) as guardian:
         guardian.watch(process.pid)
@@ -53,7 +53,7 @@ async def test_a_guardian_that_was_killed_has_a_successor_that_knows_the_graph()
     assert process.wait(30) == -signal.SIGTERM, "this supervisor is gone"
 
 
-def test_what_a_killed_guardian_left_is_stopped_by_the_next_graph(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_guardian_are_stopped_by_the_next_graph(tmp_path: Path) -> None:
     """Not a process of another graph, nor those of a graph that runs, on a copy of whose folder this one is. And not
     before a guardian that lives has done it, which keeps the lock so long."""
     with state.locked(tmp_path) as folder:
@@ -88,7 +88,7 @@ async def test_a_wave_is_stopped_after_the_one_before_has_ended(tmp_path: Path) 
     assert [role.wait() for role in roles] == [0, 0]
 
 
-def test_a_process_that_got_the_pid_of_one_that_ended_is_not_stopped(tmp_path: Path) -> None:
+def test_a_process_with_a_reused_pid_is_not_stopped(tmp_path: Path) -> None:
     """As where a worker ends by itself while the frontends, which are stopped before it, still drain. In a namespace of
     pids, of which no other process of the machine takes one."""
     code = "import asyncio, pathlib, sys; from tests.supervisor.processes import test_killed as tests; "

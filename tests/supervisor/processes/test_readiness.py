@@ -72,7 +72,7 @@ async def test_an_instance_counts_as_missing_after_long_and_not_before(
         assert await asyncio.wait_for(waiting, 30) >= 0.1
 
 
-async def test_each_frontend_of_the_port_has_to_be_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_frontends_of_the_port_must_be_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of them answers is chance: one that answers again and again says nothing about the other."""
     answers = iter(
         [("a", ""), ("a", ""), ("b", "no worker"), ("a", ""), ("", "refused"), ("b", ""), ("a", "")]
@@ -87,7 +87,7 @@ async def test_each_frontend_of_the_port_has_to_be_ready(monkeypatch: pytest.Mon
     assert missing == ["1 of 2 frontends have answered", "no worker", "refused"]
 
 
-async def test_a_frontend_of_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frontends_are_checked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"frontend": "a"}')

@@ -59,5 +59,5 @@ def test_a_worker_that_never_starts_beside_others_that_do_is_tried_for_ever() ->
     assert decide(runs(FAILED, code=2), POLICY, kind_was_ready=True) == WRONG
 
 
-def test_an_end_by_a_signal_without_a_name_says_its_number() -> None:
+def test_an_exit_by_a_signal_without_a_name_has_its_number() -> None:
     assert str(Exit(-60)) == "killed by signal 60"
