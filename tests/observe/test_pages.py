@@ -46,7 +46,7 @@ async def test_processes_that_do_not_respond_are_left_out(monkeypatch: pytest.Mo
         assert await read_watched([instance("silent", silent)]) == {}
 
 
-async def test_a_hung_process_has_no_pages_but_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_are_503_while_the_event_loop_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pages, "LOOP_TIMEOUT", 0.05)
     with serve_pages("127.0.0.1") as page:
         url = page.metrics.replace("metrics", "watch")
