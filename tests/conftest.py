@@ -36,7 +36,7 @@ CHAOS = ("tests/chaos/test_chaos.py", "tests/test_house.py")
 chaos."""
 ORDER = (
     *ENGINES,
-    "tests/bench/test_compare_command.py",
+    "tests/bench/compare/test_command.py",
     "tests/test_serve_sim.py",
     "tests/cli/test_cli.py",
     "tests/process/test_standalone.py",

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import httpx
 from anyio.from_thread import start_blocking_portal
-from pdserve_bench.launch import plain_vllm
+from pdserve_bench.graphs.launch import plain_vllm
 
 from pdserve.demo import MODEL_DIR
 from pdserve.util.net import free_port

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import psutil
-from pdserve_bench.launch import PDSERVE, ServeRun
+from pdserve_bench.graphs.launch import PDSERVE, ServeRun
 
 from pdserve.util.net import free_port
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from pdserve_bench.launch import PDSERVE
+from pdserve_bench.graphs.launch import PDSERVE
 
 from pdserve.contract.records import Role
 from pdserve.util.net import find_port_holder, free_port

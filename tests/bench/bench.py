@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from pdserve_bench.launch import PDSERVE
+from pdserve_bench.graphs.launch import PDSERVE
 
 
 async def bench(words: str, folder: Path, within: float = 60) -> tuple[int | None, str, str]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pdserve_bench.simulated import simulated, write
+from pdserve_bench.graphs.simulated import simulated, write
 
 from pdserve.cli import main
 

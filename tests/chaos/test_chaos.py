@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pdserve_bench.chaos.catalog import FAULTS
-from pdserve_bench.simulated import simulated, write
+from pdserve_bench.graphs.simulated import simulated, write
 
 from tests.chaos.command import Run
 

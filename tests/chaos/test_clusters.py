@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pdserve_bench.simulated import simulated, write
+from pdserve_bench.graphs.simulated import simulated, write
 
 from tests.chaos.command import Run
 

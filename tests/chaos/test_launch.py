@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from pdserve_bench.launch import SIM_SPEED, derive
-from pdserve_bench.sections import Sections
+from pdserve_bench.graphs.launch import SIM_SPEED, derive
+from pdserve_bench.graphs.sections import Sections
 
 from pdserve.config.load import load
 from pdserve.config.schema import SecuritySection

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import zmq
-from pdserve_bench.chaos.disk import full
-from pdserve_bench.chaos.garbage import _as_frontend, _to_port, payloads, subjects_of
-from pdserve_bench.chaos.weights import _other_weights, turned
-from pdserve_bench.launch import small_disk
-from pdserve_bench.watch import series, total
+from pdserve_bench.chaos.inputs.disk import full
+from pdserve_bench.chaos.inputs.garbage import _as_frontend, _to_port, payloads, subjects_of
+from pdserve_bench.chaos.inputs.weights import _other_weights, turned
+from pdserve_bench.graphs.launch import small_disk
+from pdserve_bench.graphs.watch import series, total
 
 from pdserve.contract.messages import Cancel, Hello
 from pdserve.contract.records import Instance, Role

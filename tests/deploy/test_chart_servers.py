@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pdserve_bench.clusters import HOST, EtcdMember, NatsMember, addresses, cluster
+from pdserve_bench.graphs.clusters import HOST, EtcdMember, NatsMember, addresses, cluster
 
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry

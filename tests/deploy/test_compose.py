@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from pdserve_bench.clusters import EtcdMember, Member, NatsMember, addresses, cluster
+from pdserve_bench.graphs.clusters import EtcdMember, Member, NatsMember, addresses, cluster
 
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pdserve_bench.alone import alone
-from pdserve_bench.launch import PDSERVE, RunningGraph, started
-from pdserve_bench.simulated import simulated, write
+from pdserve_bench.graphs.launch import PDSERVE, RunningGraph, started
+from pdserve_bench.graphs.simulated import simulated, write
+from pdserve_bench.graphs.without_serve import alone
 
 from tests.conditions import until
 from tests.deploy.prometheus import Prometheus, scraping

@@ -23,7 +23,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from pdserve_bench.chaos.cut import _duplicate, _ends
+from pdserve_bench.chaos.processes.network_cut import _duplicate, _ends
 from prometheus_client import REGISTRY
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.ops import logprobs

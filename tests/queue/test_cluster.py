@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from pdserve_bench.clusters import NatsMember, addresses, cluster
+from pdserve_bench.graphs.clusters import NatsMember, addresses, cluster
 
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.jetstream.client import PASSING, short_connection

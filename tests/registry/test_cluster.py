@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from pdserve_bench.chaos.cut import cut_off
-from pdserve_bench.clusters import EtcdMember, addresses, cluster
+from pdserve_bench.chaos.processes.network_cut import cut_off
+from pdserve_bench.graphs.clusters import EtcdMember, addresses, cluster
 
 from pdserve.registry.base import Change
 from pdserve.registry.etcd import EtcdRegistry

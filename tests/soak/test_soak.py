@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from pdserve_bench.fuzz import attack, schema
-from pdserve_bench.fuzz.answers import EXCUSED, problem, twin_problem
+from pdserve_bench.fuzz.corpus import nasties, streamed, unfinished
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzReport
-from pdserve_bench.fuzz.nasties import nasties, streamed, unfinished
 from pdserve_bench.fuzz.request import FuzzRequest
-from pdserve_bench.launch import REAL, StartedGraph, started
-from pdserve_bench.simulated import simulated, write
+from pdserve_bench.fuzz.responses import EXCUSED, problem, twin_problem
+from pdserve_bench.graphs.launch import REAL, StartedGraph, started
+from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.soak.__main__ import soak
 from pdserve_bench.soak.requests import Ending, MixedLoad
 from pdserve_bench.soak.usage import Usage, leaks

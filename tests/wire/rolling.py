@@ -22,9 +22,9 @@ from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case
 from pdserve_bench.chaos.scorecard import Row, score
 from pdserve_bench.client import LoadClient
-from pdserve_bench.launch import PDSERVE, ServerRun, derive, with_thresholds
-from pdserve_bench.simulated import write
-from pdserve_bench.watch import GraphWatch
+from pdserve_bench.graphs.launch import PDSERVE, ServerRun, derive, with_thresholds
+from pdserve_bench.graphs.simulated import write
+from pdserve_bench.graphs.watch import GraphWatch
 
 from pdserve.config.load import load as load_config
 from pdserve.config.schema import Config

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from pdserve_bench.launch import SIM_SPEED
-from pdserve_bench.simulated import simulated, write
+from pdserve_bench.graphs.launch import SIM_SPEED
+from pdserve_bench.graphs.simulated import simulated, write
 
 from pdserve.util.errors import Unavailable
 from tests.wire.rolling import ROOT, build_of, upgrade

@@ -3,21 +3,16 @@
 from collections.abc import Sequence
 
 from pdserve.util.errors import ConfigError
-from pdserve_bench.chaos import (
-    abuse,
-    adapters,
+from pdserve_bench.chaos.inputs import abuse, adapters, disk, features, garbage, weights
+from pdserve_bench.chaos.processes import (
     clocks,
-    disk,
     faults,
-    features,
-    garbage,
     hosts,
     members,
     pause,
     restarts,
     stalls,
     unregistered,
-    weights,
 )
 from pdserve_bench.chaos.scene import Fault
 

@@ -12,18 +12,18 @@ import typer
 
 from pdserve.observe.tables import show
 from pdserve.util.errors import ConfigError
-from pdserve_bench.alone import alone
 from pdserve_bench.chaos.catalog import ALONE_FAULTS, CLUSTER_FAULTS, FAULTS, HOST_FAULTS, choose
-from pdserve_bench.chaos.members import on_clusters
-from pdserve_bench.chaos.pause import HOST_PAUSE, stoppable
+from pdserve_bench.chaos.processes.members import on_clusters
+from pdserve_bench.chaos.processes.pause import HOST_PAUSE, stoppable
 from pdserve_bench.chaos.run import chaos as run_chaos
 from pdserve_bench.chaos.run import of_one_engine
 from pdserve_bench.chaos.scene import Options
 from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, scorecard, verdict
+from pdserve_bench.graphs.launch import CUTTABLE, RunningGraph, started
+from pdserve_bench.graphs.without_serve import alone
 from pdserve_bench.hosts.graph import graph_on_hosts
-from pdserve_bench.launch import CUTTABLE, RunningGraph, started
+from pdserve_bench.measure.runs import INTERRUPTED, run_until_stopped
 from pdserve_bench.progress import say as _say
-from pdserve_bench.runs import INTERRUPTED, run_until_stopped
 
 CARD = "scorecard.json"
 """in the folder that is kept where something went wrong, beside the logs"""

@@ -8,7 +8,7 @@ from itertools import count
 from pdserve_bench.chaos.judge import Judgement, Seen, judge, trace
 from pdserve_bench.chaos.questions import Attempt, Case
 from pdserve_bench.client import LoadClient
-from pdserve_bench.load import ClosedLoop
+from pdserve_bench.measure.load import ClosedLoop
 
 DYING = 2.0
 """seconds after the kill of a frontend in which its port may still take connections, which break by then"""

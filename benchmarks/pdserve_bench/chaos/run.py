@@ -12,17 +12,17 @@ from pdserve.config.load import load as load_config
 from pdserve.contract.records import Role
 from pdserve.util.errors import Unavailable
 from pdserve_bench.chaos import questions
-from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.judge import too_long
 from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.processes.network_cut import Cannot
 from pdserve_bench.chaos.questions import Case
 from pdserve_bench.chaos.scene import Fault, Options, Scene
 from pdserve_bench.chaos.scorecard import Row, score
 from pdserve_bench.client import LoadClient
-from pdserve_bench.launch import RunningGraph, started
-from pdserve_bench.sections import Shape, read_sections, reshape, with_model
-from pdserve_bench.simulated import write
-from pdserve_bench.watch import GraphWatch, listed
+from pdserve_bench.graphs.launch import RunningGraph, started
+from pdserve_bench.graphs.sections import Shape, read_sections, reshape, with_model
+from pdserve_bench.graphs.simulated import write
+from pdserve_bench.graphs.watch import GraphWatch, listed
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pdserve.config.schema import Config
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case
-from pdserve_bench.launch import RunningGraph
-from pdserve_bench.watch import GraphWatch
+from pdserve_bench.graphs.launch import RunningGraph
+from pdserve_bench.graphs.watch import GraphWatch
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from pdserve.observe.tables import table
 from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen
-from pdserve_bench.samples import percentile
-from pdserve_bench.watch import Leftovers
+from pdserve_bench.graphs.watch import Leftovers
+from pdserve_bench.measure.samples import percentile
 
 _COUNTS = ("requests", "failed", "hung", "wrong")
 COLUMNS = ("fault", *_COUNTS, "p99 pause", "recovered", "freed", "leaked", "apart", "")

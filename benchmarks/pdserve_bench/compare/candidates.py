@@ -22,7 +22,7 @@ from pdserve.plan.slots import gpus_needed
 from pdserve.util.errors import ConfigError
 from pdserve_bench.compare.one_engine import one_engine, thread_counts
 from pdserve_bench.compare.systems import GraphSystem, System
-from pdserve_bench.sections import Sections, Shape, reshape, with_model
+from pdserve_bench.graphs.sections import Sections, Shape, reshape, with_model
 
 
 class HardwareKind(StrEnum):

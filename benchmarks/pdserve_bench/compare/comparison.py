@@ -30,8 +30,8 @@ from pdserve_bench.compare.measuring import (
 )
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
 from pdserve_bench.goodput.result import GoodputResult
+from pdserve_bench.graphs.sections import read_sections
 from pdserve_bench.progress import say
-from pdserve_bench.sections import read_sections
 
 _STOP = 12.0
 """seconds at the end of the budget, for what runs to stop"""

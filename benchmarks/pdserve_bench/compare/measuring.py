@@ -14,10 +14,10 @@ from pdserve_bench.compare.recommend import AtLoad, CandidateResult
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import GoodputOptions, Probe, warm_up
 from pdserve_bench.goodput.result import GoodputResult, find_goodput
+from pdserve_bench.measure.runs import Scalable
+from pdserve_bench.measure.samples import percentile
+from pdserve_bench.measure.slo import SHARE, Slo, Tally
 from pdserve_bench.progress import begin
-from pdserve_bench.runs import Scalable
-from pdserve_bench.samples import percentile
-from pdserve_bench.slo import SHARE, Slo, Tally
 
 START_SECONDS = {HardwareKind.CPU: 40.0, HardwareKind.GPU: 120.0, HardwareKind.SIM: 15.0}
 LEAST_REQUESTS = 30

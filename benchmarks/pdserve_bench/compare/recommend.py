@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdserve_bench.samples import wilson
-from pdserve_bench.slo import SHARE, Slo, Tally
+from pdserve_bench.measure.samples import wilson
+from pdserve_bench.measure.slo import SHARE, Slo, Tally
 
 HEADROOM = 1.25
 """times the load that is asked for: what an engine carries beside its ups and downs"""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.launch import plain_vllm, started
-from pdserve_bench.simulated import write
+from pdserve_bench.graphs.launch import plain_vllm, started
+from pdserve_bench.graphs.simulated import write
 
 
 class System(Protocol):

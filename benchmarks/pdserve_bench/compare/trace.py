@@ -18,9 +18,9 @@ import msgspec
 
 from pdserve.util.errors import ConfigError
 from pdserve_bench.endpoint import Endpoint, Prompts
-from pdserve_bench.load import arrivals
-from pdserve_bench.runs import OpenLoop, Workload
-from pdserve_bench.samples import percentile
+from pdserve_bench.measure.load import arrivals
+from pdserve_bench.measure.runs import OpenLoop, Workload
+from pdserve_bench.measure.samples import percentile
 
 BLOCK = 512
 """tokens of a hash id"""

@@ -4,7 +4,7 @@
     python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
 Starts a graph of its own with simulated engines (with --real those of configs/local.yaml). First come the requests that
-were made by hand (`nasties.py`), then the same as streams, which must have the same status, then from clients that
+were made by hand (`corpus.py`), then the same as streams, which must have the same status, then from clients that
 disconnect at a random moment, then --requests by schemathesis, from the graph's own /openapi.json. Beside them a client
 with known answers asks all the time. Findings, each with a command that sends it again: a 5xx, a malformed answer (an
 error in no dialect, a stream without its end), no answer in time; and whatever is left behind: KV blocks, requests,
@@ -23,11 +23,11 @@ from pathlib import Path
 
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.fuzz import attack, schema
+from pdserve_bench.fuzz.corpus import nasties, streamed, unfinished
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
-from pdserve_bench.fuzz.nasties import nasties, streamed, unfinished
-from pdserve_bench.launch import REAL, started
+from pdserve_bench.graphs.launch import REAL, started
+from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.options import program
-from pdserve_bench.simulated import simulated, write
 
 FINDINGS = Path("fuzz-findings")
 """a folder for the bodies that no command line takes"""

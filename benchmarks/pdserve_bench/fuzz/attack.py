@@ -25,8 +25,8 @@ from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.client import HttpConnection, post, send_unread
 from pdserve_bench.endpoint import key_headers
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
-from pdserve_bench.launch import ServerRun, started
-from pdserve_bench.simulated import simulated
+from pdserve_bench.graphs.launch import ServerRun, started
+from pdserve_bench.graphs.simulated import simulated
 
 SIMULATED = simulated(
     {"step-seconds": 0.02, "prefill-rate": 50000},

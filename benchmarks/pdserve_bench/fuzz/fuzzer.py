@@ -23,11 +23,11 @@ from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import known, learn
 from pdserve_bench.client import Exchange, HttpConnection, LoadClient, completion, trusted
-from pdserve_bench.fuzz.answers import is_excused, problem, twin_problem
 from pdserve_bench.fuzz.request import FuzzRequest
-from pdserve_bench.load import side_by_side
+from pdserve_bench.fuzz.responses import is_excused, problem, twin_problem
+from pdserve_bench.graphs.watch import GraphWatch
+from pdserve_bench.measure.load import side_by_side
 from pdserve_bench.soak.usage import Picture, leaks, picture
-from pdserve_bench.watch import GraphWatch
 
 CONCURRENCY = 32
 TIMEOUT = 60.0

@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from pdserve_bench.fuzz.answers import EXCUSED
+from pdserve_bench.fuzz.responses import EXCUSED
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 """Not the others: vLLM ignores fields that it does not know, and refuses values that no schema can describe."""

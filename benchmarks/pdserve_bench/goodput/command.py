@@ -9,6 +9,9 @@ from pdserve.cli.options import GraphFile
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts, server_url
 from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.goodput.result import GoodputResult, find_goodput, report_of
+from pdserve_bench.measure.report import check_outputs
+from pdserve_bench.measure.runs import PATIENCE, PoissonRequests, run_and_show
+from pdserve_bench.measure.slo import read_slo
 from pdserve_bench.options import (
     AnswerLen,
     ApiKey,
@@ -22,9 +25,6 @@ from pdserve_bench.options import (
     Ttft,
     seed_of,
 )
-from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import PATIENCE, PoissonRequests, run_and_show
-from pdserve_bench.slo import read_slo
 
 
 def goodput(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pdserve.util.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.foreign import ForeignLoad
-from pdserve_bench.runs import LoadRun, Scalable
-from pdserve_bench.samples import wilson
-from pdserve_bench.slo import SHARE, Slo, Tally
+from pdserve_bench.measure.foreign_cpu import ForeignLoad
+from pdserve_bench.measure.runs import LoadRun, Scalable
+from pdserve_bench.measure.samples import wilson
+from pdserve_bench.measure.slo import SHARE, Slo, Tally
 
 _IDLE_WITHIN = 60.0
 _WARM_WITHIN = 120.0

@@ -14,11 +14,11 @@ from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
 from pdserve_bench.goodput.search import GoodputSearch
+from pdserve_bench.measure.report import Cell, Column, Report, Rows
+from pdserve_bench.measure.runs import LoadRun, Scalable
+from pdserve_bench.measure.samples import CONFIDENCE, percentile, wilson
+from pdserve_bench.measure.slo import Slo, Tally
 from pdserve_bench.progress import begin, say
-from pdserve_bench.report import Cell, Column, Report, Rows
-from pdserve_bench.runs import LoadRun, Scalable
-from pdserve_bench.samples import CONFIDENCE, percentile, wilson
-from pdserve_bench.slo import Slo, Tally
 
 _WARM_SECONDS, _WARM_RATE = 4.0, 4.0
 _STALLED = 0.25

@@ -13,8 +13,8 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from pdserve_bench.samples import falling, wilson
-from pdserve_bench.slo import SHARE
+from pdserve_bench.measure.samples import falling, wilson
+from pdserve_bench.measure.slo import SHARE
 
 TRIES = 3
 _STEP = 2.0

@@ -20,8 +20,7 @@ from pdserve.security.credentials import create
 from pdserve.supervisor.servers.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.state import GraphRecord
 from pdserve.util.errors import Unavailable
-from pdserve_bench.hosts.network import Host, HostProcess, Network, network
-from pdserve_bench.launch import (
+from pdserve_bench.graphs.launch import (
     CUTTABLE,
     PDSERVE,
     START_WITHIN,
@@ -29,8 +28,9 @@ from pdserve_bench.launch import (
     derive,
     with_thresholds,
 )
-from pdserve_bench.simulated import write
-from pdserve_bench.watch import GraphWatch
+from pdserve_bench.graphs.simulated import write
+from pdserve_bench.graphs.watch import GraphWatch
+from pdserve_bench.hosts.network import Host, HostProcess, Network, network
 
 SERVERS = "servers"
 ROLES = (Role.FRONTEND, Role.DECODE, Role.PREFILL)

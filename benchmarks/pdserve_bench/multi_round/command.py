@@ -9,12 +9,12 @@ from pdserve.cli.options import GraphFile
 from pdserve.util.errors import Unavailable
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers, server_url
+from pdserve_bench.measure.report import check_outputs
+from pdserve_bench.measure.runs import LoadRun, run_and_show
 from pdserve_bench.multi_round.summary import MultiRoundResult
 from pdserve_bench.multi_round.workload import MultiRound, Texts
 from pdserve_bench.options import ApiKey, BaseUrl, Json, Model, Seed, seed_of
 from pdserve_bench.progress import begin, say
-from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import LoadRun, run_and_show
 
 
 def multi_round(

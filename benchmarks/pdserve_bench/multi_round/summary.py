@@ -8,10 +8,10 @@ from typing import Any
 from pdserve.util import clock
 from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.measure.report import Cell, Column, Report, Rows
+from pdserve_bench.measure.runs import LoadRun
+from pdserve_bench.measure.samples import percentile
 from pdserve_bench.multi_round.workload import MultiRound, Question
-from pdserve_bench.report import Cell, Column, Report, Rows
-from pdserve_bench.runs import LoadRun
-from pdserve_bench.samples import percentile
 
 _LATE = 0.05
 """seconds: TTFTs are not much more exact than this program is punctual"""

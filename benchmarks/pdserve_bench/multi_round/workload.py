@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.runs import LoadRun
+from pdserve_bench.measure.runs import LoadRun
 
 _QUESTION_TOKENS = 25
 _VOCABULARY = """

@@ -13,9 +13,9 @@ from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import JUDGE_LATER, Canary, Probe, probe, warm_up
+from pdserve_bench.measure.runs import Scalable
+from pdserve_bench.measure.slo import Slo
 from pdserve_bench.progress import begin
-from pdserve_bench.runs import Scalable
-from pdserve_bench.slo import Slo
 
 SETTLED = 0.5
 """seconds until all processes go by new settings"""

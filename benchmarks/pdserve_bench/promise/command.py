@@ -10,12 +10,12 @@ from pdserve.contract.slo import parse_duration
 from pdserve.registry import connect
 from pdserve.util.errors import ConfigError
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
+from pdserve_bench.measure.report import check_outputs
+from pdserve_bench.measure.runs import PoissonRequests, run_and_show
+from pdserve_bench.measure.slo import Slo
 from pdserve_bench.options import AnswerLen, ApiKey, Json, Model, PromptTokens, Seed, rates_of, seed_of
 from pdserve_bench.promise.arms import OFF, WAYS, ArmsRun, Switch, arm_of, compare_arms
 from pdserve_bench.promise.result import report_of
-from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import PoissonRequests, run_and_show
-from pdserve_bench.slo import Slo
 
 PATIENCE = 30.0
 """seconds until a request without an end has failed"""

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pdserve_bench.client import Outcome
 from pdserve_bench.goodput.measure import Probe
 from pdserve_bench.goodput.search import GoodputSearch
+from pdserve_bench.measure.report import Cell, Column, Report, Rows
+from pdserve_bench.measure.samples import percentile
+from pdserve_bench.measure.slo import SHARE, Slo, Tally
 from pdserve_bench.promise.arms import OFF, WAYS, Arm, ArmsRun
-from pdserve_bench.report import Cell, Column, Report, Rows
-from pdserve_bench.samples import percentile
-from pdserve_bench.slo import SHARE, Slo, Tally
 
 _COUNTS = ("requests", "kept", "broke TTFT", "broke gap", "failed")
 Figures = Mapping[str, float | None]

@@ -22,12 +22,12 @@ from pathlib import Path
 from pdserve.observe.tables import show, table
 from pdserve.registry import connect
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.launch import REAL, started
+from pdserve_bench.graphs.launch import REAL, started
+from pdserve_bench.graphs.simulated import simulated, write
+from pdserve_bench.graphs.watch import GraphWatch
 from pdserve_bench.options import program
-from pdserve_bench.simulated import simulated, write
 from pdserve_bench.soak.requests import MixedLoad
 from pdserve_bench.soak.usage import MARGINS, Picture, leaks, nats_keeps, picture
-from pdserve_bench.watch import GraphWatch
 
 SIMULATED = simulated(
     {"step-seconds": 0.005, "prefill-rate": 20000}, common={"num-gpu-blocks-override": 1024}

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from pdserve_bench.client import Exchange, HttpConnection
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.load import side_by_side
+from pdserve_bench.measure.load import side_by_side
 
 CONCURRENCY = 16
 TIMEOUT = 120.0

@@ -12,7 +12,7 @@ from pdserve.contract.records import Instance
 from pdserve.observe.process_pages import read_loads
 from pdserve.queue.jetstream.client import short_connection
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.watch import held, series
+from pdserve_bench.graphs.watch import held, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
 """by how much each may be above where it was. Threads: pools (asyncio's, gRPC's) fill up as they are needed.

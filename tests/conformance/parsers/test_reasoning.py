@@ -7,7 +7,7 @@ from tests.conformance.answers import Request
 from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Body, body, refused, table, whole
 from tests.conformance.pair import Pair
 from tests.conformance.parsers.thinking import NOT_THINKING
-from tests.conformance.test_structured import FORECAST, schema
+from tests.conformance.responses.test_structured import FORECAST, schema
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 

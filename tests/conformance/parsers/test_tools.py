@@ -10,7 +10,7 @@ from tests.conformance.asking import CHAT, MESSAGES, RESPONSES, Body, body, refu
 from tests.conformance.pair import Pair
 from tests.conformance.parsers.thinking import NOT_THINKING
 from tests.conformance.prompts import long
-from tests.conformance.test_structured import FORECAST, NO_SPACES
+from tests.conformance.responses.test_structured import FORECAST, NO_SPACES
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 

@@ -14,7 +14,7 @@ from tests.conformance.answers import differences, events_of
 from tests.conformance.asking import CHAT, Body, body
 from tests.conformance.parsers.test_tools import HELLO, written
 from tests.conformance.parsers.thinking import Thinking
-from tests.conformance.test_structured import schema
+from tests.conformance.responses.test_structured import schema
 from tests.real import KEY
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]

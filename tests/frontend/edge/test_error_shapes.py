@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[bytes, dict[str, str], int]] = {
     "a wrong key": (ask(), {"authorization": "Bearer wrong"}, 401),
     "a long head": (ask(), {"x": "y" * 70_000}, 431),
 }
-"""what the edge answers by itself, or was a traceback once; the others are in tests/conformance/test_errors.py"""
+"""What the edge answers itself; the other errors are in tests/conformance/routes/test_errors.py."""
 
 
 def check_shape(path: str, answer: httpx.Response) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pdserve_bench.chaos.faults import damage
+from pdserve_bench.chaos.processes.faults import damage
 
 from pdserve import queue, registry
 from pdserve.config.schema import Config

@@ -1,0 +1,120 @@
+"""Clients that harm others: one that reads nothing, and one whose request kills the engine that computes it."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from urllib.parse import urlsplit
+
+from pdserve.contract.records import Role
+from pdserve_bench.chaos.processes.network_cut import Cannot
+from pdserve_bench.chaos.questions import LONGEST, Attempt, simulated
+from pdserve_bench.chaos.scene import Fault, Scene
+from pdserve_bench.client import Exchange, LoadClient, post, send_unread
+
+GREEDY, POLITE = "127.0.0.2", "127.0.0.3"
+STREAMS = 200
+OUTPUT = 1000
+BEYOND = 5.0
+"""seconds that a client beside may wait longer than without these streams, for an answer or for a token"""
+QUIET = 3
+ASK_EVERY = 1.0
+MOST_DEAD = 2
+
+
+async def read_nothing(scene: Scene) -> float | None:
+    """The polite client comes from an address of its own, as the load does from a third."""
+    address = urlsplit(scene.running.graph.url)
+    if address.hostname not in ("127.0.0.1", "localhost"):
+        raise Cannot("the frontend is not on this machine's loopback")
+    assert scene.config.frontend is not None
+    quiet = max([await _wait_of_polite(scene) for _ in range(QUIET)])
+    calm, began, waits = _longest_pause(scene.load.done), time.monotonic(), list[float]()
+    with ExitStack() as stack:
+        for number in range(STREAMS):
+            if sock := await asyncio.to_thread(_unread, scene, number):
+                stack.enter_context(sock)
+        scene.say(f"{STREAMS} streams of {OUTPUT} tokens that are not read, from {GREEDY}")
+        end = time.monotonic() + max(scene.config.frontend.write_timeout, scene.options.hold)
+        while time.monotonic() < end:
+            waits.append(await _wait_of_polite(scene))
+            await asyncio.sleep(ASK_EVERY)
+    recovered = await scene.recovery()
+    paused = _longest_pause(attempt for attempt in scene.load.done if attempt.ended > began)
+    for client, most, usual in ((POLITE, max(waits), quiet), ("the load's address", paused, calm)):
+        told = f"a client from {client} waited {most:.1f} s at most, {usual:.1f} s before"
+        scene.say(told)
+        if most > usual + BEYOND:
+            scene.amiss.append(f"{told}: streams that are not read may cost {BEYOND:g} s")
+    return recovered
+
+
+def _longest_pause(attempts: Iterable[Attempt]) -> float:
+    """Seconds that any of these waited for a token; 0 if none was streamed."""
+    return max((attempt.longest_wait for attempt in attempts if attempt.case.stream), default=0.0)
+
+
+def _unread(scene: Scene, number: int) -> socket.socket | None:
+    """None if it is refused: that is an answer too."""
+    url = scene.running.graph.url
+    body = {
+        "model": scene.running.graph.model,
+        "prompt": [300 + number, 301, 302],
+        "max_tokens": OUTPUT,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with suppress(OSError):
+        return send_unread(url, post(url, body), GREEDY)
+    return None
+
+
+async def _ask(scene: Scene, prompt: Sequence[int], source: str = "") -> Exchange:
+    body = {"model": scene.running.graph.model, "prompt": list(prompt), "max_tokens": 4, "ignore_eos": True}
+    exchange = Exchange(body)
+    await LoadClient(scene.running.graph.url, source=source).ask(exchange, scene.options.patience)
+    return exchange
+
+
+async def _wait_of_polite(scene: Scene) -> float:
+    """Seconds until a short request was answered; one that is refused has waited as long as is allowed."""
+    exchange = await _ask(scene, [400, 401], POLITE)
+    waited = exchange.ended - exchange.started
+    return max(waited, scene.options.patience) if exchange.error else waited
+
+
+UNREAD_STREAMS = Fault(
+    "unread-streams",
+    f"{STREAMS} streams from {GREEDY} that are not read; {POLITE} is served nevertheless",
+    read_nothing,
+)
+
+
+async def poison(scene: Scene) -> float | None:
+    """A short one, which meets decode workers alone, and a long one, which meets prefill workers first."""
+    model = simulated(scene.config)
+    if model is None or not model.fatal_token:
+        raise Cannot("only simulated engines with a fatal-token are killed by a prompt")
+    for length in (8, 8 * scene.config.decode.max_local_prefill_length if scene.config.decode else 8):
+        before = await _workers(scene)
+        exchange = await _ask(scene, [model.fatal_token] * min(length, LONGEST))
+        recovered = await scene.recovery()
+        dead = before - await _workers(scene)
+        scene.say(f"poison of {length} tokens: {len(dead)} workers died, {exchange.error}")
+        if len(dead) > MOST_DEAD:
+            scene.amiss.append(f"{len(dead)} workers died of one poison: {', '.join(sorted(dead))}")
+        if not 400 <= exchange.status < 600 or exchange.status == 503:
+            scene.amiss.append(f"poison of {length} tokens ended with {exchange.error or 'an answer'}")
+        if not dead:
+            scene.amiss.append("no worker died: it was no poison")
+    return recovered
+
+
+async def _workers(scene: Scene) -> set[str]:
+    return {instance.id for instance in await scene.watch.instances(Role.DECODE, Role.PREFILL)}
+
+
+POISON = Fault(
+    "poison", "requests that kill the engine that they meet (simulated engines)", poison, kills_decode=True
+)

@@ -1,0 +1,77 @@
+"""A LoRA adapter that is unloaded under load: what asks for it by then has its answers, at other workers too, and what
+asks for it later does not get another's."""
+
+import asyncio
+
+import httpx
+
+from pdserve.config.lora_modules import static_adapters
+from pdserve_bench.chaos.inputs.features import answers, begin, compare, count_running, of_text
+from pdserve_bench.chaos.processes.faults import Harm, Target, harm
+from pdserve_bench.chaos.processes.network_cut import Cannot
+from pdserve_bench.chaos.scene import Fault, Scene
+
+NAME = "chaos"
+ROUNDS = 3
+MANY = 20
+"""connections, which reach each of the frontends"""
+LOOK_EVERY = 0.01
+"""seconds"""
+
+
+async def unload(scene: Scene) -> float | None:
+    """The adapter is one of the graph's file, under another name: so the right answers are known."""
+    assert scene.config.decode is not None
+    adapters, seconds = static_adapters(scene.config.decode.engine_args), None
+    if not adapters:
+        raise Cannot("the graph's file names no adapter (lora-modules)")
+    (known, path), *_ = adapters.items()
+    bodies = of_text(scene)
+    right = await answers(scene, [{**body, "model": known} for body in bodies])
+    for turn in range(ROUNDS):
+        await _post(scene, "load", {"lora_name": NAME, "lora_path": path})
+        await _until_listed(scene)
+        asked, running = begin(
+            scene, [{**body, "model": NAME, "cache_salt": f"{NAME}-{turn}"} for body in bodies]
+        )
+        while not running.done() and not all(each.arrivals for each in asked):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY)
+        count_running(scene, asked)
+        await _post(scene, "unload", {"lora_name": NAME})
+        if turn == ROUNDS - 1:
+            seconds = await harm(scene, Target.DECODE, Harm.KILL)
+        await running
+        compare(scene, [each.error or each.tokens for each in asked], right)
+        (late,), asking = begin(scene, [{**bodies[0], "model": NAME}])
+        await asking
+        if late.status != 404:
+            scene.amiss.append(f"a request for an adapter that is not there was answered {late.status}")
+    return seconds
+
+
+async def _post(scene: Scene, what: str, body: dict[str, str]) -> None:
+    """Raises Cannot where the graph does not allow it."""
+    async with httpx.AsyncClient(base_url=scene.running.graph.url, timeout=90, trust_env=False) as client:
+        answer = await client.post(f"/v1/{what}_lora_adapter", json=body)
+    if answer.status_code == 404 and what == "load":
+        raise Cannot("set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: nothing may be loaded at run time")
+    if answer.status_code != 200:
+        scene.amiss.append(f"{what} of an adapter was answered {answer.status_code}: {answer.text}")
+
+
+async def _until_listed(scene: Scene) -> None:
+    """By all frontends, which share a port: those that were not asked to load it read of it a moment later."""
+    listed = 0
+    async with asyncio.timeout(scene.options.recover_within):
+        while listed < MANY:
+            async with httpx.AsyncClient(base_url=scene.running.graph.url, trust_env=False) as client:
+                found = (await client.get("/v1/models")).json()["data"]
+            listed = listed + 1 if NAME in {each["id"] for each in found} else 0
+
+
+ADAPTER_UNLOAD = Fault(
+    "adapter-unload",
+    "a LoRA adapter is unloaded while requests have it, three times, and then one of their decode workers killed",
+    unload,
+    kills_decode=True,
+)

@@ -1,0 +1,303 @@
+"""Kills in the middle of what a graph does only where its file says so: drafts, KV from host memory, ranks, pictures,
+batches. Each has requests of its own beside the load, which must have the answers of before."""
+
+import asyncio
+import base64
+import json
+import random
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from pdserve.config.schema import kebab
+from pdserve.contract.records import Role
+from pdserve.util.errors import Unavailable
+from pdserve_bench.chaos.processes.faults import Harm, Target, Victim, harm
+from pdserve_bench.chaos.processes.network_cut import Cannot
+from pdserve_bench.chaos.processes.restarts import described
+from pdserve_bench.chaos.questions import endless, prompt_lengths
+from pdserve_bench.chaos.scene import Fault, Scene
+from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, completion
+from pdserve_bench.graphs.launch import family
+from pdserve_bench.graphs.sections import read_sections
+
+Body = Mapping[str, object]
+AT_ONCE, LINES = 4, 24
+"""requests of a feature's own; lines of a batch"""
+OUTPUT = 300
+"""tokens of an answer, so that it is not over when its worker is killed"""
+LOOK_EVERY = 0.01
+"""seconds"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    bodies: Callable[[Scene], list[Body]]
+    strike: Callable[[Scene], Awaitable[float | None]]
+    """returns what `Scene.recovery` said"""
+    enough: Callable[[list[bool]], bool] = all
+    """when to strike, by which requests have tokens"""
+    prepare: Callable[[Scene, Sequence[Body]], Awaitable[None]] | None = None
+    key: str = ""
+    """of the graph's file, without which there is nothing of it"""
+    series: tuple[str, ...] = ()
+    """in a line of the workers' pages, which grows where it is in use"""
+
+
+async def play(scene: Scene, feature: Trial) -> float | None:
+    sections = read_sections(Path(scene.running.graph.config))
+    if feature.key and feature.key not in {kebab(key) for section in sections.values() for key in section}:
+        raise Cannot(_lacking(feature.key))
+    bodies = feature.bodies(scene)
+    right = await answers(scene, bodies)
+    before = await _counted(scene, feature.series)
+    if feature.prepare:
+        await feature.prepare(scene, bodies)
+    asked, running = begin(scene, bodies)
+    while not running.done() and not feature.enough([bool(each.arrivals) for each in asked]):  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_EVERY)
+    count_running(scene, asked)
+    seconds = await feature.strike(scene)
+    await running
+    compare(scene, [each.error or each.tokens for each in asked], right)
+    if feature.enough is any and not any(each.prefill == "remote" for each in asked):
+        scene.amiss.append("no prompt of its own was prefilled remotely")
+    after = await _counted(scene, feature.series)
+    if feature.series and not any(after[name] > before.get(name, 0) for name in after):
+        scene.amiss.append(f"nothing was counted of {' with '.join(feature.series)}")
+    return seconds
+
+
+async def answers(scene: Scene, bodies: Sequence[Body]) -> list[list[int]]:
+    """Tokens of the undisturbed graph. Raises Unavailable where it has none."""
+    asked, running = begin(scene, [{**body, "cache_salt": "undisturbed"} for body in bodies])
+    await running
+    if errors := {each.error for each in asked if each.error}:
+        raise Unavailable(f"the undisturbed graph failed a request: {errors.pop()}")
+    return [each.tokens for each in asked]
+
+
+def begin(scene: Scene, bodies: Sequence[Body]) -> "tuple[list[Exchange], asyncio.Future[list[None]]]":
+    """Ask them all at once."""
+    client, within = LoadClient(scene.running.graph.url), 2 * scene.options.patience
+    asked = [Exchange(body) for body in bodies]
+    paths = [CHAT if "messages" in body else COMPLETIONS for body in bodies]
+    jobs = (client.ask(each, within, path) for each, path in zip(asked, paths, strict=True))
+    return asked, asyncio.gather(*jobs)
+
+
+def count_running(scene: Scene, asked: Sequence[Exchange]) -> None:
+    """Now that the fault happens."""
+    running = sum(not each.ended for each in asked)
+    scene.say(f"{running} requests of its own in flight")
+    if not running:
+        scene.amiss.append("none of its own requests was in flight")
+
+
+def compare(scene: Scene, found: Sequence[object], right: Sequence[list[int]]) -> None:
+    """`found`: tokens, or what went wrong."""
+    for each, expected in zip(found, right, strict=True):
+        if each != expected:
+            scene.amiss.append(f"a request of its own: {each if isinstance(each, str) else 'wrong tokens'}")
+
+
+def of_text(scene: Scene, count: int = AT_ONCE) -> list[Body]:
+    lengths = prompt_lengths(scene.config, 2048)
+    cases = islice(endless(lengths, scene.options.seed + scene.turn), count)
+    model = scene.running.graph.model
+    return [replace(case, stream=True, max_tokens=OUTPUT).body(model) for case in cases]
+
+
+async def _counted(scene: Scene, series: tuple[str, ...]) -> dict[str, float]:
+    """By instance."""
+    pages = await scene.watch.metrics(Role.DECODE, Role.PREFILL) if series else {}
+    return {
+        instance: sum(value for line, value in page.items() if all(part in line for part in series))
+        for instance, page in pages.items()
+    }
+
+
+# KV from host memory
+
+
+def _conversations(scene: Scene) -> list[Body]:
+    """Their last questions are long enough to be prefilled remotely."""
+    dice = random.Random(scene.options.seed)
+    prompts = [[dice.randint(300, 999) for _ in range(1400)] for _ in range(AT_ONCE)]
+    return [completion(scene.running.graph.model, prompt, OUTPUT, cache_salt="kept") for prompt in prompts]
+
+
+async def _begin_conversations(scene: Scene, bodies: Sequence[Body]) -> None:
+    """The first questions; then enough others that their KV leaves the caches."""
+    first = [{**body, "prompt": body["prompt"][:1000], "max_tokens": 8} for body in bodies]  # type: ignore[index]
+    others = [{**body, "cache_salt": f"others {turn}"} for turn in range(3) for body in first]
+    for body in (*first, *others):
+        (asked,), running = begin(scene, [body])
+        await running
+        if asked.error:
+            scene.amiss.append(f"a first question: {asked.error}")
+
+
+# ranks
+
+
+async def _kill_rank(scene: Scene) -> float | None:
+    """Raises Cannot where no decode worker has a second rank."""
+    for worker in await scene.watch.instances(Role.DECODE):
+        for process in family(worker.pid):
+            if "(VLLM::Worker_TP1" in described(process):
+                scene.say(f"{worker.id}: rank 1 is process {process.pid}")
+                scene.victims.append(f"rank 1 of {worker.id}")
+                scene.gone.add(worker.id)
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+                return await scene.recovery()
+    raise Cannot("no decode worker has a second rank (tensor-parallel-size: 2)")
+
+
+# pictures
+
+
+def _of_pictures(scene: Scene) -> list[Body]:
+    """Each one of noise, as PPM: a header and its pixels."""
+    bodies: list[Body] = []
+    for number in range(AT_ONCE):
+        pixels = random.Random(number).randbytes(3 * 64 * 64)
+        url = f"data:image/x-portable-pixmap;base64,{base64.b64encode(b'P6 64 64 255 ' + pixels).decode()}"
+        text = {"type": "text", "text": "What is it? " * 30}
+        parts = [{"type": "image_url", "image_url": {"url": url}}, text]
+        body = completion(scene.running.graph.model, "", OUTPUT)
+        del body["prompt"]
+        bodies.append(body | {"messages": [{"role": "user", "content": parts}]})
+    return bodies
+
+
+# batches
+
+
+async def batch(scene: Scene) -> float | None:
+    """The frontend that works on a batch is killed: each line is answered exactly once."""
+    assert scene.config.frontend is not None
+    if (folder := scene.config.frontend.batches) is None:
+        raise Cannot(_lacking("batches"))
+    sizes = range(10, OUTPUT + 10, OUTPUT // 10)
+    bodies = [
+        {**body, "stream": False, "max_tokens": size}
+        for body, size in zip(of_text(scene, LINES), cycle(sizes), strict=False)
+    ]
+    right = await answers(scene, bodies)
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    async with httpx.AsyncClient(base_url=f"{scene.running.graph.url}/v1", trust_env=False) as client:
+        file = await client.post(
+            "/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)}
+        )
+        asked = {"input_file_id": file.json()["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        name = (await client.post("/batches", json=asked)).json()["id"]
+    async with asyncio.timeout(scene.options.recover_within):
+        begun = await _until(scene, name, lambda found: found["request_counts"]["completed"] >= LINES // 5)
+    scene.say(f"killing what works on a batch: {begun['request_counts']}")
+    holder = _holder(folder / "lock")
+    frontends = await scene.watch.instances(Role.FRONTEND)
+    victim = next(Victim(each.id, each.pid) for each in frontends if each.pid == holder)
+    seconds = await harm(scene, Target.FRONTEND, Harm.KILL, victim)
+    async with asyncio.timeout(scene.options.recover_within):
+        ended = await _until(scene, name, lambda found: found["status"] not in ("validating", "in_progress"))
+    async with httpx.AsyncClient(base_url=f"{scene.running.graph.url}/v1", trust_env=False) as client:
+        text = (await client.get(f"/files/{ended['output_file_id']}/content")).text
+    results = sorted(map(json.loads, text.splitlines()), key=lambda result: int(result["custom_id"]))
+    if [result["custom_id"] for result in results] != [line["custom_id"] for line in lines]:
+        scene.amiss.append(f"a batch of {LINES} lines has {len(results)} answers: {ended['request_counts']}")
+    else:
+        compare(scene, [result["response"]["body"]["choices"][0]["token_ids"] for result in results], right)
+    return seconds
+
+
+async def _until(scene: Scene, name: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Ask for the batch, on a connection of its own each time, until it is so."""
+    while True:
+        with suppress(httpx.TransportError):
+            async with httpx.AsyncClient(trust_env=False) as client:
+                found = (await client.get(f"{scene.running.graph.url}/v1/batches/{name}")).json()
+            if true(found):
+                return dict(found)
+        await asyncio.sleep(LOOK_EVERY)
+
+
+def _holder(file: Path) -> int:
+    """The process that holds the lock. Raises LookupError where none does."""
+    inode = f":{file.stat().st_ino} "
+    for line in Path("/proc/locks").read_text().splitlines():
+        if inode in line and "->" not in line:
+            return int(line.split()[4])
+    raise LookupError("no process works on batches")
+
+
+def _lacking(key: str) -> str:
+    return f"the graph's file has no {key}: --only with this row's name adds it"
+
+
+def _fault(name: str, told: str, feature: Trial, adds: Mapping[str, Body]) -> Fault:
+    kills_decode = feature.strike is not _kill_prefill
+    return Fault(name, told, partial(play, feature=feature), kills_decode=kills_decode, adds=adds)
+
+
+_kill_decode = partial(harm, target=Target.DECODE, how=Harm.KILL)
+_kill_prefill = partial(harm, target=Target.PREFILL, how=Harm.KILL)
+_DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+_HOST = {"kv-offload": "512MiB", "num-gpu-blocks-override": 450}
+"""a cache of 14,400 tokens, in which all that runs has room, beside 70,000 of the demo model in host memory"""
+_ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
+_FROM_HOST = ("vllm:prompt_tokens_cached_by_source_total", 'source="host"')
+_CONVERSATIONS = Trial(_conversations, _kill_decode, all, _begin_conversations, "kv-offload", _FROM_HOST)
+_OFFLOAD = {"VllmWorker": _HOST, "PrefillWorker": _HOST}
+
+FEATURES: tuple[Fault, ...] = (
+    Fault(
+        "batch-kill",
+        "SIGKILL of the frontend that works on a batch",
+        batch,
+        adds={"Frontend": {"batches": "batches"}},
+    ),
+    _fault(
+        "draft-kill",
+        "one decode worker of those that look drafts up: SIGKILL in the middle of answers",
+        Trial(of_text, _kill_decode, key="speculative-config", series=_ACCEPTED),
+        {"VllmWorker": {"speculative-config": _DRAFTS}},
+    ),
+    _fault(
+        "offload-decode-kill",
+        "one decode worker: SIGKILL while conversations go on whose KV came from host memory",
+        _CONVERSATIONS,
+        _OFFLOAD,
+    ),
+    _fault(
+        "offload-prefill-kill",
+        "one prefill worker: SIGKILL while it takes conversations up from host memory",
+        replace(_CONVERSATIONS, strike=_kill_prefill, enough=any),
+        _OFFLOAD,
+    ),
+    _fault(
+        "rank-kill",
+        "a decode worker of two ranks, beside prefill workers of one: SIGKILL of a rank",
+        Trial(of_text, _kill_rank, key="tensor-parallel-size"),
+        {"VllmWorker": {"tensor-parallel-size": 2}},
+    ),
+    _fault(
+        "picture-kill",
+        "one prefill worker: SIGKILL while pictures are prefilled",
+        Trial(_of_pictures, _kill_prefill, any),
+        {},
+    ),
+)

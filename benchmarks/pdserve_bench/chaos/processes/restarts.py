@@ -1,0 +1,167 @@
+"""Deaths at bad moments: of workers that are still starting, again and again, and of `serve` itself."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import psutil
+
+from pdserve.contract.records import Role
+from pdserve.util import clock
+from pdserve_bench.chaos.processes.network_cut import Cannot
+from pdserve_bench.chaos.scene import Fault, Scene
+from pdserve_bench.graphs.launch import StartedGraph
+
+KILLING = 3.3
+EVERY = (3.0, 6.0)
+AGAIN = (1, 2, 3, 4)
+"""how many times in a row the worker's next lives end while they start"""
+YOUNG = (0.2, 1.5)
+TICK = 0.2
+BEFORE = 0.2
+"""seconds from the last new request to the kill of `serve`: no client is half connected then"""
+AFTER_DRAIN = 20.0
+"""seconds that the processes of a dead `serve` get beyond the drain timeout"""
+
+
+async def kill_workers(scene: Scene) -> float | None:
+    """No two workers that serve die within a second or two: what has lost two in a row is taken for the cause."""
+    dice = random.Random(scene.options.seed)
+    end = time.monotonic() + KILLING * scene.options.hold
+    due, killed, young = 0.0, 0, 0
+    doomed: dict[str, int] = {}
+    while (now := time.monotonic()) < end:
+        ids = {instance.pid: instance.id for instance in await scene.watch.instances()}
+        workers = _workers(scene)
+        for name, worker in workers.items():
+            if worker.pid not in ids and doomed.get(name) and _age(worker) > dice.uniform(*YOUNG):
+                _kill(worker)
+                doomed[name], young = doomed[name] - 1, young + 1
+        serving = {name: worker for name, worker in workers.items() if worker.pid in ids}
+        if serving and now >= due:
+            name = dice.choice(sorted(serving))
+            _kill(serving[name])
+            scene.gone.add(ids[serving[name].pid])
+            doomed[name], killed, due = dice.choice(AGAIN), killed + 1, now + dice.uniform(*EVERY)
+        await asyncio.sleep(TICK)
+    told = f"{killed} workers killed, and {young} that were starting"
+    scene.say(told)
+    if not killed or not young:
+        scene.amiss.append(told)
+    return await scene.recovery()
+
+
+def _workers(scene: Scene) -> dict[str, psutil.Process]:
+    """The workers that there are by name (`decode-0`), whether they have come to be ready or not."""
+    found = {}
+    for child in scene.running.family()[1:]:
+        with suppress(psutil.Error, ProcessLookupError, ValueError):
+            if child.ppid() == scene.running.graph.pid and os.getpgid(child.pid) == child.pid:
+                words = child.cmdline()
+                for role in {Role.DECODE.value, Role.PREFILL.value, Role.BOTH.value} & set(words):
+                    found[f"{role}-{words[words.index('--index') + 1]}"] = child
+    return found
+
+
+def _age(process: psutil.Process) -> float:
+    return float(clock.unix() - process.create_time())
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def hold_load(scene: Scene) -> StartedGraph:
+    """Let no request begin any more, with some in flight, and return the graph, whose `serve` may be killed now."""
+    running = scene.running
+    if not isinstance(running, StartedGraph):
+        raise Cannot("only where this command has started the graph, and can start it again")
+    scene.gone |= {instance.id for instance in await scene.watch.instances()}
+    scene.load.pause()
+    await asyncio.sleep(BEFORE)
+    return running
+
+
+async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
+    """With its guardian, what it started goes on, and the next `serve` ends it."""
+    running = await hold_load(scene)
+    family = running.family()
+    victims = [family[0], *(each for each in family if guardian and _is_guardian(each))]
+    running.away = True
+    for process in victims:
+        process.suspend()  # so that none sees another's end
+    for process in victims:
+        process.kill()
+    running.serve.process.wait()
+    killed = time.monotonic()
+    scene.say(f"SIGKILL of process {family[0].pid}, {len(scene.load.running)} requests in flight")
+    await scene.load.idle()
+    scene.say(f"the last request in flight ended after {time.monotonic() - killed:.1f} s")
+    if guardian:
+        await running.start()
+    if left := await survivors(family, scene.config.drain_timeout + AFTER_DRAIN):
+        scene.amiss.append(f"{len(left)} processes outlived serve: {', '.join(map(described, left))}")
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+    scene.say(f"all processes were gone after {time.monotonic() - killed:.1f} s")
+    if not guardian:
+        await running.start()
+    await scene.watch.move(running.graph)
+    scene.load.resume()
+    return await scene.recovery()
+
+
+def _is_guardian(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any(word.endswith("guardian.py") for word in process.cmdline())
+    return False
+
+
+async def survivors(family: Sequence[psutil.Process], within: float) -> list[psutil.Process]:
+    """The processes that have not ended within so many seconds."""
+    left, end = [process for process in family if _lives(process)], time.monotonic() + within
+    while left and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+        left = [process for process in left if _lives(process)]
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def described(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({' '.join(process.cmdline()[:4])})"
+    except psutil.Error:
+        return str(process.pid)
+
+
+START_KILL = Fault(
+    "start-kill",
+    f"SIGKILL of a worker every {EVERY[0]:g} to {EVERY[1]:g} s, and of its next lives while they start, for "
+    f"{KILLING} x --hold",
+    kill_workers,
+    patient=True,
+    kills_decode=True,
+)
+SERVE_KILL = Fault(
+    "serve-kill",
+    "SIGKILL of `serve`: running requests end well, nothing is left; then `serve` again",
+    kill_serve,
+)
+SERVE_AND_GUARDIAN_KILL = Fault(
+    "serve-guardian-kill",
+    "SIGKILL of `serve` and its guardian together: running requests end well; then `serve` again, beside nothing old",
+    partial(kill_serve, guardian=True),
+)

@@ -1,0 +1,1 @@
+"""Graphs that benchmarks start: with `serve`, without it, and clusters of NATS and etcd."""

@@ -1,0 +1,374 @@
+"""Graphs and engines that benchmarks start: from a file, with ports and servers of their own, in a folder that is
+thrown away. Ended in good order, and with this process however it ends."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from pdserve.config.load import load
+from pdserve.supervisor import state
+from pdserve.supervisor.processes.exits import Guardian, end_group, wait_for_exit
+from pdserve.util.errors import ConfigError, Unavailable
+from pdserve.util.net import free_port
+from pdserve.util.tied_child import tied_command
+from pdserve_bench.graphs.clusters import Clusters
+from pdserve_bench.graphs.sections import Sections, put, read_sections, take, with_model
+from pdserve_bench.graphs.simulated import write
+
+T = TypeVar("T")
+
+REAL = Path("configs/local.yaml")
+"""the graph of real engines that programs start on request"""
+PDSERVE = (sys.executable, "-m", "pdserve")
+VLLM = "vllm.entrypoints.launchers.api_server.entry"
+START_WITHIN = 900.0
+TELL_EVERY = 15.0
+STOP_WITHIN = 90.0
+ENGINE_PATIENCE = 10.0
+"""seconds for plain vLLM to end by itself where this process was killed"""
+OURS = "pdserve: "
+READY = "Ready after"
+"""what `serve` says once the graph answers"""
+MODEL_LIMIT = 256 << 20
+DISK = 1 << 30
+"""bytes of a graph's own file system: etcd and JetStream want room before they write anything"""
+CUTTABLE = {"UCX_TLS": os.environ.get("UCX_TLS", "tcp,cuda_copy,self"), "GODEBUG": "multipathtcp=0"}
+"""variables of a graph that is to be cut: UCX over TCP, for shared memory cannot be cut, and neither can the multipath
+TCP on which servers written in Go listen"""
+SIM_SPEED = {
+    "sim": {
+        "step-seconds": 0.02,
+        "prefill-rate": 5000,
+        "lease": 12,
+        "fatal-token": 1001,
+        "stop-signal": int(signal.SIGUSR2),
+    }
+}
+"""of simulated engines where the file says nothing: requests last long enough to be caught in the middle, KV that is
+never read is free soon, only poison has the fatal token in its prompt, and engines can be stopped"""
+
+
+class ServerRun:
+    """A server in a process of its own, its output in a file. It ends with this process, as by SIGTERM."""
+
+    process: "subprocess.Popen[bytes]"
+
+    def __init__(self, command: "list[str]", log: Path, variables: Mapping[str, str] | None = None) -> None:
+        self.command, self.log = command, log
+        self.env = {**os.environ, **(variables or {})}
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Start it in a process group of its own, in this session: a session would get its own scheduling group."""
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                tied_command(self.command),
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
+            )
+        return self.process
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    async def until(self, ready: Callable[[], Awaitable[T]], say: Callable[[str], None]) -> T:
+        """Wait until that is something true, and return it. Raises ConfigError, or Unavailable with the end of its
+        output, where it does not come up."""
+        began, tell_at = time.monotonic(), TELL_EVERY
+        while not (found := await ready()):
+            seconds = time.monotonic() - began
+            if self.process.poll() == 2:
+                raise ConfigError(_complaints(self.text))
+            if self.process.poll() is not None or seconds > START_WITHIN:
+                raise Unavailable(f"{self.command[2]} did not come up:\n{self.text[-3000:]}")
+            if seconds > tell_at:
+                say(f"still starting after {seconds:.0f} s")
+                tell_at += TELL_EVERY
+            await asyncio.sleep(0.1)
+        return found
+
+    async def says(self, words: str, say: Callable[[str], None]) -> None:
+        """Wait until they are in its output. Raises as `until`."""
+
+        async def said() -> bool:
+            return words in self.text
+
+        await self.until(said, say)
+
+    async def stop(self) -> None:
+        """Stop it as by Ctrl-C, however far its start came. Waits for its end also when cancelled meanwhile."""
+        stopping = asyncio.ensure_future(self._stop())
+        try:
+            await asyncio.shield(stopping)
+        except asyncio.CancelledError:
+            await stopping
+            raise
+
+    async def _stop(self) -> None:
+        if not hasattr(self, "process"):
+            return
+        self.process.send_signal(signal.SIGINT)
+        try:
+            await asyncio.wait_for(wait_for_exit(self.process), STOP_WITHIN)
+        except TimeoutError:
+            self.process.kill()  # its guardian ends the rest
+            await wait_for_exit(self.process)
+
+
+def _complaints(text: str) -> list[str]:
+    """Return what a server says about a wrong command line or file."""
+    lines = text.splitlines()
+    ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
+    return ours or lines[-3:]
+
+
+class ServeRun(ServerRun):
+    """`pdserve serve` with its state, its log and its file in a folder, and never with the servers of another graph."""
+
+    def __init__(
+        self, folder: Path, file: Path, *options: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self.folder, self.file, self.state_dir = folder, file, folder / "state"
+        command = [*PDSERVE, "serve", "-f", str(file), *options]
+        super().__init__(command, folder / "serve.log", variables)
+        for name in ("PDSERVE_NATS", "PDSERVE_ETCD", "PDSERVE_CREDENTIALS"):
+            self.env.pop(name, None)
+        self.env["PDSERVE_STATE_DIR"] = str(self.state_dir)
+
+    def ready(self) -> bool:
+        return READY in self.text
+
+    def processes(self) -> list[psutil.Process]:
+        """All of this graph that live: each has the state directory in its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = process.environ().get("PDSERVE_STATE_DIR") == self.env["PDSERVE_STATE_DIR"]
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The process and all below it; none where it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+@dataclass
+class RunningGraph:
+    """A graph on this machine. One that was started elsewhere is taken as it is."""
+
+    graph: state.GraphRecord
+    state_dir: Path
+    clusters: Clusters | None = field(default=None, kw_only=True)
+    """of its NATS and etcd, where it was started on such"""
+
+    @property
+    def urls(self) -> list[str]:
+        """Of its frontends: each listens on an address of its own, or all on one."""
+        return [self.graph.url]
+
+    @property
+    def alive(self) -> bool:
+        """False once its supervisor is gone: nothing will be started again."""
+        try:
+            return bool(psutil.Process(self.graph.pid).status() != psutil.STATUS_ZOMBIE)
+        except psutil.Error:
+            return False
+
+    def family(self) -> list[psutil.Process]:
+        """The graph's supervisor and all processes below it."""
+        return family(self.graph.pid)
+
+
+@dataclass
+class StartedGraph(RunningGraph):
+    """One that this process started, in a folder of its own."""
+
+    serve: ServeRun
+    say: Callable[[str], None]
+    model: Path | None = None
+    """a copy of its model's folder, which may be changed; None where it has none"""
+    disk: bool = False
+    """its state directory is a file system of its own, which may be filled"""
+    away: bool = False
+    """its supervisor was killed on purpose, and the next one is not ready"""
+
+    @property
+    def alive(self) -> bool:
+        return self.away or super().alive
+
+    async def start(self) -> None:
+        """Start the graph, also again after its supervisor has ended. Raises ConfigError and Unavailable."""
+        self.serve.start()
+        await self.serve.says(READY, self.say)
+        graph = state.read(self.state_dir)
+        assert graph is not None
+        self.graph, self.away = graph, False
+
+
+SHORT = 64
+"""tokens of a prompt that is prefilled locally"""
+
+
+@asynccontextmanager
+async def started(
+    file: Path,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    workers: int = 1,
+    dtype: str = "",
+    own_model: bool = False,
+    own_disk: bool = False,
+    thresholds: bool = False,
+    frontends: int = 1,
+    security: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
+    servers: Mapping[str, str] | None = None,
+    adds: Sequence[Mapping[str, Mapping[str, object]]] = (),
+) -> AsyncIterator[StartedGraph]:
+    """A graph that serves, stopped as by Ctrl-C on leaving. With `own_model` it gets a copy of its model, with
+    `own_disk` a small file system for its state, as far as that can be done. With `thresholds`, prompts go by their
+    length where the file has the policy `adaptive`, so that remote prefills are there to be broken. `frontends` are at
+    least so many; `servers` are its `nats` and `etcd`, where they are not its own; `security` is the file's section of
+    that name, without which clients come by plain http; `adds` goes into sections that there are. Raises ConfigError,
+    and Unavailable with the end of its output where it does not come up."""
+    config = load(file, {})
+    model = _copied(Path(config.model), folder) if own_model else None
+    ports = free_port(config.host), free_port(config.host, 16 * workers)
+    sections = derive(file, workers, *ports, dtype, model)
+    if thresholds:
+        with_thresholds(sections)
+    _multiply(
+        sections["Frontend"], max(frontends, workers, config.frontend.processes if config.frontend else 1)
+    )
+    if security:
+        sections["Security"] = dict(security)
+    sections["Graph"] |= servers or {}
+    for name, keys in chain.from_iterable(added.items() for added in adds):
+        for key, value in keys.items() if name in sections else ():
+            put(sections[name], key, value)
+    serve = ServeRun(folder, write(sections, folder / "graph.yaml"), variables=variables)
+    with small_disk(serve.state_dir) if own_disk else nullcontext(False) as disk:
+        nothing = state.GraphRecord(0, "", "", "", "", "")
+        found = StartedGraph(nothing, serve.state_dir, serve, say, model, disk)
+        try:
+            await found.start()
+            yield found
+        finally:
+            await serve.stop()
+
+
+@asynccontextmanager
+async def plain_vllm(
+    model: Path,
+    arguments: list[str],
+    folder: Path,
+    say: Callable[[str], None],
+    variables: Mapping[str, str] | None = None,
+) -> AsyncIterator[str]:
+    """The URL of vLLM's own API server, once it has answered: what a graph is compared with. On a CPU host it gets one
+    thread and 1 GiB of KV cache unless `variables` say otherwise."""
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", VLLM, "--model", str(model), "--port", str(port), *arguments]
+    server = ServerRun(command, folder / "vllm.log", {**small, **(variables or {})})
+    with Guardian(ENGINE_PATIENCE) as guardian:
+        process = server.start()
+        guardian.watch(process.pid)
+        try:
+            await server.says("Application startup complete", say)
+            yield url
+        finally:
+            await server.stop()
+            await asyncio.shield(end_group(process.pid))  # an engine that was starting outlives its server
+            guardian.forget(process.pid)
+
+
+def derive(
+    file: Path, workers: int, port: int, kv_port: int, dtype: str = "", model: Path | None = None
+) -> Sections:
+    """The sections of the file, changed: at least `workers` of each role, NATS and etcd always the graph's own, and
+    `model` instead of its model. Raises ConfigError."""
+    config = load(file, {})
+    if config.frontend is None:
+        raise ConfigError([f"{file} has no Frontend section: requests are sent as clients send them."])
+    sections = with_model(read_sections(file), str(model or config.model))
+    sections.pop("Security", None)  # clients come by plain http, from this machine
+    take(sections["Frontend"], "host")
+    graph = sections.setdefault("Graph", {})
+    for key in ("nats", "etcd", "state-dir", "kv-port"):
+        take(graph, key)
+    graph |= {"kv-port": kv_port, "namespace": "bench"}
+    put(sections["Frontend"], "port", port)
+    put(sections["Frontend"], "served-model-name", config.served_model_name)
+    _multiply(sections["Frontend"], max(workers, config.frontend.processes))
+    for name, worker in (("VllmWorker", config.decode), ("PrefillWorker", config.prefill)):
+        if worker is None:
+            continue
+        _multiply(sections[name], max(workers, worker.count))
+        if worker.engine == "sim" and "additional-config" not in worker.engine_args:
+            sections[name]["additional-config"] = SIM_SPEED
+        elif worker.engine != "sim" and dtype:
+            put(sections[name], "dtype", dtype)
+    return sections
+
+
+def with_thresholds(sections: Sections) -> Sections:
+    """Prompts go by their length where the file has the policy `adaptive`."""
+    if sections["VllmWorker"].get("policy") == "adaptive":
+        take(sections["VllmWorker"], "policy")
+        sections["VllmWorker"]["max-local-prefill-length"] = SHORT
+    return sections
+
+
+def _multiply(section: dict[str, Any], count: int) -> None:
+    section["ServiceArgs"] = service = dict(take(section, "ServiceArgs") or {})
+    put(service, "workers", count)
+
+
+def _copied(model: Path, folder: Path) -> Path | None:
+    """None for a hub's model, and for one that is too large to be copied about."""
+    if not model.is_dir() or sum(file.stat().st_size for file in model.iterdir()) > MODEL_LIMIT:
+        return None
+    return Path(shutil.copytree(model, folder / "model"))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """A file system in memory at `folder`, where this process may mount one. What was written there stays when
+    it is gone."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "pdserve-chaos", folder]).returncode:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        kept = folder.with_name("kept")
+        shutil.copytree(folder / "logs", kept, dirs_exist_ok=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        kept.rename(folder / "logs")

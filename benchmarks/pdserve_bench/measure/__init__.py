@@ -1,0 +1,1 @@
+"""Loads, samples, SLOs and reports that the benchmarks share."""

@@ -1,0 +1,113 @@
+"""The recommendation follows from the findings."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pdserve_bench.compare.recommend import CandidateResult, Criteria, Verdict, recommend
+from pdserve_bench.measure.slo import Tally
+
+GAPS = Tally(kept=20, gap=10)
+LATE = Tally(kept=20, ttft=10)
+
+
+def _result(name: str, low: float | None, high: float | None, broke: Tally, **more: Any) -> CandidateResult:
+    middle = low if low is None or high is None else (low + high) / 2
+    return CandidateResult(name, name[0] == "a", low, high, middle, broke, **more)
+
+
+def together(
+    low: float | None = 3.0, high: float | None = 3.3, broke: Tally = GAPS, **more: Any
+) -> CandidateResult:
+    return _result("aggregated: 1 engine x 2 threads, batch 512", low, high, broke, **more)
+
+
+def separate(
+    low: float | None = 9.0, high: float | None = 9.9, broke: Tally = LATE, **more: Any
+) -> CandidateResult:
+    return _result("1 prefill + 1 decode", low, high, broke, **more)
+
+
+DISAGGREGATE, DONT, SAME, UNKNOWN = Verdict
+FEW = together(None, 3.0, Tally(kept=2, gap=13))
+"""surely does not carry 3 requests/s"""
+CASES = {
+    "the intervals touch": (SAME, Criteria(), [together(3.0, 3.4), separate(3.3, 3.6)]),
+    "apart, but within the noise": (SAME, Criteria(noise=0.2), [together(), separate(3.5, 3.8)]),
+    "apart, above the noise": (DISAGGREGATE, Criteria(noise=0.1), [together(), separate(3.5, 3.8)]),
+    "loses within the noise": (SAME, Criteria(noise=0.2), [together(3.5, 3.8), separate(3.0, 3.3)]),
+    "just enough headroom": (DONT, Criteria(rate=2.0), [together(2.5, 2.7), separate()]),
+    "carried without headroom": (DISAGGREGATE, Criteria(rate=2.9), [together(), separate()]),
+    "nothing carries anything": (DONT, Criteria(), [together(None, 0.5), separate(None, 0.5)]),
+    "aggregated surely does not carry it": (DISAGGREGATE, Criteria(), [FEW, separate(3.0, None)]),
+    "aggregated nearly does": (
+        SAME,
+        Criteria(),
+        [replace(FEW, broke=Tally(kept=13, gap=2)), separate(3.0, None)],
+    ),
+    "no rate was too high": (SAME, Criteria(), [together(40.0, None), separate(40.0, None)]),
+    "the winner dropped requests": (DONT, Criteria(), [together(), separate(failed=2)]),
+    "the baseline dropped requests": (UNKNOWN, Criteria(), [together(failed=2), separate()]),
+    "the better graph dropped requests": (
+        DISAGGREGATE,
+        Criteria(),
+        [together(), separate(failed=2), separate(4.0, 4.4)],
+    ),
+    "the graph did not start": (UNKNOWN, Criteria(), [together(), separate(None, None, problem="no memory")]),
+    "nothing was measured": (UNKNOWN, Criteria(), []),
+    "the better graph wins": (DISAGGREGATE, Criteria(), [together(), separate(2.0, 2.2), separate()]),
+    "the better engine is the peer": (SAME, Criteria(), [together(1.0, 1.1), together(8.8, 9.5), separate()]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verdict(case: str) -> None:
+    verdict, criteria, findings = CASES[case]
+    assert recommend(findings, criteria).verdict is verdict
+
+
+QUIET = Criteria(noise=0.02, foreign=0.0)
+
+
+def test_of_too_few_requests_nothing_is_recommended() -> None:
+    few = "8 requests at 3 requests/s"
+    for findings in ([together(thin=few), separate()], [together(), separate(thin=few)]):
+        found = recommend(findings, QUIET)
+        assert (found.verdict, found.choice, found.headline) == (UNKNOWN, None, "No recommendation.")
+        assert f"by {few}. Give --minutes more." in found.reason
+    asked = recommend([together(), separate(thin=few)], Criteria(rate=1.0))
+    assert asked.verdict is DONT, "it rests on the other one alone"
+
+
+def test_an_answer_comes_with_its_doubts() -> None:
+    """The others are in test_compare_shown.py."""
+    found = recommend([together(), separate()], Criteria(noise=0.0, foreign=None))
+    assert found.headline == "in doubt: disaggregate: 1 prefill + 1 decode."
+    assert found.doubts == ("What other programs took of this machine is not known.",)
+    assert not recommend([together(), separate()], QUIET).doubts
+
+
+@pytest.mark.parametrize(
+    ("findings", "rate", "said"),
+    [
+        ([together(), separate()], None, "1 prefill + 1 decode carries 9.45 (9 to 9.9) requests/s"),
+        ([together(), separate()], None, "3.15 (3 to 3.3): 3 times as much"),
+        ([together(), separate()], None, "breaks first on gaps: prompts that are computed stall"),
+        ([together(), separate()], None, "prefill side, which is the bottleneck"),
+        ([together(), separate(2.0, 2.2, GAPS)], None, "decode side is the bottleneck"),
+        # a loser that was only screened may be nearly as good as its upper bound
+        ([together(2.5, 5.0), separate()], None, "(2.5 to 5): at least 1.8 times as much"),
+        ([together(), separate(1.0, 1.1)], None, "don't disaggregate: run 1 engine x 2 threads, batch 512."),
+        ([together(), separate(3.0, 3.3)], None, "don't disaggregate: no difference could be measured"),
+        ([together(), separate(1.0, 1.1)], None, "1 prefill + 1 decode 1.05 (1 to 1.1): 3 times as much"),
+        ([together(), separate()], 1.0, "Above that load separation would pay"),
+        ([together(), separate()], 20.0, "needs more hardware"),
+        ([together(), separate(failed=2), separate(4.0, 4.4)], None, "failed 2 requests"),
+    ],
+)
+def test_an_answer_comes_with_its_numbers(
+    findings: Sequence[CandidateResult], rate: float | None, said: str
+) -> None:
+    found = recommend(findings, Criteria(rate=rate, noise=0.02, foreign=0.0))
+    assert said in " ".join((found.headline, found.reason, found.otherwise, *found.notes))

@@ -1,0 +1,42 @@
+"""Requests that no client should send: no error that one vLLM server would not give, and nothing is left of them. The
+long forms are `make fuzz` and, with simulated engines, tests/soak/test_soak.py."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pdserve_bench.fuzz.corpus import nasties, streamed, unfinished
+from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, send
+
+from pdserve.supervisor import state
+from tests.e2e.graph import RealGraph
+from tests.real import KEY, Reference
+
+
+async def fails_there_too(finding: FuzzFinding, vllm: str) -> bool:
+    """Whether this vLLM server answers with a 5xx as well."""
+    if finding.request is None or finding.status < 500:
+        return False
+    headers = {**finding.request.headers, "authorization": f"Bearer {KEY}"}
+    return (await send(vllm, replace(finding.request, headers=headers))).status >= 500
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+async def test_real_engines_are_hard_to_upset(
+    graph: RealGraph, vllm_server: Reference, tmp_path: Path
+) -> None:
+    record = state.read(graph.state_dir)
+    assert record is not None
+    fuzzer = Fuzzer(record, graph.state_dir / "logs")
+    async with fuzzer.watching():
+        await fuzzer.run(nasties("demo"), 4)
+        await fuzzer.run(streamed(nasties("demo")), 4)
+        await fuzzer.run(unfinished(nasties("demo"), seed=5), 16)
+    told = [
+        f"{finding.what}\n{finding.request and finding.request.curl(graph.url, tmp_path)}"
+        for finding in fuzzer.report.findings
+        if not await fails_there_too(finding, vllm_server.url)
+    ]
+    assert not told, "\n".join(told)
+    assert fuzzer.report.canaries > 5
