@@ -53,7 +53,7 @@ async def others_are_served(
     ("part", "method", "bad", "prompt"),
     [
         ("decode._runner", "submit", lambda _, submit: submit.request_id == BAD, SHORT),
-        ("decode._runner", "_prove", lambda request, _: request.id == BAD, SHORT),
+        ("decode._runner", "_first_step", lambda request, _: request.id == BAD, SHORT),
         ("decode_engine", "pack", lambda outputs: any(each.request_id == BAD for each in outputs), SHORT),
         ("prefill_engine", "prefill", lambda _, prompt, *rest: prompt == LONG, LONG),
         ("decode._answers", "_started", lambda request, _: request.id == BAD, LONG),
