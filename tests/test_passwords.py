@@ -35,7 +35,9 @@ async def test_logs_of_reachable_and_unreachable_servers_hide_passwords(
         async with NatsConnection(url, None, "waiting") as connection:
             await until(lambda: connection.connected)
             await kill(server)
-            await until(lambda: f"NATS at {server.url} is away; waiting until it is back" in caplog.text)
+            await until(
+                lambda: f"nats: disconnected from {server.url}; waiting until it reconnects" in caplog.text
+            )
             with pytest.raises(QueueUnavailable, match=f"NATS at {server.url} is away"):
                 connection.client()
             (found,) = await check_nats(url, None)
@@ -44,7 +46,7 @@ async def test_logs_of_reachable_and_unreachable_servers_hide_passwords(
 
 
 @pytest.mark.parametrize(("path", "code"), [("", 0), ("/path", 2)])
-def test_plan_hides_passwords(
+def test_plan_hides_the_secret(
     path: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file := tmp_path / "graph.yaml").write_text(
