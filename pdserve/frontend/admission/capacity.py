@@ -1,8 +1,9 @@
-"""How many more requests a decode worker should get: as many as it can run at once, none to queue there. Pure.
+"""Capacity of a decode worker: how many more requests it should get, so that it runs them at once and queues none.
+Pure.
 
-Requests that wait inside an engine are served in order of arrival, whichever client sent them; they hold KV on the
-prefill worker, whose lease runs out; and an engine whose KV cache is full preempts running requests and computes them
-again. So requests wait in the frontend (`admission/control.py`) until a worker has capacity.
+An engine serves its waiting requests first come, first served, whichever client sent them. They hold KV on the prefill
+worker until its lease expires. An engine whose KV cache is full preempts running requests and computes them again. So
+requests wait in the frontend (`admission/control.py`) until a worker has capacity.
 """
 
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from pdserve.contract.messages import Load
 from pdserve.contract.records import Instance
 
 DEFAULT_MAX_REQUESTS = 256
-"""concurrent requests of a worker that does not publish how many it runs"""
+"""Slots of a worker that does not publish `max_num_seqs`."""
 EXTRA = 4
 """a worker gets at most one request more for each so many, while as many are in remote prefill, which have no place in
 its batch yet"""
 KV_FULL = 0.9
-"""share of the KV cache in use above which no further request is tried"""
+"""Share of the KV cache in use above which no further request is sent."""
 
 
 class InFlight(Protocol):

@@ -1,15 +1,15 @@
-"""Admission control of one model: requests wait here, before any work is done for them, until the decode workers have
-capacity.
+"""Admission control of one model: a bounded fair queue in front of the decode workers. Requests wait in it, before any
+work is done for them, until the workers have capacity.
 
 Each sequence that a request generates (n, several prompts) needs a permit. The first one lets the HTTP request in; the
-engine core requests the others when the prompt is tokenized, and they are granted as capacity comes free, like those of
-many requests. The order is that of `FairQueue`. A request that would be served too late is refused at once, and where
-too many wait, the last one is refused. Why all of this: docs/decisions/0006-overload.md.
+engine core requests the others when the prompt is tokenized; they are granted in the order of `FairQueue`, like those
+of other requests. A request that would miss its deadline is refused at once. A full queue refuses its last request.
+Reasons: docs/decisions/0006-overload.md.
 
-A permit may be taken back: the sequence pauses while a client that has far fewer runs in its place or, if its output is
-not read, while any other waits. docs/decisions/0046-places-of-others.md.
+A permit may be taken back (preemption): the sequence pauses for a client that runs less than half as many sequences or,
+if its client does not read the output, for any waiting request. docs/decisions/0046-places-of-others.md.
 
-Spare requests have a queue of their own: they get what nothing else waits for, and pause for all else.
+Flex requests have a queue of their own. They start only while no other request waits, and pause for any that does.
 docs/decisions/0083-batches.md.
 """
 
@@ -37,7 +37,7 @@ from pdserve.frontend.admission.wait_estimate import (
 from pdserve.util.errors import BadRequest, Overloaded
 
 GROUP = 8
-"""sequences of a request that get their tags together; with more, it goes behind its client's other requests again"""
+"""Sequences of a request that get their tags at once; the next ones queue behind its client's other requests."""
 
 
 class AdmissionControl:
@@ -58,9 +58,9 @@ class AdmissionControl:
         self._estimate = estimate
         self._rate = AdmissionRate()
         self._inside: set[Admission] = set()
-        """admitted and not over"""
+        """Admitted requests that have not ended."""
         self._starting: set[Admission] = set()
-        """of these, requests that no decode worker has yet, and that the capacity does not reflect"""
+        """Admitted requests that no decode worker has yet: the capacity does not reflect them."""
         self._granted = GrantedPermits()
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
@@ -69,12 +69,12 @@ class AdmissionControl:
         """by client"""
 
     def __len__(self) -> int:
-        """Requests in the queue, without the spare ones."""
+        """Requests in the queue, without flex requests."""
         return len(self.queue)
 
     @property
     def requests(self) -> int:
-        """Requests that wait to be admitted or are inside, without those that bypassed the queue."""
+        """Waiting and admitted requests, without those that bypassed the queue."""
         waiting = sum(admission.waiting for admission in chain(self.queue, self.flex_queue))
         return waiting + sum(bool(admission.size.sequences) for admission in self._inside)
 
@@ -128,8 +128,8 @@ class AdmissionControl:
 
     @asynccontextmanager
     async def long_text(self, client: str) -> AsyncIterator[None]:
-        """Hold while a long text is tokenized that is not generated from. Such texts come one after another, in turn
-        round the clients: each takes seconds of the threads that also tokenize the prompts of other requests."""
+        """Hold while a long text is tokenized that is not generated from. Such texts are tokenized one after another,
+        round-robin over clients: each takes seconds of the threads that also tokenize prompts."""
         async with self._long_texts.setdefault(client, asyncio.Lock()), self.tokenizing:
             yield
 
@@ -146,8 +146,8 @@ class AdmissionControl:
             await self._left.wait()
 
     def advance(self) -> None:
-        """Grant permits as long as the workers have capacity, and take some back for requests that should not wait."""
-        made_for: Admission | None = None  # what has paused for it may be before it in the queue
+        """Grant permits while the workers have capacity, and preempt sequences of clients that run too many."""
+        made_for: Admission | None = None  # the paused sequence may be before it in the queue
         while queue := self.queue or self.flex_queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
@@ -195,20 +195,21 @@ class AdmissionControl:
             admission.paused.remove(permit)
 
     def yield_slots(self, count: int, there: Mapping[SequencePermit, bool]) -> None:
-        """Pause up to so many of these, as requests wait in their worker's engine: where some are spare, only such
-        ones, else of no client the only one that is read. True: it has a place there, which others get."""
+        """Pause up to `count` of these sequences, because requests wait in their worker's engine. Flex sequences pause
+        first, and alone; no client loses its only sequence that is read. The value says whether a sequence has a slot
+        in the engine: those with one pause first."""
         permits = [permit for permit in there if permit.admission.is_flex] or list(there)
         permits = [permit for permit in permits if there[permit]] or permits
         while count and any(map(self._pause, self._granted.to_pause(permits))):
             count -= 1
 
     def _places(self, capacity: Capacity) -> int:
-        """How many sequences could run at a time, as the others use the workers now."""
+        """Number of sequences that this frontend can run, given what other frontends run now."""
         return len(self._granted) + capacity.free_requests
 
     def _may_start(self, admission: Admission, places: int) -> bool:
-        """Whether enough places that can be taken back are left beside its next sequence (free ones, if it is spare),
-        and all others come before a spare one."""
+        """Whether its next sequence leaves enough slots that can be preempted (for a flex sequence: free ones). A flex
+        request may not start while other requests wait."""
         if admission.is_flex and self.queue:
             return False
         can_pause = not admission.requested or admission.requested[0].can_pause
@@ -217,7 +218,7 @@ class AdmissionControl:
         return not (admission.is_flex or admission.runs)
 
     def _make_way(self, entry: Admission) -> bool:
-        """Pause one sequence for the entry's next one; whether there is one that may be."""
+        """Preempt one sequence for the entry's next one. Return whether one was paused."""
         others = [
             permit
             for permit in self._granted
@@ -261,10 +262,11 @@ class AdmissionControl:
         self._update_rate()
 
     def _grant(self, admission: Admission) -> None:
-        """Permit the request's next sequence; the first permit admits it. Refuse it if its turn is too late."""
+        """Grant the permit for the request's next sequence; the first one admits the request. Refuse a request that
+        would miss its deadline."""
         end = time.monotonic() + self._estimate().seconds(admission.size.max_tokens)
         if admission.waiting and admission.queued and end > admission.deadline:
-            self._refuse(admission, "its turn has come too late for its deadline")
+            self._refuse(admission, "the request would miss its deadline: it waited too long in the queue")
             return
         admission.queue.start(admission)
         self._update_rate()
@@ -295,16 +297,16 @@ class AdmissionControl:
     # what is too much
 
     def _check_inside(self, *, is_flex: bool = False) -> None:
-        """Bound answers that are not read, and requests that need no worker: nothing else does. Spare ones refuse none
-        but spare ones."""
+        """Bound the admitted requests, also those that need no worker or whose output is not read. Flex requests make
+        only flex requests be refused."""
         most = self._capacity().max_requests + self.limits.max_waiting
         if len(self._inside) >= most and sum(is_flex or not each.is_flex for each in self._inside) >= most:
-            raise Overloaded(f"{len(self._inside)} requests are being answered")
+            raise Overloaded(f"too many requests are running ({len(self._inside):,})")
 
     def _check_wait(self, admission: Admission) -> None:
         places = self._capacity().max_requests
         if not places:
-            return  # when a worker will come is unknown
+            return  # no worker: the wait is unknown
         before, estimate = self.queue.before(admission), self._estimate()
         usual, turns = estimate.seconds(None), sum(turns for _, turns in before)
         wait = self._rate.seconds(sum(tokens * turns for tokens, turns in before), time.monotonic(), usual)
@@ -314,7 +316,7 @@ class AdmissionControl:
         if late := seconds_too_late(wait, left, run, self.limits.max_wait):
             self._withdraw(admission)
             soon = None if now is None else seconds_too_late(now, left, run, self.limits.max_wait)
-            raise Overloaded("its turn would come too late: too many requests wait", retry_after(late, soon))
+            raise Overloaded("the request would miss its deadline in the queue", retry_after(late, soon))
 
     def _check_bounds(self, admission: Admission) -> None:
         limits = self.limits
@@ -323,13 +325,13 @@ class AdmissionControl:
             self._waiting_tokens > limits.max_waiting_tokens and len(outside) > 1
         ):
             last = outside.pop()
-            refusal = self._refuse(last, "as many requests wait as may")
+            refusal = self._refuse(last, f"the admission queue is full ({len(outside):,} requests)")
             if last is admission:
                 raise refusal
 
     @property
     def _waiting_tokens(self) -> float:
-        """Without those of spare requests that have paused."""
+        """Without paused flex requests."""
         return self.queue.tokens + sum(
             entry.tokens * entry.tagged for entry in self.flex_queue if entry.waiting
         )

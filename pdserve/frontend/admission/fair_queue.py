@@ -1,13 +1,11 @@
-"""Fair order among the clients whose requests wait: self-clocked fair queueing, in tokens. Pure.
+"""A fair queue: self-clocked fair queueing (SCFQ) over clients, weighted by tokens; FIFO within a client. Pure.
 
-Each sequence has a finish tag: as many tokens as it is large behind the sequence before it of the same client, or
-behind the one that is being served now (the virtual time) where that is later. The lowest tag is next. So a client that
-sends one request goes before the second request of a client that sends a thousand, and a client that was away saves
-nothing.
+Each sequence has a finish tag: its tokens plus the tag of the same client's previous sequence or, if that is larger,
+the virtual time, which is the tag of the sequence that started last. The lowest tag is served next. So a client with
+one request goes before the second request of a client with a thousand, and an idle client saves up nothing.
 
-Besides, a client gets no further sequence while it runs its share of what the workers can run and others wait, since
-sequences may last much longer than was estimated. A client alone may have every place; `first_short` is for those that
-come then.
+In addition, a client that runs its share of the slots gets no further sequence while others wait, because sequences may
+last much longer than estimated. A client alone may use every slot; `first_short` finds requests to preempt it for.
 """
 
 from bisect import insort
@@ -17,7 +15,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 _REMEMBERED = 1000
-"""clients remembered besides those that wait, run or have tags ahead of the virtual time"""
+"""Idle clients that are kept until the next cleanup."""
 
 
 @dataclass
@@ -111,7 +109,7 @@ class FairQueue(Generic[E]):
         return next(within, None) or next(filter(may, self._entries), None)
 
     def runs(self, entry: E) -> int:
-        """How many sequences its client runs."""
+        """Number of running sequences of its client."""
         return self._client(entry.client).running
 
     def first_short(self, may: Callable[[E], bool]) -> E | None:
@@ -132,14 +130,13 @@ class FairQueue(Generic[E]):
         entry.tag += entry.tokens
 
     def put_back(self, entry: E) -> None:
-        """Undo `start`: its sequence gives its place to another client's, and is before the later ones of its own. Push
-        the entry afterwards."""
+        """Undo `start` for a preempted sequence: it stays before its client's later ones. Push the entry afterwards."""
         self._client(entry.client).running -= 1
         entry.tagged += 1
         entry.tag -= entry.tokens
 
     def finish(self, client: str) -> None:
-        """Note that a sequence of this client is over."""
+        """A sequence of this client has ended."""
         self._client(client).running -= 1
 
     def before(self, entry: E) -> list[tuple[float, int]]:
@@ -161,11 +158,11 @@ class FairQueue(Generic[E]):
 
 
 def is_short(running: int, most: int) -> bool:
-    """Whether a client that runs so many sequences should get a place of the one that runs the most: then neither is
-    short afterwards, so that places do not go back and forth."""
+    """Whether a client with `running` sequences gets a slot of the client that runs the most. Afterwards neither is
+    short, so that slots do not go back and forth."""
     return most > 2 * running + 1
 
 
 def _turns_before(entry: QueueEntry, other: QueueEntry) -> int:
-    """How many of its sequences start before the other entry's next one."""
+    """Number of its sequences that start before the other entry's next one."""
     return min(entry.tagged, 1 + int((other.tag - entry.tag) // entry.tokens))

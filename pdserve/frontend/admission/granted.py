@@ -1,5 +1,5 @@
-"""A request in admission control and the permits of its sequences; which of those that have places at the workers pause
-for others."""
+"""A request in admission control, the permits of its sequences, and the order in which granted sequences are
+preempted."""
 
 import asyncio
 from collections import Counter, deque
@@ -13,7 +13,7 @@ from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry
 from pdserve.frontend.admission.wait_estimate import RequestSize
 
 KEPT = 4
-"""one place of so many is kept from sequences that cannot pause"""
+"""One slot in so many is kept free of sequences that cannot pause."""
 
 
 class Control(Protocol):
@@ -43,7 +43,7 @@ class Admission(QueueEntry):
     deadline: float
     """monotonic seconds"""
     is_flex: bool = False
-    """it has places only while no other request waits"""
+    """it runs only while no other request waits"""
     queued: bool = False
     """it was not admitted at once"""
     unused: bool = False
@@ -51,7 +51,7 @@ class Admission(QueueEntry):
     requested: deque["SequencePermit"] = field(default_factory=deque)
     """permits that the engine core waits for"""
     unread: bool = False
-    """its client has stopped to read the answer"""
+    """its client has stopped reading the response"""
     paused: list["SequencePermit"] = field(default_factory=list)
     """until the client reads again"""
     _decided: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,13 +59,13 @@ class Admission(QueueEntry):
 
     @property
     def client_hash(self) -> str:
-        """Stands for the client at workers, which learn no names."""
+        """Names the client at workers, without its key or address."""
         name = blake2s(self.client.encode(), digest_size=6).hexdigest()
         return FLEX_PREFIX + name if self.is_flex else name
 
     @property
     def runs(self) -> int:
-        """How many sequences its client runs, of spare requests or of others."""
+        """Number of running sequences of its client in the same queue."""
         return self.queue.runs(self)
 
     @property
@@ -94,7 +94,7 @@ class Admission(QueueEntry):
         return SequencePermit(self, begin, drop, pause, can_pause)
 
     def set_unread(self, unread: bool) -> None:
-        """Note regularly whether the client has stopped to read."""
+        """Set whether the client has stopped reading. Call regularly."""
         if unread != self.unread:
             self.unread = unread
             while self.paused and not unread:
@@ -130,7 +130,7 @@ class GrantedPermits:
         self._permits: dict[SequencePermit, None] = {}
         """the youngest last"""
         self._fixed = Counter[bool]()
-        """of these, those that cannot pause, by whether they are spare"""
+        """Number of permits that cannot pause, by `is_flex`."""
 
     def __len__(self) -> int:
         return len(self._permits)
@@ -150,20 +150,20 @@ class GrantedPermits:
 
     @property
     def any_yielding(self) -> bool:
-        """Whether any may have to pause for whatever waits."""
+        """Whether any is flex or unread: it pauses for every waiting request."""
         return any(permit.admission.unread or permit.admission.is_flex for permit in self._permits)
 
     def leaves_room(self, places: int, *, is_flex: bool) -> bool:
-        """Whether one more sequence that cannot pause leaves the places that are kept. A spare one leaves them free,
-        and no more than so many are spare: others that come together find places at once."""
+        """Whether one more sequence that cannot pause leaves one slot in `KEPT` for sequences that can. A flex sequence
+        leaves these slots free, and flex sequences take no more than as many, so that a burst of others finds slots."""
         kept = max(places > 1, places // KEPT)
         if is_flex:
             return len(self) < places - kept and self._fixed[True] < max(kept, 1)
         return self._fixed.total() < places - kept
 
     def to_pause(self, permits: Iterable[SequencePermit]) -> list[SequencePermit]:
-        """Those that can pause, in the order in which they have to: what is not read, what is spare, then of the client
-        that runs the most, the youngest first. Of no client the only one that is read and not spare."""
+        """The permits to preempt, in order: unread ones, flex ones, then those of the client that runs the most; the
+        youngest first. Never the only sequence of a client that is read and not flex."""
         age = {permit: age for age, permit in enumerate(self._permits)}
 
         def rank(permit: SequencePermit) -> tuple[bool, bool, int, int]:

@@ -17,7 +17,7 @@ class RequestSize:
     """The size of a request, estimated from its body without a tokenizer."""
 
     prompt_tokens: int
-    """a guess: bytes / 4, and 1,024 for each picture"""
+    """a guess: bytes / 4, and 1,024 for each image"""
     max_tokens: int | None
     """for each sequence; None if the body sets no bound"""
     sequences: int = 1
@@ -42,18 +42,18 @@ class RequestEstimate:
     _learnt: int = 0
 
     def record(self, output_tokens: int, ttft: float, decode_seconds: float) -> None:
-        """Take an undisturbed request into account; `decode_seconds` are those after its first token."""
+        """Record a finished, undisturbed request. `decode_seconds`: from its first token to its last."""
         self._learnt = min(self._learnt + 1, _REQUESTS)
         self.output_tokens += (output_tokens - self.output_tokens) / self._learnt
         self.ttft += (ttft - self.ttft) / self._learnt
         self.itl += (decode_seconds / max(1, output_tokens - 1) - self.itl) / self._learnt
 
     def tokens(self, max_tokens: int | None) -> float:
-        """How many tokens a request with this bound probably generates."""
+        """Expected output tokens of a request with this bound."""
         return self.output_tokens if max_tokens is None else min(max_tokens, self.output_tokens)
 
     def seconds(self, max_tokens: int | None) -> float:
-        """How long a worker probably takes for a request with this bound."""
+        """Expected seconds of a request with this bound at a worker."""
         return self.ttft + self.itl * self.tokens(max_tokens)
 
 
@@ -103,11 +103,12 @@ def seconds_too_late(wait: float, left: float, run: float, max_wait: float) -> f
 
 
 def seconds_of_turns(turns: int, running: int, run: float) -> float | None:
-    """How long so many turns take while `running` sequences run for `run` seconds each; None if either is unknown."""
+    """How long `turns` sequences take to start while `running` sequences run for `run` seconds each; None if either is
+    unknown."""
     return turns / running * run if running and run else None
 
 
 def retry_after(late: float, late_now: float | None) -> float:
-    """When a refused request should come again: `late` is by how much it would come too late at the rate of the last
-    half minute, `late_now` as fast as those that run now will end."""
+    """Seconds until a refused request should be retried. `late`: its lateness by the admission rate of the last half
+    minute; `late_now`: by how fast the running requests end."""
     return late if late_now is None else max(1.0, min(late, late_now))

@@ -27,7 +27,7 @@ from pdserve.util.errors import BadRequest, Overloaded, PdserveError
 MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
 MAX_HELD = 256 << 20
-"""bytes of the bodies of all requests that are not over"""
+"""Bytes of the bodies of all running requests."""
 PACE, GRACE = 1000.0, 30.0
 """bytes per second that a body must have on average, and seconds to begin with that do not count"""
 MAX_DISCARDED = 2 * MAX_BODY
@@ -35,7 +35,7 @@ DISCARD_WITHIN = 10.0
 """bytes and seconds for the rest of a body whose request was refused"""
 _BYTES_PER_TOKEN = 4
 IMAGE_TOKENS = 1024
-"""a guess: models make 64 to some 4,000 of one, by its size"""
+"""Assumed tokens of an image; models make 64 to about 4,000, by its size."""
 _BOUNDS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
@@ -76,15 +76,15 @@ class ParsedBody:
     is_large: bool = False
     """see `_is_large`"""
     has_tools: bool = False
-    """whether it brings tools that the answer may call"""
+    """whether it names tools"""
     is_flex: bool = False
-    """whether all others come before it"""
+    """whether its `service_tier` is flex"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
     """Return the most bytes of a request for a model with this context. Beyond them no text fits, however it is written
     (64 bytes a token: text in \\u escapes, lists of token ids, several prompts); what is only tokenized for an answer
-    may be a few times as long as the context. A context of 0 is not known yet: no decode worker is there."""
+    may be a few times as long as the context. A context of 0 is unknown, because no decode worker has registered."""
     if not max_model_len:
         return MAX_BODY
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
@@ -119,7 +119,7 @@ class BodyReader:
     and several times as much beside it."""
 
     def __init__(self, bound: int = MAX_HELD, grace: float = GRACE) -> None:
-        self.budget = Budget(bound, "request bodies of {} bytes are being worked on")
+        self.budget = Budget(bound, "too many request bodies are in memory ({} bytes)")
         self._grace = grace
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Load the frontend's TLS certificate anew when its files change."""
+"""Reload the frontend's TLS certificate when its files change."""
 
 import asyncio
 import logging
@@ -9,12 +9,12 @@ from pdserve.util.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-LOOK = 10.0
-"""seconds between two looks at the files"""
+CHECK_INTERVAL = 10.0
+"""Seconds between two checks of the files."""
 
 
 def stamp(file: Path) -> tuple[int, ...]:
-    """Return what changes whenever the file may have changed."""
+    """A value that differs whenever the file may have changed."""
     try:
         stat = file.stat()
     except OSError as error:
@@ -26,7 +26,7 @@ class RenewedCertificate:
     """A certificate that cannot be used raises ConfigError at the start; later it is logged, and the one before stays.
     `watch` must run."""
 
-    def __init__(self, files: ServerCertificate, every: float = LOOK) -> None:
+    def __init__(self, files: ServerCertificate, every: float = CHECK_INTERVAL) -> None:
         self._files = files
         self._every = every
         self._loaded = self._seen = self._stamps()
@@ -37,8 +37,8 @@ class RenewedCertificate:
         logger.info("TLS with %s, valid until %s", files.chain, files.valid_until().date())
 
     async def watch(self) -> None:
-        """Look until cancelled. Load changed files when they are the same at two looks: they are written one after the
-        other. Those that cannot be used are tried at each look: they may be valid, or readable, later."""
+        """Check the files until cancelled. Changed files are loaded when two checks find them the same, because they
+        are written one after the other. Files that cannot be loaded are tried again at each check."""
         while True:
             await asyncio.sleep(self._every)
             stamps = self._stamps()
@@ -49,11 +49,11 @@ class RenewedCertificate:
     def _load(self, stamps: list[tuple[int, ...]]) -> None:
         try:
             self.context = self._files.context()
-            logger.info("a new certificate, valid until %s", self._files.valid_until().date())
+            logger.info("loaded the new certificate, valid until %s", self._files.valid_until().date())
             self._loaded, self._error = stamps, ""
         except ConfigError as error:
             if str(error) != self._error:
-                logger.error("the new certificate is not taken, the one before stays: %s", error)
+                logger.error("cannot load the new certificate; keeping the previous one: %s", error)
             self._error = str(error)
 
     def _stamps(self) -> list[tuple[int, ...]]:

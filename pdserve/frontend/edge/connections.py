@@ -384,12 +384,16 @@ class ClientConnections:
         unread = connection.unread_seconds(now)
         connection.report_unread(unread > self._pause_after)
         if unread > self._write_timeout:
-            logger.warning("%s has read nothing for %g s: its request ends", client, self._write_timeout)
+            logger.warning("%s has read nothing for %g s; aborting its request", client, self._write_timeout)
             CONNECTIONS_CLOSED.labels("unread").inc()
             connection.abort()
         elif connection.closing_seconds(now) > LINGER:
             connection.abort()
         elif connection.head_seconds(now) > self.header_timeout:
-            logger.info("%s has sent no whole request head for %g s", client, self.header_timeout)
+            logger.info(
+                "%s sent no complete request head within %g s; closing the connection",
+                client,
+                self.header_timeout,
+            )
             CONNECTIONS_CLOSED.labels("head").inc()
             connection.refuse(408, f"no whole request head came within {self.header_timeout:g} s")

@@ -1,7 +1,7 @@
-"""What is known of one HTTP request, carried from the HTTP edge down to the engine core and back.
+"""The state of one HTTP request, shared by the HTTP edge and the engine core.
 
-vLLM's app lies between the two, unchanged; a context variable crosses it, so that the core can record to which decode
-worker the request went, and the edge can put that into headers, metrics and its log line.
+vLLM's app runs unchanged between the two. A context variable passes the state through it, so that the core can record
+the request's decode workers, and the edge can put them into headers, metrics and the log.
 """
 
 import time
@@ -25,7 +25,7 @@ MAX_WHY = 300
 LONGEST = 1e6
 """seconds of a hop, and of its start: a worker that reports more, or no number, is not believed"""
 NO_WORKER = "no decode worker is available"
-PAUSED = "its place is another client's for a while"
+PAUSED = "preempted for another client"
 CLIENT_LEFT = 499
 """in place of a status, where the client left before an answer"""
 RETRY_AFTER = 5.0
@@ -81,7 +81,7 @@ class SequenceHops:
         """when this worker's first output came"""
 
     def held(self, why: str = "") -> None:
-        """The frontend holds it back. Where it does so already, the first reason stays."""
+        """The frontend holds the sequence back. A later reason does not replace the first."""
         if self._held is None:
             self._held = time.monotonic(), why
 
@@ -116,7 +116,7 @@ class SequenceHops:
             self._first_output = time.monotonic()
 
     def left(self, last_token: float) -> list[Hop]:
-        """No worker has it any more; its last token may be from an earlier worker. Returns the hops at this one."""
+        """The sequence left its worker; its last token may be from an earlier one. Return the hops at this worker."""
         hops = self._at_worker(last_token)
         self._keep(hops)
         self._sent = None
@@ -212,7 +212,7 @@ class RequestState:
         return state
 
     def release(self) -> None:
-        """Free what the request holds: it is over."""
+        """Free what the request holds, at its end."""
         for end in self.at_end:
             end()
 

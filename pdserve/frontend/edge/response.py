@@ -1,7 +1,7 @@
-"""Write a request's answer and its errors.
+"""Writes responses and errors.
 
-The start of a response is held back until the first part of its body comes: only then it is known to which worker the
-request went, and whether it failed before anything was sent.
+The start of a response is held back until the first part of its body, because only then the frontend knows the
+request's worker and whether it failed before anything was sent.
 """
 
 import re

@@ -24,9 +24,7 @@ from pdserve.util.net import is_local_host_header
 logger = logging.getLogger(__name__)
 
 CHECK = 2.0
-"""seconds between two looks at the files"""
-
-
+"""Seconds between two checks of the files."""
 OWNER = "pdserve.owner"
 """extension of the scope of a request that this process makes itself: the name of the key for which it does"""
 
@@ -45,7 +43,7 @@ class ApiKeys:
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Take these keys from now on. A key that is gone is refused, and its running requests go on."""
+        """Use these keys from now on. Running requests of a removed key go on."""
         before, self._keys = self._keys, {key.digest: key for key in keys}
         names = {key.name for key in self._keys.values()}
         for gone in {key.name for key in before.values()} - names:
@@ -74,7 +72,7 @@ class ApiKeys:
             return self.find(request.headers)
         if key := next((key for key in self._keys.values() if key.name == owner), None):
             return key
-        raise HttpError(401, "the API key of this batch is gone")
+        raise HttpError(401, "the API key of this batch was removed")
 
     def viewer(self, headers: Mapping[str, str]) -> Viewer:
         """Return what a request for the state of the graph may see. Raises HttpError."""
@@ -97,7 +95,7 @@ def is_local(scope: Scope) -> bool:
 
 class KeySource:
     """The files and the environment variable that hold the keys. Mistakes at the start raise ConfigError; later ones
-    are logged, and the keys of before stay."""
+    are logged, and the previous keys stay."""
 
     def __init__(self, file: Path | None, env: Mapping[str, str] = os.environ) -> None:
         self._file = file
@@ -121,7 +119,7 @@ class KeySource:
                 self._states, self._error = states, ""
             except ConfigError as error:
                 if str(error) != self._error:
-                    logger.error("the API keys of before stay, since the new ones cannot be used: %s", error)
+                    logger.error("cannot load the new API keys; keeping the previous ones: %s", error)
                 self._error = str(error)
 
     def _take(self, loaded: FoundKeys) -> None:

@@ -206,14 +206,14 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
         first = await asyncio.to_thread(shown, address)
         assert first.strip() == files.chain.read_text().strip()
         made(tmp_path / "tls")
-        await until(lambda: "a new certificate" in caplog.text)
+        await until(lambda: "loaded the new certificate" in caplog.text)
         second = await asyncio.to_thread(shown, address)
         assert second.strip() == files.chain.read_text().strip() != first.strip()
         files.key.write_text("broken")
-        await until(lambda: "the one before stays" in caplog.text)
+        await until(lambda: "keeping the previous one" in caplog.text)
         assert await asyncio.to_thread(shown, address) == second
         made(tmp_path / "tls")
-        await until(lambda: caplog.text.count("a new certificate, valid") == 2)
+        await until(lambda: caplog.text.count("loaded the new certificate, valid") == 2)
         assert await asyncio.to_thread(shown, address) not in (first, second)
-        assert caplog.text.count("the one before stays") == 1
+        assert caplog.text.count("keeping the previous one") == 1
         watching.cancel()

@@ -62,7 +62,7 @@ async def test_a_file_is_read_again_when_it_changes(
         await until(lambda: len(errors(caplog)) == 1)
         file.unlink()
         await until(lambda: len(errors(caplog)) == 2)
-        assert all(error.startswith("the API keys of before stay") for error in errors(caplog))
+        assert all(error.startswith("cannot load the new API keys") for error in errors(caplog))
         assert name(source.keys, bob) == "bob"
         write(file, "alice=alice-0123456789abc\n")
         await until(lambda: name(source.keys, alice) == "alice")
