@@ -6,7 +6,6 @@ import time
 from collections import Counter, deque
 from itertools import pairwise
 
-import msgspec
 from msgspec.structs import replace
 from prometheus_client import Histogram
 from starlette.requests import Request
@@ -29,7 +28,7 @@ from pdserve.contract.reports import (
 )
 from pdserve.frontend.edge.request_record import RequestRecord, receipt_of
 from pdserve.frontend.edge.response import HttpError, ResponseWriter
-from pdserve.frontend.plugins import Plugin, PluginContext
+from pdserve.frontend.plugins import Plugin, PluginContext, json_response, query_limit
 from pdserve.observe.metrics import ITL, TTFT
 from pdserve.observe.process_pages import read_receipts
 
@@ -123,15 +122,13 @@ class Receipts(Plugin):
     # its pages
 
     async def _list(self, request: Request) -> Response:
-        limit = request.query_params.get("limit", "20")
-        if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= MAX_REPORTED_RECEIPTS:
-            raise HttpError(400, f"limit must be a whole number from 1 to {MAX_REPORTED_RECEIPTS}", "limit")
-        return _json({"object": "list", "data": await self._find(request, int(limit))})
+        limit = query_limit(request, 20, MAX_REPORTED_RECEIPTS)
+        return json_response({"object": "list", "data": await self._find(request, limit)})
 
     async def _one(self, request: Request) -> Response:
         request_id = request.path_params["id"]
         if receipts := await self._find(request, 1, request_id):
-            return _json(receipts[0])
+            return json_response(receipts[0])
         kept = (
             f"of the last {MAX_RECEIPTS:,} requests of each frontend, for {RECEIPT_LIFETIME / 60:g} minutes"
         )
@@ -147,10 +144,6 @@ class Receipts(Plugin):
             async with self._asking:
                 receipts = newest_receipts(limit, receipts, await read_receipts(others, *asked))
         return receipts
-
-
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _since(before: list[int], now: list[int]) -> list[int]:
