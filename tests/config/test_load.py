@@ -1,5 +1,6 @@
 """The loader: good files, and the error texts of bad ones."""
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -484,8 +485,12 @@ def test_aliases_that_multiply_are_refused_with_their_line(tmp_path: Path, level
 
 @pytest.mark.parametrize("depth", [250, 2000])
 def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
-    (told,) = problems(tmp_path, f"Common: {'[' * depth}{']' * depth}")
-    assert told.startswith("FILE is nested too deeply: ")
+    """Python 3.12 and newer read 250 levels, and the list is refused where a mapping belongs."""
+    told = problems(tmp_path, f"Common: {'[' * depth}{']' * depth}")
+    reads_it = sys.version_info >= (3, 12) and depth == 250
+    assert told[-1].startswith(
+        "FILE:1: Common must be a mapping" if reads_it else "FILE is nested too deeply: "
+    )
 
 
 def test_a_number_that_begins_with_0_is_told_once(tmp_path: Path) -> None:
