@@ -27,7 +27,7 @@ def interpreter(version: str) -> str:
     found = [*re.findall(rf"^cpython-{re.escape(version)}\.\S+\s+(/\S+)", listed, re.M), *map(str, pyenv)]
     for path in found:
         if subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
-            return path
+            return str(path)
     pytest.skip(f"no Python {version} is installed here")
 
 
