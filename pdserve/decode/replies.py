@@ -31,13 +31,14 @@ PREEMPT_INTERVAL = 0.1
 PREFIX_INTERVAL = 0.25
 """Seconds between two reports of the prefix cache: a conversation's next prompt comes later than this."""
 INTERNAL = "internal error in the decode worker"
-"""Why a request fails whose error has no better text; it is retried at another worker."""
+"""Error text of a request that failed by a bug; it is retried at another worker."""
 
 
 def choose_preemption(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
     """Choose requests to preempt: return the frontend and how many of its requests to pause, so that clients below half
-    of the largest client's share get a slot; 0 if none. Flex requests pause first, also those that wait for a slot, and
-    none pauses for them. `queued`: how many wait in the engine for a slot, which are the last that entered."""
+    of the largest client's share get a slot; 0 if none. Flex requests are paused first, even those that wait for a
+    slot; no request is paused for a flex request. `queued`: number of requests that wait in the engine for a slot; they
+    are the last that entered."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
     entered = sorted((request for request in inside if not request.has_first_step), key=attrgetter("since"))
     waiting = entered[-queued:] if queued else []
@@ -197,7 +198,7 @@ class Frontends:
                         await self.end(request, "the request's deadline passed", retry=False)
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Fail every request, with a count for those that the engine was computing: the worker's last messages."""
+        """Fail every request. One that the engine was computing counts one more died engine."""
         for request in self.requests.clients():
             running = request.phase is Phase.RUNNING
             blamed = death.crashed and running and may_have_killed(len(request.submit.prompt), request.since)

@@ -18,7 +18,7 @@ _REMEMBERED = 50_000
 """Newest request ids that are never accepted again."""
 
 Outcome = PrefillDone | PrefillFailed | str
-"""Of a remote prefill: the answer, or the reason why none will come, as a label of the failure metric."""
+"""Outcome of a remote prefill: the answer, or why none will come, as a label of the failure metric."""
 
 CANCELLED = "cancelled"
 """Outcome of a cancelled request."""
@@ -108,7 +108,7 @@ class DecodeRequest:
 
     @property
     def deadline(self) -> float:
-        """The time that the request took to this worker is not counted."""
+        """Counts from the arrival at this worker."""
         return self.arrived + self.submit.timeout
 
     @property
@@ -132,7 +132,7 @@ class DecodeRequest:
         return not self.has_first_step and (self.awaits_answer or remote)
 
     def recompute(self, reason: str) -> None:
-        """Note that the KV is lost, and that this engine computes the prompt."""
+        """Record that the KV is lost and this engine computes the prompt."""
         self.decision, self.cached = Decision("local", reason), 0
         self.local_tokens = len(self.submit.prompt) - self.prefix_hit
 
@@ -142,7 +142,7 @@ class DecodeRequest:
         return self.answer.result() if self.answer is not None and self.answer.done() else None
 
     def took(self, handle: KvHandle) -> bool:
-        """Whether this KV is the request's: the engine may be about to read it."""
+        """Whether the request took this KV; the engine may be about to read it."""
         done = self.outcome
         return isinstance(done, PrefillDone) and source(done.handle) == source(handle)
 

@@ -28,7 +28,7 @@ class AdapterEngine(ABC):
     loaded."""
 
     max_adapters: int
-    """how many adapters it holds in memory at once; 0: none. Set when the engine is entered"""
+    """Adapters that it holds in memory at once; 0: none. Set when the engine is entered."""
 
     @abstractmethod
     async def load_adapter(self, id: int, folder: str) -> None:

@@ -3,11 +3,11 @@ still held a prompt's KV after they read it (`leases.py`).
 
 Listener and client speak vLLM's protocol. vLLM's own listener ends at the first message that it cannot read, such as a
 port scan, and from then on no new decode engine can read KV there. This listener drops such messages. A prefill worker
-also asks its own listener now and then (`ask`), because nothing else shows that it can be reached.
+also asks its own listener regularly (`ask`), because only an answer shows that it can be reached.
 
-With the answer a peer can read and write all KV of the engine. ZeroMQ does not speak TLS, so a graph with credentials
-uses ZeroMQ's CURVE: both ends have one key pair that only processes of the graph can derive, and the listener answers
-no peer that does not know the public key, which is never sent."""
+The handshake's answer lets a peer read and write all KV of the engine. ZeroMQ does not speak TLS, so a graph with
+credentials uses ZeroMQ's CURVE: both ends have one key pair that only processes of the graph can derive, and the
+listener answers no peer that does not know the public key, which is never sent."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -229,7 +229,7 @@ class Confirmations:
         self._context.destroy(linger=0)
 
     def _give_up(self, now: float) -> None:
-        """Take a late answer for "not held", and connect anew for the next question."""
+        """Count a question without an answer in time as "not held". The next question uses a new connection."""
         for question in self._questions.values():
             if question.held is None and now > question.asked + CONFIRM_WITHIN:
                 question.held = False
@@ -273,7 +273,7 @@ class Confirmations:
         try:
             number, held = _confirmed.decode(parts[1])
         except (msgspec.MsgspecError, IndexError):
-            return  # of another version
+            return  # an answer of another pdserve version
         for question in self._questions.values():
             if question.number == number:
                 question.held = held

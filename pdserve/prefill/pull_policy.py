@@ -39,8 +39,8 @@ _WEIGHT = 0.2
 
 
 def pause(streams: int, slots: int, prompt_seconds: float, waiting: int) -> float:
-    """Return the seconds that a worker leaves the queue to others, since its last pull or since it knows of `waiting`
-    prompts. Its streams hold `streams` of its engine's `slots`; a prompt takes `prompt_seconds`. Pure."""
+    """Return the seconds that a worker leaves the queue to others, counted from its last pull or from when it first saw
+    the `waiting` prompts. Its streams hold `streams` of its engine's `slots`; a prompt takes `prompt_seconds`. Pure."""
     if not streams:
         return 0.0
     return min(POLL_INTERVAL, max(TICK, prompt_seconds * streams / slots)) if waiting else POLL_INTERVAL
@@ -64,18 +64,18 @@ class Pulling:
     running: RunningPrefills
     decode_load: Callable[[], DecodeLoad]
     draining: bool = False
-    """Pull nothing any more."""
+    """Whether to stop pulling."""
     stalled: bool = False
-    """The engine hangs: pull nothing until it works again."""
+    """Whether the engine makes no progress; the worker pulls nothing until it does."""
     pulled: float = 0.0
     """Monotonic time of the last pull."""
     prompt_seconds: float = 0.0
     """Mean time of a prompt in the engine."""
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
-    _known: float = 0.0
-    """Monotonic time since which prompts are known to be in the queue; 0: none are."""
+    _seen_since: float = 0.0
+    """Monotonic time since which the queue has prompts; 0: it has none."""
     _waiting: asyncio.Timeout | None = field(default=None)
-    """Set while it waits for a prompt."""
+    """Set while `next` waits for a prompt."""
 
     async def next(self) -> list[Delivery]:
         """Wait until the engine has capacity and it is time to poll, then pull a prompt; return an empty list if there
@@ -94,7 +94,7 @@ class Pulling:
 
     @property
     def full(self) -> bool:
-        """Whether the free part of the KV cache is left to streams."""
+        """Whether streams run and prompts may use no more of the KV cache (`STREAM_SHARE`)."""
         return self.decode_load().streams > 0 and self.engine.usage.kv_usage > 1.0 - STREAM_SHARE
 
     def stop_waiting(self) -> None:
@@ -129,12 +129,12 @@ class Pulling:
 
     def _is_time(self) -> bool:
         now, waiting = time.monotonic(), self.queue.depth
-        self._known = (self._known or now) if waiting else 0.0
+        self._seen_since = (self._seen_since or now) if waiting else 0.0
         wait = pause(self.decode_load().streams, self.engine.facts.max_num_seqs, self.prompt_seconds, waiting)
-        return now >= max(self.pulled, self._known) + wait
+        return now >= max(self.pulled, self._seen_since) + wait
 
     def _has_capacity(self) -> bool:
-        """Whether to pull one more prompt: a full step gains nothing from more, and other workers may be idle."""
+        """Whether to pull one more prompt. More than a full step gains nothing, and another worker may be idle."""
         facts, usage = self.engine.facts, self.engine.usage.kv_usage
         if self.draining or self.stalled or self.full:
             return False

@@ -1,4 +1,4 @@
-"""Costs of prefilling a prompt locally and at the prefill workers, in seconds that all requests lose together. Pure."""
+"""Costs of a local and of a remote prefill, in seconds of delay summed over all requests. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from pdserve.contract.messages import PrefillLoad
 from pdserve.contract.slo import MIN_MISS_DIFFERENCE
 
 LATER_PROMPTS = 2.0
-"""Prompts that wait longer for each one that comes while this one is computed: those delay others in turn."""
+"""Prompts delayed for each prompt that arrives while this one is computed, because a delayed prompt delays others."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Estimates:
 
     @property
     def local_cost(self) -> float:
-        """A second of this prompt, of a stream, and of a later prompt count the same."""
+        """Weighs a second of this prompt, of a stream and of a later prompt the same."""
         wait = self._weight(self.local_compute) * self.local_wait
         return wait + self.local_compute + self.streams * self.local_stall
 
@@ -45,7 +45,7 @@ class Estimates:
         return wait + self.remote_compute + self.handover + self.streams * self.remote_stall
 
     def _weight(self, compute: float) -> float:
-        """Weight of a second in which this prompt waits, because later prompts wait longer, too."""
+        """Cost of a second that this prompt waits: above 1, because later prompts wait longer, too."""
         return 1 + LATER_PROMPTS * self.rate * compute
 
     @property
@@ -55,8 +55,8 @@ class Estimates:
 
     @property
     def better(self) -> Literal["local", "remote"]:
-        """Remote if fewer SLO misses are expected; else the cheaper way. Local may cost once more the remote cost for
-        each miss that it avoids (docs/decisions/0085-what-a-promise-kept-here-may-cost.md)."""
+        """Remote if it is expected to miss fewer SLOs; else the cheaper way. A local prefill that avoids one miss may
+        cost twice the remote one (docs/decisions/0085-what-a-promise-kept-here-may-cost.md)."""
         local, remote = self.slo_misses or (0.0, 0.0)
         if local > remote + MIN_MISS_DIFFERENCE:
             return "remote"
@@ -91,7 +91,7 @@ class SeenLoad:
 
     def left(self, own: int, token_seconds: float) -> tuple[float, float]:
         """Return the tokens that the worker has yet to compute, and its seconds per token. `own`: tokens of this decode
-        worker's requests at it. If these are late, the worker has become slow, or hangs."""
+        worker's requests at it. If these are overdue, the worker counts as slower than it reported."""
         left = self.load.tokens - self.age / token_seconds
         if left >= 0 or not own:
             return max(left, 0.0), token_seconds
@@ -114,10 +114,10 @@ def estimate(
     slowdown: float = 0.0,
 ) -> Estimates:
     """`compute`: tokens of the prompt that are not in the local prefix cache; `local_ahead`: tokens that this engine
-    computes before; `local_token`: its seconds per token; `queued`: tokens before this prompt that no prefill worker
+    computes first; `local_token`: its seconds per token; `queued`: tokens before this prompt that no prefill worker
     has pulled; `remote`: for each prefill worker (at least one) its tokens and seconds per token; `step_token`: seconds
-    per prompt token by which a step with streams is longer, if measured; `rate`: prompts per second; `slowdown`: part
-    of its time that a stream loses during a remote prefill."""
+    that each prompt token adds to a step with streams, if measured; `rate`: prompts per second; `slowdown`: share of
+    its time that a stream loses during a remote prefill."""
     speed = sum(1 / seconds for _, seconds in remote)
     ahead = queued + sum(tokens for tokens, _ in remote)
     remote_compute = prompt * len(remote) / speed

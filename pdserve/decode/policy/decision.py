@@ -13,7 +13,8 @@ MIN_TIMEOUT = 2.0
 TIMEOUT_FACTOR = 4.0
 """Multiple of the expected time after which a remote prefill is given up."""
 FIRST_GUESS = 500.0
-"""Prompt tokens per second until a prefill was measured. Low, so that a slow machine computes no first prompt twice."""
+"""Prompt tokens per second to assume before the first measured prefill. Low, because a timeout that is too short makes
+a slow machine compute the prompt twice."""
 _WEIGHT = 0.2
 """Weight of the newest prefill in the means."""
 
@@ -42,8 +43,8 @@ def decide(
     its streams, and the queue is short. Policy `adaptive`: the cheaper way by `estimates`.
 
     `supported` is false for a request that needs more than its prompt's KV (prompt logprobs). `migrated` is true for a
-    request that was lost with a worker, perhaps because of KV that it had read. `fits` is false for a request that is
-    larger than a message of the queue may be, or longer than the prefill workers' max-model-len.
+    request whose worker was lost, perhaps because of KV that it read. `fits` is false for a request that is larger than
+    the queue's largest message, or longer than the prefill workers' max-model-len.
     """
     must_be_local = {
         "disabled": not settings.remote_prefill,
@@ -75,7 +76,7 @@ def queue_limit(settings: DecodeSection) -> int:
 
 
 class PrefillTimeout:
-    """Bounds a remote prefill by the prefill workers' measured speed, for the prompt and those queued before it."""
+    """Timeout of a remote prefill: from the prefill workers' measured speed, the prompt and the prompts before it."""
 
     def __init__(self) -> None:
         self._rate = FIRST_GUESS

@@ -3,7 +3,7 @@ JetStream queue itself is FIFO for all clients.
 
 So a prompt waits in the JetStream queue behind about one other for each prefill worker, and not behind everything that
 another client sent before. Held prompts, flex requests excluded, count in the queue's depth at all workers; the
-decision about a prompt counts only those with a turn before it."""
+decision about a prompt counts only the prompts before it."""
 
 import asyncio
 import time
@@ -18,8 +18,8 @@ from pdserve.decode.scheduling.prompt_queue import PromptQueue
 from pdserve.queue.base import PrefillQueue
 
 BUFFER = 0.05
-"""Seconds of work for each prefill worker to keep in the JetStream queue where prompts are shorter than that. This
-process may be busy when the report of a pull comes, which lets it publish the next prompt."""
+"""Seconds of work to keep in the JetStream queue for each prefill worker. One longer prompt is enough; of short prompts
+several are queued, because this process may be too busy to publish the next one right after a pull."""
 POLL_INTERVAL = 0.05
 """Seconds between two checks while prompts are held, because prefill workers may have pulled other decode workers'
 prompts."""
@@ -27,7 +27,8 @@ prompts."""
 
 def are_busy(stored: int, own: Iterable[int], tokens: int, workers: int, token_seconds: float) -> bool:
     """Whether the prefill workers are busy without another prompt, which has `tokens`. `stored`: prompts in the
-    JetStream queue; `own`: the tokens of this decode worker's prompts among them. It always has one there. Pure."""
+    JetStream queue; `own`: the tokens of each of this decode worker's prompts among them. If it has none, one more may
+    always be published. Pure."""
     prompts = list(own)
     stored = max(stored, len(prompts))
     if not prompts or stored < workers:
@@ -46,12 +47,12 @@ class PromptPublisher:
         self._held: PromptQueue[DecodeRequest] = PromptQueue()
         self._published: set[DecodeRequest] = set()
         """Published, or about to be, and still waiting for an answer."""
-        self._holds = asyncio.Event()
+        self._has_held = asyncio.Event()
 
     async def wait(self, request: DecodeRequest, bound: Callable[[int], float]) -> bool:
-        """Wait until the prompt may be published, or the request awaits no answer any more. Return False if no prefill
-        worker was heard of for as long as the waiting prompts may take: `bound` of their number, computed anew each
-        time, because other clients' prompts may come before this one meanwhile."""
+        """Wait until the prompt may be published or the request no longer awaits an answer. Return False at the
+        request's deadline, or if no prefill worker sends a message for `bound(waiting prompts)` seconds. The bound is
+        computed again for each wait, because other clients' prompts may get ahead of this one."""
         assert request.answer is not None
         request.turn = asyncio.get_running_loop().create_future()
         self.add(request)
@@ -74,12 +75,12 @@ class PromptPublisher:
         self.publish_next()
 
     def ahead(self, client: str) -> int:
-        """Number of prompts, held or published, with a turn before a new one of this client. 0 for a flex client, whose
-        prompts wait: computed by the decode worker they would stall streams."""
+        """Number of prompts, held or published, that come before a new one of this client. 0 for a flex client, so that
+        its prompts wait for a prefill worker: local prefills would stall streams."""
         return 0 if is_flex(client) else self._queue.depth - self._held.behind(client)
 
     def remove(self, request: DecodeRequest) -> None:
-        """Forget a request that awaits no answer any more."""
+        """Forget a request that no longer awaits an answer."""
         self._held.remove(request.submit.client, request)
         self._published.discard(request)
         self.publish_next()
@@ -93,12 +94,12 @@ class PromptPublisher:
             if request.turn is not None and request.awaits_answer:
                 request.turn.set_result(None)
         self._queue.hold(self._held.regular)
-        (self._holds.set if self._held else self._holds.clear)()
+        (self._has_held.set if self._held else self._has_held.clear)()
 
     def _may_publish(self, request: DecodeRequest) -> bool:
         workers, tokens = len(self._workers.available()), len(request.submit.prompt)
         if not self._queue.connected or not workers:
-            return True  # the decode worker computes it then
+            return True  # publishing fails, and the decode worker computes the prompt
         if is_flex(request.submit.client):  # one at a time: the JetStream queue is FIFO
             idle = all(each.prefiller and not is_flex(each.submit.client) for each in self._published)
             return idle and not self._queue.stored
@@ -118,6 +119,6 @@ class PromptPublisher:
     async def watch(self) -> None:
         """Publish held prompts as other decode workers' prompts are pulled, for ever."""
         while True:
-            await self._holds.wait()
+            await self._has_held.wait()
             await asyncio.sleep(POLL_INTERVAL)
             self.publish_next()

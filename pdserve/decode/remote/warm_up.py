@@ -2,8 +2,8 @@
 
 The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So this decode worker sends
 each new prefill worker a short random prompt, not through the queue, reads its KV, and generates one token. Workers
-warm up before they announce themselves: both register as newcomers, which only the other side reads. They wait a few
-seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
+warm up before they announce themselves: until then they register as newcomers, whom frontends do not see. They wait a
+few seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT = 15.0
 """Seconds that a whole warm-up may take; a stalled read is given up earlier."""
 FIRST_RETRY, LAST_RETRY = 1.0, 60.0
-"""Seconds until the next try, doubled with each, up to the last."""
+"""Seconds between two tries: doubled after each, up to `LAST_RETRY`."""
 
 
 @dataclass(eq=False)
@@ -54,8 +54,8 @@ class WarmUp:
                     self._tried.discard(gone)
                 self._change.set()
                 for peer in peers - tasks.keys():
-                    again = forever(partial(self._with, peer), f"warm-up: {peer}", until_done=True)
-                    tasks[peer] = group.create_task(again)
+                    retries = forever(partial(self._retry, peer), f"warm-up: {peer}", until_done=True)
+                    tasks[peer] = group.create_task(retries)
 
     async def tried(self) -> None:
         """Wait until every prefill worker that is registered now has been tried."""
@@ -63,7 +63,7 @@ class WarmUp:
             self._change.clear()
             await self._change.wait()
 
-    async def _with(self, peer: str) -> None:
+    async def _retry(self, peer: str) -> None:
         pause = FIRST_RETRY
         while not await self._try(peer):
             await asyncio.sleep(pause)

@@ -20,9 +20,10 @@ from pdserve.engine.base import Engine, Step
 SHORT = 8
 """A prompt of at most the usual chunk divided by this is very short."""
 MAX_PASSING = 4
-"""Very short prompts that may be in the engine beside a full chunk: one for each client without another one there."""
+"""Very short prompts that may be in the engine beside a full chunk: at most one of a client, and none of a client that
+has another prompt in the engine."""
 MIN_CHANGE = 8
-"""A chunk that changes by less than this part is not set, because setting it costs the engine some time."""
+"""The engine's chunk is set only if it changes by more than 1 / `MIN_CHANGE`, because setting it costs time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class _Prompt:
 
 class PromptSlots:
     def __init__(self, chunk: Callable[[], int], usual: int) -> None:
-        """`chunk` returns the tokens of a chunk now, `usual` are those without an SLO to keep; 0: no limit."""
+        """`chunk` returns the current tokens of a chunk; `usual`: tokens of a chunk without an SLO; 0: no limit."""
         self._chunk = chunk
         self._short = usual // SHORT
         self._inside: set[_Prompt] = set()
@@ -87,7 +88,7 @@ class PromptSlots:
 
 
 class ChunkLimit:
-    """Keeps the engine's chunk at the estimator's, which fits between two tokens of the streams (docs/slo.md)."""
+    """Sets the engine's chunk to the estimator's, so that streams keep their gap SLO (docs/slo.md)."""
 
     def __init__(self, engine: Engine, estimator: Estimator) -> None:
         self._engine = engine

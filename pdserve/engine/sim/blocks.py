@@ -15,8 +15,7 @@ class BlockPool:
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.weights = 0
-        """a number for the loaded weights with as many bits as a block's name, so that other weights make other
-        contents"""
+        """Number of the loaded weights, XORed into each block's content, so that other weights give other contents."""
         self.prefixes = CachedPrefixes()
         self.prefixes.resize(blocks, block_size)
         self.total = blocks
@@ -78,7 +77,7 @@ class BlockPool:
         return (content ^ self.weights).to_bytes(NAME_BYTES)
 
     def contents(self, blocks: list[int]) -> list[int]:
-        """The current content of these blocks, of whichever request; 0 for a block that is not full."""
+        """The current content of these blocks, whichever request filled them; 0 for a block that is not full."""
         return [self._content.get(block, 0) for block in blocks]
 
     def give(self, blocks: list[int]) -> None:

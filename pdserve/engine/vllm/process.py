@@ -37,7 +37,7 @@ SHUTDOWN_TIMEOUT = 2.0
 DEAD_POLL_INTERVAL = 0.5
 """Seconds between two checks whether the engine is dead."""
 CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP}
-"""Signals that end a process for an error of its own."""
+"""Signals that the kernel sends for an error in the process itself, not for an operator's kill."""
 NO_EVENTS = "tcp://127.0.0.1:1"
 """Endpoint of KV events for ranks without the core, which send none."""
 
@@ -46,17 +46,17 @@ class VllmProcess:
     """Start only one at a time in a process, because part of vLLM's configuration is in the environment."""
 
     config: api.VllmConfig
-    """with the values that the engine chose; set by `start`"""
+    """With the values that the engine chose; set by `start`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.core: api.AsyncMPClient | None = None
         self.ranks: api.MultiprocExecutor | None = None
-        """instead of the core, on a host that has only ranks of the engine"""
+        """Instead of the core, on a host that has only ranks of the engine."""
         self.side_channel = ""
-        """ZeroMQ address at which other engines ask for KV"""
+        """ZeroMQ address at which other engines ask for KV."""
         self.channel_key = CurveKey.of(spec.credentials)
         self.processes: set[psutil.Process] = set()
-        """all processes of the engine"""
+        """All processes of the engine."""
         self._core_process: api.BaseProcess | None = None
         self._spec = spec
         self._abandoned = False
@@ -208,9 +208,8 @@ class VllmProcess:
                 "publisher": "zmq",
                 "endpoint": events_endpoint,
             }
-        defaults = {
-            "mm-processor-cache-gb": 0
-        }  # a cache of images sent before; frontends send them each time
+        # frontends send images each time, so a cache of images sent before is useless
+        defaults = {"mm-processor-cache-gb": 0}
         return to_argv({**defaults, **for_engine(spec.engine_args), **arguments})
 
 

@@ -37,23 +37,23 @@ _REMEMBERED = 100_000
 @dataclass(eq=False)
 class RunningRequest:
     request_id: str
-    """the worker's id"""
+    """The worker's id."""
     prompt: list[int]
     body: list[bytes]
     after: Sequence[int] = ()
-    """tokens that another engine sampled"""
+    """Tokens that another engine sampled."""
     prefill: bool = False
     samples: bool = False
-    """a prefill whose token is the request's first token"""
+    """A prefill whose token is the request's first token."""
     pulls: bool = False
-    """the KV of its prompt is read from another engine"""
+    """The KV of its prompt is read from another engine."""
     adapter: int = 0
-    """id of its LoRA adapter; 0: none"""
+    """Id of its LoRA adapter; 0: none."""
     engine_id: str = ""
-    """the engine's id; a restarted request gets a new one"""
+    """The engine's id; a restarted request gets a new one."""
     restarts: int = 0
     began: bool = False
-    """it has its first token"""
+    """Whether it has its first token."""
 
 
 class RunningRequests:
@@ -116,9 +116,9 @@ def remote_ok(request: api.EngineCoreRequest) -> bool:
 
 
 def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
-    """Why vLLM ended this request with an error before its first token, or with tokens `rejected` by its grammar; empty
-    if the request is not at fault. vLLM's frontend does not compile the grammar, and the engine only logs the reason. A
-    grammar without finite text ({"$ref": "#"}) rejects every token."""
+    """Why a request's grammar made vLLM end it: it does not compile, or it `rejected` tokens; empty if the request has
+    no grammar. vLLM's frontend does not compile the grammar, and the engine only logs the reason. A grammar without
+    finite text ({"$ref": "#"}) rejects every token."""
     asked = read_body(body).sampling_params.structured_outputs
     if asked is None:
         return ""
@@ -147,9 +147,9 @@ def to_generate(
 def to_prefill(
     request_id: str, prompt: list[int], body: list[bytes], *, samples: bool
 ) -> tuple[api.EngineCoreRequest, bool]:
-    """A request for one token, and whether that is the first token of the client's request: if `samples` is true and
-    the sampling parameters allow it. Otherwise the token is sampled greedily, without anything that could delay or end
-    the request, because the KV of a prompt does not depend on sampling. LoRA and cache salt, on which it does, stay."""
+    """Return a request for one token, and whether that token is the first of the client's request: if `samples` is true
+    and the sampling parameters allow it. Otherwise the token is sampled greedily, without any parameter that could
+    delay or end the request, because KV does not depend on sampling. It depends on LoRA and cache salt, which stay."""
     request = _own(request_id, prompt, body)
     if not remote_ok(request):
         raise ProtocolError("this prompt cannot be prefilled for another engine")
@@ -165,8 +165,8 @@ def to_prefill(
 
 
 def first_output(packed: list[bytes], now: float) -> api.EngineCoreOutput | None:
-    """The single output, of one token, that a prefill engine packed. Its events keep their age relative to `now`. None
-    if it cannot be read."""
+    """Unpack a prefill engine's single output, of one token; None if it cannot be read. Times of its events move to
+    this host's clock, which is at `now`."""
     try:
         step = api.decode_outputs(packed)
         (raw,) = step.outputs
