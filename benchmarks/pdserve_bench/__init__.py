@@ -1,7 +1,6 @@
-"""What breaks pdserve on purpose, and what measures it. Ships beside the server, which never needs it.
+"""Chaos, soak, fuzz and performance benchmarks for pdserve. They ship beside the server, which never imports them.
 
-`pdserve chaos`, `pdserve bench` and `pdserve compare` are its commands; `python -m pdserve_bench.soak` and `.fuzz` are
-its programs. `client`, `endpoint` and `load` send requests, `launch`
-start what is measured, `sections` makes one graph's file into another's, `runs`, `slo` and `samples` compute, `report`
-and `progress` show, `watch` looks what a graph holds.
+Commands: `pdserve chaos`, `pdserve bench`, `pdserve compare`. Programs: `python -m pdserve_bench.soak` and `.fuzz`.
+`client` and `endpoint` send requests, `graphs/` starts and watches graphs, `measure/` has loads, statistics and
+reports, and `progress` logs what a benchmark does.
 """

@@ -1,8 +1,8 @@
-"""The HTTP client of every benchmark: requests to an OpenAI-compatible server, and all that is seen of their answers.
+"""The HTTP client of every benchmark: sends requests to an OpenAI-compatible server and records the responses.
 
-Each request has a connection of its own, so that frontends that share a port share the requests. Made of asyncio and
-httptools alone: a load generator shares the machine with the graph that it measures, so its own work has to be little,
-and faults are about connections: which port, an abrupt end, an answer that is never read.
+Each request opens its own connection, so that frontends that share a port share the requests. It uses asyncio and
+httptools only: a load generator shares the machine with the graph that it measures, so it must need little CPU, and
+chaos needs control over connections (the client's port, abrupt ends, responses that are never read).
 """
 
 import asyncio
@@ -31,53 +31,53 @@ _CONNECT_WITHIN = 10.0
 
 
 class BadAnswer(Exception):
-    """The answer is an error, or no answer as the API defines it; the text says which."""
+    """The response is an error or does not follow the API; the text says which."""
 
 
 class Outcome(StrEnum):
-    """Every request that was begun has one of these."""
+    """The state of a request that was sent."""
 
     FINISHED = "finished"
     FAILED = "failed"
-    """an error status, an error in the stream, a broken connection, or no end in time"""
+    """An error status, an error in the stream, a broken connection, or a timeout."""
     UNFINISHED = "unfinished"
-    """still running when it was last looked at"""
+    """Still running when the exchange was read."""
 
 
 @dataclass(eq=False)
 class Exchange:
-    """A request and what has come of it so far. Times are monotonic, in seconds."""
+    """A request and what was received of its response so far. Times are monotonic seconds."""
 
     body: Mapping[str, object] = field(default_factory=dict)
     request_id: str = field(default_factory=lambda: f"bench-{uuid.uuid4().hex[:12]}")
-    """sent along, so that the logs can be searched for it even where no answer ever came"""
+    """Sent as `x-request-id`, so that logs can be searched for the request."""
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     port: int = 0
-    """the client's end of its connection, 0 while there is none"""
+    """The client's port of the connection; 0 before it is open."""
     status: int = 0
-    """of HTTP, 0 while there is none"""
+    """HTTP status; 0 before it is received."""
     prefill: str = ""
-    """`local` or `remote`, as the response header says"""
+    """`local` or `remote`, from the response header."""
     instance: str = ""
-    """the decode worker, as the response header says"""
+    """The decode worker, from the response header."""
     tokens: list[int] = field(default_factory=list)
-    """where the body asked for `return_token_ids`"""
+    """Token ids, if the body asks for `return_token_ids`."""
     arrivals: list[float] = field(default_factory=list)
-    """when each token came, where the answer is streamed; without token ids, when each event with text did"""
+    """Arrival time of each token of a stream; without token ids, of each event with text."""
     text: str = ""
     reasoning: str = ""
-    """what the model thought before it, where the server tells that apart"""
+    """The reasoning before the text, if the server sends it apart."""
     prompt_tokens: int = 0
-    """as the answer's usage says: `stream_options: {"include_usage": true}`"""
+    """From the response's usage: `stream_options: {"include_usage": true}`."""
     completion_tokens: int = 0
     cached_tokens: int | None = None
-    """of the prompt, found in a prefix cache; None where the usage does not say it"""
+    """Prompt tokens found in a prefix cache; None if the usage does not say."""
     finish: str = ""
-    """why it ended, as the server says: `length`, `stop`, `abort`"""
+    """The `finish_reason`: `length`, `stop`, `abort`."""
     error: str = ""
     reset: bool = False
-    """the connection was refused, or ended before the answer did"""
+    """The connection was refused, or closed before the response was complete."""
     hung: bool = False
 
     @property
@@ -88,18 +88,18 @@ class Exchange:
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token; None where none came."""
+        """Time to first token; None without one."""
         return self.arrivals[0] - self.started if self.arrivals else None
 
     @property
     def output_tokens(self) -> int:
-        """Count by the usage, else by the token ids, else by the events with text."""
+        """Counted by the usage, else by token ids, else by events with text."""
         return self.completion_tokens or len(self.tokens) or len(self.arrivals)
 
     @property
     def cut(self) -> str:
-        """Why an answer that has ended is not a whole one; empty where it is. The length counts where the server tells
-        it and `ignore_eos` was asked for."""
+        """Why a response that ended is incomplete; empty if it is complete. Its length counts if the body has
+        `ignore_eos` and the server reports the length."""
         if self.finish not in ("length", "stop"):
             return f"the answer ended with finish_reason {self.finish or None!r}"
         count, asked = self.completion_tokens or len(self.tokens), self.body.get("max_tokens")
@@ -109,23 +109,23 @@ class Exchange:
 
     @property
     def answer(self) -> str:
-        """What the next message of a chat follows; the reasoning where there was no room for more."""
+        """The assistant's message for the next round of a chat; the reasoning if the text is empty."""
         return self.text or self.reasoning
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed of the generation after the first token; None where the answer came in one piece."""
+        """Generation speed after the first token; None if everything arrived at once."""
         took = self.ended - self.arrivals[0] if self.ended and len(self.arrivals) > 1 else 0.0
         return self.output_tokens / took if took > 0 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between tokens. Those of one event have come together."""
+        """Seconds between tokens; 0 between tokens of one event."""
         return [after - before for before, after in pairwise(self.arrivals)]
 
 
 def completion(model: str, prompt: Sequence[int] | str, tokens: int, **more: object) -> dict[str, object]:
-    """The body of a request for exactly so many tokens: greedy, streamed, with token ids."""
+    """Return the body of a greedy streamed request for exactly `tokens` output tokens, with token ids."""
     return {
         "model": model,
         "prompt": prompt,
@@ -142,13 +142,14 @@ class LoadClient:
     """Sends exchanges to the server at `url`, a base URL without `/v1`."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None, source: str = "") -> None:
-        """`source` is the address of this machine that the requests come from."""
+        """`source` is the local address to send from."""
         self._url = url
         self._headers = dict(headers or {})
         self._source = source
 
     async def ask(self, exchange: Exchange, timeout: float, path: str = COMPLETIONS) -> None:
-        """Never fails: the exchange records what goes wrong. Cancelled, it stays unfinished."""
+        """Send the request and fill in the exchange. Never raises for a failed request; if cancelled, the exchange
+        stays unfinished."""
         exchange.started = time.monotonic()
         bound = asyncio.timeout(timeout)
         try:
@@ -191,11 +192,11 @@ class LoadClient:
 
 
 _UNREADABLE = (ValueError, httptools.HttpParserError, httptools.HttpParserUpgrade)
-"""ValueError: of msgspec, and of names that are no host's"""
+"""ValueError comes from msgspec and from invalid host names."""
 
 
 class _Message(msgspec.Struct):
-    """A message of a chat, or a delta of it."""
+    """A chat message, or a delta of one."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -221,11 +222,11 @@ class _Usage(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What is read of an answer, or of an event of its stream: the rest is not decoded."""
+    """The decoded fields of a response or a stream event."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    """where a server sends it with each event, the last one counts"""
+    """If a server sends it with each event, the last one counts."""
     error: Any = None
     object: str | None = None
 
@@ -235,8 +236,8 @@ _NOTHING = _Message()
 
 
 def _read(exchange: Exchange, raw: bytes, now: float | None) -> _Answer:
-    """Decode an answer or event and add it to the exchange. A first event that names the role alone brings no token.
-    Reasoning counts as tokens too: it is generated, and waited for."""
+    """Decode a response or event and add it to the exchange. A first event with only the role has no token. Reasoning
+    counts as tokens."""
     answer = _decode(raw)
     if answer.error or answer.object == "error":
         raise BadAnswer(error_message(raw))
@@ -260,8 +261,8 @@ def _read(exchange: Exchange, raw: bytes, now: float | None) -> _Answer:
 
 
 async def _read_stream(exchange: Exchange, connection: "HttpConnection") -> None:
-    """Server-sent events; what is no data is of no matter (comments keep connections open). The end is `[DONE]`, or a
-    last choice with a reason to finish where the server sends none."""
+    """Read server-sent events until `[DONE]`, or the end of the stream after a `finish_reason`. Lines without data are
+    ignored: comments keep connections open."""
     finished = False
 
     def take(line: bytes) -> bool:
@@ -284,8 +285,7 @@ async def _read_stream(exchange: Exchange, connection: "HttpConnection") -> None
 
 
 def error_message(answer: bytes) -> str:
-    """The message in an error object, wherever servers put it; of a page its text; else the answer itself. Shortened,
-    in one line."""
+    """Return the message of an error object, the text of an HTML page, or the body itself, shortened to one line."""
     text = answer.decode(errors="replace")
     with suppress(ValueError):
         found = msgspec.json.decode(answer)
@@ -302,11 +302,12 @@ _MARKUP = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.I | re.S)
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One request on a connection of its own, and its answer as far as it was read. Reading raises EOFError and OSError
-    where the connection ends before the answer does.
+    """One request on its own connection, and its response. Reads raise EOFError or OSError if the connection closes
+    before the response is complete.
 
-    A protocol, not a pair of streams: an event is read when the loop sees it, without waking a task, into a buffer that
-    is not made for it. That is half of the CPU time."""
+    An asyncio protocol instead of streams: events are parsed in the event loop's callback, from a reused buffer,
+    without waking a task. That halves the CPU time.
+    """
 
     def __init__(self) -> None:
         self.headers: dict[str, str] = {}
@@ -333,7 +334,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @classmethod
     async def sent(cls, url: str, request: bytes, source: str = "") -> Self:
-        """The same for a request as it goes over the wire, whatever it is. Raises OSError."""
+        """Connect and send raw bytes, valid HTTP or not. Raises OSError."""
         target = urlsplit(url)
         assert target.hostname, url
         secure = target.scheme == "https"
@@ -349,7 +350,6 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def port(self) -> int:
-        """The client's port."""
         return int(self._transport.get_extra_info("sockname")[1])
 
     async def status(self) -> int:
@@ -357,20 +357,21 @@ class HttpConnection(asyncio.BufferedProtocol):
         return int(self._parser.get_status_code())
 
     async def lines(self, take: Callable[[bytes], bool]) -> None:
-        """Call it with each line that is not empty when it comes, until it says that this is enough, or the answer is
-        complete. Raises what it raises."""
+        """Call `take` with each line that is not empty as it arrives, until it returns True or the response is
+        complete. Raises what `take` raises."""
         self._take = take
         self._split()
         await self._until(lambda: self._enough or self._over)
 
     async def rest(self, despite_reset: bool = False) -> bytes:
-        """`despite_reset`: as much as came, where the server refused to read the whole request."""
+        """Return the rest of the body. `despite_reset`: return what arrived if the server refused to read the whole
+        request."""
         with suppress(*([ConnectionResetError] if despite_reset else [])):
             await self._until(lambda: self._over)
         return bytes(self._body)
 
     def abort(self) -> None:
-        """Close the connection at once, whatever is still on its way."""
+        """Close the connection at once."""
         self._transport.abort()
 
     async def _until(self, true: Callable[[], bool]) -> None:
@@ -441,7 +442,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def send_unread(url: str, request: bytes, source: str = "") -> socket.socket:
-    """Send a request whose answer is not read: return its connection, which takes next to nothing. Raises OSError."""
+    """Send a request and return its socket, whose receive buffer is tiny, without reading the response. Raises
+    OSError."""
     target = urlsplit(url)
     sock = socket.socket()
     try:
@@ -459,14 +461,13 @@ def send_unread(url: str, request: bytes, source: str = "") -> socket.socket:
 
 
 def trusted() -> ssl.SSLContext:
-    """Trust the certificates in the file that SSL_CERT_FILE names (a server may have signed its own), else the
-    system's."""
+    """Return an SSL context for the certificates in SSL_CERT_FILE (for a self-signed server), else the system's."""
     return _trusting(os.environ.get("SSL_CERT_FILE"))
 
 
 @cache
 def _trusting(file: str | None) -> ssl.SSLContext:
-    """They take some milliseconds to load."""
+    """Cached, because loading certificates takes milliseconds."""
     return ssl.create_default_context(cafile=file)
 
 
@@ -476,7 +477,7 @@ def post(
     path: str = COMPLETIONS,
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The request as it goes over the wire."""
+    """Return the bytes of a POST request."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = {
         "host": urlsplit(url).netloc,

@@ -1,4 +1,4 @@
-"""The server that is measured: any that speaks OpenAI's API."""
+"""The measured server: any that speaks the OpenAI API."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,28 +17,28 @@ from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, error_
 _PROBE_WORDS = 200
 _WORD = "{:04d}"
 _FIRST_ANSWER = 120.0
-"""seconds for a first request: some servers load their model for it"""
+"""Seconds until the first response: some servers load their model for it."""
 Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Endpoint:
     url: str
-    """a base URL without `/v1`"""
+    """Base URL without `/v1`."""
     model: str
     headers: Mapping[str, str] = field(default_factory=dict)
     chat: bool = False
-    """ask `/v1/chat/completions`, else `/v1/completions`"""
+    """Use `/v1/chat/completions` instead of `/v1/completions`."""
     max_model_len: int = 0
-    """tokens of a prompt and its answer together, 0 where it does not say"""
+    """Tokens of a prompt and its response together; 0 if unknown."""
 
     async def ask(self, exchange: Exchange, timeout: float) -> None:
-        """Never fails: the exchange records what goes wrong. An answer that is not a whole one has failed."""
+        """Never raises for a failed request. An incomplete response counts as failed."""
         await LoadClient(self.url, self.headers).ask(exchange, timeout, CHAT if self.chat else COMPLETIONS)
         exchange.error = exchange.error or exchange.cut
 
     def check_length(self, prompt_tokens: int, answer_len: int) -> None:
-        """Raises ConfigError where that is more than the model takes."""
+        """Raises ConfigError if the model's context is too short."""
         if 0 < self.max_model_len < prompt_tokens + answer_len:
             raise ConfigError(
                 [
@@ -48,8 +48,8 @@ class Endpoint:
             )
 
     def body(self, prompt: str | Sequence[Message], tokens: int) -> dict[str, Any]:
-        """A streamed, greedy request that is answered with exactly so many tokens: by `ignore_eos`, which vLLM and
-        what is made of it know. The messages of a chat go to a chat's endpoint only."""
+        """Return a streamed greedy request for exactly `tokens` output tokens (`ignore_eos`, known by vLLM and servers
+        built on it). A list of messages needs a chat endpoint."""
         assert self.chat or isinstance(prompt, str)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return {
@@ -77,8 +77,8 @@ def base_url(url: str) -> str:
 
 
 async def server_url(named: str | None, file: Path | None) -> str:
-    """The server that `--base-url` names, else that of the running graph. Raises ConfigError, and Unavailable where no
-    graph runs."""
+    """Return the URL of `--base-url`, else of the running graph. Raises ConfigError, and Unavailable if no graph
+    runs."""
     if named is not None:
         return base_url(named)
     try:
@@ -88,17 +88,15 @@ async def server_url(named: str | None, file: Path | None) -> str:
 
 
 def key_headers(key: str) -> dict[str, str]:
-    """Return the headers for a server that asks for a key; none without a key. Keys that were read from files often end
-    in a newline."""
+    """Return the headers with an API key, if any. Keys read from files often end in a newline."""
     return {"authorization": f"Bearer {key.strip()}"} if key.strip() else {}
 
 
 async def find_endpoint(
     url: str, model: str = "", headers: Mapping[str, str] | None = None, chat: bool = False
 ) -> Endpoint:
-    """Look at the server's `/v1/models` (the first of them where none is named), and ask a first small request, which
-    shows that it answers. Raises ConfigError where it does not serve that model, and Unavailable with its words where
-    it does not answer."""
+    """Read `/v1/models` (and choose its first model by default), then send one small request to check that the server
+    responds. Raises ConfigError if the model is not served, and Unavailable with the server's error."""
     base, headers = base_url(url), dict(headers or {})
     cards = await _models(base, headers, required=not model)
     served = [str(card["id"]) for card in cards]
@@ -113,7 +111,7 @@ async def find_endpoint(
 
 
 async def _models(base: str, headers: Mapping[str, str], required: bool) -> list[Mapping[str, Any]]:
-    """Empty for a server that has no such list, where none is required."""
+    """Return the models; empty if the server has no list and none is required."""
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=10.0, verify=trusted()) as http:
             answer = await http.get(f"{base}/v1/models", headers=headers)
@@ -139,7 +137,7 @@ async def _models(base: str, headers: Mapping[str, str], required: bool) -> list
 
 
 async def _answering(endpoint: Endpoint) -> Endpoint:
-    """Raises Unavailable with its words where it refuses a first request."""
+    """Send a first request. Raises Unavailable with the server's error."""
     exchange = Exchange(endpoint.body("Hello", 2))
     await endpoint.ask(exchange, _FIRST_ANSWER)
     if exchange.error:
@@ -149,14 +147,14 @@ async def _answering(endpoint: Endpoint) -> Endpoint:
 
 
 class Prompts:
-    """Prompts of a given length, each different from its first words on, so that no prefix cache has seen it."""
+    """Prompts of a given length that differ from their first words on, so that no prefix cache has them."""
 
     def __init__(self, tokens_per_word: float, seed: int | str) -> None:
         self.tokens_per_word = tokens_per_word
         self._random = Random(seed)
 
     def of(self, tokens: int) -> str:
-        """About so many tokens, at least one word."""
+        """Return a prompt of about `tokens` tokens, at least one word."""
         return " ".join(self.words(max(1, round(tokens / self.tokens_per_word))))
 
     def words(self, count: int) -> Iterator[str]:
@@ -164,8 +162,7 @@ class Prompts:
 
 
 async def learn_prompts(endpoint: Endpoint, seed: int) -> Prompts:
-    """Ask once, to learn how many tokens of this model a word is. Raises Unavailable with the server's words where it
-    does not answer."""
+    """Measure the tokens per word with two requests. Raises Unavailable with the server's error."""
     words = " ".join(Prompts(1.0, seed).words(_PROBE_WORDS))
     long, short = Exchange(endpoint.body(words, 1)), Exchange(endpoint.body("0000", 1))
     await asyncio.gather(endpoint.ask(long, _FIRST_ANSWER), endpoint.ask(short, _FIRST_ANSWER))

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Command-line options that several commands share."""
 
 import argparse
 import random
@@ -61,7 +61,7 @@ def rates_of(option: str, text: str) -> list[float]:
 
 
 def program(doc: str | None) -> argparse.ArgumentParser:
-    """The command line of a program that is run with `python -m`; `doc` is its docstring."""
+    """Return an argument parser for `python -m` programs; `doc` is the module's docstring."""
     spec = sys.modules["__main__"].__spec__
     prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else None
     return argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""What a benchmark does now: lines with the time of day, on stderr."""
+"""Progress lines on stderr, with the time of day."""
 
 import sys
 import time
@@ -12,5 +12,5 @@ def say(text: str) -> None:
 
 
 def begin(phase: str, seconds: float) -> None:
-    """Say that it begins, and how long it should take."""
+    """Log that a phase begins and about how long it takes."""
     say(f"{phase}, some " + (f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"))

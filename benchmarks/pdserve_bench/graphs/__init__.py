@@ -1,1 +1,1 @@
-"""Graphs that benchmarks start: with `serve`, without it, and clusters of NATS and etcd."""
+"""Start graphs for benchmarks, with or without `serve`, or on clusters of NATS and etcd; watch what they hold."""

@@ -1,5 +1,5 @@
-"""Clusters of nats-servers or etcds on loopback, to be broken and measured. Their members are `EmbeddedServer`s that
-find each other; what restarts a dead one is up to the caller."""
+"""Clusters of NATS or etcd servers on loopback for chaos tests. The members are `EmbeddedServer`s that find each other.
+The caller restarts a dead member."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ class Member(EmbeddedServer):
     def __init__(
         self, folder: Path, number: int, peers: Sequence[int], credentials: Credentials | None
     ) -> None:
-        """`peers`: the ports at which the members reach each other."""
+        """`peers`: the cluster ports of all members."""
         self.name = f"{type(self).name}-{number}"
         super().__init__(folder, free_port(HOST), credentials=credentials)
         self.peers, self.peer_port = peers, peers[number]
@@ -31,7 +31,7 @@ class Member(EmbeddedServer):
 
 class NatsMember(Member, EmbeddedNats):
     def page(self, name: str) -> str:
-        """Of its monitoring: `jsz` says which server leads the cluster."""
+        """Return the URL of a monitoring page; `jsz` names the cluster's leader."""
         return f"http://{HOST}:{self._pages}/{name}"
 
     @cached_property
@@ -48,7 +48,7 @@ class NatsMember(Member, EmbeddedNats):
 
 class EtcdMember(Member, EmbeddedEtcd):
     def command(self) -> list[str]:
-        """Of a flag that comes twice, etcd takes the last."""
+        """If a flag is repeated, etcd uses the last one."""
         scheme = "https" if self.credentials else "http"
         urls = [f"{scheme}://{HOST}:{port}" for port in self.peers]
         own = f"{scheme}://{HOST}:{self.peer_port}"
@@ -74,7 +74,7 @@ M = TypeVar("M", NatsMember, EtcdMember)
 async def cluster(
     kind: type[M], folder: Path, credentials: Credentials | None = None, size: int = SIZE
 ) -> AsyncIterator[list[M]]:
-    """One server, where `size` is 1."""
+    """With `size` 1, a single server."""
     os.environ.setdefault("GODEBUG", "multipathtcp=0")  # what listens on multipath TCP cannot be cut
     ports = [free_port(HOST) for _ in range(size)]
     members = [kind(folder, number, ports, credentials) for number in range(size)]
@@ -89,5 +89,5 @@ async def cluster(
 
 
 def addresses(members: Sequence[M]) -> str:
-    """All of them, as `Graph.nats` and `Graph.etcd` take them."""
+    """Return all addresses in the form of `Graph.nats` and `Graph.etcd`."""
     return ",".join(member.url for member in members)

@@ -1,5 +1,8 @@
-"""Graphs and engines that benchmarks start: from a file, with ports and servers of their own, in a folder that is
-thrown away. Ended in good order, and with this process however it ends."""
+"""Start graphs and plain vLLM engines for benchmarks.
+
+A graph is started from a copy of the user's file, with its own ports, NATS and etcd, in a temporary folder. It stops on
+exit from the context, and also if this process is killed.
+"""
 
 import asyncio
 import os
@@ -30,23 +33,23 @@ from pdserve_bench.graphs.simulated import write
 T = TypeVar("T")
 
 REAL = Path("configs/local.yaml")
-"""the graph of real engines that programs start on request"""
+"""The graph with real engines that programs start with `--real`."""
 PDSERVE = (sys.executable, "-m", "pdserve")
 VLLM = "vllm.entrypoints.launchers.api_server.entry"
 START_WITHIN = 900.0
 TELL_EVERY = 15.0
 STOP_WITHIN = 90.0
 ENGINE_PATIENCE = 10.0
-"""seconds for plain vLLM to end by itself where this process was killed"""
+"""Seconds for plain vLLM to exit by itself after this process was killed."""
 OURS = "pdserve: "
 READY = "Ready after"
-"""what `serve` says once the graph answers"""
+"""Printed by `serve` once the graph responds."""
 MODEL_LIMIT = 256 << 20
 DISK = 1 << 30
-"""bytes of a graph's own file system: etcd and JetStream want room before they write anything"""
+"""Bytes of a graph's own file system: etcd and JetStream reserve space before they write."""
 CUTTABLE = {"UCX_TLS": os.environ.get("UCX_TLS", "tcp,cuda_copy,self"), "GODEBUG": "multipathtcp=0"}
-"""variables of a graph that is to be cut: UCX over TCP, for shared memory cannot be cut, and neither can the multipath
-TCP on which servers written in Go listen"""
+"""Variables of a graph whose connections are to be cut: UCX over TCP, because shared memory cannot be cut, and no
+multipath TCP (Go's default for listeners), because the kernel does not filter it."""
 SIM_SPEED = {
     "sim": {
         "step-seconds": 0.02,
@@ -56,12 +59,12 @@ SIM_SPEED = {
         "stop-signal": int(signal.SIGUSR2),
     }
 }
-"""of simulated engines where the file says nothing: requests last long enough to be caught in the middle, KV that is
-never read is free soon, only poison has the fatal token in its prompt, and engines can be stopped"""
+"""Simulated engines if the file sets none: slow enough to be hit in the middle of a request, with short KV leases, a
+fatal token that only poison prompts contain, and a signal that stops the engine."""
 
 
 class ServerRun:
-    """A server in a process of its own, its output in a file. It ends with this process, as by SIGTERM."""
+    """A server in its own process, with its output in a file. It gets SIGTERM if this process dies."""
 
     process: "subprocess.Popen[bytes]"
 
@@ -70,7 +73,7 @@ class ServerRun:
         self.env = {**os.environ, **(variables or {})}
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start it in a process group of its own, in this session: a session would get its own scheduling group."""
+        """Use a process group but not a session, because a session gets its own scheduling group."""
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 tied_command(self.command),
@@ -87,8 +90,8 @@ class ServerRun:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     async def until(self, ready: Callable[[], Awaitable[T]], say: Callable[[str], None]) -> T:
-        """Wait until that is something true, and return it. Raises ConfigError, or Unavailable with the end of its
-        output, where it does not come up."""
+        """Wait until `ready` returns a true value, and return it. Raises ConfigError, or Unavailable with the end of
+        the output, if the server does not start."""
         began, tell_at = time.monotonic(), TELL_EVERY
         while not (found := await ready()):
             seconds = time.monotonic() - began
@@ -103,7 +106,7 @@ class ServerRun:
         return found
 
     async def says(self, words: str, say: Callable[[str], None]) -> None:
-        """Wait until they are in its output. Raises as `until`."""
+        """Wait until the output contains `words`. Raises as `until`."""
 
         async def said() -> bool:
             return words in self.text
@@ -111,7 +114,7 @@ class ServerRun:
         await self.until(said, say)
 
     async def stop(self) -> None:
-        """Stop it as by Ctrl-C, however far its start came. Waits for its end also when cancelled meanwhile."""
+        """Send SIGINT and wait for the exit, even if cancelled or if the server is still starting."""
         stopping = asyncio.ensure_future(self._stop())
         try:
             await asyncio.shield(stopping)
@@ -131,14 +134,14 @@ class ServerRun:
 
 
 def _complaints(text: str) -> list[str]:
-    """Return what a server says about a wrong command line or file."""
+    """Return the server's errors about its command line or file."""
     lines = text.splitlines()
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
     return ours or lines[-3:]
 
 
 class ServeRun(ServerRun):
-    """`pdserve serve` with its state, its log and its file in a folder, and never with the servers of another graph."""
+    """`pdserve serve` with its state, log and file in a folder, isolated from the servers of other graphs."""
 
     def __init__(
         self, folder: Path, file: Path, *options: str, variables: Mapping[str, str] | None = None
@@ -154,7 +157,7 @@ class ServeRun(ServerRun):
         return READY in self.text
 
     def processes(self) -> list[psutil.Process]:
-        """All of this graph that live: each has the state directory in its environment."""
+        """Return the graph's live processes: they have the state directory in their environment."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -167,7 +170,7 @@ class ServeRun(ServerRun):
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """The process and all below it; none where it is gone."""
+    """Return the process and its descendants; empty if it has ended."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -177,50 +180,50 @@ def family(pid: int) -> list[psutil.Process]:
 
 @dataclass
 class RunningGraph:
-    """A graph on this machine. One that was started elsewhere is taken as it is."""
+    """A graph on this machine, started by this process or not."""
 
     graph: state.GraphRecord
     state_dir: Path
     clusters: Clusters | None = field(default=None, kw_only=True)
-    """of its NATS and etcd, where it was started on such"""
+    """The NATS and etcd clusters, if it runs on such."""
 
     @property
     def urls(self) -> list[str]:
-        """Of its frontends: each listens on an address of its own, or all on one."""
+        """The frontends' URLs; one if they share a port."""
         return [self.graph.url]
 
     @property
     def alive(self) -> bool:
-        """False once its supervisor is gone: nothing will be started again."""
+        """False once the supervisor has ended, so that nothing is restarted."""
         try:
             return bool(psutil.Process(self.graph.pid).status() != psutil.STATUS_ZOMBIE)
         except psutil.Error:
             return False
 
     def family(self) -> list[psutil.Process]:
-        """The graph's supervisor and all processes below it."""
+        """Return the supervisor and its descendants."""
         return family(self.graph.pid)
 
 
 @dataclass
 class StartedGraph(RunningGraph):
-    """One that this process started, in a folder of its own."""
+    """A graph that this process started with `serve`."""
 
     serve: ServeRun
     say: Callable[[str], None]
     model: Path | None = None
-    """a copy of its model's folder, which may be changed; None where it has none"""
+    """A writable copy of the model's folder; None if there is none."""
     disk: bool = False
-    """its state directory is a file system of its own, which may be filled"""
+    """The state directory is a file system of its own, which may be filled."""
     away: bool = False
-    """its supervisor was killed on purpose, and the next one is not ready"""
+    """The supervisor was killed on purpose and its successor is not ready yet."""
 
     @property
     def alive(self) -> bool:
         return self.away or super().alive
 
     async def start(self) -> None:
-        """Start the graph, also again after its supervisor has ended. Raises ConfigError and Unavailable."""
+        """Start the graph, for the first time or again. Raises ConfigError and Unavailable."""
         self.serve.start()
         await self.serve.says(READY, self.say)
         graph = state.read(self.state_dir)
@@ -229,7 +232,7 @@ class StartedGraph(RunningGraph):
 
 
 SHORT = 64
-"""tokens of a prompt that is prefilled locally"""
+"""Prompts up to this many tokens are prefilled locally."""
 
 
 @asynccontextmanager
@@ -249,12 +252,13 @@ async def started(
     servers: Mapping[str, str] | None = None,
     adds: Sequence[Mapping[str, Mapping[str, object]]] = (),
 ) -> AsyncIterator[StartedGraph]:
-    """A graph that serves, stopped as by Ctrl-C on leaving. With `own_model` it gets a copy of its model, with
-    `own_disk` a small file system for its state, as far as that can be done. With `thresholds`, prompts go by their
-    length where the file has the policy `adaptive`, so that remote prefills are there to be broken. `frontends` are at
-    least so many; `servers` are its `nats` and `etcd`, where they are not its own; `security` is the file's section of
-    that name, without which clients come by plain http; `adds` goes into sections that there are. Raises ConfigError,
-    and Unavailable with the end of its output where it does not come up."""
+    """Start a graph and stop it as by Ctrl-C on exit. Raises ConfigError, and Unavailable with the end of the output.
+
+    `own_model` copies the model and `own_disk` mounts a small file system for the state, if possible. `thresholds`
+    replaces the policy `adaptive` by a length threshold, so that remote prefills surely happen. `frontends` is a
+    minimum. `servers` are external `nats` and `etcd` addresses. `security` is the file's section; without it clients
+    use plain http. `adds` are keys for existing sections.
+    """
     config = load(file, {})
     model = _copied(Path(config.model), folder) if own_model else None
     ports = free_port(config.host), free_port(config.host, 16 * workers)
@@ -289,8 +293,8 @@ async def plain_vllm(
     say: Callable[[str], None],
     variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[str]:
-    """The URL of vLLM's own API server, once it has answered: what a graph is compared with. On a CPU host it gets one
-    thread and 1 GiB of KV cache unless `variables` say otherwise."""
+    """Start vLLM's own API server, the baseline, and return its URL once it responds. On a CPU host it gets one thread
+    and 1 GiB of KV cache unless `variables` say otherwise."""
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -311,8 +315,8 @@ async def plain_vllm(
 def derive(
     file: Path, workers: int, port: int, kv_port: int, dtype: str = "", model: Path | None = None
 ) -> Sections:
-    """The sections of the file, changed: at least `workers` of each role, NATS and etcd always the graph's own, and
-    `model` instead of its model. Raises ConfigError."""
+    """Return the file's sections with at least `workers` of each role, the graph's own NATS and etcd, and `model` if
+    given. Raises ConfigError."""
     config = load(file, {})
     if config.frontend is None:
         raise ConfigError([f"{file} has no Frontend section: requests are sent as clients send them."])
@@ -338,7 +342,7 @@ def derive(
 
 
 def with_thresholds(sections: Sections) -> Sections:
-    """Prompts go by their length where the file has the policy `adaptive`."""
+    """Replace the policy `adaptive` by a length threshold."""
     if sections["VllmWorker"].get("policy") == "adaptive":
         take(sections["VllmWorker"], "policy")
         sections["VllmWorker"]["max-local-prefill-length"] = SHORT
@@ -351,7 +355,7 @@ def _multiply(section: dict[str, Any], count: int) -> None:
 
 
 def _copied(model: Path, folder: Path) -> Path | None:
-    """None for a hub's model, and for one that is too large to be copied about."""
+    """Return None for a hub model and for one over `MODEL_LIMIT`."""
     if not model.is_dir() or sum(file.stat().st_size for file in model.iterdir()) > MODEL_LIMIT:
         return None
     return Path(shutil.copytree(model, folder / "model"))
@@ -359,8 +363,8 @@ def _copied(model: Path, folder: Path) -> Path | None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """A file system in memory at `folder`, where this process may mount one. What was written there stays when
-    it is gone."""
+    """Mount a file system in memory at `folder` if permitted, and return whether it is. Its logs are kept
+    afterwards."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "pdserve-chaos", folder]).returncode:
         yield False

@@ -1,6 +1,6 @@
-"""The user's file, changed into the file of another graph on the same hardware. Pure: dicts in, dicts out.
+"""Change the user's file into the file of another graph on the same hardware. Pure: dicts in, dicts out.
 
-Keys are found however they are spelled (`served_model_name`, `served-model-name`) and written in kebab-case.
+Keys are found in either spelling (`served_model_name`, `served-model-name`) and written in kebab-case.
 """
 
 import copy
@@ -21,16 +21,16 @@ _OF_REMOTE_PREFILL = ("remote-prefill", "conditional-disagg", "policy", *THRESHO
 
 @dataclass(frozen=True)
 class Shape:
-    """What a graph is changed to."""
+    """The workers of a derived graph."""
 
     prefill: int
-    """workers; 0: aggregated"""
+    """Prefill workers; 0: aggregated."""
     decode: int
-    """workers; of an aggregated graph all of its engines"""
+    """Decode workers; in an aggregated graph, all engines."""
     batch: int = 0
-    """max-num-batched-tokens of an aggregated graph's engines; 0: as the file says"""
+    """max-num-batched-tokens of aggregated engines; 0: the file's."""
     tensor: tuple[int, int] = (0, 0)
-    """tensor-parallel-size of prefill and decode workers; 0: as the file says"""
+    """tensor-parallel-size of prefill and decode workers; 0: the file's."""
 
 
 def read_sections(file: Path) -> Sections:
@@ -40,7 +40,7 @@ def read_sections(file: Path) -> Sections:
 
 
 def with_model(sections: Sections, model: str) -> Sections:
-    """The model's folder instead of a path that counts from the user's file."""
+    """Set the model, because a relative path counts from the user's file."""
     found = copy.deepcopy(sections)
     for section in found.values():
         if any(kebab(name) == "model" for name in section):
@@ -49,7 +49,7 @@ def with_model(sections: Sections, model: str) -> Sections:
 
 
 def reshape(base: Sections, shape: Shape) -> Sections:
-    """`base` has a VllmWorker; where it has no PrefillWorker, prefill workers are made like the decode workers."""
+    """`base` has a VllmWorker. Without a PrefillWorker, prefill workers are copied from the decode workers."""
     sections = copy.deepcopy(base)
     decode = sections["VllmWorker"]
     prefill = sections.pop("PrefillWorker", None)
@@ -70,7 +70,7 @@ def reshape(base: Sections, shape: Shape) -> Sections:
 
 
 def take(section: dict[str, Any], key: str) -> Any:
-    """Remove it, and return its value; None where it is not there."""
+    """Remove a key and return its value; None if it is absent."""
     for name in list(section):
         if kebab(name) == key:
             return section.pop(name)
@@ -94,7 +94,7 @@ def _like(decode: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resize(section: dict[str, Any], workers: int, tensor: int) -> None:
-    """Pinned GPUs are left to the placement where their number changes."""
+    """Set the number and size of workers. Unpin their GPUs if either changes."""
     service = dict(take(section, "ServiceArgs") or {})
     resources = dict(take(service, "resources") or {})
     if tensor:
@@ -109,14 +109,14 @@ def _resize(section: dict[str, Any], workers: int, tensor: int) -> None:
 
 
 def _unlist(section: dict[str, Any], key: str) -> None:
-    """Remove the key from those that the section takes from Common."""
+    """Remove the key from the section's common-configs."""
     for name, listed in section.items():
         if kebab(name) == "common-configs":
             section[name] = [entry for entry in listed if kebab(str(entry)) != key]
 
 
 def _prune_common(sections: Sections) -> None:
-    """A key of Common that no section lists any more would be an error."""
+    """Remove keys of Common that no section lists, because they are errors."""
     common = sections.get("Common")
     if common is None:
         return

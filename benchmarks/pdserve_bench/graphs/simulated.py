@@ -1,4 +1,4 @@
-"""The simulated graph on which the benchmarks run where no real engines are asked for."""
+"""The default graph of the benchmarks, with simulated engines."""
 
 import json
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ def simulated(
     graph: Mapping[str, object] | None = None,
     common: Mapping[str, object] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Sections of a configuration: a frontend, decode and prefill workers whose engines are simulated at this `speed`,
-    prompts of more than 64 tokens prefilled remotely. The rest is added to its section."""
+    """Return the sections of a graph with simulated engines at `speed`, where prompts over 64 tokens are prefilled
+    remotely. The other arguments add keys to their section."""
     shared = {**COMMON, **(common or {})}
     worker: dict[str, object] = {"engine": "sim", "common-configs": list(shared)}
     if speed:
@@ -34,6 +34,6 @@ def simulated(
 
 
 def write(sections: Mapping[str, object], file: Path) -> Path:
-    """JSON is YAML."""
+    """Write JSON, which is valid YAML."""
     file.write_text(json.dumps(sections, indent=2))
     return file

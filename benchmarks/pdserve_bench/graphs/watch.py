@@ -1,4 +1,4 @@
-"""The graph as etcd and its processes tell it: what is registered, and what is still held."""
+"""Watch a graph through etcd and its processes: registered instances, held KV blocks, queued prefills."""
 
 import asyncio
 import logging
@@ -27,23 +27,23 @@ TELL_EVERY = 15.0
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What a graph without requests still holds."""
+    """What an idle graph still holds."""
 
     blocks: Mapping[str, int]
-    """KV blocks by instance, of those that hold any"""
+    """Held KV blocks by instance; instances without any are left out."""
     queued: int
     seconds: float
     amiss: tuple[str, ...] = ()
-    """instances that are busy, and roles that are missing, a sentence each"""
+    """Sentences about busy instances and missing roles."""
 
 
 class GraphWatch(Lifetime):
-    """Asks etcd each time: a picture that an outage has frozen would say that nothing is amiss."""
+    """Reads etcd at each call, because a cached view would look healthy during an outage."""
 
     def __init__(self) -> None:
         self.registry: Registry
         self.whole: Mapping[str, int] = {}
-        """how many of each role make the graph complete"""
+        """Instances of each role in the complete graph."""
         self._connection = AsyncExitStack()
 
     @asynccontextmanager
@@ -52,14 +52,14 @@ class GraphWatch(Lifetime):
             yield
 
     async def move(self, graph: GraphRecord) -> None:
-        """To the etcd of this graph, first of all and where it has another one. Raises RegistryUnavailable."""
+        """Connect to the etcd of `graph`; call this first. Raises RegistryUnavailable."""
         await self._connection.aclose()
         self.registry = await self._connection.enter_async_context(
             connect(graph.etcd, graph.namespace, graph.load_credentials())
         )
 
     async def instances(self, *roles: Role) -> list[Instance]:
-        """Return the instances of these roles, else all; empty while etcd does not answer."""
+        """Return the instances of these roles, or all; empty while etcd is unreachable."""
         try:
             found = await self.registry.read(keys.INSTANCES)
         except RegistryUnavailable as error:
@@ -69,14 +69,14 @@ class GraphWatch(Lifetime):
         return [found for found in instances if not roles or any(map(found.role.includes, roles))]
 
     async def learn(self) -> list[Instance]:
-        """What is there now is the whole graph."""
+        """Take the current instances as the complete graph."""
         instances = await self.instances()
         self.whole = _count(instances)
         return instances
 
     async def until_whole(self, but: Collection[str], say: Callable[[str], None]) -> None:
-        """Wait until as many of each role are registered as at the beginning. `but` are the instances that were
-        ended: their leases may outlive them. Says now and then what is still missing."""
+        """Wait until each role has as many instances as when learned, not counting `but`: instances that were ended,
+        whose leases may outlive them. Logs what is missing."""
         told_at = time.monotonic()
         while (there := _count([i for i in await self.instances() if i.id not in but])) != self.whole:
             if time.monotonic() - told_at > TELL_EVERY:
@@ -87,7 +87,7 @@ class GraphWatch(Lifetime):
             await asyncio.sleep(LOOK_EVERY)
 
     async def leftovers(self, within: float) -> Leftovers:
-        """What is left when nothing is, or after so many seconds."""
+        """Wait until the graph holds nothing, up to `within` seconds, and return what it still holds."""
         started = time.monotonic()
         while True:
             instances = await self.instances()
@@ -108,7 +108,7 @@ class GraphWatch(Lifetime):
             await asyncio.sleep(LOOK_EVERY)
 
     async def metrics(self, *roles: Role) -> dict[str, dict[str, float]]:
-        """The values of each instance's own page, by instance id and series."""
+        """Return the metrics of each instance, by instance id and series."""
         pages: dict[str, dict[str, float]] = {}
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
             for instance in await self.instances(*roles):
@@ -122,13 +122,13 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def series(page: str) -> dict[str, float]:
-    """The values of a page in Prometheus' text format, labels as they are written."""
+    """Parse Prometheus' text format; keys keep their labels."""
     lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
 
 def total(page: Mapping[str, float], name: str) -> float:
-    """The sum over all labels."""
+    """Sum a metric over its labels."""
     return sum(value for line, value in page.items() if line.partition("{")[0] == name)
 
 
@@ -137,6 +137,7 @@ def _count(instances: list[Instance]) -> Counter[str]:
 
 
 def held(instances: list[Instance], loads: Mapping[str, Load]) -> dict[str, int]:
-    """KV blocks, at least one for each worker that holds anything, since the share is rounded, or does not tell."""
+    """Return held KV blocks by worker. A worker with any usage, or one that does not reply, counts as at least one
+    block."""
     found = {i.id: loads[i.id].kv_usage * i.kv_blocks if i.id in loads else 1 for i in instances}
     return {instance: max(1, round(blocks)) for instance, blocks in found.items() if blocks}

@@ -1,5 +1,5 @@
-"""A graph without `serve`: NATS, etcd and each role in a process of its own (`pdserve decode -f FILE`), started again
-when it ends, as by systemd."""
+"""A graph without `serve`: NATS, etcd and each role (`pdserve decode -f FILE`) in its own process, restarted on exit as
+by systemd."""
 
 import asyncio
 import os
@@ -35,18 +35,18 @@ from pdserve_bench.graphs.simulated import write
 from pdserve_bench.graphs.watch import GraphWatch
 
 RESTART = 0.5
-"""seconds between two looks for processes that have ended"""
+"""Seconds between two checks for processes that have ended."""
 STOP_WITHIN = 60.0
 ROLES = (Role.FRONTEND, Role.DECODE, Role.PREFILL)
 
 
 @dataclass
 class AloneGraph(RunningGraph):
-    """This process stands in the place of the supervisor."""
+    """This process supervises the roles."""
 
     servers: Sequence[EmbeddedServer]
     roles: dict[str, ServerRun] = field(default_factory=dict)
-    """by slot"""
+    """Processes by name, as `decode-0`."""
     restarts: bool = True
 
     @property
@@ -59,7 +59,7 @@ class AloneGraph(RunningGraph):
         return [process for pid in pids for process in family(pid)]
 
     def group(self, name: str) -> int:
-        """The process group of `decode-0`, `nats` and the like."""
+        """Return the process group of `decode-0`, `nats` and the like."""
         if name in self.roles:
             return self.roles[name].process.pid
         (child,) = (server.child for server in self.servers if server.name == name)
@@ -67,7 +67,7 @@ class AloneGraph(RunningGraph):
         return child.pid
 
     async def keep(self) -> None:
-        """Start again what has ended; never returns."""
+        """Restart processes that end. Never returns."""
         while True:
             await asyncio.sleep(RESTART)
             for run in self.roles.values() if self.restarts else ():
@@ -80,7 +80,7 @@ class AloneGraph(RunningGraph):
                         await server.start()
 
     async def until_ready(self, watch: GraphWatch) -> None:
-        """Raises Unavailable with the ends of logs where not all come to serve."""
+        """Raises Unavailable with the ends of logs if a role does not start."""
         deadline = time.monotonic() + START_WITHIN
         while len(await watch.instances()) < len(self.roles):
             ended = [run.text[-2000:] for run in self.roles.values() if run.process.poll() is not None]
@@ -92,7 +92,7 @@ class AloneGraph(RunningGraph):
             pass
 
     async def stop(self) -> None:
-        """As by systemd, frontends first. Raises Unavailable where a role does not end in good order."""
+        """Stop the roles as systemd does, frontends first. Raises Unavailable if one exits with an error."""
         self.restarts, wrong = False, []
         for role in ROLES:
             runs = {name: run for name, run in self.roles.items() if name.startswith(role)}
@@ -118,7 +118,7 @@ async def alone(
     variables: Mapping[str, str] | None = None,
     **_: Any,
 ) -> AsyncIterator[AloneGraph]:
-    """As `started`, as far as it takes the options; `frontends`: 0 for as many as workers. Raises Unavailable and
+    """Like `started`, for the options that it has. `frontends` 0: as many as workers. Raises Unavailable and
     ConfigError."""
     state_dir = folder / "state"
     os.environ.setdefault("GODEBUG", "multipathtcp=0")  # what listens on multipath TCP cannot be cut

@@ -1,1 +1,1 @@
-"""Loads, samples, SLOs and reports that the benchmarks share."""
+"""Loads, SLOs, statistics and reports that the benchmarks share."""

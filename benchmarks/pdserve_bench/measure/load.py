@@ -1,4 +1,4 @@
-"""Load: requests from so many clients at a time, or at so many a second."""
+"""Load generators: a closed loop of N clients, and Poisson arrivals."""
 
 import asyncio
 import random
@@ -10,20 +10,20 @@ from pdserve.runtime.tasks import Lifetime
 from pdserve_bench.client import Exchange
 
 AFTER_FAILURE = 0.2
-"""seconds that a client of a closed loop waits after a failure, so that it does not hammer a server that is down"""
+"""Seconds that a closed-loop client waits after a failure, so that it does not hammer a server that is down."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exchange)
 
 
 class ClosedLoop(Lifetime, Generic[E]):
-    """So many clients, each of which sends the next request when it has its answer. Runs while it is entered; leaving
-    it waits for the last answers, which `send` bounds."""
+    """A closed loop: each client sends its next request when the last one has its response. Leaving the context waits
+    for the last responses, which `send` must bound."""
 
     def __init__(
         self, requests: Iterator[E], send: Callable[[E], Coroutine[None, None, None]], clients: int
     ) -> None:
-        """`requests` are endless. `send` sends one and reads its answer; it does not raise."""
+        """`requests` is endless. `send` sends one and reads its response; it does not raise."""
         self.done: list[E] = []
         self.running: set[E] = set()
         self._requests = requests
@@ -50,7 +50,7 @@ class ClosedLoop(Lifetime, Generic[E]):
             await asyncio.gather(*self._clients, return_exceptions=True)
 
     def join(self, clients: int) -> None:
-        """So many more begin to ask."""
+        """Add clients."""
         self._clients += [asyncio.create_task(self._client()) for _ in range(clients)]
 
     async def _client(self) -> None:
@@ -69,32 +69,32 @@ class ClosedLoop(Lifetime, Generic[E]):
                 await asyncio.sleep(AFTER_FAILURE)
 
     async def until(self, condition: Callable[[E], bool], count: int = 1) -> None:
-        """Wait until so many requests that fit have ended."""
+        """Wait until `count` more matching requests have ended."""
         async with self._news:
             await self._news.wait_for(lambda: sum(map(condition, self.done)) >= count)
 
     def pause(self) -> None:
-        """Begin no new requests; those in flight go on."""
+        """Send no new requests; requests in flight continue."""
         self._go.clear()
 
     def resume(self) -> None:
         self._go.set()
 
     async def idle(self) -> None:
-        """Wait until nothing is in flight any more, while paused."""
+        """Wait until nothing is in flight, while paused."""
         async with self._news:
             await self._news.wait_for(lambda: not self.running)
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
-    """When requests arrive, in seconds from the begin: a Poisson process of `rate` a second."""
+    """Yield the arrival times, in seconds from the start, of a Poisson process of `rate` requests per second."""
     dice, due = random.Random(seed), 0.0
     while (due := due + dice.expovariate(rate)) < seconds:
         yield due
 
 
 async def side_by_side(items: Iterable[T], work: Callable[[T], Awaitable[object]], clients: int) -> None:
-    """Work on each item, so many at a time."""
+    """Process the items with limited concurrency."""
     rest = iter(items)
 
     async def client() -> None:

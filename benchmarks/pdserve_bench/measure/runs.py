@@ -1,4 +1,4 @@
-"""A run of load against one server: every request of it, and what they say together."""
+"""One run of load against a server: its requests and their summary."""
 
 import asyncio
 import re
@@ -22,31 +22,31 @@ from pdserve_bench.measure.samples import percentile
 from pdserve_bench.measure.slo import Slo
 
 INTERRUPTED = 130
-"""exit code of a command that was broken off by a signal, after it has shown what it has"""
+"""Exit code of an interrupted command that has shown its partial result."""
 PATIENCE = 120.0
-"""seconds until a request without an end has failed"""
+"""Seconds until a request counts as failed."""
 
 
 @dataclass
 class LoadRun:
-    """Requests are in it from when they begin, so that it can be read at any time."""
+    """Holds each request from its start, so that it can be read at any time."""
 
     exchanges: list[Exchange] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
-    """0 while it runs"""
+    """0 while it runs."""
     asks_until: float = 0.0
-    """no request begins after this moment, only answers are waited for; 0 where that is not known beforehand"""
+    """No request starts after this time; 0 if unknown."""
 
     @property
     def seconds(self) -> float:
-        """So far, with the wait for the last answers."""
+        """Duration so far, with the wait for the last responses."""
         return (self.ended or time.monotonic()) - self.began
 
     @property
     def closes(self) -> float:
-        """The end of what rates are taken of: when the last request could begin, or sooner where it was broken off.
-        While the last answers are waited for a server has less and less to do, so that time would say too little."""
+        """End of the interval for rates: when the last request could start, or when the run was interrupted. The wait
+        for the last responses is left out, because the server is not fully loaded then."""
         now = self.ended or time.monotonic()
         return min(now, self.asks_until) if self.asks_until else now
 
@@ -54,8 +54,8 @@ class LoadRun:
         return [exchange for exchange in self.exchanges if exchange.outcome is outcome]
 
     def errors(self) -> list[tuple[str, int]]:
-        """What failed requests say, and how many; the most frequent first. Texts that differ in numbers alone, as of
-        tokens or ports, count as the first of them."""
+        """Return error texts and their counts, the most frequent first. Texts that differ only in numbers are counted
+        together."""
         texts: dict[str, str] = {}
         counts: Counter[str] = Counter()
         for exchange in self.of(Outcome.FAILED):
@@ -65,9 +65,9 @@ class LoadRun:
         return [(texts[kind], count) for kind, count in counts.most_common()]
 
     def summary(self, slo: Slo | None = None) -> dict[str, float]:
-        """Times in seconds, rates per second. Gaps are those between tokens of one request (ITL); `longest gap` has one
-        sample for each request. Times are those of finished requests, rates those of requests that finished before the
-        run closed; `kept` and `goodput` are of all requests that were begun."""
+        """Return statistics: seconds, and requests or tokens per second. Gaps are between the tokens of a request
+        (ITL); `longest gap` has one sample per request. Latencies are of finished requests, rates of requests that
+        finished before `closes`, `kept` and `goodput` of all requests."""
         finished = self.of(Outcome.FINISHED)
         ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
         gaps = [gap for exchange in finished for gap in exchange.gaps]
@@ -102,30 +102,30 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class Workload(Protocol):
-    """What users do, as a program that does it."""
+    """A program that sends the users' requests."""
 
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
-        """Send all of it and put every request into `run` when it begins; end when the last answer has ended, within a
-        bound of its own. Sets when `run` began and ended. May be cancelled: what was begun stays in `run`."""
+        """Send the requests and add each to `run` when it starts; return when the last has ended or timed out. Sets
+        when `run` began and ended. If cancelled, `run` keeps its requests."""
 
 
 class Scalable(Protocol):
-    """Users of one kind, as many as it takes for a rate."""
+    """A kind of load that can be sent at any rate."""
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """A workload of so many seconds, `rate` requests per second on average; other seeds make other prompts and
+        """Return a workload of `seconds` at `rate` requests per second on average. Another seed gives other prompts and
         arrivals."""
 
 
 @dataclass
 class OpenLoop:
-    """A `Workload`: requests at their moments, whatever becomes of those before."""
+    """A `Workload` that sends requests at fixed times, whether or not earlier ones have ended."""
 
     requests: Iterable[tuple[float, Callable[[Endpoint], Mapping[str, object]]]]
-    """seconds after the beginning, and what makes the body"""
+    """Seconds after the start, and a function that makes the body."""
     seconds: float
     timeout: float
-    """seconds, of each request"""
+    """Seconds for each request."""
 
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
         run.began = begin = time.monotonic()
@@ -143,17 +143,17 @@ class OpenLoop:
 
 @dataclass
 class PoissonRequests:
-    """A `Scalable`: each request has a prompt of `prompt_tokens` that no request had before, and an answer of
-    `answer_tokens`; they arrive independently of each other (Poisson)."""
+    """A `Scalable` with Poisson arrivals: prompts of `prompt_tokens`, each unlike any other, and responses of
+    `answer_tokens`."""
 
     prompts: Prompts
-    """of the model that is measured: `learn_prompts`"""
+    """From `learn_prompts` of the measured model."""
     prompt_tokens: int = 1300
     answer_tokens: int = 64
     patience: float = PATIENCE
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Other seeds make other arrivals. Prompts are new each time: none is in a prefix cache already."""
+        """Another seed gives other arrivals. Prompts are always new, so that no prefix cache has them."""
         due = ((moment, self._body) for moment in arrivals(rate, seconds, seed))
         return OpenLoop(due, seconds, self.patience)
 
@@ -167,9 +167,9 @@ def run_and_show(
     json: Path | None,
     failed: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run the work to its end or until a signal; then show and write what there is, also where it has failed. `report`
-    receives whether the work is complete, and returns None where nothing was measured. Returns the command's exit
-    code; raises the work's PdserveError."""
+    """Run the work until it ends or a signal arrives, then show and write the report, even after a failure. `report`
+    gets whether the work is complete; it returns None if nothing was measured. Returns the exit code; raises the work's
+    PdserveError."""
     complete, problem = False, None
     try:
         complete = run_until_stopped(work)
@@ -187,8 +187,8 @@ def run_and_show(
 
 
 def run_until_stopped(work: Callable[[], Coroutine[None, None, object]]) -> bool:
-    """Run it to its end; on Ctrl-C and the like cancel it, so that it stops what it has started. False then. A second
-    signal while it does so ends this process by itself."""
+    """Run the work and return True. On SIGINT or SIGTERM cancel it, wait for its cleanup, and return False. A second
+    signal ends this process."""
 
     async def stoppable() -> bool:
         task = asyncio.current_task()

@@ -1,22 +1,22 @@
-"""What many samples say in one figure."""
+"""Statistics: percentiles, confidence intervals of shares, monotone regression."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 CONFIDENCE = 1.645
-"""standard deviations of the normal distribution: 90 % between plus and minus, 95 % on one side"""
+"""Standard deviations of the normal distribution: 90 % two-sided, 95 % one-sided."""
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The smallest value that is not exceeded by `share` of them; 0 where there are no values."""
+    """Return the smallest value that at least `share` of the values do not exceed; 0 without values."""
     ordered = sorted(values)
     place = math.ceil(share * len(ordered) - 1e-9)  # 0.07 * 100 is a little more than 7
     return ordered[max(0, place - 1)] if ordered else 0.0
 
 
 def wilson(hits: int, count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Between which shares the true one lies, of which `hits` of `count` independent samples are known: Wilson's
-    interval (1927), which is right for few samples and near 0 and 1 too. (0, 1) of no samples."""
+    """Return the confidence interval of a share, given `hits` of `count` independent samples: Wilson's interval (1927),
+    which also holds for few samples and near 0 and 1. (0, 1) without samples."""
     if not count:
         return 0.0, 1.0
     square, share = confidence**2, hits / count
@@ -28,8 +28,8 @@ def wilson(hits: int, count: int, confidence: float = CONFIDENCE) -> tuple[float
 
 
 def falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The sequence nearest to `values` (weighted least squares) that never rises: neighbours that do are pooled into
-    their mean (pool adjacent violators). Weights are more than 0."""
+    """Return the non-increasing sequence nearest to `values` by weighted least squares (pool adjacent violators).
+    Weights are positive."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         count = 1

@@ -1,4 +1,4 @@
-"""Service level objectives: what a request must keep to be worth something to its user (goodput counts those only)."""
+"""Service level objectives (SLO): bounds that a request must keep to count for goodput."""
 
 import time
 from collections.abc import Iterable
@@ -11,39 +11,38 @@ from pdserve.util.errors import ConfigError
 from pdserve_bench.client import Exchange, Outcome
 
 SHARE = 0.9
-"""of the requests that must keep it where a rate is said to be carried: goodput as DistServe (OSDI 2024) defines it"""
+"""Share of requests that must keep the SLO at a carried rate: goodput as DistServe (OSDI 2024) defines it."""
 
 
 @dataclass(frozen=True)
 class Slo:
-    """Bounds for a request, in seconds."""
+    """Bounds of a request, in seconds."""
 
     ttft: float = 0.5
     gap: float = 0.06
-    """the longest wait between two of its tokens"""
+    """The longest wait between two tokens."""
 
     def __str__(self) -> str:
         return f"TTFT {1000 * self.ttft:g} ms, no gap over {1000 * self.gap:g} ms"
 
     def kept(self, exchange: Exchange) -> bool:
-        """A request that failed, or is not finished, has kept nothing."""
+        """False for a failed or unfinished request."""
         finished = exchange.outcome is Outcome.FINISHED and exchange.ttft is not None
         return finished and not self.broke_ttft(exchange) and not self.broke_gap(exchange)
 
     def broke_ttft(self, exchange: Exchange, now: float | None = None) -> bool:
-        """Whether its first token came too late, or has not come within the bound by `now` (monotonic)."""
+        """Whether the first token came too late, or is late at `now` (monotonic)."""
         if exchange.ttft is not None:
             return exchange.ttft > self.ttft
         return (exchange.ended or now or time.monotonic()) - exchange.started > self.ttft
 
     def broke_gap(self, exchange: Exchange) -> bool:
-        """Whether two of its tokens are too far apart; what it waits for now is not counted."""
+        """Whether two received tokens are too far apart; the current wait does not count."""
         return max(exchange.gaps, default=0.0) > self.gap
 
 
 def read_slo(ttft: str | None, gap: str | None, file: Path | None = None) -> Slo:
-    """Parse the options `--ttft` and `--gap`; what is not given is as the graph's file promises it. Raises
-    ConfigError."""
+    """Parse `--ttft` and `--gap`; defaults come from the graph's file. Raises ConfigError."""
     promised = load(file).slo if file is not None and None in (ttft, gap) else NO_SLO
     bounds, problems = [], []
     given = (("--ttft", ttft, promised.ttft or Slo.ttft), ("--gap", gap, promised.gap or Slo.gap))
@@ -59,20 +58,20 @@ def read_slo(ttft: str | None, gap: str | None, file: Path | None = None) -> Slo
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of requests under an SLO. Each request is in one of these."""
+    """Counts of requests by how they met an SLO; each request is counted once."""
 
     kept: int = 0
     ttft: int = 0
-    """broke this promise only, as `gap`; `both`: both of them"""
+    """Broke only this bound; `gap` likewise; `both`: both bounds."""
     gap: int = 0
     both: int = 0
     failed: int = 0
     unfinished: int = 0
-    """broken off before they had broken a promise"""
+    """Interrupted before it had broken a bound."""
 
     @classmethod
     def of(cls, slo: Slo, exchanges: Iterable[Exchange], now: float) -> "Tally":
-        """`now`, monotonic: when those that have not ended were broken off."""
+        """`now` (monotonic) is when unfinished requests were interrupted."""
         found = [_fate(slo, exchange, now) for exchange in exchanges]
         return cls(**{fate: found.count(fate) for fate in set(found)})
 
@@ -88,7 +87,7 @@ class Tally:
         return self.ttft + self.gap + self.both + self.failed
 
     def describe(self) -> str:
-        """What was broken, the most frequent first; empty: nothing."""
+        """Return what was broken, the most frequent first; empty if nothing was."""
         counts = {"TTFT": self.ttft + self.both, "gap": self.gap + self.both, "failed": self.failed}
         return ", ".join(
             f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]) if count
