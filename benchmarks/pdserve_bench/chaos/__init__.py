@@ -1,1 +1,1 @@
-"""`pdserve chaos`: a graph under load, every fault in turn, and what came of it."""
+"""`pdserve chaos`: inject every fault into a graph under load and judge every response."""

@@ -1,4 +1,4 @@
-"""Every fault that `pdserve chaos` knows."""
+"""The list of all faults of `pdserve chaos`."""
 
 from collections.abc import Sequence
 
@@ -43,16 +43,15 @@ ALONE_FAULTS: tuple[Fault, ...] = (
     unregistered.KEYS_DELETED,
     unregistered.PREFILL_WITHOUT_NATS,
 )
-"""those that need no `serve`"""
+"""Faults that need no `serve`."""
 HOST_FAULTS = hosts.HOST_FAULTS
-"""those of a graph whose processes have a host each"""
+"""Faults of a graph with a host for each process."""
 CLUSTER_FAULTS = members.CLUSTER_FAULTS
-"""those of a graph whose NATS and etcd are clusters"""
+"""Faults of a graph on clusters of NATS and etcd."""
 
 
 def choose(names: str, faults: Sequence[Fault] = FAULTS) -> tuple[Fault, ...]:
-    """`decode-kill,nats,clock`: faults by name, or all of a target or kind; empty for every one. Raises
-    ConfigError."""
+    """Select faults by name, target or kind, as `decode-kill,nats,clock`; empty selects all. Raises ConfigError."""
     if not names:
         return tuple(faults)
     chosen: list[Fault] = []

@@ -1,4 +1,4 @@
-"""`pdserve chaos`."""
+"""The command `pdserve chaos`."""
 
 import logging
 import shutil
@@ -26,7 +26,7 @@ from pdserve_bench.measure.runs import INTERRUPTED, run_until_stopped
 from pdserve_bench.progress import say as _say
 
 CARD = "scorecard.json"
-"""in the folder that is kept where something went wrong, beside the logs"""
+"""Written to the folder that is kept after a failure, beside the logs."""
 
 
 def chaos(

@@ -1,4 +1,4 @@
-"""What came of a request, as its client saw it, and all that is needed to trace one that went amiss."""
+"""Judge a response against the expected tokens, and keep what is needed to trace a bad one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from enum import StrEnum
 from pdserve_bench.chaos.questions import Attempt
 
 STAND_IN_WITHIN = 3.0
-"""seconds"""
+"""Seconds until other workers take over from killed decode workers."""
 
 
 class Judgement(StrEnum):
     OK = "ok"
     FAILED = "failed"
-    """an error status, an error in the stream, or an end before the end"""
+    """An error status, an error in the stream, or an early end."""
     HUNG = "hung"
     WRONG = "wrong"
     APART = "apart"
-    """its connection was one to the frontend that was killed"""
+    """Its connection was to the killed frontend."""
 
 
 @dataclass(frozen=True)
 class AttemptTrace:
-    """Times are seconds after the fault began, negative before it; in a row without a fault, after the load did."""
+    """Times are seconds since the fault began (without a fault, since the load did)."""
 
     fault: str
     result: Judgement
@@ -30,13 +30,13 @@ class AttemptTrace:
     started: float
     ended: float
     differed: float | None
-    """when the first token came that is another one; None where none is, or where it was not streamed"""
+    """When the first wrong token arrived; None without one, or if not streamed."""
     first_difference: int | None
-    """index in the output; where the answer is right so far but too short, its length"""
+    """Index of the first wrong token; the length if the output is right but too short."""
     stream: bool
     prefill: str
     instance: str
-    """these two are the response headers; empty where no answer began"""
+    """`prefill` and `instance` are response headers; empty without a response."""
     cache_salt: str
     error: str
     prompt: tuple[int, ...]
@@ -61,11 +61,11 @@ class AttemptTrace:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request's row in the judgement of a fault."""
+    """The judgement of one request."""
 
     result: Judgement
     pause: float | None = None
-    """seconds of the longest wait for a token, the first one included; None where it was not streamed"""
+    """Seconds of the longest wait for a token, including the first; None if not streamed."""
     trace: AttemptTrace | None = None
     request_id: str = ""
 
@@ -93,8 +93,7 @@ def trace(attempt: Attempt, result: Judgement, fault: str, began: float) -> Atte
 
 
 def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool) -> Judgement:
-    """Judge a request that was not on the killed frontend's connections. Tokens that are wrong count as wrong however
-    the request ended."""
+    """Judge a request. Wrong tokens make it WRONG however it ended."""
     if list(tokens) != list(expected[: len(tokens)]):
         return Judgement.WRONG
     if hung:
@@ -103,7 +102,7 @@ def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool
 
 
 def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Return the index where they differ, or the shorter one ends; None where they are the same."""
+    """Return the first index where they differ, or the length of the shorter one; None if they are equal."""
     for index, (token, right) in enumerate(zip(got, expected, strict=False)):
         if token != right:
             return index
@@ -111,7 +110,7 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
 
 
 def too_long(pause: float, calm: float) -> str:
-    """What is amiss where decode workers were killed and others, or prefill workers that stand in, are there; empty if
-    nothing is. `calm`: the longest pause without a fault."""
+    """Return a sentence if a pause after the loss of decode workers exceeds the bound, else an empty text. `calm` is
+    the longest pause without a fault."""
     bound = 2 * calm + STAND_IN_WITHIN
     return f"a pause of {pause:.1f} s; {bound:.1f} s may pass until others go on" if pause > bound else ""

@@ -1,4 +1,4 @@
-"""The clients of a graph that is broken: they ask without pause, and judge what they are told."""
+"""The closed-loop load of a chaos run, with judged responses."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from pdserve_bench.client import LoadClient
 from pdserve_bench.measure.load import ClosedLoop
 
 DYING = 2.0
-"""seconds after the kill of a frontend in which its port may still take connections, which break by then"""
+"""Seconds after the kill of a frontend during which its port may accept connections that then break."""
 
 
 class JudgedLoad(ClosedLoop[Attempt]):
@@ -24,12 +24,12 @@ class JudgedLoad(ClosedLoop[Attempt]):
         timeout: float,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`timeout` seconds after it was sent a request counts as hung."""
+        """A request counts as hung after `timeout` seconds."""
         super().__init__((Attempt.of(case, model) for case in cases), self._ask, clients)
         self.also_right: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """a second right answer by prompt, of prompts that have two: all of it, never a mixture of both"""
+        """A second expected output by prompt; a mixture of both outputs is wrong."""
         self.urls = [url]
-        """of frontends, which are asked in turn"""
+        """Frontends, used in turn."""
         self._timeout = timeout
         self._headers = headers
         self._serial = count()
@@ -41,12 +41,12 @@ class JudgedLoad(ClosedLoop[Attempt]):
         await LoadClient(url, self._headers).ask(attempt, self._timeout)
 
     def frontend_dies(self, spared: set[int]) -> None:
-        """From now on do not count a broken connection as a failure, except on these ports: they are the living
-        frontends'."""
+        """From now on, tolerate broken connections except from these client ports, which are connected to living
+        frontends."""
         self._killed_at, self._spared = time.monotonic(), spared
 
     def seen(self, fault: str, began: float) -> list[Seen]:
-        """What came of all requests that have ended; `began` is when the fault did."""
+        """Judge all requests that have ended; `began` is when the fault did."""
         return [self._seen(attempt, fault, began) for attempt in self.done]
 
     def _seen(self, attempt: Attempt, fault: str, began: float) -> Seen:

@@ -1,5 +1,7 @@
-"""The prompts that are asked, and their right answers: computed where engines are simulated; where they are real, the
-graph's own answers while nothing disturbs it."""
+"""The prompts of a chaos run and their expected outputs.
+
+The outputs of simulated engines are computed. With real engines, the undisturbed graph (or one engine) is asked first.
+"""
 
 import asyncio
 import random
@@ -16,14 +18,14 @@ from pdserve.util.errors import Unavailable
 from pdserve_bench.client import Exchange, LoadClient, completion
 
 FIRST_TOKEN, LAST_TOKEN = 300, 999
-"""token ids of prompts: ordinary ones in every vocabulary"""
+"""Token ids of prompts: ordinary ones in every vocabulary."""
 MIN_OUTPUT, MAX_OUTPUT = 24, 96
 LONGEST = 1500
 POOL = 30
-"""prompts that a graph of real engines is asked again and again"""
+"""Prompts that a graph with real engines is asked repeatedly."""
 NEAR_TIES = 1
-"""of these may have another answer in a batch than alone in float32, where none of the demo model's has
-(docs/decisions/0005-float32-in-identity-tests.md)"""
+"""Prompts of the pool whose output may depend on the batch in float32; with the demo model none does
+(docs/decisions/0005-float32-in-identity-tests.md)."""
 AT_ONCE = 8
 
 
@@ -34,22 +36,23 @@ class Case:
     stream: bool
     expected: tuple[int, ...] = ()
     salt: str = ""
-    """keeps prompts apart in prefix caches: the same prompt under another salt is computed anew"""
+    """The cache salt: the same prompt with another salt has no prefix hit."""
 
     def body(self, model: str) -> dict[str, object]:
-        """Greedy and to the last token, so that there is one right answer; with token ids, so that it can be told."""
+        """Greedy and with `ignore_eos`, so that there is one right output."""
         return completion(model, self.prompt, self.max_tokens, stream=self.stream, cache_salt=self.salt)
 
 
 @dataclass(eq=False)
 class Attempt(Exchange):
-    """A case that is asked, and its answer."""
+    """A request for a case, and its response."""
 
     case: Case = field(kw_only=True)
 
     @property
     def longest_wait(self) -> float:
-        """Seconds for a token, the first one included; until now where it runs. Where none ever came, all of it."""
+        """Longest wait for a token in seconds, including the first and, while it runs, the current one. Without any
+        token, the whole duration."""
         last = [] if self.ended and self.arrivals else [self.ended or time.monotonic()]
         return max(after - before for before, after in pairwise([self.started, *self.arrivals, *last]))
 
@@ -75,7 +78,7 @@ def prompt_lengths(config: Config, max_model_len: int) -> PromptLengths:
 
 
 def endless(lengths: PromptLengths, seed: int) -> Iterator[Case]:
-    """No prompt comes twice; two of three are long, three of four streamed."""
+    """Yield unique prompts: two of three are long, three of four streamed."""
     dice = random.Random(seed)
     for number in count():
         low, high = lengths.short if number % 3 == 0 else lengths.long
@@ -86,7 +89,7 @@ def endless(lengths: PromptLengths, seed: int) -> Iterator[Case]:
 
 
 def simulated(config: Config) -> SimModel | None:
-    """The model that computes the answers, where all workers have simulated engines."""
+    """Return the model that computes outputs if all engines are simulated, else None."""
     workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
     if not all(worker.engine == "sim" for worker in workers):
         return None
@@ -100,7 +103,7 @@ def computed(case: Case, model: SimModel) -> tuple[int, ...]:
 async def known(
     config: Config, max_model_len: int, seed: int, learned: Callable[[Iterator[Case]], Awaitable[list[Case]]]
 ) -> Iterator[Case]:
-    """Cases without an end, with their answers: computed, else those of the pool that `learned` makes."""
+    """Yield cases with expected outputs forever: computed, or from the pool that `learned` returns."""
     cases = endless(prompt_lengths(config, max_model_len), seed)
     if model := simulated(config):
         return (replace(case, expected=computed(case, model)) for case in cases)
@@ -108,9 +111,9 @@ async def known(
 
 
 async def learn(client: LoadClient, model: str, cases: Iterator[Case], timeout: float) -> list[Case]:
-    """A pool of cases with the answers of an undisturbed graph. Each is asked twice, alone and beside others: where the
-    numbers of a batch make the engine disagree with itself, no fault can be blamed, and the case is left out. Raises
-    Unavailable where half of them are."""
+    """Ask an undisturbed graph for the outputs of a pool of cases. Each is asked alone and in a batch; a case whose two
+    outputs differ is left out, because no fault can be blamed for it. Raises Unavailable if more than half are left
+    out."""
     pool = list(islice(cases, POOL))
     alone = [await _answer(client, model, replace(case, salt=f"a{case.salt}"), timeout) for case in pool]
     gate = asyncio.Semaphore(AT_ONCE)
@@ -135,7 +138,7 @@ async def learn(client: LoadClient, model: str, cases: Iterator[Case], timeout: 
 
 
 def disagreement(left_out: int, dtype: object) -> str:
-    """What is amiss where so many of the pool were left out; empty if nothing is."""
+    """Return a sentence if too many prompts were left out in float32, else an empty text."""
     if dtype != "float32" or left_out <= NEAR_TIES:
         return ""
     return f"{left_out} of {POOL} prompts have another answer in a batch than alone, in float32"
@@ -144,7 +147,7 @@ def disagreement(left_out: int, dtype: object) -> str:
 async def answers(
     client: LoadClient, model: str, pool: Sequence[Case], timeout: float
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Ask each prompt of the pool now, under another salt. Raises Unavailable."""
+    """Return the current output of each prompt of the pool, under another salt. Raises Unavailable."""
     return {
         case.prompt: await _answer(client, model, replace(case, salt=f"c{case.salt}"), timeout)
         for case in pool
@@ -152,7 +155,7 @@ async def answers(
 
 
 def again(pool: list[Case]) -> Iterator[Case]:
-    """The pool for ever, each time under a salt that no prefix cache knows."""
+    """Repeat the pool forever, each time under a new salt."""
     serial = count()
     return (replace(case, salt=f"{case.salt}-{next(serial)}") for case in cycle(pool))
 

@@ -1,4 +1,4 @@
-"""The whole exercise: a graph, load, one fault after the other, the rows of the scorecard."""
+"""Run the faults one after the other on a graph under load and score each."""
 
 import asyncio
 import logging
@@ -29,27 +29,27 @@ logger = logging.getLogger(__name__)
 CALM = "none"
 WARM_WITHIN = 60.0
 SETTLE = 10.0
-"""seconds after the last request in which every block has to be free: long before a lease ends"""
+"""Seconds after the last request until every KV block must be free: much shorter than a lease."""
 SETTLE_AFTER_DEATH = 40.0
-"""the same where decode workers were killed: a lease, and some more"""
+"""The same after decode workers were killed: longer than a lease."""
 UNKNOWN_LENGTH = 4096
-"""tokens of a context, where a file does not say how many"""
+"""Context length in tokens if the file does not set it."""
 MOST_TOLD = 8
-"""requests of a row that get a line of their own; the scorecard's JSON has all"""
+"""Bad requests of a row that are logged; the scorecard's JSON has all."""
 
 
 @asynccontextmanager
 async def chaos(
     running: RunningGraph, options: Options, say: Callable[[str], None]
 ) -> AsyncIterator["Chaos"]:
-    """Raises RegistryUnavailable."""
+    """Connect to the graph's etcd. Raises RegistryUnavailable."""
     async with GraphWatch() as watch:
         await watch.move(running.graph)
         yield Chaos(running, options, watch, say)
 
 
 class Chaos:
-    """`rows` yields the scorecard line by line. The graph runs on this machine."""
+    """A chaos run on a graph of this machine; `rows` yields the scorecard row by row."""
 
     def __init__(
         self, running: RunningGraph, options: Options, watch: GraphWatch, say: Callable[[str], None]
@@ -93,7 +93,7 @@ class Chaos:
         return await questions.known(self._config, max_model_len, self._options.seed, learn)
 
     async def _while_it_lives(self, work: Coroutine[None, None, Row]) -> Row:
-        """Raises Unavailable once the graph's supervisor is gone: nothing will be started again."""
+        """Raises Unavailable if the graph's supervisor ends, because nothing is restarted then."""
         task = asyncio.create_task(work)
         try:
             while not task.done():
@@ -144,7 +144,7 @@ class Chaos:
         return row
 
     async def _until_warm(self, load: JudgedLoad) -> None:
-        """All clients have had an answer, and KV crosses."""
+        """Wait until all clients have had a response, and a prompt was prefilled remotely."""
         try:
             async with asyncio.timeout(WARM_WITHIN):
                 await load.until(lambda answer: not answer.error, self._options.concurrency)
@@ -157,7 +157,8 @@ class Chaos:
 
 
 async def _played(fault: Fault, scene: Scene) -> float | None:
-    """What goes wrong in the middle of a fault is amiss, and its requests are judged. Raises Cannot."""
+    """Inject the fault. An unexpected error is recorded in `amiss`, and the requests are still judged. Raises
+    Cannot."""
     try:
         return await fault.play(scene)
     except Exception as error:
@@ -182,8 +183,8 @@ async def learned(
 async def of_one_engine(
     file: Path, folder: Path, dtype: str, options: Options, say: Callable[[str], None]
 ) -> list[Case]:
-    """The pool with the answers of one engine alone, which the graph of this file is compared with. Raises Unavailable,
-    ConfigError."""
+    """Return the pool with the outputs of a single engine, as reference for the graph of this file. Raises Unavailable
+    and ConfigError."""
     config = load_config(file, {})
     assert config.decode is not None
     if questions.simulated(config):
@@ -197,8 +198,7 @@ async def of_one_engine(
 
 
 def _troubles(row: Row) -> Iterator[str]:
-    """A line for each request that went amiss, up to some, one for each instance that leaks, and what else there
-    was."""
+    """Yield log lines: bad requests (at most `MOST_TOLD`), workers that still hold blocks, and other findings."""
     yield from map(str, row.traces[:MOST_TOLD])
     if (more := len(row.traces) - MOST_TOLD) > 0:
         yield f"and {more} more: {'; '.join(row.errors)}"

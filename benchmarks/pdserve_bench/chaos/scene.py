@@ -1,4 +1,4 @@
-"""What every fault has in common: how it is described, what it works with, and when the graph has recovered from it."""
+"""What every fault shares: its description, the graph and load it works on, and the wait for recovery."""
 
 import asyncio
 import time
@@ -19,41 +19,41 @@ class Fault:
     name: str
     told: str
     play: "Callable[[Scene], Awaitable[float | None]]"
-    """Do it, undo it, and return what `Scene.recovery` said. Raises Cannot, before any harm, where
-    it cannot be done here."""
+    """Inject the fault, undo it, and return the result of `Scene.recovery`. Raises Cannot, before any harm, if it is
+    impossible here."""
     tags: tuple[str, ...] = ()
-    """further names by which `--only` finds it"""
+    """Further names for `--only`."""
     patient: bool = False
-    """requests wait until there are workers again, however long that takes"""
+    """Requests wait for workers as long as recovery may take, without the usual timeout."""
     kills_decode: bool = False
-    """what a dead decode worker had not read yet is kept by prefill workers until its lease ends
-    (docs/decisions/0007-lost-answers.md)"""
+    """Prefill workers keep KV that a dead decode worker had not read until its lease ends
+    (docs/decisions/0007-lost-answers.md)."""
     silent: bool = False
-    """no packet says that they are gone, so that others notice it after some seconds"""
+    """No packet reports the loss, so others notice it seconds later."""
     headers: Mapping[str, str] = field(default_factory=dict)
     adds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """to sections of the graph's file, where `--only` names it"""
+    """Keys added to sections of the graph's file if `--only` names the fault."""
 
 
 @dataclass(frozen=True)
 class Options:
     faults: Sequence[Fault]
     seconds: float = 15.0
-    """of load for each fault, at least; it goes on until the graph has recovered"""
+    """Minimal load per fault; it continues until the graph has recovered."""
     hold: float = 12.0
-    """seconds that a hang or a cut lasts: longer than a lease in etcd"""
+    """Seconds that a hang or a cut lasts: longer than a lease in etcd."""
     concurrency: int = 8
     patience: float = 60.0
-    """seconds after which a request counts as hung"""
+    """Seconds until a request counts as hung."""
     recover_within: float = 180.0
     seed: int = 1
     pool: Sequence[Case] = ()
-    """prompts with their answers; empty: the graph's own are taken, while it is undisturbed"""
+    """Prompts with expected outputs; if empty, the undisturbed graph is asked."""
 
 
 @dataclass
 class Scene:
-    """The graph, its load, and what one fault does to them."""
+    """The graph, its load, and the findings of one fault."""
 
     running: RunningGraph
     config: Config
@@ -63,17 +63,18 @@ class Scene:
     say: Callable[[str], None]
     remote: bool
     turn: int = 0
-    """counts the faults, so that another one of several workers is hit each time"""
+    """Number of the fault, so that each fault hits another of several workers."""
     pool: Sequence[Case] = ()
-    """the prompts that are asked, where answers cannot be computed"""
+    """The load's prompts, if outputs cannot be computed."""
     victims: list[str] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
-    """instances that were ended: their leases may outlive them"""
+    """Instances that were ended; their leases may outlive them."""
     amiss: list[str] = field(default_factory=list)
-    """sentences about what went wrong and no client saw"""
+    """Sentences about failures that no client saw."""
 
     async def recovery(self) -> float | None:
-        """Seconds until the graph is whole again and prefills remotely; None where it does not get there in time."""
+        """Wait until the graph is complete and prefills remotely again. Return the seconds, or None after
+        `recover_within`."""
         ended, within = time.monotonic(), self.options.recover_within
         try:
             async with asyncio.timeout(within):

@@ -1,4 +1,4 @@
-"""The scorecard of `pdserve chaos`: from what came of the requests to its rows, its verdict, and how both look."""
+"""The scorecard of `pdserve chaos`: a row for each fault, the verdict, and their output as table and JSON."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ COLUMNS = ("fault", *_COUNTS, "p99 pause", "recovered", "freed", "leaked", "apar
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the scorecard. What was skipped has a reason, and no numbers."""
+    """One row. A skipped fault has a reason and no numbers."""
 
     fault: str
     victim: str = ""
@@ -27,27 +27,27 @@ class Row:
     hung: int = 0
     wrong: int = 0
     apart: int = 0
-    """requests whose connection was to the killed frontend, which nothing can save"""
+    """Requests lost with connections to the killed frontend, which nothing can save."""
     p99_pause: float = 0.0
-    """seconds"""
+    """Seconds."""
     slowest: str = ""
     recovered: float | None = None
-    """seconds from the end of the fault until all were registered again and remote prefill happened; None:
-    not within the bound"""
+    """Seconds from the end of the fault until all processes were registered and a prompt was prefilled remotely; None
+    if too late."""
     leaked: int = 0
-    """KV blocks that were still held when the last request had ended long ago, leases included"""
+    """KV blocks still held after the load, when all leases had ended."""
     queued: int = 0
-    """prefill requests that were still in the queue then"""
+    """Prefill requests still in the queue then."""
     freed: float = 0.0
-    """seconds from the last request's end until no block was held"""
+    """Seconds from the last request's end until no block was held."""
     left_out: int = 0
-    """of the first row: prompts that are not asked, because they have another answer in a batch than alone"""
+    """First row only: prompts not used because their output depends on the batch."""
     skipped: str = ""
     errors: tuple[str, ...] = ()
     held: Mapping[str, int] = field(default_factory=dict)
     traces: tuple[AttemptTrace, ...] = ()
     amiss: tuple[str, ...] = ()
-    """what went wrong besides, a sentence each"""
+    """Other failures, a sentence each."""
 
     @property
     def good(self) -> bool:
@@ -89,12 +89,12 @@ def score(
 
 
 def passed(rows: Sequence[Row]) -> bool:
-    """Nothing was dropped, and something was tried."""
+    """Whether at least one fault was tried and all rows are good."""
     return all(row.good for row in rows) and any(row.victim for row in rows)
 
 
 def as_json(rows: Sequence[Row], complete: bool) -> str:
-    """A row per line. Rows that are good are not enough where the run was broken off."""
+    """One line per row. `good` is false if the run was interrupted."""
     lines = (json.dumps({**asdict(row), "good": row.good}) for row in rows)
     good = json.dumps(complete and passed(rows))
     return f'{{"good": {good}, "complete": {json.dumps(complete)}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
@@ -130,14 +130,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def line(row: Row) -> str:
-    """The row in words."""
+    """Return the row as a sentence."""
     found = zip(COLUMNS[1:], cells(row)[1:], strict=True)
     said = ", ".join(f"{name} {cell}".strip() for name, cell in found if cell not in ("", "0"))
     return f"{row.fault}: {said}" + (f" (longest: {row.slowest})" if row.slowest else "")
 
 
 def verdict(rows: Sequence[Row], complete: bool) -> str:
-    """A line or some in words; what was skipped, with the reason."""
+    """Return the result in sentences, with the reasons of skipped faults."""
     faults = [row for row in rows if row.victim]
     lines = [f"{row.fault} skipped: {row.skipped}" for row in rows if row.skipped]
     lines += [f"{row.fault}: {sentence}" for row in rows for sentence in row.amiss]

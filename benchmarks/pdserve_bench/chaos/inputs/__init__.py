@@ -1,1 +1,1 @@
-"""Faults in what the graph is given: requests, files, weights, bytes on its ports."""
+"""Faults in a graph's inputs: requests, files, model weights, bytes on its ports."""

@@ -1,4 +1,4 @@
-"""Clients that harm others: one that reads nothing, and one whose request kills the engine that computes it."""
+"""Abusive clients: one that does not read its streams, and one whose prompt kills the engine that computes it."""
 
 import asyncio
 import socket
@@ -17,14 +17,14 @@ GREEDY, POLITE = "127.0.0.2", "127.0.0.3"
 STREAMS = 200
 OUTPUT = 1000
 BEYOND = 5.0
-"""seconds that a client beside may wait longer than without these streams, for an answer or for a token"""
+"""Seconds that other clients may wait longer than before, for a response or a token."""
 QUIET = 3
 ASK_EVERY = 1.0
 MOST_DEAD = 2
 
 
 async def read_nothing(scene: Scene) -> float | None:
-    """The polite client comes from an address of its own, as the load does from a third."""
+    """Open streams from one address without reading them, and time short requests from another."""
     address = urlsplit(scene.running.graph.url)
     if address.hostname not in ("127.0.0.1", "localhost"):
         raise Cannot("the frontend is not on this machine's loopback")
@@ -51,12 +51,12 @@ async def read_nothing(scene: Scene) -> float | None:
 
 
 def _longest_pause(attempts: Iterable[Attempt]) -> float:
-    """Seconds that any of these waited for a token; 0 if none was streamed."""
+    """Return the longest wait for a token of the streamed attempts, in seconds; 0 without any."""
     return max((attempt.longest_wait for attempt in attempts if attempt.case.stream), default=0.0)
 
 
 def _unread(scene: Scene, number: int) -> socket.socket | None:
-    """None if it is refused: that is an answer too."""
+    """Return None if the request is refused, which is allowed."""
     url = scene.running.graph.url
     body = {
         "model": scene.running.graph.model,
@@ -78,7 +78,7 @@ async def _ask(scene: Scene, prompt: Sequence[int], source: str = "") -> Exchang
 
 
 async def _wait_of_polite(scene: Scene) -> float:
-    """Seconds until a short request was answered; one that is refused has waited as long as is allowed."""
+    """Time a short request; a refused one counts as the patience."""
     exchange = await _ask(scene, [400, 401], POLITE)
     waited = exchange.ended - exchange.started
     return max(waited, scene.options.patience) if exchange.error else waited
@@ -92,7 +92,7 @@ UNREAD_STREAMS = Fault(
 
 
 async def poison(scene: Scene) -> float | None:
-    """A short one, which meets decode workers alone, and a long one, which meets prefill workers first."""
+    """Send a short prompt, which reaches decode workers only, and a long one, which reaches prefill workers first."""
     model = simulated(scene.config)
     if model is None or not model.fatal_token:
         raise Cannot("only simulated engines with a fatal-token are killed by a prompt")

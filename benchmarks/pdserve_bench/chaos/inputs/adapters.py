@@ -1,5 +1,5 @@
-"""A LoRA adapter that is unloaded under load: what asks for it by then has its answers, at other workers too, and what
-asks for it later does not get another's."""
+"""Unload a LoRA adapter under load. Requests sent before get its outputs, even if their worker dies; later requests get
+404."""
 
 import asyncio
 
@@ -14,13 +14,13 @@ from pdserve_bench.chaos.scene import Fault, Scene
 NAME = "chaos"
 ROUNDS = 3
 MANY = 20
-"""connections, which reach each of the frontends"""
+"""Connections: enough to reach every frontend that shares the port."""
 LOOK_EVERY = 0.01
-"""seconds"""
+"""Seconds between two checks."""
 
 
 async def unload(scene: Scene) -> float | None:
-    """The adapter is one of the graph's file, under another name: so the right answers are known."""
+    """Load an adapter of the graph's file under a second name, so that the right outputs are known."""
     assert scene.config.decode is not None
     adapters, seconds = static_adapters(scene.config.decode.engine_args), None
     if not adapters:
@@ -50,7 +50,7 @@ async def unload(scene: Scene) -> float | None:
 
 
 async def _post(scene: Scene, what: str, body: dict[str, str]) -> None:
-    """Raises Cannot where the graph does not allow it."""
+    """Raises Cannot if the graph does not allow it."""
     async with httpx.AsyncClient(base_url=scene.running.graph.url, timeout=90, trust_env=False) as client:
         answer = await client.post(f"/v1/{what}_lora_adapter", json=body)
     if answer.status_code == 404 and what == "load":
@@ -60,7 +60,7 @@ async def _post(scene: Scene, what: str, body: dict[str, str]) -> None:
 
 
 async def _until_listed(scene: Scene) -> None:
-    """By all frontends, which share a port: those that were not asked to load it read of it a moment later."""
+    """Wait until all frontends, which share a port, list the adapter: only one of them was asked to load it."""
     listed = 0
     async with asyncio.timeout(scene.options.recover_within):
         while listed < MANY:

@@ -1,4 +1,4 @@
-"""The state directory: nothing can be written to it for some seconds, or all that was written is gone."""
+"""Faults of the state directory: no space left, or all files removed."""
 
 import asyncio
 import shutil
@@ -15,7 +15,7 @@ from pdserve_bench.graphs.launch import StartedGraph
 LOGS_WITHIN = 30.0
 _CHUNK = bytes(1 << 20)
 NEED = ("lock", "graph.json", "credentials", "logs", "settings.json", "servers")
-"""what restarts and other commands need of the state directory, as far as it was there"""
+"""Files that restarts and other commands need; those that existed must be recreated."""
 BACK_WITHIN = 10.0
 
 
@@ -37,7 +37,7 @@ async def fill(scene: Scene) -> float | None:
 
 @asynccontextmanager
 async def full(folder: Path) -> AsyncIterator[None]:
-    """Fill the file system, and keep it full while this is entered."""
+    """Fill the file system and keep it full until the context exits."""
     filler = folder / "filler"
 
     async def keep(write: Callable[[bytes], object]) -> None:
@@ -65,7 +65,7 @@ def _fill(write: Callable[[bytes], object]) -> None:
 
 
 async def _silent(folder: Path) -> list[str]:
-    """The decode workers whose log does not grow: under load they write a line for each request."""
+    """Return the decode workers whose log does not grow; under load it gets a line per request."""
     before = _sizes(folder)
     silent = set(before)
     deadline = time.monotonic() + LOGS_WITHIN
@@ -81,7 +81,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 async def remove_state(scene: Scene) -> float | None:
-    """Of each kind a process is killed meanwhile: what is started again needs what was removed."""
+    """Remove the state, then kill a process of each kind, whose restart needs what was removed."""
     running, folder = scene.running, scene.running.state_dir
     instances = await scene.watch.instances()
     victims = [

@@ -1,5 +1,5 @@
-"""Kills in the middle of what a graph does only where its file says so: drafts, KV from host memory, ranks, pictures,
-batches. Each has requests of its own beside the load, which must have the answers of before."""
+"""Kill processes while a graph uses optional features: speculative decoding, KV from host memory, tensor parallelism,
+images, batches. Each feature's own requests run beside the load and must get the same outputs as before."""
 
 import asyncio
 import base64
@@ -31,25 +31,25 @@ from pdserve_bench.graphs.sections import read_sections
 
 Body = Mapping[str, object]
 AT_ONCE, LINES = 4, 24
-"""requests of a feature's own; lines of a batch"""
+"""Concurrent requests of a feature; lines of a batch."""
 OUTPUT = 300
-"""tokens of an answer, so that it is not over when its worker is killed"""
+"""Output tokens: enough that a request still runs when its worker is killed."""
 LOOK_EVERY = 0.01
-"""seconds"""
+"""Seconds between two checks."""
 
 
 @dataclass(frozen=True)
 class Trial:
     bodies: Callable[[Scene], list[Body]]
     strike: Callable[[Scene], Awaitable[float | None]]
-    """returns what `Scene.recovery` said"""
+    """Injects the fault and returns the result of `Scene.recovery`."""
     enough: Callable[[list[bool]], bool] = all
-    """when to strike, by which requests have tokens"""
+    """Whether to strike, given which requests have tokens."""
     prepare: Callable[[Scene, Sequence[Body]], Awaitable[None]] | None = None
     key: str = ""
-    """of the graph's file, without which there is nothing of it"""
+    """Key of the graph's file that enables the feature."""
     series: tuple[str, ...] = ()
-    """in a line of the workers' pages, which grows where it is in use"""
+    """Words of a metric's line that grows while the feature is used."""
 
 
 async def play(scene: Scene, feature: Trial) -> float | None:
@@ -77,7 +77,7 @@ async def play(scene: Scene, feature: Trial) -> float | None:
 
 
 async def answers(scene: Scene, bodies: Sequence[Body]) -> list[list[int]]:
-    """Tokens of the undisturbed graph. Raises Unavailable where it has none."""
+    """Return the outputs of the undisturbed graph. Raises Unavailable if a request fails."""
     asked, running = begin(scene, [{**body, "cache_salt": "undisturbed"} for body in bodies])
     await running
     if errors := {each.error for each in asked if each.error}:
@@ -86,7 +86,7 @@ async def answers(scene: Scene, bodies: Sequence[Body]) -> list[list[int]]:
 
 
 def begin(scene: Scene, bodies: Sequence[Body]) -> "tuple[list[Exchange], asyncio.Future[list[None]]]":
-    """Ask them all at once."""
+    """Send all requests at once."""
     client, within = LoadClient(scene.running.graph.url), 2 * scene.options.patience
     asked = [Exchange(body) for body in bodies]
     paths = [CHAT if "messages" in body else COMPLETIONS for body in bodies]
@@ -95,7 +95,7 @@ def begin(scene: Scene, bodies: Sequence[Body]) -> "tuple[list[Exchange], asynci
 
 
 def count_running(scene: Scene, asked: Sequence[Exchange]) -> None:
-    """Now that the fault happens."""
+    """Check that requests are in flight when the fault happens."""
     running = sum(not each.ended for each in asked)
     scene.say(f"{running} requests of its own in flight")
     if not running:
@@ -103,7 +103,7 @@ def count_running(scene: Scene, asked: Sequence[Exchange]) -> None:
 
 
 def compare(scene: Scene, found: Sequence[object], right: Sequence[list[int]]) -> None:
-    """`found`: tokens, or what went wrong."""
+    """`found` has tokens, or an error text."""
     for each, expected in zip(found, right, strict=True):
         if each != expected:
             scene.amiss.append(f"a request of its own: {each if isinstance(each, str) else 'wrong tokens'}")
@@ -117,7 +117,7 @@ def of_text(scene: Scene, count: int = AT_ONCE) -> list[Body]:
 
 
 async def _counted(scene: Scene, series: tuple[str, ...]) -> dict[str, float]:
-    """By instance."""
+    """Return the metric's sum by instance."""
     pages = await scene.watch.metrics(Role.DECODE, Role.PREFILL) if series else {}
     return {
         instance: sum(value for line, value in page.items() if all(part in line for part in series))
@@ -129,14 +129,14 @@ async def _counted(scene: Scene, series: tuple[str, ...]) -> dict[str, float]:
 
 
 def _conversations(scene: Scene) -> list[Body]:
-    """Their last questions are long enough to be prefilled remotely."""
+    """Return chats whose last question is long enough for remote prefill."""
     dice = random.Random(scene.options.seed)
     prompts = [[dice.randint(300, 999) for _ in range(1400)] for _ in range(AT_ONCE)]
     return [completion(scene.running.graph.model, prompt, OUTPUT, cache_salt="kept") for prompt in prompts]
 
 
 async def _begin_conversations(scene: Scene, bodies: Sequence[Body]) -> None:
-    """The first questions; then enough others that their KV leaves the caches."""
+    """Ask the first questions, then enough others that their KV is evicted from the prefix caches."""
     first = [{**body, "prompt": body["prompt"][:1000], "max_tokens": 8} for body in bodies]  # type: ignore[index]
     others = [{**body, "cache_salt": f"others {turn}"} for turn in range(3) for body in first]
     for body in (*first, *others):
@@ -150,7 +150,7 @@ async def _begin_conversations(scene: Scene, bodies: Sequence[Body]) -> None:
 
 
 async def _kill_rank(scene: Scene) -> float | None:
-    """Raises Cannot where no decode worker has a second rank."""
+    """Raises Cannot if no decode worker has a second rank."""
     for worker in await scene.watch.instances(Role.DECODE):
         for process in family(worker.pid):
             if "(VLLM::Worker_TP1" in described(process):
@@ -167,7 +167,7 @@ async def _kill_rank(scene: Scene) -> float | None:
 
 
 def _of_pictures(scene: Scene) -> list[Body]:
-    """Each one of noise, as PPM: a header and its pixels."""
+    """Return requests with an image of noise each, in PPM format."""
     bodies: list[Body] = []
     for number in range(AT_ONCE):
         pixels = random.Random(number).randbytes(3 * 64 * 64)
@@ -184,7 +184,7 @@ def _of_pictures(scene: Scene) -> list[Body]:
 
 
 async def batch(scene: Scene) -> float | None:
-    """The frontend that works on a batch is killed: each line is answered exactly once."""
+    """Kill the frontend that runs a batch. Each line must get exactly one response."""
     assert scene.config.frontend is not None
     if (folder := scene.config.frontend.batches) is None:
         raise Cannot(_lacking("batches"))
@@ -225,7 +225,7 @@ async def batch(scene: Scene) -> float | None:
 
 
 async def _until(scene: Scene, name: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Ask for the batch, on a connection of its own each time, until it is so."""
+    """Poll the batch, on a new connection each time, until the condition holds."""
     while True:
         with suppress(httpx.TransportError):
             async with httpx.AsyncClient(trust_env=False) as client:
@@ -236,7 +236,7 @@ async def _until(scene: Scene, name: str, true: Callable[[dict[str, Any]], bool]
 
 
 def _holder(file: Path) -> int:
-    """The process that holds the lock. Raises LookupError where none does."""
+    """Return the process that holds the lock. Raises LookupError without one."""
     inode = f":{file.stat().st_ino} "
     for line in Path("/proc/locks").read_text().splitlines():
         if inode in line and "->" not in line:
@@ -257,7 +257,8 @@ _kill_decode = partial(harm, target=Target.DECODE, how=Harm.KILL)
 _kill_prefill = partial(harm, target=Target.PREFILL, how=Harm.KILL)
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 _HOST = {"kv-offload": "512MiB", "num-gpu-blocks-override": 450}
-"""a cache of 14,400 tokens, in which all that runs has room, beside 70,000 of the demo model in host memory"""
+"""A prefix cache of 14,400 tokens, enough for all running requests, and host memory for 70,000 tokens of the demo
+model."""
 _ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 _FROM_HOST = ("vllm:prompt_tokens_cached_by_source_total", 'source="host"')
 _CONVERSATIONS = Trial(_conversations, _kill_decode, all, _begin_conversations, "kv-offload", _FROM_HOST)

@@ -1,5 +1,5 @@
-"""Malformed messages to whatever listens: every port of every process of the graph, every subject on NATS, every
-kind of key in etcd. The graph goes on, and does not fill the disk with complaints."""
+"""Send malformed messages to every port of every process, every NATS subject and every kind of key in etcd. The graph
+must keep serving and must not flood its logs."""
 
 import asyncio
 import random
@@ -20,16 +20,17 @@ from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene
 
 LINES = 2000
-"""of log that all of it may cost, above what the load writes"""
+"""Log lines that all of it may cause, beyond those of the load."""
 LOOPBACK = ("127.", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 _HANDSHAKE = 2.0
-"""seconds for the other side's greeting: without it nothing is sent, and a busy machine takes its time"""
+"""Seconds for the peer's greeting, without which nothing is sent; long, for busy machines."""
 _TIMEOUT = 0.3
 
 
 def payloads(seed: int) -> list[bytes]:
-    """What no receiver expects: noise, half a message, a whole one of another kind, other protocols, huge lengths."""
+    """Return messages that no receiver expects: noise, truncated messages, messages of other kinds and protocols, huge
+    lengths."""
     dice = random.Random(seed)
     whole = encode(Hello("0.0.0"))
     return [
@@ -81,7 +82,7 @@ async def spread(scene: Scene) -> float | None:
 
 
 def _listening(processes: Sequence[psutil.Process]) -> Iterator[tuple[str, int, str]]:
-    """Address, port and owner of what listens, on loopback alone."""
+    """Return address, port and owner of each listening socket on loopback."""
     seen: set[tuple[str, int]] = set()
     for process in processes:
         with suppress(psutil.Error):
@@ -95,8 +96,7 @@ def _listening(processes: Sequence[psutil.Process]) -> Iterator[tuple[str, int, 
 
 
 def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
-    """Each on a connection of its own: as it is, as a message of a ZeroMQ peer (vLLM's side channel is one), and as a
-    message of a frontend."""
+    """Send each payload on its own connection: raw, as a ZeroMQ peer (for vLLM's side channel), and as a frontend."""
     for payload in everything:
         _send(host, port, lambda end, raw=payload: end.sendall(raw))  # type: ignore[misc]
     _send(host, port, lambda end: _as_zeromq(end, [[payload] for payload in everything]))
@@ -111,8 +111,8 @@ def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
 
 
 def _as_frontend(host: str, port: int, everything: Sequence[bytes]) -> None:
-    """The stream's protocol: half a greeting, one of another version, each payload after a good one, a frame of 2^32
-    bytes before and after it, and a greeting that comes byte by byte and stops."""
+    """Speak the stream's protocol: half a greeting, a wrong version, each payload after a good greeting, a frame of
+    2^32 bytes before and after it, and a greeting that stops midway."""
     greeting = _framed(GREETING + b" garbage")
     endless = b"\xff" * 4
     for raw in (greeting[: len(greeting) // 2], _framed(b"pdserve-stream/0 garbage"), endless):
@@ -134,7 +134,7 @@ def _slowly(end: socket.socket, data: bytes) -> None:
 
 
 def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
-    """Connect, send, and wait until the other side is silent: closing at once would drop what it has not read."""
+    """Connect, send, and wait until the peer is silent, because closing at once would drop unread data."""
     with suppress(OSError), socket.create_connection((host, port), timeout=_TIMEOUT) as end:
         how(end)
         with suppress(TimeoutError):
@@ -143,8 +143,8 @@ def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
 
 
 def _as_zeromq(end: socket.socket, messages: Sequence[Sequence[bytes]], more: bytes = b"") -> None:
-    """Greeting and handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23), then the messages, frame by frame. Not before the
-    peer is READY: what it said after this end had closed would reset the connection, and drop what it has not read."""
+    """Send messages after the handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23). Wait for the peer's READY first: data it
+    sends after our close would reset the connection and drop what it has not read."""
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     end.settimeout(_HANDSHAKE)
@@ -171,7 +171,7 @@ def _connects(host: str, port: int) -> bool:
 
 
 def subjects_of(namespace: str, model: str, workers: Iterable[Instance]) -> list[str]:
-    """The subjects on which these decode workers and their prefill workers listen."""
+    """Return the subjects that these decode workers and their prefill workers subscribe to."""
     queues = {worker.id: QueueNames(namespace, model, worker.fingerprint) for worker in workers}
     shared = {
         subject for names in queues.values() for subject in (names.requests, names.state, names.notices)
@@ -180,7 +180,7 @@ def subjects_of(namespace: str, model: str, workers: Iterable[Instance]) -> list
 
 
 async def _to_etcd(scene: Scene, everything: Sequence[bytes]) -> list[str]:
-    """New keys beside the true ones: only their writers may write those. Returns the keys."""
+    """Write new keys beside the valid ones, which only their owners may write. Return the keys."""
     model = scene.running.graph.model
     prefixes = [f"{keys.INSTANCES}{role}/garbage-" for role in (*Role, "nobody")]
     prefixes += [f"{keys.CARDS}{model}/garbage-", keys.CARDS + "garbage-", keys.INSTANCES + "garbage-"]
@@ -199,7 +199,7 @@ def _lines(folder: Path) -> int:
 
 
 async def _lines_per_second(folder: Path) -> float:
-    """What the load alone writes."""
+    """Measure the log lines of the load alone."""
     before, began = _lines(folder), time.monotonic()
     await asyncio.sleep(2)
     return (_lines(folder) - before) / (time.monotonic() - began)

@@ -1,5 +1,5 @@
-"""Weights replaced in place, and one side restarted: workers of two models under one name. Every answer has to be all
-the old model's or all the new one's, and remote prefill comes back as soon as both sides are of one model again."""
+"""Replace a model's weights in place and restart one role at a time, so that workers of two models have one name. Each
+output must come from one model only, and remote prefill resumes once both roles have the same weights."""
 
 import asyncio
 import json
@@ -17,14 +17,14 @@ from pdserve_bench.client import LoadClient
 from pdserve_bench.graphs.launch import StartedGraph
 
 _SIZES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
-"""bytes of an element, by safetensors' name"""
+"""Bytes of an element by safetensors' type."""
 _CHANGED = "v_proj.weight"
 _FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
-"""the highest byte of a number with its sign turned"""
+"""Translation table that flips the sign bit of a number's highest byte."""
 
 
 async def mix(scene: Scene) -> float | None:
-    """There and back, each time with another side first."""
+    """Switch to other weights and back, starting with another role each time."""
     running = scene.running
     if not isinstance(running, StartedGraph) or running.model is None:
         raise Cannot(
@@ -56,7 +56,7 @@ async def _restart_in_turn(scene: Scene, *roles: Role) -> None:
 
 
 async def _learn(scene: Scene) -> None:
-    """The new model's answers, each prompt alone among those of the load."""
+    """Ask for the new model's outputs, each prompt alone beside the load."""
     graph = scene.running.graph
     found = await answers(LoadClient(graph.url), graph.model, scene.pool, scene.options.patience)
     scene.load.also_right.update(found)
@@ -64,7 +64,7 @@ async def _learn(scene: Scene) -> None:
 
 @contextmanager
 def _other_weights(folder: Path) -> Iterator[None]:
-    """New files in place of the old ones, which running engines may still have mapped."""
+    """Write new files instead of overwriting, because running engines may map the old ones."""
     before = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
     try:
         for path, data in before.items():
@@ -82,7 +82,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def turned(file: bytes) -> bytes:
-    """A safetensors file (length, header in JSON, data) with the sign of all value projections turned."""
+    """Flip the sign of all value projections in a safetensors file (length, JSON header, data)."""
     start = 8 + int.from_bytes(file[:8], "little")
     data = bytearray(file)
     for name, tensor in json.loads(file[8:start]).items():

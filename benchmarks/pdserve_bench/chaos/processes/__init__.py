@@ -1,1 +1,1 @@
-"""Faults of processes, hosts and networks."""
+"""Faults of processes, hosts and networks: kill, hang, cut, pause, wrong clocks."""

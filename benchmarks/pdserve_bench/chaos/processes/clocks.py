@@ -1,5 +1,5 @@
-"""Wrong clocks: for --hold seconds the graph has two more processes of a role, whose clocks are 5 s ahead and 40 s
-behind, and takes no harm. Whether they are used is looked up, and whether remote prefill goes on as without them."""
+"""Add two processes of a role with wrong clocks (5 s ahead and 40 s behind) for --hold seconds. They must be used, and
+remote prefill must work as before."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,25 +21,25 @@ from pdserve_bench.graphs.launch import CUTTABLE, PDSERVE, ServerRun
 from pdserve_bench.graphs.watch import total
 
 OFFSETS = (5.0, -40.0)
-"""seconds; the second one is longer than a lease"""
+"""Seconds; the second offset is longer than a lease."""
 READY_WITHIN = 180.0
 TOLERATED = 0.1
-"""share of remote prefills that may fail: not one would for a clock alone, but the machine may be slow"""
+"""Share of remote prefills that may fail. Clocks alone cause none, but the machine may be slow."""
 DEADLINE = {"x-request-timeout": "30"}
-"""shorter than the clocks are wrong: a process that compares times of day finds it over"""
+"""Shorter than the clock errors, so comparing times of day between processes would expire it."""
 WORK = {
     Role.PREFILL: "pdserve_prefill_queue_wait_seconds_count",
     Role.DECODE: "pdserve_prefill_total",
     Role.FRONTEND: "pdserve_requests_total",
 }
-"""by role: the metric that says that it did something"""
+"""By role, a metric that grows when the process does work."""
 _FAILURES, _REMOTE = "pdserve_remote_prefill_failures_total", "pdserve_prefill_total"
 ON_THEIR_WAY = 0.3
-"""seconds in which a request that has begun is at its frontend"""
+"""Seconds until a request that was sent has reached its frontend."""
 
 
 async def _play(scene: Scene, role: Role) -> float | None:
-    """The processes are of the graph, and its supervisor does not know them."""
+    """Start the extra processes without the supervisor."""
     extras = [_extra(scene, *each) for each in zip(_slots(scene, role), OFFSETS, strict=True)]
     for extra in extras:
         extra.start()
@@ -71,7 +71,7 @@ async def _use(scene: Scene, instances: Sequence[Instance]) -> None:
 
 
 async def failures(scene: Scene, tolerated: float) -> None:
-    """Of the remote prefills of the next --hold seconds at most this share may be done again locally."""
+    """Check that at most a share of the remote prefills in the next --hold seconds falls back to local ones."""
     before = await _failed(scene)
     await asyncio.sleep(scene.options.hold)
     failed, remote = (now - then for now, then in zip(await _failed(scene), before, strict=True))
@@ -82,7 +82,7 @@ async def failures(scene: Scene, tolerated: float) -> None:
 
 
 async def _failed(scene: Scene) -> tuple[float, float]:
-    """Remote prefills so far: those that were done again locally, and all."""
+    """Return remote prefills so far: those that fell back to local, and all."""
     pages = (await scene.watch.metrics(Role.DECODE)).values()
     remote = (
         value
@@ -94,7 +94,7 @@ async def _failed(scene: Scene) -> tuple[float, float]:
 
 
 def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
-    """Slots like those of the graph's own processes, beside them. Raises Cannot."""
+    """Return free slots for two more processes of the role. Raises Cannot."""
     ours = [slot for slot in make_plan(scene.config, Machine.detect()).slots if slot.role.includes(role)]
     if not ours:
         raise Cannot(f"the graph has no {role.value} processes")
@@ -108,7 +108,7 @@ def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
 
 
 def _extra(scene: Scene, slot: Slot, offset: float) -> ServerRun:
-    """A frontend gets a port of its own: it would share the graph's only with children of one parent."""
+    """A frontend gets its own port, because only children of one parent can share the graph's."""
     running, frontend = scene.running, scene.config.frontend
     graph = running.graph
     config = replace(

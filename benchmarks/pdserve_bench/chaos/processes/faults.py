@@ -1,5 +1,5 @@
-"""The faults of one kind done to one target: {prefill, decode, nats, etcd, frontend} x {kill, hang, cut} and their kin.
-Which process of this machine each one hits, what is done to it, and how that is undone."""
+"""Faults by target and kind: {prefill, decode, nats, etcd, frontend} x {kill, hang, cut} and similar. Find the victim's
+processes, harm them, and undo it."""
 
 import asyncio
 import os
@@ -28,33 +28,33 @@ class Target(StrEnum):
     FRONTEND = "frontend"
     ALL_PREFILL = "all-prefill"
     ALL_DECODE = "all-decode"
-    """these two: all of them at once"""
+    """`all-prefill` and `all-decode`: all of them at once."""
     WORKERS = "workers"
-    """prefill and decode, one after the other, each back before the next"""
+    """Prefill and decode workers, one after the other, each back before the next."""
 
 
 class Harm(StrEnum):
     KILL = "kill"
     CORE_KILL = "core-kill"
-    """SIGKILL of the engine core below it alone, as the kernel does for lack of memory; of several, one by one"""
+    """SIGKILL of the engine core only, as by the OOM killer; of several cores one after the other."""
     HANG = "hang"
     CUT = "cut"
-    """no packet reaches it and none of it arrives, for some seconds"""
+    """No packet in or out for --hold seconds."""
     DAMAGE = "damage"
-    """SIGKILL, and its files are as a power cut leaves them"""
+    """SIGKILL, with files left as by a power cut."""
     DRAIN = "drain"
-    """SIGTERM, as for an upgrade: it finishes what it has and ends"""
+    """SIGTERM, as for an upgrade: it finishes its requests and exits."""
 
     @property
     def lasts(self) -> bool:
-        """The victim lives on, and is whole again some seconds later."""
+        """Whether the victim survives and is restored after --hold seconds."""
         return self in (Harm.HANG, Harm.CUT)
 
 
 CORE = "VLLM::EngineCor"
-"""how Linux cuts the name of its process"""
+"""The process name as Linux truncates it."""
 IN_A_ROW = 0.5
-"""seconds in which requests move to the next victim"""
+"""Seconds until requests have moved to the next victim."""
 _WHOM = {
     Target.PREFILL: "one prefill worker",
     Target.DECODE: "one decode worker",
@@ -85,13 +85,13 @@ _SERVERS = (Target.NATS, Target.ETCD)
 class Victim:
     name: str
     group: int
-    """its process group, whose leader it is; of an engine core its process"""
+    """Its process group; for an engine core, its pid."""
 
 
 def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: int) -> list[list[Victim]]:
-    """The victims in rounds: all of a round at once, and each round when the graph is whole again after the one
-    before. Raises Cannot where nothing of this graph on this machine is such a target, and LookupError where etcd is
-    silent. `turn` picks another one of several each time."""
+    """Return rounds of victims: a round is hit at once, the next when the graph has recovered. `turn` selects among
+    several. Raises Cannot if the graph has no such process on this machine, and LookupError while etcd is
+    unreachable."""
     if target in _SERVERS:
         return [[_server(target, supervisor)]]
     roles = _ROLES.get(target, (target.value,))
@@ -124,8 +124,8 @@ def _server(target: Target, supervisor: int) -> Victim:
 
 
 def _group(pid: int, supervisor: int) -> int:
-    """The process group of a process; 0 unless the graph's supervisor started the group's leader, since only that is
-    ever harmed. A role alone is the child of its leader."""
+    """Return the process group of a process; 0 if its leader was not started by the graph's supervisor, because nothing
+    else may be harmed. Without `serve`, the role is its leader's child."""
     try:
         group = os.getpgid(pid) if pid > 0 else 0
         return group if group and psutil.Process(group).ppid() == supervisor else 0
@@ -134,7 +134,7 @@ def _group(pid: int, supervisor: int) -> int:
 
 
 async def harm(scene: Scene, target: Target, how: Harm, victim: Victim | None = None) -> float | None:
-    """Seconds from the fault's end to the recovery, the longest of all rounds. `victim`: this one of the target."""
+    """Return the longest recovery of all rounds, in seconds. `victim` selects one by name."""
     running, slowest = scene.running, 0.0
     instances = await scene.watch.instances()
     rounds = [[victim]] if victim else find(target, scene.turn, instances, running.graph.pid)
@@ -157,7 +157,7 @@ async def harm(scene: Scene, target: Target, how: Harm, victim: Victim | None = 
 
 
 async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
-    """Clients' ports of the connections that the other frontends hold: those of the killed one cannot be saved."""
+    """Return the client ports of connections to the other frontends, which must survive."""
     dying = {victim.name for victim in victims}
     frontends = await scene.watch.instances(Role.FRONTEND)
     others = [psutil.Process(instance.pid) for instance in frontends if instance.id not in dying]
@@ -168,9 +168,9 @@ async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
 async def injected(
     how: Harm, victims: Sequence[Victim], supervisor: int, state_dir: Path, beside: Sequence[int] = ()
 ) -> AsyncIterator[None]:
-    """What hangs or is cut off does so while this is entered; the others have been told to end by then. `beside` are
-    processes that the supervisor did not start, and that are cut from the victim too. Raises LookupError where a victim
-    has ended by itself, and Cannot."""
+    """Hang or cut the victims until the context exits; end the others first. `beside` are processes that the
+    supervisor did not start and that are cut from the victim too. Raises Cannot, and LookupError if a victim has
+    ended by itself."""
     match how:
         case Harm.KILL:
             _send(victims, signal.SIGKILL)
@@ -223,8 +223,8 @@ def _send(
 
 
 def damage(data: Path) -> None:
-    """Of each file as much as was not synced. In the place of the folder of a server without files, a file: NATS keeps
-    its streams in memory, and does not start on that."""
+    """Truncate each file to its synced part. If a server has no files, put a file in place of its folder: NATS, whose
+    streams are in memory, does not start on that."""
     files = [path for path in data.rglob("*") if path.is_file()]
     for path in files:
         half = path.stat().st_size // 2

@@ -1,5 +1,5 @@
-"""What happens between hosts: links that are cut, lossy, far or slow; hosts that vanish, come back elsewhere, or
-have another time of day. For a graph whose processes have a host each (`pdserve chaos --hosts`)."""
+"""Faults between hosts: links cut, lossy, slow or with limited rate; hosts that vanish, return at another address, or
+have wrong clocks. For `pdserve chaos --hosts`."""
 
 import asyncio
 import math
@@ -13,11 +13,11 @@ from pdserve_bench.graphs.watch import total
 from pdserve_bench.hosts.graph import SERVERS, WRONG_CLOCKS, HostsGraph
 
 SHORT, LONG = 10.0, 60.0
-"""seconds of a cut: about a lease of etcd, and many"""
+"""Seconds of a cut: about one etcd lease, and several."""
 AWAY = 30.0
-"""seconds until a host that vanished is back"""
+"""Seconds until a vanished host is back."""
 DELAY = 0.025
-"""seconds of each link, so that 50 ms lie between two hosts"""
+"""Seconds per link: 50 ms between two hosts."""
 
 
 async def _cut(scene: Scene, role: str, seconds: float) -> float | None:
@@ -32,7 +32,7 @@ async def _cut(scene: Scene, role: str, seconds: float) -> float | None:
 
 
 async def _limit(scene: Scene, rate: str = "", loss: float = 0.0, delay: float = 0.0) -> float | None:
-    """All links at once."""
+    """Limit all links."""
     net = _graph(scene).net
     scene.victims.append("all")
     try:
@@ -46,7 +46,7 @@ async def _limit(scene: Scene, rate: str = "", loss: float = 0.0, delay: float =
 
 
 async def _vanish(scene: Scene, role: str, seconds: float) -> float | None:
-    """The host of the servers comes back at its address, with its disk; others at another one."""
+    """The servers' host returns at its address with its disk; other hosts get a new address."""
     graph, name = _graph(scene), _victim(scene, role)
     host = graph.net.hosts[name]
     scene.gone |= {found.id for found in await scene.watch.instances() if found.host == host.address}
@@ -57,7 +57,7 @@ async def _vanish(scene: Scene, role: str, seconds: float) -> float | None:
 
 
 async def _use(scene: Scene) -> float | None:
-    """They have them from the start: what is seen here is that they are used."""
+    """Check that hosts with wrong clocks, which they have from the start, are used."""
     scene.victims += WRONG_CLOCKS
     before = await _worked(scene)
     await failures(scene, TOLERATED)
@@ -71,7 +71,7 @@ async def _use(scene: Scene) -> float | None:
 
 
 async def _worked(scene: Scene) -> dict[str, float]:
-    """What was done so far, by the address of the host."""
+    """Return the work done so far by host address."""
     pages = await scene.watch.metrics()
     return {
         found.host: total(pages.get(found.id, {}), WORK[found.role])
@@ -81,7 +81,7 @@ async def _worked(scene: Scene) -> dict[str, float]:
 
 
 async def _recovery(scene: Scene) -> float | None:
-    """Start what has ended by itself, as systemd would; that is not allowed here."""
+    """Restart places that ended by themselves, as systemd would, and record each as a failure."""
     graph = _graph(scene)
     for place in graph.ended():
         scene.amiss.append(f"{place.name} ended by itself with {place.process.poll()}")
@@ -97,7 +97,7 @@ def _graph(scene: Scene) -> HostsGraph:
 
 
 def _victim(scene: Scene, role: str) -> str:
-    """Another one of several each time."""
+    """Select another of several hosts each time."""
     if role != SERVERS:
         places = _graph(scene).of(Role(role))
         role = places[scene.turn % len(places)].name

@@ -1,6 +1,5 @@
-"""Faults of a graph whose NATS and etcd are clusters (`pdserve chaos --clusters`): each leader is killed, hung or cut
-off, the majority is lost for a while, all six members are restarted in turn. Afterwards prompts are prefilled remotely
-as before."""
+"""Faults of NATS and etcd clusters (`pdserve chaos --clusters`): each leader is killed, hung or cut, the majority is
+lost for a while, all six members are restarted in turn. Afterwards prompts must be prefilled remotely again."""
 
 import asyncio
 import time
@@ -22,11 +21,11 @@ from pdserve_bench.graphs.clusters import Clusters, EtcdMember, NatsMember, addr
 from pdserve_bench.graphs.launch import StartedGraph, started
 
 MAJORITY = 2.5
-"""times --hold that the majority is lost: 30 s"""
+"""The majority is lost for this many times --hold: 30 s."""
 AFTERWARDS = 24
-"""requests after the recovery, of which ..."""
+"""Requests after the recovery that are checked for remote prefill."""
 REMOTE = 0.4
-"""... at least this share has to be prefilled remotely; two of three prompts are long enough"""
+"""Minimal share of them that is prefilled remotely; two of three prompts are long enough."""
 WHOLE_WITHIN = 60.0
 LOOK = 0.25
 
@@ -35,7 +34,7 @@ LOOK = 0.25
 async def on_clusters(
     file: Path, folder: Path, say: Callable[[str], None], **options: Any
 ) -> AsyncIterator[StartedGraph]:
-    """As `started`, but with the servers of two clusters."""
+    """Like `started`, on two clusters."""
     async with cluster(NatsMember, folder) as nats_members, cluster(EtcdMember, folder) as etcd_members:
         servers = {"nats": addresses(nats_members), "etcd": addresses(etcd_members)}
         async with started(file, folder, say, servers=servers, **options) as running:
@@ -53,7 +52,7 @@ def _clusters(scene: Scene) -> Clusters:
 
 
 async def _led(clusters: Clusters) -> list[ClusterInfo]:
-    """The prefill queue's stream and its consumer, as a server that answers reports them; empty where none does."""
+    """Return the prefill queue's stream and consumer, as reported by a member that responds; empty without one."""
     for member in clusters.nats:
         with suppress(*PASSING, ValueError):
             async with short_connection(member.url) as client:
@@ -67,7 +66,7 @@ async def _led(clusters: Clusters) -> list[ClusterInfo]:
 async def _named(
     members: Sequence[EmbeddedServer], name: Callable[[], Awaitable[str | None]]
 ) -> EmbeddedServer:
-    """The member of this name, as soon as there is a leader."""
+    """Wait for a leader and return the member."""
     async with asyncio.timeout(WHOLE_WITHIN):
         while True:
             leader = await name()
@@ -78,7 +77,7 @@ async def _named(
 
 
 async def _leader_of(what: int, clusters: Clusters) -> EmbeddedServer:
-    """`what`: 0 the stream, 1 its consumer."""
+    """`what`: 0 for the stream, 1 for its consumer."""
 
     async def name() -> str | None:
         led = await _led(clusters)
@@ -97,7 +96,7 @@ async def _meta_leader(clusters: Clusters) -> EmbeddedServer:
 
 
 async def _page(url: str, body: bytes | None = None) -> dict[str, Any]:
-    """What a server answers there; empty where it does not."""
+    """Return a server's response; empty if it does not respond."""
     with suppress(httpx.HTTPError):
         async with httpx.AsyncClient(trust_env=False, timeout=2) as http:
             answer = await (http.get(url) if body is None else http.post(url, content=body))
@@ -123,7 +122,7 @@ async def _etcd_leader(clusters: Clusters) -> EmbeddedServer:
 async def harm_leader(
     scene: Scene, leader: Callable[[Clusters], Awaitable[EmbeddedServer]], how: Harm
 ) -> float | None:
-    """A dead member starts again at once; one that is hung or cut is so for --hold seconds."""
+    """Kill, hang or cut the leader. A killed member restarts at once; a hang or cut lasts --hold seconds."""
     clusters, running = _clusters(scene), scene.running
     member = await leader(clusters)
     beside = [each.child.pid for each in clusters.members if each.child and each is not member]
@@ -150,7 +149,7 @@ async def lose_majority(
 
 
 async def restart_all(scene: Scene) -> float | None:
-    """One after the other, each when the one before has all data again."""
+    """Restart the members in turn, each when the one before has all data again."""
     clusters = _clusters(scene)
     for member in (*clusters.nats, *clusters.etcd):
         scene.victims.append(member.name)
@@ -161,7 +160,7 @@ async def restart_all(scene: Scene) -> float | None:
 
 
 async def _restart(member: EmbeddedServer) -> None:
-    """Start one that was killed."""
+    """Restart a killed member."""
     assert member.child is not None
     await member.child.wait()
     await member.start()
@@ -178,7 +177,7 @@ def _victim(scene: Scene, member: EmbeddedServer) -> Victim:
 
 
 async def _until_whole(clusters: Clusters) -> None:
-    """Until each member has what the others have."""
+    """Wait until all members have the same data."""
     async with asyncio.timeout(WHOLE_WITHIN):
         while not await _whole(clusters):  # noqa: ASYNC110 (servers)
             await asyncio.sleep(LOOK)

@@ -1,13 +1,12 @@
-"""A cut network for one process group, without rules in the kernel's firewall.
+"""Cut the network of a process group without firewall rules.
 
-Every TCP connection of the group to a process outside of it gets a socket filter that drops what arrives, at both
-ends: data, acknowledgements and resets all vanish, as on a cable that was pulled. Its listening sockets drop
-connection attempts. Connections that the group itself opens meanwhile are found within some ten milliseconds.
-Connections inside the group stay whole, as on a host whose network is gone, and so does what is no TCP:
-shared memory between engines (UCX), hence UCX_TLS=tcp in a graph that is started to be cut.
+Every TCP connection between the group and other processes gets a socket filter at both ends that drops incoming data,
+acknowledgements and resets, like a pulled cable. Listening sockets drop connection attempts. Connections opened
+meanwhile are cut within about ten milliseconds. Connections inside the group stay, as on a host without a network, and
+so does shared memory between engines (UCX): start such graphs with UCX_TLS=tcp.
 
-Needs the right to duplicate the sockets of the processes at both ends (pidfd_getfd: root, or the same user where
-ptrace_scope allows it), and nothing of nft or iptables.
+Needs pidfd_getfd on the processes at both ends (root, or the same user if ptrace_scope allows it), but neither nft nor
+iptables.
 """
 
 import asyncio
@@ -35,13 +34,13 @@ Address = tuple[str, int]
 
 
 class Cannot(Exception):
-    """A fault cannot be done here, and nothing has been harmed; the text says why."""
+    """The fault is impossible here, and nothing was harmed; the text says why."""
 
 
 @asynccontextmanager
 async def cut_off(group: int, others: Iterable[int], port: int = 0) -> AsyncIterator["Cut"]:
-    """`others` are the processes at the far ends, as far as they are known: this process is always one. With `port`
-    only connections to that one are cut, and what listens there gets no new ones from anywhere. Raises Cannot before
+    """Cut the group until the context exits. `others` are the known processes at the far ends; this process is always
+    included. With `port`, cut only connections to that port, and let its listener accept none. Raises Cannot before
     anything is cut."""
     cut = Cut(group, others, port)
     try:
@@ -69,11 +68,11 @@ class Cut:
 
     @property
     def connections(self) -> int:
-        """Ends of connections that drop what arrives."""
+        """Number of cut connection ends."""
         return sum(remote is not None for _, _, (_, remote) in list(self._sockets))
 
     async def keep(self) -> None:
-        """Cut new connections until cancelled, in a thread: the clients that measure pauses share this one."""
+        """Cut new connections until cancelled, in a thread, because this event loop measures pauses."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
             if _open_sockets(self._members) != self._known:
@@ -128,7 +127,7 @@ class Cut:
 
 
 def _open_sockets(pids: Iterable[int]) -> set[tuple[int, str, str]]:
-    """All of theirs, by process and descriptor: cheap, and different as soon as there is a new one."""
+    """Return open sockets by process and descriptor: a cheap check for new ones."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
@@ -147,7 +146,7 @@ def _group_of(pid: int) -> int:
 
 
 def _ends(pid: int) -> Iterator[tuple[int, int, Address, Address | None]]:
-    """Yield its TCP sockets: pid, descriptor, local address, remote address or None for one that listens."""
+    """Yield TCP sockets: pid, descriptor, local address, and remote address (None for a listener)."""
     try:
         found = psutil.Process(pid).net_connections("tcp")
     except psutil.NoSuchProcess:
@@ -162,7 +161,7 @@ def _ends(pid: int) -> Iterator[tuple[int, int, Address, Address | None]]:
 
 
 def _duplicate(pid: int, fd: int) -> socket.socket | None:
-    """None where the process or its descriptor is gone."""
+    """Return None if the process or its descriptor is gone."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

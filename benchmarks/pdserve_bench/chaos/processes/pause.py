@@ -1,8 +1,9 @@
-"""A host that is paused with its clock, as a virtual machine is for a snapshot or a migration: a frontend and a decode
-worker stop, and for them no time has passed when they go on. Others have freed and reused meanwhile what was theirs.
+"""Pause a host with its clock, like a virtual machine during a snapshot or migration: a frontend and a decode worker
+stop, and to them no time has passed when they continue, while others have freed and reused their resources.
 
-Every process of the graph is started with a library that subtracts from CLOCK_MONOTONIC the nanoseconds in its file, by
-which the clock stood still, and adds them to what it gives the kernel."""
+Every process of the graph preloads a library that subtracts the nanoseconds in the process's file from CLOCK_MONOTONIC,
+and adds them to absolute times passed to the kernel.
+"""
 
 import asyncio
 import os
@@ -19,11 +20,11 @@ from pdserve_bench.chaos.questions import simulated
 from pdserve_bench.chaos.scene import Fault, Scene
 
 FOLDER = "PDSERVE_STOPPED_CLOCKS"
-"""variable: the folder of the files, which have the numbers of the processes as names"""
+"""Environment variable with the folder of these files, named by process id."""
 SECONDS, SIMULATED = 40.0, 16.0
-"""longer than the leases of real and of simulated KV"""
+"""Seconds of the pause: longer than the KV leases of real and of simulated engines."""
 BURST, BEFORE = 16, 0.25
-"""requests that are sent at once, and how many seconds before the pause: the answers of prefill workers come in it"""
+"""Requests sent at once, and how many seconds before the pause, so that their prefill results arrive during it."""
 _LIBRARY = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -74,7 +75,7 @@ int clock_nanosleep(clockid_t clock, int flags, const struct timespec *until, st
 
 
 def stoppable(folder: Path) -> dict[str, str]:
-    """The variables of a graph whose clocks can stand still; none where there is no C compiler."""
+    """Return the variables of a graph whose clocks can stop; empty without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         return {}
@@ -86,7 +87,7 @@ def stoppable(folder: Path) -> dict[str, str]:
 
 
 def stand_still(folder: Path, groups: Sequence[int], nanoseconds: int) -> int:
-    """Take that time away from all processes of these groups; return of how many."""
+    """Set back the clocks of all processes of these groups; return how many there are."""
     files = [file for file in folder.iterdir() if file.name.isdigit() and _group(int(file.name)) in groups]
     for file in files:
         with file.open("r+b") as stood:

@@ -1,4 +1,4 @@
-"""Deaths at bad moments: of workers that are still starting, again and again, and of `serve` itself."""
+"""Kills at bad moments: of workers that are still starting, repeatedly, and of `serve` itself."""
 
 import asyncio
 import os
@@ -20,17 +20,17 @@ from pdserve_bench.graphs.launch import StartedGraph
 KILLING = 3.3
 EVERY = (3.0, 6.0)
 AGAIN = (1, 2, 3, 4)
-"""how many times in a row the worker's next lives end while they start"""
+"""How many times in a row the restarted worker is killed while it starts."""
 YOUNG = (0.2, 1.5)
 TICK = 0.2
 BEFORE = 0.2
-"""seconds from the last new request to the kill of `serve`: no client is half connected then"""
+"""Seconds from the last new request to the kill of `serve`, so that no connection is half open."""
 AFTER_DRAIN = 20.0
-"""seconds that the processes of a dead `serve` get beyond the drain timeout"""
+"""Seconds beyond the drain timeout until the processes of a dead `serve` must have ended."""
 
 
 async def kill_workers(scene: Scene) -> float | None:
-    """No two workers that serve die within a second or two: what has lost two in a row is taken for the cause."""
+    """Never kill two serving workers within two seconds, because a request that has lost two workers is quarantined."""
     dice = random.Random(scene.options.seed)
     end = time.monotonic() + KILLING * scene.options.hold
     due, killed, young = 0.0, 0, 0
@@ -57,7 +57,7 @@ async def kill_workers(scene: Scene) -> float | None:
 
 
 def _workers(scene: Scene) -> dict[str, psutil.Process]:
-    """The workers that there are by name (`decode-0`), whether they have come to be ready or not."""
+    """Return all worker processes by name (`decode-0`), ready or not."""
     found = {}
     for child in scene.running.family()[1:]:
         with suppress(psutil.Error, ProcessLookupError, ValueError):
@@ -78,7 +78,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 async def hold_load(scene: Scene) -> StartedGraph:
-    """Let no request begin any more, with some in flight, and return the graph, whose `serve` may be killed now."""
+    """Stop new requests while some are in flight, and return the graph. Raises Cannot."""
     running = scene.running
     if not isinstance(running, StartedGraph):
         raise Cannot("only where this command has started the graph, and can start it again")
@@ -89,7 +89,7 @@ async def hold_load(scene: Scene) -> StartedGraph:
 
 
 async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
-    """With its guardian, what it started goes on, and the next `serve` ends it."""
+    """Kill `serve`. If its guardian dies too, its processes continue, and the next `serve` ends them."""
     running = await hold_load(scene)
     family = running.family()
     victims = [family[0], *(each for each in family if guardian and _is_guardian(each))]
@@ -125,7 +125,7 @@ def _is_guardian(process: psutil.Process) -> bool:
 
 
 async def survivors(family: Sequence[psutil.Process], within: float) -> list[psutil.Process]:
-    """The processes that have not ended within so many seconds."""
+    """Return the processes that have not ended within that many seconds."""
     left, end = [process for process in family if _lives(process)], time.monotonic() + within
     while left and time.monotonic() < end:
         await asyncio.sleep(0.1)

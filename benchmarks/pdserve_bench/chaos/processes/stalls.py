@@ -1,5 +1,5 @@
-"""The engine of one worker is stopped beside idle ones, for less time than after which it is killed: requests go to the
-others within seconds, and to this one again when it goes on."""
+"""Stall the engine of one worker beside idle ones, for less time than after which it is killed: requests go to the
+others within seconds, and to this worker again when it continues."""
 
 import asyncio
 import os
@@ -23,10 +23,10 @@ from pdserve_bench.chaos.questions import Attempt
 from pdserve_bench.chaos.scene import Fault, Scene
 
 CORE = "VLLM::EngineCor"
-"""how Linux cuts the name of its process"""
+"""The process name as Linux truncates it."""
 LOOK = 0.1
 AGAIN_WITHIN = 30.0
-"""seconds in which the worker gets a request after its engine goes on"""
+"""Seconds until the worker gets a request after its engine continues."""
 
 
 async def stop_engine(scene: Scene, target: Target) -> float | None:
@@ -64,7 +64,7 @@ async def stop_engine(scene: Scene, target: Target) -> float | None:
 
 
 def _engine_of(victim: Victim, section: DecodeConfig | PrefillConfig | None) -> tuple[int, int, int]:
-    """A process, and the signals that stop its engine and let it go on. Raises Cannot."""
+    """Return a pid and the signals that stop and continue its engine. Raises Cannot."""
     for pid in process_tree(victim.group):
         with suppress(psutil.Error):
             if psutil.Process(pid).name().startswith(CORE):
@@ -87,7 +87,7 @@ async def _says(scene: Scene, victim: Victim, within: float) -> bool:
 
 
 def _longest(attempts: Iterable[Attempt], since: float) -> float:
-    """Seconds that any stream waited for its first token, from `since` on."""
+    """Return the longest wait of a stream for its first token from `since` on, in seconds."""
     now = time.monotonic()
     firsts = ((each, (each.arrivals or [each.ended or now])[0]) for each in attempts if each.case.stream)
     return max((first - max(each.started, since) for each, first in firsts), default=0.0)

@@ -1,4 +1,4 @@
-"""What processes have written or connected once, and somebody takes away: their keys in etcd, their way to NATS."""
+"""Take a process's registration or connection away: delete its keys in etcd, cut it off from NATS."""
 
 import asyncio
 import time
@@ -14,15 +14,14 @@ from pdserve_bench.chaos.scene import Fault, Scene
 
 OWN = (keys.INSTANCES, keys.CARDS, keys.SLOTS)
 BACK_WITHIN = 30.0
-"""seconds; a key is back within milliseconds"""
+"""Seconds until a key must be back; milliseconds are usual."""
 LOOK = 0.1
 LONGEST = 10.0
-"""seconds that a token may take to come once the prefill workers have said that they are without NATS"""
+"""Seconds that a token may take once the prefill workers have reported the loss of NATS."""
 
 
 async def delete_keys(scene: Scene) -> float | None:
-    """Delete every key that a process holds, wait until all are back, and then overwrite them: every third of `hold`
-    again."""
+    """Delete every process's keys, wait until they are back, then overwrite them, four times in all."""
     before = {instance.id: instance.pid for instance in await scene.watch.instances()}
     for number in range(4):
         there = await _own_keys(scene)
@@ -57,7 +56,7 @@ async def _not_back(scene: Scene, there: Collection[str]) -> list[str]:
 
 
 async def take_nats(scene: Scene) -> float | None:
-    """Cut all prefill workers off from NATS, not from etcd."""
+    """Cut all prefill workers off from NATS but not from etcd."""
     running = scene.running
     instances = await scene.watch.instances()
     (victims,) = find(Target.ALL_PREFILL, scene.turn, instances, running.graph.pid)
@@ -88,7 +87,7 @@ async def take_nats(scene: Scene) -> float | None:
 
 
 async def _until_said(scene: Scene, since: float) -> float | None:
-    """When all of them had said so; None where they had not before the end."""
+    """Return when all had reported it; None if some had not after --hold seconds."""
     while (now := time.monotonic()) < since + scene.options.hold:
         if all(worker.queue_lost for worker in await scene.watch.instances(Role.PREFILL)):
             return now
