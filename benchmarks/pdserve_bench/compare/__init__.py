@@ -1,1 +1,1 @@
-"""Should this load be disaggregated, and in which split? Measured, with the reason."""
+"""`pdserve compare`: measure whether disaggregation pays for a load, and in which split."""

@@ -1,9 +1,8 @@
-"""What could be run on this hardware instead: pure, from the user's file and the machine to candidates.
+"""The candidates of a comparison, from the user's file and the machine. Pure.
 
-Aggregated: one engine with all of the hardware (plain vLLM, the fairest peer, at several `max-num-batched-tokens`), and
-as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split, on GPUs two with
-unequal tensor-parallel sizes, and each other split of the same hardware, which decide between local and remote as the
-file does.
+Aggregated: one vLLM engine with all of the hardware at several `max-num-batched-tokens`, and as many engines as the
+file has workers behind pdserve's frontend. Disaggregated: the file's own split, on GPUs two splits with unequal
+tensor-parallel sizes, and every other split of the same hardware, with the file's policy.
 """
 
 import math
@@ -36,23 +35,23 @@ BATCHES: Mapping[HardwareKind, tuple[int, ...]] = {
     HardwareKind.GPU: (512, 2048, 8192),
     HardwareKind.SIM: (128, 512, 2048),
 }
-"""values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
-prefill faster; 0: vLLM's own choice"""
+"""Tried max-num-batched-tokens of aggregated engines; small ones keep gaps short, large ones prefill faster. 0: vLLM's
+default."""
 W = TypeVar("W", bound=WorkerConfig)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the candidates share. A slot is what one worker of the file takes."""
+    """The hardware that the candidates share. A slot holds one worker of the file."""
 
     kind: HardwareKind
     units: int
-    """GPUs, CPU threads, or simulated workers"""
+    """GPUs, CPU threads, or simulated workers."""
     prefill_width: int = 1
-    """units of a prefill worker; on the CPU, slots"""
+    """Units per prefill worker; on a CPU, slots."""
     decode_width: int = 1
     slots: int = 0
-    """that splits divide; on the CPU the workers share the threads, so these are workers"""
+    """Slots that splits divide; on a CPU, where workers share the threads, the number of workers."""
 
     def __str__(self) -> str:
         noun = {"gpu": "GPU", "cpu": "CPU thread", "sim": "simulated worker"}[self.kind]
@@ -64,16 +63,16 @@ class Candidate:
     name: str
     aggregated: bool
     shape: Shape
-    """the graph of the configuration that would be written; plain vLLM's is one decode worker"""
+    """The graph written if the candidate wins; plain vLLM's is one decode worker."""
     system: System
     split: str = ""
-    """`1P+1D`, or the number of engines"""
+    """`1P+1D`, or the number of engines."""
     threads: int = 0
-    """OMP_NUM_THREADS of an engine that has fewer than the machine has cores; 0: as many"""
+    """OMP_NUM_THREADS of an engine; 0: one per core."""
 
 
 def hardware(config: Config, machine: Machine) -> Hardware:
-    """Return the hardware of the file's graph. Raises ConfigError where parts of it cannot be compared."""
+    """Return the hardware of the file's graph. Raises ConfigError if the workers cannot be compared."""
     decode, prefill = config.decode, config.prefill
     if decode is None:
         raise ConfigError([f"{config.path} has no VllmWorker section: there is nothing to compare with."])
@@ -104,7 +103,7 @@ def _kind(worker: WorkerConfig, machine: Machine) -> HardwareKind:
 
 
 def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
-    """(prefill workers, decode workers) that take exactly so many slots."""
+    """Return (prefill workers, decode workers) that take exactly `slots` slots."""
     found = []
     for prefill in range(1, slots // here.prefill_width + 1):
         decode, rest = divmod(slots - prefill * here.prefill_width, here.decode_width)
@@ -114,9 +113,9 @@ def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
 
 
 def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
-    """Splits of so many GPUs in which decode workers have twice the ranks of prefill workers, and the other way round,
-    each with the fewest ranks that the plan passes (docs/decisions/0076-different-tensor-parallel-sizes.md); none with
-    the sizes of the file. As many workers as there is room for, both roles with about as many GPUs."""
+    """Return splits of the GPUs where decode workers have twice the ranks of prefill workers, and half of them. Each
+    has the fewest ranks that the plan accepts (docs/decisions/0076-different-tensor-parallel-sizes.md), as many workers
+    as fit, and about as many GPUs for each role. The file's own sizes are left out."""
     workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
     if any(
         each.ranks != tensor_size(each.engine_args) or each.nodes > 1 or each.share < 1 for each in workers
@@ -136,7 +135,7 @@ def unequal(config: Config, machine: Machine, gpus: int) -> list[Shape]:
 
 
 def _of_shape(config: Config, shape: Shape) -> Config:
-    """What `reshape` makes of the file, as far as the plan asks."""
+    """Return the part of `reshape`'s result that the plan needs."""
     assert config.decode is not None
     like = PrefillConfig(engine_args=config.decode.engine_args, kv_offload=config.decode.kv_offload)
     decode = replace(_resized(config.decode, shape.decode, shape.tensor[1]), remote_prefill=True)
@@ -161,9 +160,9 @@ class CandidateMaker:
     model: ModelFacts | None = None
 
     def aggregated(self) -> list[Candidate]:
-        """One engine with all of the hardware, the likeliest first: at several batch sizes, on a CPU also with another
-        number of threads; then a graph of as many engines as there is room for. Where one engine cannot be, such graphs
-        alone."""
+        """Return aggregated candidates, the most promising first: one engine with all of the hardware (several batch
+        sizes, on a CPU also several thread counts), then a graph with as many engines as fit. If one engine is
+        impossible, only such graphs."""
         first, *others = self._batches()
         if self.here.kind is HardwareKind.CPU:
             threads, *more = thread_counts(self.here.units)
@@ -176,7 +175,8 @@ class CandidateMaker:
         return [*found, self._engines(first)] if self._room > 1 else found
 
     def disaggregated(self) -> list[Candidate]:
-        """Splits of the same hardware: the file's own first, then those with unequal ranks, then those like it."""
+        """Return splits of the hardware: the file's own first, then those with unequal ranks, then the most similar
+        ones."""
         own = self.own_split
         order = sorted(
             splits(self.here, self.here.slots),
@@ -190,24 +190,24 @@ class CandidateMaker:
 
     @property
     def own_split(self) -> tuple[int, int] | None:
-        """Of the file, prefill workers first."""
+        """The file's prefill and decode workers."""
         if self.config.prefill is None or self.config.decode is None:
             return None
         return self.config.prefill.count, self.config.decode.count
 
     @property
     def _room(self) -> int:
-        """Engines of the file's size that the hardware has room for."""
+        """Number of the file's engines that fit on the hardware."""
         return max(1, self.here.slots // self.here.decode_width)
 
     @property
     def _narrower(self) -> tuple[int, int]:
-        """The sizes of prefill and decode workers that are made of one wider worker; 0: as the file says."""
+        """Tensor-parallel sizes of prefill and decode workers when one wider worker is halved; 0: the file's."""
         halved = self.here.kind is HardwareKind.GPU and self.config.prefill is None
         return (self.here.prefill_width, self.here.decode_width) if halved else (0, 0)
 
     def _split(self, shape: Shape) -> Candidate:
-        """Its name has the GPUs of a worker where they differ by role."""
+        """Name the GPUs per worker if they differ by role."""
         split = f"{shape.prefill}P+{shape.decode}D"
         name = f"{shape.prefill} prefill + {shape.decode} decode"
         wide_prefill, wide_decode = shape.tensor
@@ -218,7 +218,6 @@ class CandidateMaker:
         return self._graph(name, shape, split)
 
     def _engines(self, batch: int) -> Candidate:
-        """As many as there is room for."""
         count = self._room
         shape = Shape(0, count, batch, (0, self._narrower[1] if count > 1 else 0))
         engines = counted(count, "engine")
@@ -229,7 +228,7 @@ class CandidateMaker:
         return Candidate(name, not shape.prefill, shape, GraphSystem(sections), split)
 
     def _one_engine(self, batch: int, threads: int = 0) -> Candidate:
-        """On GPUs over all of them; on the CPU with so many threads."""
+        """On GPUs, use all of them; on a CPU, `threads` threads."""
         here, decode = self.here, self.config.decode
         assert decode is not None
         on_gpu = here.kind is HardwareKind.GPU
@@ -247,7 +246,7 @@ class CandidateMaker:
 
     @property
     def _has_one_engine(self) -> bool:
-        """Whether one engine can have all of it: a tensor-parallel one divides the heads among its ranks."""
+        """Whether one engine can use all of the hardware: tensor parallelism must divide the heads."""
         decode = self.config.decode
         if self.here.kind is HardwareKind.SIM:
             return False
@@ -264,7 +263,7 @@ class CandidateMaker:
         return f" x {counted(max(1, self.here.units // count), noun)}"
 
     def _batches(self) -> list[int]:
-        """The file's own first. vLLM wants them no smaller than max-num-seqs."""
+        """Return batch sizes, the file's own first. vLLM requires at least max-num-seqs."""
         args = self.config.decode.engine_args if self.config.decode else {}
         workers = [worker for worker in (self.config.decode, self.config.prefill) if worker is not None]
         most = sum(int(str(each.engine_args.get("max-num-seqs", 256))) * each.count for each in workers)

@@ -1,4 +1,4 @@
-"""`pdserve compare`."""
+"""The command `pdserve compare`."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""One comparison: from a file and users to results, within a budget of time.
+"""One comparison within a time budget: from a file and a load to results.
 
-The candidates are a fixed list; what the budget has no time for is left out, from the end. One runs at a time. First
-each is started and searched. Then the best of each kind are searched further, and the aggregated one once more from the
-beginning, which tells the noise.
+Candidates run one at a time. First each is started and its goodput searched; if time runs out, the last ones are
+skipped. Then the best of each kind are searched further, and the aggregated one once more from the start to measure the
+noise.
 """
 
 import statistics
@@ -34,15 +34,15 @@ from pdserve_bench.graphs.sections import read_sections
 from pdserve_bench.progress import say
 
 _STOP = 12.0
-"""seconds at the end of the budget, for what runs to stop"""
+"""Seconds reserved at the end for stopping the servers."""
 _FINALS = 0.4
-"""of the time, that the finalists have"""
+"""Share of the time for the finalists."""
 _LOOK = 20.0
-"""seconds of probes that a candidate is worth starting for"""
+"""Seconds of probes that make starting a candidate worthwhile."""
 
 
 def maker_of(file: Path) -> CandidateMaker:
-    """Makes the candidates of this file on this machine. Raises ConfigError."""
+    """Return the maker of this file's candidates on this machine. Raises ConfigError."""
     config, machine = load(file, {}), Machine.detect()
     if config.frontend is None:
         raise ConfigError([f"{file} has no Frontend section: requests are sent as clients send them."])
@@ -55,7 +55,7 @@ def maker_of(file: Path) -> CandidateMaker:
 
 @dataclass
 class Comparison:
-    """Readable at any time."""
+    """Results can be read at any time."""
 
     options: CompareOptions
     asked: UserLoad
@@ -63,13 +63,13 @@ class Comparison:
     here: Hardware
     maker: CandidateMaker
     entrants: list[Entrant] = field(default_factory=list)
-    """in the order of simplicity within each kind"""
+    """Simplest first within each kind."""
     noise: float | None = None
     notes: list[str] = field(default_factory=list)
 
     @classmethod
     def prepare(cls, options: CompareOptions, asked: UserLoad) -> "Comparison":
-        """Starts nothing. Raises ConfigError."""
+        """List the candidates without starting any. Raises ConfigError."""
         maker = maker_of(options.file)
         return cls(options, asked, maker.config, maker.here, maker)
 
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def finalists(self) -> list[Entrant]:
-        """The best aggregated one first."""
+        """The best aggregated entrant first."""
         best = (best_of(self.entrants, True), best_of(self.entrants, False))
         return [each for each in best if each is not None]
 
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def foreign_share(self) -> float | None:
-        """The mean of the probes."""
+        """Mean over the probes."""
         known = [
             each.foreign for entrant in self.entrants for each in entrant.probes if each.foreign is not None
         ]
@@ -104,7 +104,7 @@ class Comparison:
     # how it is found out
 
     async def run(self) -> None:
-        """Raises Unavailable where nothing at all can be measured."""
+        """Raises Unavailable if nothing can be measured."""
         options, deadline = self.options, time.monotonic() + 60 * self.options.minutes
         with tempfile.TemporaryDirectory(prefix="pdserve-compare-") as folder:
             measuring = Measuring(Path(folder), options, self.asked, self.here.kind)
@@ -116,7 +116,7 @@ class Comparison:
                 await measuring.stop()
 
     async def _try_each(self, measuring: Measuring, until: float) -> None:
-        """Each gets the same time, as far as starts do not take it."""
+        """Give each entrant the same time, minus start times."""
         waiting = self._choose(measuring, until - time.monotonic())
         while waiting:
             entrant, *waiting = waiting
@@ -129,7 +129,7 @@ class Comparison:
             raise Unavailable("Nothing came up: " + "; ".join(each.problem for each in self.entrants))
 
     def _choose(self, measuring: Measuring, seconds: float) -> list[Entrant]:
-        """As many as there is time for, one of each kind first. What is left out is noted."""
+        """Choose as many candidates as there is time for, one of each kind first, and note the skipped ones."""
         together, apart = (
             [Entrant(each, measuring.unknown()) for each in candidates]
             for candidates in (self.maker.aggregated(), self.maker.disaggregated())
@@ -142,7 +142,7 @@ class Comparison:
         return wanted[:most]
 
     async def _start(self, measuring: Measuring, entrant: Entrant) -> bool:
-        """Where it does not come up, its problem says why."""
+        """On failure, record the entrant's problem."""
         try:
             await measuring.start(entrant.candidate)
         except (ConfigError, Unavailable, OSError) as error:
@@ -154,7 +154,7 @@ class Comparison:
     async def _search(
         self, measuring: Measuring, entrant: Entrant, found: GoodputResult, until: float
     ) -> None:
-        """Where the system fails, its problem says so."""
+        """On failure, record the entrant's problem."""
         try:
             if entrant.name == measuring.name or await self._start(measuring, entrant):
                 await measuring.search(found, until)
@@ -162,7 +162,7 @@ class Comparison:
             entrant.problem = str(error)
 
     async def _final(self, measuring: Measuring, until: float) -> None:
-        """The one that runs comes first, so that the other is started once."""
+        """Begin with the entrant that runs already, so that the other starts only once."""
         finalists, control = self.finalists, measuring.unknown()
         turns = [(each, each.found) for each in finalists]
         turns += [(each, control) for each in finalists if each.candidate.aggregated]
@@ -177,7 +177,7 @@ class Comparison:
 
 
 def _brief(text: str) -> str:
-    """Return the first and the last line, without the log between them, which was said."""
+    """Return an error's first and last line, without the log between them."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys([lines[0], lines[-1]]))[:300] if lines else "no reason was given"
 

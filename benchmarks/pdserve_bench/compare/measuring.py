@@ -1,4 +1,4 @@
-"""The measurements: what runs is searched for its goodput, as by `bench goodput`, and summed up for the comparison."""
+"""Start candidates and search their goodput, as `bench goodput` does, for a comparison."""
 
 import asyncio
 import tempfile
@@ -21,19 +21,19 @@ from pdserve_bench.progress import begin
 
 START_SECONDS = {HardwareKind.CPU: 40.0, HardwareKind.GPU: 120.0, HardwareKind.SIM: 15.0}
 LEAST_REQUESTS = 30
-"""that a candidate's share was judged by at the rate that it carries, before anything is recommended"""
+"""Requests that must have judged a candidate at its carried rate before it is recommended."""
 _LEAST, _MOST = 4.5, 20.0
-"""seconds of a probe"""
+"""Bounds of a probe's length in seconds."""
 _PROBES = 6
 _STEADY = 2.5
-"""times as long as a request takes alone: a probe, at least"""
+"""Minimal length of a probe, in durations of a single request."""
 _LONGER = 2.0
-"""times the seconds of a probe, at most, where the rate is low"""
+"""A probe at a low rate may last this many times as long."""
 _WARM_RATE = 2.0
 _RATES = (0.05, 50.0)
-"""first rates, in requests per second"""
+"""Bounds of the first rate, in requests per second."""
 _NARROW = 1.5
-"""a control whose interval is wider tells nothing of the noise"""
+"""A repeated measurement with a wider interval says nothing about the noise."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +42,29 @@ class CompareOptions:
     slo: Slo
     share: float = SHARE
     rate: float | None = None
-    """requests per second that the user asks about"""
+    """Requests per second that the user needs."""
     minutes: float = 9.0
     seed: int = 1
 
 
 @dataclass(frozen=True)
 class UserLoad:
-    """What the users do."""
+    """The users' load."""
 
     described: str
     make: Callable[[Endpoint], Awaitable[Scalable]]
-    """asks a first server what it has to know"""
+    """Learns from the first server what the load needs to know, such as tokens per word."""
 
 
 @dataclass(eq=False)
 class Entrant:
-    """A candidate and what is known of it so far."""
+    """A candidate and its results so far."""
 
     candidate: Candidate
     found: GoodputResult
     problem: str = ""
     again: tuple[float | None, float | None] = (None, None)
-    """what it carried, and what not, when it was measured again, where that tells the noise"""
+    """Carried and broken rates of the repeated measurement, which shows the noise."""
 
     @property
     def name(self) -> str:
@@ -72,17 +72,17 @@ class Entrant:
 
     @property
     def probes(self) -> list[Probe]:
-        """That have ended."""
+        """Probes that have ended."""
         return [each for each in self.found.probes if each.counted]
 
     def rank(self) -> tuple[float, float]:
-        """More is better: what it carries, and how near it came at the lowest rate that it does not carry."""
+        """Sort key; higher is better: the carried rate, then the share at the lowest broken rate."""
         search = self.found.search
         return search.estimate or 0.0, self.found.share(search.broken) if search.broken else 1.0
 
     def result(self, rate: float | None = None) -> CandidateResult:
-        """Sum up what is known, with what users saw at `rate`, else at the highest rate that it carries. What was
-        measured twice lies between the lower and the higher end of both intervals."""
+        """Summarize, with latencies at `rate`, else at the highest carried rate. If measured twice, the bounds span
+        both intervals."""
         found, search, candidate = self.found, self.found.search, self.candidate
         low, high, thin = search.carried, search.broken, found.thin
         lowest = low if low is not None else min((each.rate for each in self.probes), default=0.0)
@@ -116,33 +116,33 @@ class Entrant:
 
 
 def best_of(entrants: Iterable[Entrant], aggregated: bool) -> Entrant | None:
-    """Return the best measured entrant of this kind; the first of equals."""
+    """Return the best measured entrant of this kind; of equals, the first."""
     kind = [each for each in entrants if each.candidate.aggregated == aggregated]
     return max((each for each in kind if each.probes and not each.problem), key=Entrant.rank, default=None)
 
 
 @dataclass
 class Measuring:
-    """Starts candidates and searches their goodput, one at a time: what runs beside takes some of the machine."""
+    """Starts one candidate at a time, because others would take CPU from it, and searches its goodput."""
 
     folder: Path
-    """which exists; each start gets a new folder in it"""
+    """An existing folder; each start gets a new subfolder."""
     options: CompareOptions
     load: UserLoad
     kind: HardwareKind
     running: Endpoint | None = None
     name: str = ""
-    """of the candidate that runs"""
+    """Name of the running candidate."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     _users: Scalable | None = None
     _rate: float = 1.0
-    """requests per second of the first probes"""
+    """Requests per second of the first probes."""
     _whole: float = 0.0
-    """seconds that a request takes alone"""
+    """Seconds of a single request."""
     _seed: int = 0
 
     async def start(self, candidate: Candidate) -> None:
-        """Start it instead of the one that runs, and warm it up. Raises ConfigError and Unavailable."""
+        """Stop the running candidate, start this one and warm it up. Raises ConfigError and Unavailable."""
         await self.stop()
         begin(f"starting {candidate.name}", START_SECONDS[self.kind])
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self.folder))
@@ -164,7 +164,7 @@ class Measuring:
         await self._stack.aclose()
 
     def unknown(self) -> GoodputResult:
-        """Of what was not measured yet."""
+        """Return an empty result for a new search."""
         options = self.options
         return GoodputResult(
             GoodputOptions(
@@ -179,7 +179,7 @@ class Measuring:
         )
 
     async def search(self, found: GoodputResult, until: float) -> None:
-        """Search the goodput of what runs until that moment (monotonic), with one probe at least. Raises
+        """Search the goodput of the running candidate until `until` (monotonic), with at least one probe. Raises
         Unavailable."""
         assert self._users is not None
         assert self.running is not None
@@ -189,14 +189,14 @@ class Measuring:
         await find_goodput(self.running, self._users, found, self.name)
 
     def _next_seed(self) -> int:
-        """Far enough from the last one: each probe of a search has another."""
+        """Seeds are far apart because each probe of a search uses the next one."""
         self._seed += 1
         return self.options.seed + 1000 * self._seed
 
 
 def noise(first: GoodputResult, again: GoodputResult) -> float | None:
-    """Return by how much two measurements of the same system differ, as a share of the lower, as gains are; None where
-    one of them did not get far."""
+    """Return the relative difference of two measurements of one system, as a share of the lower; None if either is too
+    imprecise."""
     ours, theirs = first.search.estimate, again.search.estimate
     low, high = again.search.carried, again.search.broken
     if not ours or not theirs or not low or not high or high / low > _NARROW:

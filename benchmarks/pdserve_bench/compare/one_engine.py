@@ -1,8 +1,5 @@
-"""One vLLM engine with all of the hardware that a graph has: what separation is measured against.
-
-Plain vLLM with the model, block size, lengths and types of the graph's decode workers, the KV space of all workers and,
-on a CPU host, a number of threads that is tried.
-"""
+"""The baseline of a comparison: one plain vLLM engine with all of the graph's hardware. It has the model, block size,
+lengths and dtypes of the decode workers, the KV space of all workers, and on a CPU host a thread count to be tried."""
 
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,9 @@ from pdserve.plan.plan import Plan
 from pdserve_bench.compare.systems import PlainVllm
 
 MOST_OF_A_GPU = 0.92
-"""vLLM's default of gpu-memory-utilization"""
+"""vLLM's default gpu-memory-utilization."""
 _OF_ALL_WORKERS = ("max-num-seqs", "num-gpu-blocks-override")
-"""as many as decode and prefill workers together have"""
+"""Arguments summed over decode and prefill workers."""
 _NOT_TAKEN = (
     *_OF_ALL_WORKERS,
     "tensor-parallel-size",
@@ -31,21 +28,20 @@ _NOT_TAKEN = (
 
 
 def one_engine(plan: Plan, *, tensor: int = 1, threads: int = 0, batch: int = 0) -> PlainVllm:
-    """`threads` of a CPU host, 0: all cores; `batch` is max-num-batched-tokens, 0: vLLM's own choice."""
+    """`threads` 0: one per core of a CPU host. `batch` is max-num-batched-tokens, 0: vLLM's default."""
     config = plan.config
     words = [*to_argv(_arguments(plan, tensor, batch)), "--disable-uvicorn-access-log"]
     return PlainVllm(Path(config.model), config.served_model_name, words, _variables(plan, threads))
 
 
 def thread_counts(cores: int) -> list[int]:
-    """Numbers of threads of one engine on a CPU host, the likeliest first: with a core left to all that does not
-    compute. With a thread on each core vLLM's processes, which spin while they wait, take the cores from the threads:
-    seen on two cores, between 16 and 300 tokens/s of the same engine under one client."""
+    """Return thread counts for one engine on a CPU host, the best first: one core is left free. Otherwise vLLM's
+    processes, which spin while they wait, take cores from the threads (two cores, one client: 16 to 300 tokens/s)."""
     return [cores - 1, cores] if cores > 1 else [cores]
 
 
 def _arguments(plan: Plan, tensor: int, batch: int) -> dict[str, Any]:
-    """In vLLM's names."""
+    """Return arguments in vLLM's spelling."""
     assert plan.config.decode is not None
     args = plan.config.decode.engine_args
     found: dict[str, Any] = {name: value for name, value in args.items() if name not in _NOT_TAKEN}
@@ -77,7 +73,7 @@ def _variables(plan: Plan, threads: int) -> dict[str, str]:
 
 
 def _share_of_a_gpu(plan: Plan) -> float | None:
-    """What the graph's workers take together of a GPU that they share; None where none of them says."""
+    """Return the GPU memory share of all workers together; None if none is set."""
     if not any("gpu-memory-utilization" in worker.config.engine_args for worker in plan.workers):
         return None
     shares = [

@@ -1,4 +1,4 @@
-"""A comparison as a report, and its winner as a file."""
+"""A comparison's report, and the winner's configuration file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +95,7 @@ def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
 
 
 def _next_step(comparison: Comparison, found: Recommendation, written: Path | None) -> str:
-    """What to type now."""
+    """Return the command to run next."""
     candidate = comparison.candidate(found)
     if candidate is None:
         return ""
@@ -108,7 +108,7 @@ def _next_step(comparison: Comparison, found: Recommendation, written: Path | No
 
 
 def winning_file(comparison: Comparison, candidate: Candidate, found: Recommendation) -> str:
-    """YAML, as `pdserve serve -f` takes it."""
+    """Return YAML for `pdserve serve -f`."""
     base = with_model(read_sections(comparison.options.file), _model_as_written(comparison))
     sections: dict[str, Any] = reshape(base, candidate.shape)
     head = [
@@ -129,7 +129,7 @@ def winning_file(comparison: Comparison, candidate: Candidate, found: Recommenda
 
 
 def _model_as_written(comparison: Comparison) -> str:
-    """The bundled model by its name; a folder by its whole path, since the file may be elsewhere."""
+    """Return the bundled model by name, another folder as absolute path, because the file may move."""
     for section in read_sections(comparison.options.file).values():
         if section.get("model") == "demo":
             return "demo"

@@ -1,11 +1,9 @@
-"""From what was measured to an answer: pure.
-
-The rules, in this order:
-1. A candidate that dropped requests, or did not come up, is out. Of too few requests nothing is concluded.
-2. Where a load was asked for and the aggregated engine carries it with headroom, there is nothing to gain at this load.
-3. Otherwise the higher goodput wins, if it exceeds both uncertainties (the intervals do not touch) and the noise (what
-   the baseline showed against itself).
-4. Else the simpler one: aggregated.
+"""Recommend a candidate from the measured results. Pure. The rules, in this order:
+1. A candidate that dropped requests or did not start is out, and so is a result from too few requests.
+2. If a rate is given and the aggregated engine carries it with headroom, disaggregation gains nothing.
+3. Otherwise the higher goodput wins, if the intervals do not overlap and the gain exceeds the noise (the baseline
+measured twice).
+4. Otherwise the simpler one wins: aggregated.
 """
 
 from collections.abc import Sequence
@@ -16,11 +14,11 @@ from pdserve_bench.measure.samples import wilson
 from pdserve_bench.measure.slo import SHARE, Slo, Tally
 
 HEADROOM = 1.25
-"""times the load that is asked for: what an engine carries beside its ups and downs"""
+"""An engine carries a rate safely if it carries this many times the rate."""
 QUIET = 0.1
-"""share of the machine's CPU; where other programs take more, the answer is in doubt"""
+"""CPU share of other programs above which the result is doubtful."""
 LEAST_NOISE = 0.05
-"""assumed where less was seen, or none could be measured"""
+"""Assumed noise if less, or none, was measured."""
 
 
 class Verdict(StrEnum):
@@ -32,15 +30,15 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class AtLoad:
-    """What users saw at one rate. Times in seconds."""
+    """Latencies in seconds at one rate."""
 
     rate: float
     kept: int
     requests: int
     ttft: tuple[float, float] = (0.0, 0.0)
-    """median and 90th percentile"""
+    """Median and 90th percentile."""
     gap: tuple[float, float] = (0.0, 0.0)
-    """of the longest gap of each request"""
+    """Of each request's longest gap."""
 
     @property
     def share(self) -> float:
@@ -49,27 +47,27 @@ class AtLoad:
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What is known of a candidate. Rates are requests per second."""
+    """Results of a candidate. Rates are requests per second."""
 
     name: str
     aggregated: bool
     carried: float | None = None
-    """the highest rate at which enough requests kept the SLO; None: none that was tried"""
+    """Highest rate at which enough requests kept the SLO; None: none was tried."""
     broken: float | None = None
-    """the lowest at which not; None: none that was tried"""
+    """Lowest rate at which too few did; None: none was tried."""
     estimate: float | None = None
-    """between the two"""
+    """Interpolated between both."""
     broke: Tally = field(default_factory=Tally)
-    """what became of the requests at `broken`"""
+    """Requests at `broken` by how they met the SLO."""
     failed: int = 0
-    """requests that got an error, at rates that it carries and at the first that it does not"""
+    """Requests with an error at carried rates and at the first broken one."""
     split: str = ""
-    """`2P+1D`, or `3 engines`"""
+    """`2P+1D`, or `3 engines`."""
     load: AtLoad | None = None
     problem: str = ""
-    """why it was not measured"""
+    """Why it was not measured."""
     thin: str = ""
-    """what of its interval rests on too few requests, as `8 requests at 2 requests/s`"""
+    """Which bound rests on too few requests, as `8 requests at 2 requests/s`."""
 
     @property
     def probed(self) -> bool:
@@ -96,14 +94,14 @@ class CandidateResult:
 class Recommendation:
     verdict: Verdict
     choice: CandidateResult | None
-    """what to run; None: there is nothing to choose from"""
+    """The candidate to run; None without any."""
     reason: str
-    """one to three sentences with the numbers"""
+    """One to three sentences with numbers."""
     otherwise: str = ""
-    """what would change the answer"""
+    """What would change the result."""
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
-    """why the answer may be another one on a quiet machine; sentences"""
+    """Sentences: why a quiet machine may give another result."""
 
     @property
     def headline(self) -> str:
@@ -120,16 +118,16 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Criteria:
-    """What the findings are judged by."""
+    """Parameters of a recommendation."""
 
     slo: Slo = field(default_factory=Slo)
     share: float = SHARE
     rate: float | None = None
-    """requests per second that the user asked about; None: only the ceiling counts"""
+    """Requests per second that the user needs; None: maximal goodput counts."""
     noise: float | None = None
-    """by how much two measurements of the same running system differed, as a share of it; None: not measured"""
+    """Relative difference of two measurements of one system; None: not measured."""
     foreign: float | None = None
-    """the share of the machine's CPU that other programs took meanwhile; None: not known"""
+    """CPU share of other programs meanwhile; None: unknown."""
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -149,7 +147,7 @@ class Criteria:
 
 
 def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recommendation:
-    """Findings are in the order of simplicity: of equals the earlier is taken."""
+    """Of equal findings the earlier, simpler one wins."""
     out = tuple(_why_out(finding) for finding in findings if finding.problem or finding.failed)
     together, separate = _best(findings, True), _best(findings, False)
     if together is None or separate is None:
@@ -170,7 +168,7 @@ def _best(findings: Sequence[CandidateResult], aggregated: bool) -> CandidateRes
 
 
 def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria) -> tuple[Verdict, str, str]:
-    """The verdict, its reason, and what would change it."""
+    """Return the verdict, its reason, and what would change it."""
     rate, noise = asked.rate, max(asked.noise or 0.0, LEAST_NOISE)
     both = f"{_carries(separate)}, {_bare(together)} {_number(together)}"
     if not together.carried and not separate.carried:
@@ -227,11 +225,11 @@ _CAUSES = {
     ("TTFT", True): "TTFT: prompts wait for their turn",
     ("TTFT", False): "TTFT: prompts queue for the prefill side, which is the bottleneck",
 }
-"""by the promise that breaks first, of an aggregated graph or not"""
+"""By the bound that breaks first, and whether the graph is aggregated."""
 
 
 def _limits(loser: CandidateResult, winner: CandidateResult) -> str:
-    """Which promise breaks first in the loser and in the winner, and why."""
+    """Say which bound of the SLO breaks first in loser and winner, and why."""
     name = _bare(loser)
     said = f"{name[0].upper()}{name[1:]} breaks first on {_cause(loser)}"
     return f"{said}." if winner.broken is None else f"{said}; {_bare(winner)} on {_cause(winner)}."
@@ -263,7 +261,7 @@ def _why_out(finding: CandidateResult) -> str:
 
 
 def _bare(finding: CandidateResult) -> str:
-    """Return its name as the subject of a sentence."""
+    """Return the name as the subject of a sentence."""
     return finding.name.removeprefix("aggregated: ")
 
 
@@ -287,7 +285,7 @@ def _range(finding: CandidateResult) -> str:
 
 
 def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float:
-    """Infinite where the other one carries nothing, and surely not the rate at which that was seen."""
+    """Return infinity if the loser carries nothing, even at the winner's rate."""
     if other.goodput:
         return ours.goodput / other.goodput
     judged = other.broke.requests - other.broke.unfinished
@@ -297,7 +295,7 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
 
 
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
-    """Say how many times as much; where an interval is wide (a loser that was only screened), what is sure of it."""
+    """Say how many times higher a rate is; with a wide interval (a loser only screened), the certain minimum."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""

@@ -1,4 +1,4 @@
-"""What a candidate is made of: plain vLLM, or a graph."""
+"""Systems that a comparison starts: plain vLLM, or a graph."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -12,22 +12,21 @@ from pdserve_bench.graphs.simulated import write
 
 
 class System(Protocol):
-    """A recipe for one."""
+    """Starts one system."""
 
     def start(self, folder: Path) -> AbstractAsyncContextManager[Endpoint]:
-        """Start it in an empty folder of its own. Entering raises ConfigError and Unavailable where it does not come
-        up; leaving stops it."""
+        """Start in an empty folder; stop on exit. Raises ConfigError and Unavailable if it does not start."""
 
 
 @dataclass(frozen=True)
 class PlainVllm:
-    """vLLM's own API server, one engine."""
+    """vLLM's own API server with one engine."""
 
     model: Path
     served: str
     arguments: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    """as OMP_NUM_THREADS, which says how much of a CPU host the engine may have"""
+    """Such as OMP_NUM_THREADS, which limits the cores of a CPU engine."""
 
     @asynccontextmanager
     async def start(self, folder: Path) -> AsyncIterator[Endpoint]:
@@ -41,7 +40,7 @@ class GraphSystem:
     """`pdserve serve` of a configuration."""
 
     sections: Mapping[str, Any]
-    """of the file; ports, NATS and etcd are chosen where it is started"""
+    """Ports, NATS and etcd are chosen at the start."""
 
     @asynccontextmanager
     async def start(self, folder: Path) -> AsyncIterator[Endpoint]:
@@ -50,4 +49,4 @@ class GraphSystem:
 
 
 def _quiet(_: str) -> None:
-    """Starts that take long are no news here."""
+    """Discard progress lines about slow starts."""

@@ -1,10 +1,9 @@
-"""A trace: the prompt lengths, answer lengths and shared prefixes of requests that users have sent, from a JSONL file.
+"""Read a trace of user requests (prompt lengths, output lengths, shared prefixes) from a JSONL file.
 
-Lines are those of the open traces of Mooncake (FAST 2025): `{"timestamp": 27482, "input_length": 6955,
-"output_length": 52, "hash_ids": [46, 47, …]}`. Each hash id stands for 512 tokens *and all before them*, so equal ids
-are equal prefixes; without `hash_ids` nothing is shared. Prompts are made up with that many tokens and those shared
-prefixes. `timestamp`, in milliseconds, gives the mean rate; requests arrive at random (Poisson), as in all benchmarks.
-Other fields are ignored.
+The format is that of the open Mooncake traces (FAST 2025): `{"timestamp": 27482, "input_length": 6955, "output_length":
+52, "hash_ids": [46, 47, …]}`. A hash id stands for 512 tokens and all tokens before them, so equal ids are equal
+prefixes; without `hash_ids` nothing is shared. Prompts are generated with these lengths and shared prefixes. The
+timestamps (ms) give the mean rate; arrivals are Poisson, as in all benchmarks. Other fields are ignored.
 """
 
 import random
@@ -23,13 +22,13 @@ from pdserve_bench.measure.runs import OpenLoop, Workload
 from pdserve_bench.measure.samples import percentile
 
 BLOCK = 512
-"""tokens of a hash id"""
+"""Tokens per hash id."""
 MARGIN = 32
-"""tokens that a chat template may add to a made-up prompt"""
+"""Tokens that a chat template may add to a generated prompt."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """A line of the file."""
+    """One line of the file."""
 
     input_length: Annotated[int, msgspec.Meta(ge=1)]
     output_length: Annotated[int, msgspec.Meta(ge=0)]
@@ -38,12 +37,12 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> list[int]:
-        """Those that the prompt has room for; the rest of it is its own."""
+        """Hash ids that fit into the prompt; the rest of the prompt is unique."""
         return self.hash_ids[: -(-self.input_length // BLOCK)]
 
     def body(self, endpoint: Endpoint, tokens_per_word: float, salt: str, own: str) -> dict[str, Any]:
-        """Other salts make other prompts, which share prefixes with each other and with none of another salt. `own`
-        names what the prompt shares with no other."""
+        """Prompts of one salt share prefixes with each other, but not with another salt. `own` seeds the unique
+        part."""
         words: list[str] = []
         ends = [(f"{salt}/{block}", BLOCK * number) for number, block in enumerate(self.blocks, 1)]
         for key, end in (*ends, (f"{salt}/{own}", self.input_length)):
@@ -57,22 +56,22 @@ _line = msgspec.json.Decoder(TraceRequest)
 
 @dataclass(frozen=True)
 class Trace:
-    """Scalable: the requests of the trace at another rate, for as long as is asked for."""
+    """A `Scalable`: the trace's requests at any rate and length of time."""
 
     name: str
     requests: tuple[TraceRequest, ...]
-    """at least one"""
+    """At least one."""
     rate: float | None
-    """requests per second on average; None where the lines have no times"""
+    """Mean requests per second; None without timestamps."""
     left_out: int = 0
-    """requests that could not be sent: without an answer, or too long"""
+    """Requests that cannot be sent: without output, or too long."""
     timeout: float = 120.0
-    """seconds, of each request"""
+    """Seconds for each request."""
     tokens_per_word: float = 2.0
-    """of the model that is measured"""
+    """Of the measured model."""
 
     def within(self, max_model_len: int) -> "Trace":
-        """Leave out the requests that such a model would refuse. Raises ConfigError where none is left."""
+        """Remove requests that exceed the model's context. Raises ConfigError if none is left."""
         kept = tuple(
             each for each in self.requests if each.input_length + each.output_length + MARGIN <= max_model_len
         )
@@ -83,8 +82,8 @@ class Trace:
         return replace(self, requests=kept, left_out=self.left_out + len(self.requests) - len(kept))
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Consecutive requests of the trace, from one that the seed chooses. Where the trace is too short it begins
-        again, with fresh prompts."""
+        """Return consecutive requests from an offset that the seed chooses. A short trace is repeated with new
+        prompts."""
         return OpenLoop(self._from(rate, seconds, seed), seconds, self.timeout)
 
     def _from(
@@ -101,7 +100,7 @@ class Trace:
 
     @property
     def shared(self) -> float:
-        """The share of all prompt tokens that lie in a prefix of an earlier request."""
+        """Share of all prompt tokens that are in a prefix of an earlier request."""
         seen, found = set[int](), 0
         for request in self.requests:
             for number, block in enumerate(request.blocks):

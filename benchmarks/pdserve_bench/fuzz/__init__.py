@@ -1,1 +1,1 @@
-"""`python -m pdserve_bench.fuzz`."""
+"""`python -m pdserve_bench.fuzz`: send hostile requests to every route."""

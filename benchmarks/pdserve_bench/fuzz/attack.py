@@ -1,10 +1,10 @@
-"""Clients that take all that they can get, each kind with an API key of its own, and what a client beside them waits.
+"""Greedy clients, each kind with its own API key, and the latency of a well-behaved client beside them.
 
-    python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
+python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
-A graph with two frontends, https and keys. The client beside asks first without attackers, then with them: its longest
-wait for a token may be `BEYOND` seconds longer than before, and each of its answers has to be right. The attackers run
-in a process of their own with a lower priority, as they would not share its machine.
+The graph has two frontends, https and keys. The canary client first runs without attackers, then with them: its longest
+wait for a token may grow by `BEYOND` seconds, and its responses must be right. The attackers run in a process with
+lower priority, because in reality they would not share the machine.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ SIMULATED = simulated(
     decode={"max-num-seqs": 32},
     common={"num-gpu-blocks-override": 8192},
 )
-"""as slow as real engines without a GPU: a greedy answer takes half a minute"""
+"""As slow as real engines without a GPU: a greedy response takes half a minute."""
 BEYOND = 1.0
-"""seconds that the client beside may wait longer for a token than without attackers"""
+"""Seconds that the canary may wait longer for a token than without attackers."""
 QUIET = 20.0
-"""seconds without attackers"""
+"""Seconds without attackers."""
 FRONTENDS = 2
 CANARY = "the client beside"
 OUTPUT = 1500
-"""tokens of each greedy answer, if the model can"""
+"""Tokens of each greedy response, if the model's context allows."""
 PATIENCE = 60.0
-"""seconds for an attacker's request"""
+"""Timeout of an attacker's request in seconds."""
 NICE = 10
 AGAIN = 0.05
-"""seconds between two requests of an attacker: a refusal comes at once"""
+"""Seconds between two requests of an attacker, because refusals are immediate."""
 
 
 @dataclass
@@ -55,13 +55,13 @@ class Attackers:
     model: str
     max_model_len: int
     statuses: Counter[str] = field(default_factory=Counter)
-    """what came of their requests, by kind"""
+    """Counts of results by kind."""
 
     def __post_init__(self) -> None:
         self._dice = Random(4711)
 
     async def run(self, kinds: Iterable[str]) -> None:
-        """Attack until this is cancelled."""
+        """Attack until cancelled."""
         async with asyncio.TaskGroup() as group:
             for kind in kinds:
                 clients, attack = KINDS[kind]
@@ -83,7 +83,7 @@ class Attackers:
     # the kinds
 
     async def unread(self, headers: dict[str, str]) -> str:
-        """A stream that is not read, until the server ends it."""
+        """Open a stream and do not read it until the server closes it."""
         request = post(self.url, self._body(stream=True), headers=headers)
         with closing(await asyncio.to_thread(send_unread, self.url, request)):
             await asyncio.sleep(PATIENCE / 2)
@@ -93,14 +93,14 @@ class Attackers:
         return await self._ask(self._body(n=128, temperature=1.0), headers)
 
     async def fixed(self, headers: dict[str, str]) -> str:
-        """A stream that cannot go on from its tokens at another worker: it looks back at them."""
+        """Use a stream that cannot be migrated, because its sampling looks back at its tokens."""
         return await self._ask(self._body(stream=True, presence_penalty=0.1), headers)
 
     async def streams(self, headers: dict[str, str]) -> str:
         return await self._ask(self._body(stream=True), headers)
 
     async def prompts(self, headers: dict[str, str]) -> str:
-        """A hundred long prompts, half of the time such as no prefix cache knows."""
+        """Send a hundred long prompts, half of the time without prefix hits."""
         prompt = [self._dice.choice([300, self._dice.randint(301, 999)])] * (self.max_model_len - 96)
         return await self._ask(self._body(prompt=[prompt] * 100, max_tokens=1), headers)
 
@@ -114,7 +114,7 @@ class Attackers:
         return {"model": self.model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **fields}
 
     async def _ask(self, body: dict[str, object], headers: dict[str, str]) -> str:
-        """Read all of the answer."""
+        """Read the whole response."""
         connection = await HttpConnection.open(self.url, body, headers=headers)
         try:
             status = await connection.status()
@@ -133,7 +133,7 @@ KINDS: dict[str, tuple[int, Attack]] = {
     "prompts": (2, Attackers.prompts),
     "logprobs": (2, Attackers.logprobs),
 }
-"""clients of each kind, and what they do"""
+"""Number of clients and their action, by kind."""
 
 
 async def attacked(
@@ -144,7 +144,7 @@ async def attacked(
     say: Callable[[str], None],
     beyond: float = BEYOND,
 ) -> FuzzReport:
-    """Start the graph of the file, and attack it."""
+    """Start the file's graph and attack it."""
     made = create(folder / "tls")
     os.environ["SSL_CERT_FILE"] = str(made.authority)
     security = {"tls-certificate": str(made.certificate), "tls-key": str(made.key)}
@@ -184,7 +184,7 @@ def _attackers(fuzzer: Fuzzer, folder: Path, max_model_len: int, kinds: list[str
 
 
 async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -> None:
-    """Say how long the client beside waits."""
+    """Log the canary's waits."""
     for _ in range(max(1, round(seconds / 10))):
         await asyncio.sleep(min(10, seconds))
         longest, slowest = _longest(load, first)
@@ -192,7 +192,7 @@ async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -
 
 
 def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:
-    """The longest wait for a token of the streamed requests from that one on, and the id of its request."""
+    """Return the canary's longest wait for a token from request `first` on, and that request's id."""
     asked = [attempt for attempt in (*load.done[first:], *load.running) if attempt.case.stream]
     return max(((attempt.longest_wait, attempt.request_id) for attempt in asked), default=(0.0, ""))
 
@@ -202,8 +202,8 @@ def _key(client: str) -> str:
 
 
 def add_statuses(report: FuzzReport, text: str) -> None:
-    """Add what the attackers' process printed last; a traceback may follow. Without it nothing is known of what they
-    did: that is a finding."""
+    """Add the last line printed by the attackers' process; a traceback may follow it. Without such a line, report a
+    finding."""
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
             report.statuses.update(msgspec.json.decode(line, type=dict[str, int]))

@@ -1,6 +1,5 @@
-"""Requests that were made by hand to break a server, each with the statuses that it may get: what was found once, and
-what clients are known to try. Fuzzed ones meet these by chance only, if ever. Heads that lie are in
-tests/frontend/edge/test_hostile.py."""
+"""Handwritten hostile requests with the statuses that they may get: earlier findings and known attacks that random
+fuzzing rarely hits. Malformed HTTP heads are in tests/frontend/edge/test_hostile.py."""
 
 import gzip
 import json
@@ -17,18 +16,18 @@ MESSAGES, TOKENIZE = "/v1/messages", "/tokenize"
 OK, BAD, EITHER = (200,), (400,), (200, 400)
 LARGE = (400, 413)
 NOWHERE = "http://127.0.0.1:1/x"
-"""an address that nothing listens on: a server that fetched it would say so, and with another one it would be SSRF"""
+"""An address without a listener: a server that fetches it shows an error; other addresses would be SSRF."""
 TEMPLATE = "{% for i in range(99999999) %}x{% endfor %}"
 
 
 def nasties(model: str) -> list[FuzzRequest]:
-    """All of them; their names are unique."""
+    """Yield all requests; their names are unique."""
     kinds = (_bodies, _grammars, _fetching, _headers, _spellings, _routes)
     return [request for kind in kinds for request in kind(model)]
 
 
 def streamed(requests: Iterable[FuzzRequest]) -> Iterator[FuzzRequest]:
-    """The same with `stream: true`, of those that are JSON and for a route that streams. Send the others before."""
+    """Yield the JSON requests to streaming routes again with `stream: true`. Send the originals first."""
     for each in requests:
         with suppress(ValueError, RecursionError):
             body = json.loads(each.raw)
@@ -38,7 +37,7 @@ def streamed(requests: Iterable[FuzzRequest]) -> Iterator[FuzzRequest]:
 
 
 def unfinished(requests: Iterable[FuzzRequest], seed: int) -> list[FuzzRequest]:
-    """The same from clients that disconnect at a random moment."""
+    """Yield the requests from clients that disconnect at a random time."""
     dice = random.Random(seed)
     return [replace(each, leaves=dice.choice((0.1, 1.0)) * dice.random()) for each in requests]
 
@@ -53,7 +52,7 @@ def _raw(name: str, raw: bytes, *expected: int, path: str = COMPLETIONS, **heade
 
 
 def _call(method: str, path: str, *expected: int) -> FuzzRequest:
-    """A request without a body."""
+    """Return a request without a body."""
     return FuzzRequest(f"{method} {path}"[:44], path, b"", method=method, expected=frozenset(expected))
 
 
@@ -66,7 +65,7 @@ def _chat(model: str, /, **fields: object) -> dict[str, object]:
 
 
 def _bodies(model: str) -> Iterator[FuzzRequest]:
-    """Fields whose size or value is the trouble."""
+    """Fields with a harmful size or value."""
     many = {"prompt": [300] * 900, "n": 32, "temperature": 1}
     completions: Mapping[str, tuple[Mapping[str, object], Collection[int]]] = {
         "logit_bias of 50,000 tokens": ({"logit_bias": {str(n): 1 for n in range(50_000)}}, EITHER),
@@ -154,7 +153,7 @@ def _tool(name: str) -> dict[str, object]:
 
 
 def _grammars(model: str) -> Iterator[FuzzRequest]:
-    """Which grow when they are compiled, or never end. They run on the frontend, which checks them, and in engines."""
+    """Grammars that explode or never end when compiled, on the frontend, which checks them, and in engines."""
     deep: dict[str, object] = {"type": "string"}
     for _ in range(200):
         deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
@@ -232,7 +231,7 @@ def _structured(model: str, name: str, expected: Collection[int], **fields: obje
 
 
 def _fetching(model: str) -> Iterator[FuzzRequest]:
-    """Which would make the server read a file or call another host."""
+    """Requests that would make the server read a file or call another host."""
     metadata = "http://169.254.169.254/latest/meta-data"
     for url in (NOWHERE, metadata, "file:///etc/passwd", "ftp://x/y", "data:,"):
         for kind in ("image_url", "audio_url", "video_url"):
@@ -283,7 +282,7 @@ def _headers(model: str) -> Iterator[FuzzRequest]:
 
 
 def _spellings(model: str) -> Iterator[FuzzRequest]:
-    """The same body, spelled in ways that a server may read wrongly."""
+    """One body, spelled in ways that a server may misread."""
     text = json.dumps(_completion(model))
     bad = {
         "Latin-1": text.replace("The", "Th\xe9").encode("latin-1"),

@@ -1,4 +1,4 @@
-"""Sends fuzzed requests to a graph, with a client beside them whose answers are known, and looks what they left."""
+"""Send hostile requests to a graph beside a canary client with known outputs, and check what they leave behind."""
 
 import asyncio
 import time
@@ -32,22 +32,23 @@ from pdserve_bench.soak.usage import Picture, leaks, picture
 CONCURRENCY = 32
 TIMEOUT = 60.0
 SETTLE = 45.0
-"""seconds: KV of an abandoned remote prefill is kept for its lease"""
+"""Seconds: KV of an abandoned remote prefill is kept until its lease ends."""
 BURST_OUTPUT = 200
-"""tokens: long enough that as many as there are places overlap"""
+"""Output tokens: enough that all slots are busy at the same time."""
 BURSTS = 5
 ELSEWHERE = "127.0.0.2"
-"""the address that fuzzed requests come from: turns go round the clients, and the canary is another one"""
+"""Source address of fuzzed requests: they are another client than the canary to the fair queue."""
 KNOWN_CASES = 8
 STARVED = 30.0
-"""seconds that the canary may wait for a token"""
+"""Seconds that the canary may wait for a token."""
 HELD, LOOK_EVERY = 2.0, 0.02
-"""seconds of CPU time that a frontend's loop may be held, by some 30 requests at once; between two looks at it"""
+"""CPU seconds that a frontend's event loop may be blocked by about 30 simultaneous requests; seconds between two
+checks."""
 PACE = 0.15
-"""seconds of CPU time for the sum of five million numbers at which HELD counts as it is"""
+"""CPU seconds of the reference machine for a sum of five million numbers; HELD scales with it."""
 TOLD_EVERY = 10.0
 GROWTH = {"blocks": 0, "sockets": 8, "files": 8, "tasks": 8, "threads": 24, "MiB": 400}
-"""what a process may hold more than before: pools and allocators fill up; the soak is what finds slow leaks"""
+"""Tolerated growth per process: pools and allocators fill up. The soak test finds slow leaks."""
 
 
 @dataclass
@@ -62,10 +63,10 @@ class FuzzReport:
     statuses: Counter[str] = field(default_factory=Counter)
     findings: list[FuzzFinding] = field(default_factory=list)
     canaries: int = 0
-    """answers of the client beside, all of which were judged"""
+    """Judged responses of the canary."""
     longest_pause: float = 0.0
     longest_hold: float = 0.0
-    """seconds of CPU time that a frontend's loop was held, by all requests that came together"""
+    """Longest time a frontend's event loop was blocked, in CPU seconds."""
     seconds: float = 0.0
 
     @property
@@ -76,7 +77,7 @@ class FuzzReport:
 @dataclass
 class Answer:
     status: int = 0
-    """0 where the connection ended without one"""
+    """0 if the connection closed without a response."""
     kind: str = ""
     body: bytes = b""
     hung: bool = False
@@ -101,14 +102,14 @@ async def send(url: str, request: FuzzRequest, source: str = "") -> Answer:
 
 
 def slowness() -> float:
-    """How many times PACE this machine takes now, 1 at least: slow machines take longer for the same requests, too."""
+    """Return how many times slower than the reference this machine is now, at least 1."""
     began = time.process_time()
     sum(number for number in range(5_000_000))
     return max(1.0, (time.process_time() - began) / PACE)
 
 
 class Fuzzer:
-    """What it finds is in `report`."""
+    """Findings are in `report`."""
 
     def __init__(
         self,
@@ -117,18 +118,18 @@ class Fuzzer:
         say: Callable[[str], None] = print,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`logs` is the folder of the graph's logs, where they are to be read; `headers` are of the client beside."""
+        """`logs`: folder of the graph's logs, if they are checked; `headers` of the canary."""
         self.report = FuzzReport()
         self.graph, self._logs, self.say = graph, logs, say
         self._headers = dict(headers or {})
         self._source = ELSEWHERE if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
         self._told = time.monotonic()
         self._statuses: dict[str, int] = {}
-        """by the names of requests that were read to the end"""
+        """By name of requests that were read to the end."""
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[JudgedLoad]:
-        """Send in here: a client asks beside what it knows the answers of, and leaving looks what is left."""
+        """Context for sending: the canary runs beside it, and leaving checks what is left behind."""
         began = time.monotonic()
         read = {file: file.stat().st_size for file in self._log_files()}
         async with GraphWatch() as watch:
@@ -152,8 +153,8 @@ class Fuzzer:
         self.report.seconds = time.monotonic() - began
 
     async def _measure_holds(self, frontend: psutil.Process) -> None:
-        """How much CPU time the frontend uses before it answers the smallest of requests: waiting for a busy machine
-        is not in it."""
+        """Measure the frontend's CPU time before it responds to a trivial request, which excludes waiting for a busy
+        machine."""
         async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT) as http:
             while True:
                 began = sum(frontend.cpu_times()[:2])
@@ -245,9 +246,8 @@ class Fuzzer:
             self._found(growth)
 
     async def _burst(self, places: int) -> None:
-        """As many requests as the workers run at once, all of which have to be in the middle at the same moment: a
-        place that is still taken makes one of them wait for another's end, each time. On a busy machine some of a
-        burst begin late too, but not in every burst."""
+        """Send as many requests as the workers run at once; all must run at the same time. A leaked slot makes one wait
+        for another's end, every time. On a busy machine single bursts may start late, but not all of them."""
         client = LoadClient(self.graph.url, self._headers)
         for _ in range(BURSTS):
             burst = [Exchange(completion(self.graph.model, [300 + n], BURST_OUTPUT)) for n in range(places)]
@@ -264,7 +264,7 @@ class Fuzzer:
         return sorted(self._logs.glob("*.log")) if self._logs else []
 
     def _read_log(self, file: Path, size: int) -> None:
-        """Tracebacks, but those that vLLM writes of bad requests."""
+        """Find tracebacks, except those that vLLM logs for bad requests."""
         with file.open(errors="replace") as log:
             log.seek(size)
             lines = log.readlines()

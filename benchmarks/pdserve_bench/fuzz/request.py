@@ -1,4 +1,4 @@
-"""One request of the fuzz, as it goes over the wire and as a command that sends it again."""
+"""A fuzz request: its bytes on the wire, and a curl command that repeats it."""
 
 import hashlib
 import shlex
@@ -9,20 +9,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FuzzRequest:
-    """One request, as bytes; for a number of a seed always the same."""
+    """A request as bytes; deterministic for a seed."""
 
     name: str
     path: str
     raw: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
-    """besides the ordinary ones, or instead of them"""
+    """Added to the usual ones, or replacing them."""
     method: str = "POST"
     expected: frozenset[int] | None = None
-    """the statuses that it may get, 0 for none; None: any below 500"""
+    """Allowed statuses, 0 for no response; None: any below 500."""
     leaves: float | None = None
-    """seconds after which its client goes away; None: it reads to the end"""
+    """Seconds until its client disconnects; None: it reads to the end."""
     twin: str = ""
-    """name of the same request without `stream`, sent before: their statuses must be equal"""
+    """Name of the same request without `stream`, sent earlier; the statuses must be equal."""
 
     def wire(self, host: str) -> bytes:
         lines = {
@@ -36,7 +36,7 @@ class FuzzRequest:
         return f"{self.method} {self.path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + self.raw
 
     def curl(self, url: str, folder: Path) -> str:
-        """A command that sends it again; what cannot be typed lies in the folder then."""
+        """Return a command that repeats the request. A body that cannot be typed is saved in `folder`."""
         words = ["curl", "-isS", "--path-as-is", "-X", self.method, f"{url}{self.path}"]
         for name, value in {"content-type": "application/json", **self.headers}.items():
             words += ["-H", f"{name}: {value}" if value else f"{name};"]

@@ -1,4 +1,4 @@
-"""Which answers a fuzzed request may get. Pure."""
+"""Check responses to fuzzed requests. Pure."""
 
 import json
 from contextlib import suppress
@@ -7,21 +7,20 @@ from typing import Any
 from pdserve_bench.fuzz.request import FuzzRequest
 
 OURS_ALONE = frozenset({429, 503, 504})
-"""statuses of load and of deadlines: for requests that ask for a short one"""
+"""Statuses of overload and deadlines, expected only from requests that set a short deadline."""
 EXCUSED = {
     "'ResponseOutputRefusal' object has no attribute 'text'": "vLLM: a refusal among the input of /v1/responses",
 }
-"""what a 5xx may say, each with the reason"""
+"""Allowed messages of a 5xx, with reasons."""
 UNSTREAMED = (b"stream=True", b"Streaming is not")
-"""what a refusal says that is of `stream` itself"""
+"""Messages of refusals caused by `stream` itself."""
 _LAST = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
 UNREADABLE = b"Invalid HTTP request received."
-"""of a head that is no HTTP: there is no route yet whose errors it could have"""
+"""Messages about invalid HTTP heads, which have no route whose error format applies."""
 
 
 def problem(request: FuzzRequest, status: int, kind: str, answer: bytes) -> str:
-    """What is wrong with this answer; empty where nothing is. `status` is 0 where the connection ended without one,
-    `kind` its content type."""
+    """Return what is wrong with the response, else an empty text. `status` 0: no response; `kind`: its content type."""
     if request.expected is not None and status not in request.expected and status != 429:
         return f"status {status}, not {sorted(request.expected)}: {_short(answer)}"
     if status == 0:
@@ -41,7 +40,7 @@ def problem(request: FuzzRequest, status: int, kind: str, answer: bytes) -> str:
 
 
 def twin_problem(status: int, answer: bytes, without: int) -> str:
-    """What is wrong where a stream has this status and the same request has that one `without` it."""
+    """Return what is wrong if a streamed request and its twin without `stream` have different statuses."""
     by_chance = OURS_ALONE & {status, without} or any(text in answer for text in UNSTREAMED)
     if status == without or by_chance:
         return ""
@@ -60,8 +59,8 @@ def is_excused(text: str) -> bool:
 
 
 def _error_problem(path: str, status: int, answer: bytes) -> str:
-    """In OpenAI's dialect, in Anthropic's on its routes; or as vLLM's own server has it: OpenAI's there too for what it
-    refuses before it looks closer, FastAPI's for a wrong method and for no JSON."""
+    """Check the error's format: OpenAI's, or Anthropic's on its routes. Like vLLM's server, OpenAI's is also allowed
+    there for early refusals, and FastAPI's for a wrong method or invalid JSON."""
     try:
         found = json.loads(answer)
         error = found.get("error")
@@ -77,7 +76,7 @@ def _error_problem(path: str, status: int, answer: bytes) -> str:
 
 
 def _stream_problem(request: FuzzRequest, answer: bytes) -> str:
-    """Events that are JSON, and an end that is one."""
+    """Check that events are JSON and that the stream has an end."""
     last: Any = None
     for line in answer.splitlines():
         if not line.startswith(b"data:"):

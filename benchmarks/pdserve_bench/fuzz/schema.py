@@ -1,4 +1,5 @@
-"""schemathesis on the graph's own description of its API: it makes valid requests for each route, and mutates them."""
+"""Run schemathesis on the graph's own OpenAPI description: it generates valid requests for each route and mutates
+them."""
 
 import asyncio
 import re
@@ -8,16 +9,16 @@ from pathlib import Path
 from pdserve_bench.fuzz.responses import EXCUSED
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-"""Not the others: vLLM ignores fields that it does not know, and refuses values that no schema can describe."""
+"""Other checks do not fit: vLLM ignores unknown fields and refuses values that a schema cannot describe."""
 OPERATIONS = 20
-"""of the description, about"""
+"""Approximate number of operations in the description."""
 _FAILURES = re.compile(r"=+ (FAILURES|ERRORS) =+")
 _GENERATED = re.compile(r"(\d+) generated")
 
 
 async def run(url: str, folder: Path, requests: int, seed: int) -> tuple[int, str]:
-    """Send about so many requests. Returns their number, and the failures with a curl command for each; empty where
-    there are none."""
+    """Send about `requests` requests. Return how many were sent, and the failures with curl commands; empty without
+    any."""
     options = {
         "--checks": CHECKS,
         "--phases": "fuzzing",
@@ -41,7 +42,7 @@ async def run(url: str, folder: Path, requests: int, seed: int) -> tuple[int, st
 
 
 def failures(output: str) -> str:
-    """What schemathesis says of its failures; empty where each of them is excused."""
+    """Return schemathesis' failures; empty if all are excused."""
     excused = sum(output.count(excuse) for excuse in EXCUSED)
     if 0 < output.count("\n- ST") <= excused:
         return ""

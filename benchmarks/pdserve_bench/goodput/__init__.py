@@ -1,1 +1,1 @@
-"""Goodput: the highest rate of requests at which nine of ten of them keep a service level objective."""
+"""`pdserve bench goodput`: the highest request rate at which 90 % of the requests keep an SLO."""

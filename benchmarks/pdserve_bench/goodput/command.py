@@ -1,4 +1,4 @@
-"""`pdserve bench goodput`."""
+"""The command `pdserve bench goodput`."""
 
 import asyncio
 from typing import Annotated

@@ -1,7 +1,7 @@
-"""Probes of a server: users at one rate for some seconds, and how many of their requests keep an SLO.
+"""Probes for goodput: send requests at one rate for some seconds and count those that keep the SLO.
 
-`users` are any `Scalable`, as `PoissonRequests`. Each probe begins on an idle server (`Canary`), so that no backlog of
-one leaks into the next, and is cut short when so many requests have missed the SLO that the rest cannot make up for it.
+A probe starts on an idle server (`Canary`), so that it inherits no backlog, and is cut short once too many requests
+have missed the SLO.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from pdserve_bench.measure.slo import SHARE, Slo, Tally
 
 _IDLE_WITHIN = 60.0
 _WARM_WITHIN = 120.0
-"""seconds until first tokens are waited for no longer"""
+"""Seconds until the warm-up stops waiting for first tokens."""
 _HANGS = 10.0
-"""seconds by which a token is late, of a request that is given up as one without an end"""
+"""A request whose next token is this many seconds late counts as hung."""
 _LOOK = 0.2
 _BEAT = 0.01
 _CANARY_TIMEOUT = 30.0
@@ -39,53 +39,53 @@ class GoodputOptions:
     highest: float = 1000.0
     most_probes: int = 24
     budget: float = 900.0
-    """seconds for all of it: no probe is begun that would end later"""
+    """No probe starts that would end after this many seconds."""
     seed: int = 1
     warm_up: bool = True
     longer: float = 3.0
-    """times the seconds of a probe, at most, where the rate is low"""
+    """A probe at a low rate may last this many times `seconds`."""
     least: int = 0
-    """requests that both ends of the last interval are judged by: they are probed again until there are as many"""
+    """Both ends of the final interval are probed until this many requests have judged them."""
 
 
 JUDGE_LATER = GoodputOptions(Slo(3600.0, 3600.0), share=0.0)
-"""no probe is cut short"""
+"""A bound that never cuts a probe short."""
 
 
 @dataclass
 class Probe:
-    """Users at one rate."""
+    """A measurement at one rate."""
 
     rate: float
     seconds: float
-    """for which requests were sent, unless it was cut short"""
+    """Duration of the load, unless cut short."""
     seed: int
     run: LoadRun = field(default_factory=LoadRun)
     tally: Tally = field(default_factory=Tally)
     hopeless: bool = False
-    """cut short, for it could not keep the SLO any more: the requests that were running are in no share"""
+    """Cut short because the SLO could not be kept any more; requests that were running do not count."""
     counted: bool = False
-    """in the search: it was not broken off from outside"""
+    """Part of the search: not interrupted from outside."""
     stall: float = 0.0
-    """seconds by which the load generator itself was late, at most"""
+    """Longest delay of the load generator itself, in seconds."""
     foreign: float | None = None
-    """the share of this machine that other programs took; None where it is not known"""
+    """CPU share of other programs; None if unknown."""
     slo: Slo = field(default_factory=Slo)
 
     @property
     def judged(self) -> int:
-        """All requests, without those that a hopeless probe cut short before they had broken a promise."""
+        """All requests, except those that were cut off before they broke a bound."""
         return self.tally.requests - (self.tally.unfinished if self.hopeless else 0)
 
     @property
     def share(self) -> float:
-        """of `judged` that kept the SLO; 1 of none"""
+        """Share of `judged` that kept the SLO; 1 without any."""
         return self.tally.kept / self.judged if self.judged else 1.0
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to the first token, or of the wait for it where that exceeded the SLO's bound.
-        A refusal is no fast first token, and what was cut earlier says nothing."""
+        """Seconds to the first token, or of the wait if it exceeded the bound. Refused and earlier interrupted requests
+        do not count."""
         until = self.run.ended or time.monotonic()
         times = []
         for each in self.run.exchanges:
@@ -98,7 +98,7 @@ class Probe:
 
     @property
     def longest_gaps(self) -> list[float]:
-        """One of each request with two tokens, or that waits for its second; with what a request still waits for."""
+        """Longest gap of each request that waits for its second token or has it, including the current wait."""
         until = self.run.ended or time.monotonic()
         waits = [
             [
@@ -112,7 +112,7 @@ class Probe:
 
 
 async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: GoodputOptions) -> None:
-    """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
+    """Run the probe to its end. If cancelled, `made.run` keeps its requests."""
     made.slo, run = options.slo, made.run
     others = ForeignLoad()
     run.began = time.monotonic()
@@ -141,7 +141,7 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
 
 
 async def _watch_stalls(made: Probe) -> None:
-    """Wake up every 10 ms: so late are this event loop's sends, and the times of arrivals."""
+    """Wake every 10 ms and record the delay: it delays sends and arrival times as much."""
     while True:
         due = time.monotonic() + _BEAT
         await asyncio.sleep(_BEAT)
@@ -149,7 +149,7 @@ async def _watch_stalls(made: Probe) -> None:
 
 
 class _Watched:
-    """A probe that runs: is there still something to learn?"""
+    """A running probe: can it still change the result?"""
 
     def __init__(self, made: Probe, options: GoodputOptions) -> None:
         self._made, self._share, self._slo = made, options.share, made.slo
@@ -166,20 +166,19 @@ class _Watched:
                 self._missed += not self._slo.kept(exchange)
 
     def _late(self, exchange: Exchange, now: float) -> bool:
-        """Whether its first token or a gap was too long, or the next token is more than a second late by now."""
+        """Whether the first token or a gap was too late, or the next token is over a second late."""
         hangs = bool(exchange.arrivals) and now - exchange.arrivals[-1] > self._slo.gap + 1
         return hangs or self._slo.broke_ttft(exchange, now) or self._slo.broke_gap(exchange)
 
     @property
     def hopeless(self) -> bool:
-        """So many requests have missed the SLO that the probe surely shows a rate that is not carried, even if all
-        others keep it."""
+        """Whether too many requests missed the SLO even if all others keep it."""
         expected = max(round(self._made.rate * self._made.seconds), self._taken)
         return wilson(max(0, expected - self._missed), expected)[1] < self._share
 
     def nothing_to_learn(self) -> bool:
-        """All is sent, and what still runs has missed. What makes no progress is waited for, until it surely hangs: it
-        has failed then."""
+        """Whether everything was sent and the rest has missed the SLO. Requests without progress are awaited until they
+        count as hung, which is a failure."""
         run, slo, now = self._made.run, self._slo, time.monotonic()
         running = [each for each in run.exchanges if each.outcome is Outcome.UNFINISHED]
         if (
@@ -197,14 +196,14 @@ class _Watched:
 
 
 class Canary:
-    """A tiny request: answered as fast as on the idle server, no backlog is before it."""
+    """A tiny request. If its latency is that of the idle server, there is no backlog."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._usual = 0.0
 
     async def learn(self) -> None:
-        """Measure it on an idle server. Raises Unavailable with its words where it does not answer."""
+        """Measure its latency on an idle server. Raises Unavailable with the server's error."""
         times = []
         for _ in range(3):
             exchange = await self._ask()
@@ -214,7 +213,7 @@ class Canary:
         self._usual = min(times)
 
     async def until_idle(self) -> None:
-        """Raises Unavailable where it does not become so."""
+        """Raises Unavailable if the server stays busy."""
         begin = time.monotonic()
         while True:
             exchange = await self._ask()
@@ -233,8 +232,7 @@ class Canary:
 
 
 async def warm_up(endpoint: Endpoint, users: Scalable, rate: float, seconds: float, seed: int) -> LoadRun:
-    """Some requests that do not count, all answered or given up. Raises Unavailable where the server answers none of
-    them."""
+    """Send requests that do not count and wait for them. Raises Unavailable if none succeeds."""
     run = LoadRun()
     patient = GoodputOptions(slo=Slo(_WARM_WITHIN, 3600.0), share=0.0)
     await probe(endpoint, users, Probe(rate, seconds, seed, run), patient)

@@ -1,8 +1,7 @@
-"""Goodput of a server: probes until the search is over, and the result as a report.
+"""Search the goodput of a server and report it.
 
-result = GoodputResult(options)             # can be read at any time, as after Ctrl-C
-await find_goodput(endpoint, users, result)
-result.search.carried, result.search.broken, result.search.estimate, result.probes
+`find_goodput(endpoint, users, result)` fills a `GoodputResult(options)`, which can be read at any time, as after
+Ctrl-C.
 """
 
 import statistics
@@ -22,17 +21,17 @@ from pdserve_bench.progress import begin, say
 
 _WARM_SECONDS, _WARM_RATE = 4.0, 4.0
 _STALLED = 0.25
-"""of the SLO's gap: a longer stall of the load generator is reported"""
+"""Delays of the load generator above this share of the SLO's gap are reported."""
 _ERRORS = 3
 
 
 class GoodputResult:
-    """What is known so far."""
+    """Results so far."""
 
     def __init__(self, options: GoodputOptions) -> None:
         self.options = options
         self.probes: list[Probe] = []
-        """in order; the last one may still run: `run.ended` is 0 then"""
+        """In order; the last one may be running: its `run.ended` is 0."""
         self.search = GoodputSearch(
             options.start_rate,
             options.share,
@@ -42,14 +41,14 @@ class GoodputResult:
             options.most_probes,
         )
         self.complete = False
-        """the search has come to its end, neither broken off nor out of time"""
+        """The search has ended, neither interrupted nor out of time."""
 
     def of(self, rate: float | None) -> list[Probe]:
-        """The probes that counted, at this rate."""
+        """Return the counted probes at this rate."""
         return [probe for probe in self.probes if probe.rate == rate and probe.counted]
 
     def share(self, rate: float) -> float:
-        """Of all requests at this rate that were judged, those that kept the SLO."""
+        """Return the share of judged requests at this rate that kept the SLO."""
         judged = self.judged(rate)
         return sum(probe.tally.kept for probe in self.of(rate)) / judged if judged else 1.0
 
@@ -58,8 +57,8 @@ class GoodputResult:
 
     @property
     def thin(self) -> float | None:
-        """An end of the interval that was probed too little (`options.least`). What broke needs a second probe, since a
-        machine that was busy for a moment breaks any rate, unless hardly any request kept the SLO."""
+        """An end of the interval with too few requests (`options.least`). A broken rate is probed twice, because a busy
+        moment of the machine breaks any rate, unless hardly any request kept the SLO."""
         least, low, high = self.options.least, self.search.carried, self.search.broken
         if low is not None and self.judged(low) < least:
             return low
@@ -75,8 +74,7 @@ async def find_goodput(
     result: GoodputResult,
     name: str = "goodput",
 ) -> None:
-    """Fill the result, or go on with it. Raises Unavailable where the server answers no request at all, or does not
-    become idle again."""
+    """Fill or continue the result. Raises Unavailable if the server fails all requests or does not become idle."""
     options, search = result.options, result.search
     deadline = time.monotonic() + options.budget
     canary = Canary(endpoint)
@@ -102,8 +100,8 @@ async def find_goodput(
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    """A low rate is probed for longer: until there are twice as many requests as it takes to be sure of a rate at which
-    all keep the SLO (Wilson's interval; 49 for 90 %)."""
+    """At low rates probe longer, until there are twice the requests needed to be sure of a rate where all keep the SLO
+    (Wilson's interval; 49 for 90 %)."""
     least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
     return max(options.seconds, min(least / rate, options.longer * options.seconds))
 
@@ -138,7 +136,7 @@ def report_of(result: GoodputResult, title: str) -> Report:
 
 
 def lead_of(result: GoodputResult) -> str:
-    """The answer, in a sentence or two."""
+    """Return the result in one or two sentences."""
     options, low, high = result.options, result.search.carried, result.search.broken
     promise = f"{100 * options.share:g} % of the requests keep the SLO: {options.slo}"
     missed = sum((each.tally for each in result.of(high)), Tally()).describe()
@@ -156,7 +154,7 @@ def lead_of(result: GoodputResult) -> str:
 
 
 def _line(result: GoodputResult, made: Probe) -> str:
-    """A probe that has ended, in a log."""
+    """Return the log line of a finished probe."""
     parts = [f"{made.rate:.3g} req/s: {100 * made.share:.0f} % of {made.judged} kept"]
     parts += [f"missed: {missed}"] if (missed := made.tally.describe()) else []
     parts += [f"({remark})"] if (remark := _remark(made)) else []
@@ -208,7 +206,7 @@ def _table(result: GoodputResult, probes: list[Probe]) -> Rows:
 
 
 def stalled(probes: Sequence[Probe], slo: Slo) -> list[str]:
-    """A note where the load generator itself was late."""
+    """Return a note if the load generator was late."""
     worst = max(probes, key=lambda probe: probe.stall, default=None)
     if worst is None or worst.stall <= _STALLED * slo.gap:
         return []

@@ -1,12 +1,10 @@
-"""The search for the highest rate at which a share of the requests keeps an SLO. Pure: it is told what probes have
-found, and says which rate to try next.
+"""Search the highest rate at which a share of the requests keeps an SLO. Pure: the caller runs the probes.
 
-From a start rate it goes up or down by factors of at most two until one rate is carried and a higher one is not, then
-halves the interval between them (on a logarithmic scale) until it is as narrow as asked for. What a probe
-finds is a binomial sample, so near the border it may be wrong: the ends of the last interval are probed again, under
-other seeds, until their pooled samples are sure (Wilson's interval), and no more than `TRIES` times. Where that
-overturns an end, the search goes on from there. All samples count at any time: the shares of all rates are fitted by a
-curve that never rises (`samples.falling`), so that outcomes that are not monotone pool instead of contradicting.
+From a start rate, step up or down by factors of at most two until one rate is carried and a higher one is not, then
+bisect the interval (logarithmically) down to the precision. A probe is a binomial sample, so it may be wrong near the
+border: the ends of the last interval are probed again with other seeds until the pooled samples are certain (Wilson's
+interval), at most `TRIES` times. If that overturns an end, the search continues from there. A non-increasing curve is
+fitted to the shares of all rates (`samples.falling`), so that contradictory samples are pooled.
 """
 
 import math
@@ -35,7 +33,7 @@ class _Rate:
 
     @property
     def share(self) -> float:
-        """The pooled one; of probes that contradict each other the median, for then the machine disturbed some."""
+        """Pooled share; the median if probes contradict each other, because then the machine disturbed some."""
         if len(self.samples) >= TRIES and self._contradict:
             return statistics.median(kept / requests if requests else 1.0 for kept, requests in self.samples)
         return self.kept / self.requests if self.requests else 1.0
@@ -50,13 +48,13 @@ class _Rate:
 
 
 def _sure(kept: int, requests: int, share: float) -> bool | None:
-    """Whether more than the share keep it, or fewer; None: the sample does not tell."""
+    """Whether surely more than the share, or surely fewer, keep the SLO; None: uncertain."""
     low, high = wilson(kept, requests)
     return True if low >= share else False if high < share else None
 
 
 class GoodputSearch:
-    """`next` and `tell` in turn, until `next` is None. What is known can be read at any time."""
+    """Call `next` and `tell` in turn until `next` returns None. Results can be read at any time."""
 
     def __init__(
         self,
@@ -67,20 +65,20 @@ class GoodputSearch:
         highest: float = 1000.0,
         most: int = 24,
     ) -> None:
-        """Rates are requests per second. `precision` is how much higher than the carried rate the one may be that is
-        known not to be, as a share of it; `most` bounds the probes."""
+        """Rates are requests per second. `precision` is the relative width of the final interval; `most` bounds the
+        number of probes."""
         self.share, self.precision, self.probes = share, precision, 0
         self._start, self._lowest, self._highest, self._most = start, lowest, highest, most
         self._rates: dict[float, _Rate] = {}
 
     def tell(self, rate: float, kept: int, requests: int) -> None:
-        """A probe at this rate, which need not be the one that was asked for, has ended."""
+        """Record a probe, at any rate."""
         self.probes += 1
         found = self._rates.setdefault(rate, _Rate(self.share))
         found.samples.append((kept, requests))
 
     def next(self) -> float | None:
-        """The rate to probe, or None: it is found, or it cannot be found within the bounds."""
+        """Return the next rate to probe; None when found or out of bounds."""
         if not self._rates:
             return self._start
         if self.probes >= self._most:
@@ -100,18 +98,17 @@ class GoodputSearch:
 
     @property
     def carried(self) -> float | None:
-        """The highest rate that was found to be carried; None: not even the lowest that was tried."""
+        """Highest rate found to be carried; None if no tried rate is."""
         return max((rate for rate, share in self._shares.items() if share >= self.share), default=None)
 
     @property
     def broken(self) -> float | None:
-        """The lowest rate that was found not to be carried; None: no rate was too high."""
+        """Lowest rate found not to be carried; None if all are."""
         return min((rate for rate, share in self._shares.items() if share < self.share), default=None)
 
     @property
     def interval(self) -> tuple[float | None, float | None]:
-        """`carried` and `broken` among the rates whose samples leave no doubt: the border is between them. None where
-        there is no such rate."""
+        """`carried` and `broken` among the rates with certain samples; None without such a rate."""
         low, high = self.carried, self.broken
         sure = {rate for rate, found in self._rates.items() if found.sure}
         return (
@@ -121,8 +118,8 @@ class GoodputSearch:
 
     @property
     def estimate(self) -> float | None:
-        """The rate between the two at which the share is just kept, if it falls evenly with the logarithm of the rate.
-        None where no rate is carried; where each is, the highest of them."""
+        """The interpolated rate at which the share is just kept (linear in the logarithm of the rate). None if no rate
+        is carried; if all are, the highest."""
         low, high, shares = self.carried, self.broken, self._shares
         if low is None or high is None:
             return low
@@ -131,13 +128,13 @@ class GoodputSearch:
 
     @property
     def found(self) -> bool:
-        """Between a rate that is carried and one that is not, as near to each other as was asked for."""
+        """Whether the interval is as narrow as `precision` asks."""
         low, high = self.carried, self.broken
         return low is not None and high is not None and self._narrow(low, high)
 
     @property
     def _shares(self) -> dict[float, float]:
-        """Each rate that was probed, in order, and the share of the requests that keep the SLO there."""
+        """Fitted share of kept requests by rate, in order."""
         rates = sorted(self._rates)
         found = [self._rates[rate] for rate in rates]
         shares = falling([each.share for each in found], [max(1, each.requests) for each in found])
@@ -147,20 +144,20 @@ class GoodputSearch:
         return high / low <= (1 + self.precision) * (1 + 1e-9)
 
     def _beyond(self, end: float, far: float, bound: float) -> float | None:
-        """Return a rate beyond the lowest or highest that was probed. How far its share is from the one that is asked
-        for (0: it is that; 1: as far as can be) says how near the border may be."""
+        """Return a rate beyond the lowest or highest probed one. `far` is the distance of its share from the target (0
+        to 1): a small distance takes a small step."""
         if end == bound:
             return self._again(end)
         step = min(_STEP, max((1 + self.precision) ** 1.98, _STEP ** (1.5 * far)))
         return self._rounded(min(end * step, bound) if end < bound else max(end / step, bound))
 
     def _rounded(self, rate: float) -> float:
-        """To four digits, as it is shown."""
+        """Round to four digits, as displayed."""
         return float(f"{rate:.4g}")
 
     def _again(self, rate: float) -> float | None:
-        """Return this rate if its samples do not suffice. What broke is probed twice: a machine that was busy for a
-        moment breaks a rate, and carries none that is too high."""
+        """Return this rate if its samples are insufficient. A broken rate is probed twice, because a busy moment of the
+        machine can break a rate, but cannot carry one that is too high."""
         found = self._rates[rate]
         enough = 1 if found.share >= self.share else 2
         if len(found.samples) >= TRIES or (found.sure and len(found.samples) >= enough):

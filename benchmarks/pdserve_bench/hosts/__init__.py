@@ -1,1 +1,1 @@
-"""Hosts on one machine, to break what lies between them: namespaces, a bridge, links that are cut, slow or lossy."""
+"""Simulate hosts on one machine with Linux namespaces, a bridge, and links that can be cut, slow or lossy."""

@@ -1,7 +1,5 @@
-"""The cable between a host and the bridge: cut, slow, lossy, long.
-
-Loss is a filter at both ends, since not every kernel has netem; delay is a process that passes the frames on.
-"""
+"""A network link between a host and the bridge that can be cut, slow, lossy or limited. Loss is a BPF filter at both
+ends, because not every kernel has netem; delay is a process that forwards the frames."""
 
 import subprocess
 import sys
@@ -10,19 +8,19 @@ from pathlib import Path
 from pdserve.util.errors import Unavailable
 
 _RANDOM = 0xFFFFF038
-"""offset of a classic BPF load that returns a random number (SKF_AD_RANDOM)"""
+"""Offset of a classic BPF load that returns a random number (SKF_AD_RANDOM)."""
 _DROP, _PASS = 2, 0
 
 
 def run(line: str) -> None:
-    """Raises Unavailable with what the command says."""
+    """Raises Unavailable with the command's error."""
     done = subprocess.run(line.split(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise Unavailable(f"{line}: {done.stderr.strip() or done.returncode}")
 
 
 class Cable:
-    """From the interface `name` beside the bridge to eth0 in the namespaces of the process `pid`."""
+    """From interface `name` at the bridge to eth0 in the namespaces of process `pid`."""
 
     def __init__(self, name: str, pid: int, address: str, subnet: str, bridge: str) -> None:
         self._name, self._bridge = name, bridge
@@ -36,11 +34,11 @@ class Cable:
         run(f"{self._inside} ip route add default via {subnet}.1")
 
     def cut(self) -> None:
-        """No frame passes; neither end is told to close anything."""
+        """Drop all frames, without closing either end."""
         run(f"ip link set {self._name} down")
 
     def mend(self) -> None:
-        """As it was before `cut`."""
+        """Undo `cut`."""
         run(f"ip link set {self._name} up")
 
     def remove(self) -> None:
@@ -48,8 +46,8 @@ class Cable:
         subprocess.run(["ip", "link", "del", self._name], capture_output=True, check=False)
 
     def limit(self, rate: str = "", loss: float = 0.0, delay: float = 0.0) -> None:
-        """In each direction: `rate` in tc's words (1gbit), `loss` as a share of the packets, `delay` in seconds. What
-        is not given is unlimited again."""
+        """Limit both directions: `rate` as in tc (1gbit), `loss` as share of packets, `delay` in seconds. Omitted
+        limits are lifted."""
         for where, device in (("", self._name), (f"{self._inside} ", "eth0")):
             self._clear(where, device)
             if rate:
@@ -68,7 +66,7 @@ class Cable:
         run(f"{where}ip link set {device} gso_max_segs 65535")
 
     def _lose(self, where: str, device: str, share: float) -> None:
-        """Of what arrives at the device, in frames as they are on a wire: hence no segmentation behind this link."""
+        """Drop incoming frames of the device. Segmentation offload is off, so that frames are as on a wire."""
         passes = min(2**32 - 1, round((1 - share) * 2**32))
         program = f"4,32 0 0 {_RANDOM},53 0 1 {passes},6 0 0 {_DROP},6 0 0 {_PASS}"
         run(f"{where}ip link set {device} gso_max_segs 1")
@@ -79,7 +77,7 @@ class Cable:
             raise Unavailable(f"tc filter: {done.stderr.strip()}")
 
     def _delay(self, seconds: float) -> None:
-        """The frames take a way through a process between this end and the bridge."""
+        """Forward the frames through a process between this end and the bridge."""
         near, far = f"{self._name}-near", f"{self._name}-far"
         run(f"ip link add {near} type veth peer name {far}")
         run(f"ip link set {near} up")

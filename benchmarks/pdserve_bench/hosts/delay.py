@@ -1,5 +1,4 @@
-"""`delay.py NEAR FAR SECONDS`: pass the frames of each interface on to the other one, so many seconds late, until stdin
-ends."""
+"""`delay.py NEAR FAR SECONDS`: forward frames between two interfaces with a delay, until stdin closes."""
 
 import socket
 import sys
@@ -12,7 +11,7 @@ from select import select
 _SOL_PACKET, _PACKET_VNET_HDR = 263, 15
 _ALL = 3
 _LARGEST = 10 + 14 + 65535
-"""bytes: several segments may come as one frame, whose header says so"""
+"""Bytes: several segments may arrive as one frame."""
 
 
 def _open(interface: str) -> socket.socket:

@@ -1,5 +1,5 @@
-"""A graph on hosts: NATS and etcd on one, and every frontend and worker alone on one of its own, as a user starts them
-there (`pdserve decode -f FILE`), with the graph's certificates."""
+"""A graph on simulated hosts: NATS and etcd on one, each frontend and worker on its own (`pdserve decode -f FILE`),
+with the graph's certificates."""
 
 import asyncio
 import os
@@ -35,17 +35,17 @@ from pdserve_bench.hosts.network import Host, HostProcess, Network, network
 SERVERS = "servers"
 ROLES = (Role.FRONTEND, Role.DECODE, Role.PREFILL)
 PORT, KV_PORT, NATS_PORT, ETCD_PORT = 8000, 5600, 4222, 2379
-"""the usual ones: each host has all of its ports"""
+"""The default ports, which are free on every host."""
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-"""a host thinks that all memory and all cores are its own"""
+"""Limits for a host, which sees all of the machine's memory and cores."""
 WRONG_CLOCKS = {"frontend-1": 3600.0, "decode-1": -40.0, "prefill-1": 5.0}
-"""seconds: the second host of each role has another time of day, before a lease or after it"""
+"""Seconds by which the clock of each role's second host is wrong: less and more than a lease."""
 STOP_WITHIN = 60.0
 
 
 @dataclass
 class Place:
-    """A host, and the process that belongs on it."""
+    """A host and its process."""
 
     name: str
     host: Host
@@ -87,7 +87,7 @@ class HostsGraph(RunningGraph):
             self.places[server.name] = Place(server.name, host, process)
 
     def start(self, name: str) -> None:
-        """Start the process of `decode-0` and the like, on a new host of that name."""
+        """Start the process of `decode-0` and the like on a new host of that name."""
         role, host = name.partition("-")[0], self.net.host(name, WRONG_CLOCKS.get(name, 0.0))
         process = host.start(
             [*PDSERVE, role, "-f", str(self.file)], host.folder / "log", self._variables(host)
@@ -95,7 +95,7 @@ class HostsGraph(RunningGraph):
         self.places[name] = Place(name, host, process, Role(role))
 
     def restart(self, name: str) -> None:
-        """Start the host anew: the servers' at its address, any other at another one."""
+        """Restart a host: the servers' at its address, any other at a new one."""
         if name.partition("-")[0] in ROLES:
             self.start(name)
         else:
@@ -115,7 +115,7 @@ class HostsGraph(RunningGraph):
         }
 
     async def until_ready(self) -> None:
-        """Raises Unavailable with the ends of logs where a process ends, or not all come to serve."""
+        """Raises Unavailable with the ends of logs if a process does not start."""
         places = [place for place in self.places.values() if place.role]
         deadline = time.monotonic() + START_WITHIN
         async with GraphWatch() as watch:
@@ -128,12 +128,12 @@ class HostsGraph(RunningGraph):
                 await asyncio.sleep(0.2)
 
     def ended(self) -> list[Place]:
-        """The places whose processes have ended by themselves."""
+        """Places whose process has ended by itself."""
         return [place for place in self.places.values() if place.process.poll() is not None]
 
     async def stop(self) -> None:
-        """Stop them as systemd would, frontends first. Raises Unavailable where one does not end in good order, or
-        leaves processes."""
+        """Stop as systemd does, frontends first. Raises Unavailable if a process exits with an error or leaves
+        processes."""
         wrong = []
         for role in ROLES:
             places = self.of(role)
@@ -149,7 +149,7 @@ class HostsGraph(RunningGraph):
 
 
 async def _serves(place: Place, watch: GraphWatch) -> bool:
-    """Registered, and a frontend has a model."""
+    """Whether the instance is registered and, for a frontend, has a model."""
     if place.role is Role.FRONTEND:
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             with suppress(httpx.HTTPError, ValueError):
@@ -167,7 +167,7 @@ def _end_of(place: Place) -> str:
 async def graph_on_hosts(
     file: Path, folder: Path, say: Callable[[str], None], workers: int = 2, dtype: str = ""
 ) -> AsyncIterator[HostsGraph]:
-    """`workers` hosts of each role, and one for the servers. Raises Unavailable and ConfigError."""
+    """Start `workers` hosts of each role and one for the servers. Raises Unavailable and ConfigError."""
     sections = with_thresholds(derive(file, 1, PORT, KV_PORT, dtype))
     sections["Security"] = {"allow": ["no-keys", "plain-http"]}
     credentials = create(folder / "credentials")

@@ -1,8 +1,8 @@
-"""A network of hosts on this machine. Each host is a set of Linux namespaces: its own address on a bridge, process ids,
-hostname, /dev/shm, /tmp and monotonic clock. This process is on the bridge too, as 10.77.0.1.
+"""A network of simulated hosts on this machine.
 
-Nothing of it can outlive this process: a host is all below its first process, which the kernel kills with ours, and
-interfaces go with their namespaces. Needs root, or `unshare --user --map-root-user` around this process.
+Each host is a set of Linux namespaces: an address on a bridge, process ids, hostname, /dev/shm, /tmp and monotonic
+clock. This process is on the bridge as 10.77.0.1. Everything ends with this process: the kernel kills a host with its
+first process, and interfaces vanish with their namespaces. Needs root, or `unshare --user --map-root-user`.
 """
 
 import asyncio
@@ -29,10 +29,9 @@ T = TypeVar("T")
 SUBNET = "10.77.0"
 BRIDGE = "hosts"
 ADDRESS = "02:00:00:00:00:01"
-"""a bridge without one of its own takes that of a cable, and another when this host vanishes: others lose it then"""
+"""Fixed, because a bridge otherwise takes a cable's MAC address and changes it when that host vanishes."""
 MONOTONIC = 1_000_003
-"""seconds by which the monotonic clock of each host is ahead of the one before: those of two hosts have nothing in
-common"""
+"""Seconds between the monotonic clocks of successive hosts, so that they are not comparable."""
 _CLONE_NEWNET = 0x40000000
 _SPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--time")
 _FIRST = """
@@ -49,7 +48,7 @@ ip link set lo up
 echo ready
 while :; do sleep infinity & wait; done
 """
-"""the first process of a host, which reaps its orphans; its arguments are folders of /tmp that all hosts share"""
+"""A host's first process, which reaps orphans; its arguments are folders of /tmp shared by all hosts."""
 _CLOCK = """
 import sys, time
 def _ahead():
@@ -58,15 +57,14 @@ _time, _time_ns = time.time, time.time_ns
 time.time = lambda: _time() + _ahead()
 time.time_ns = lambda: _time_ns() + int(_ahead() * 10**9)
 """
-"""of Python alone: gRPC gives its deadlines to C, which reads the clock of the machine"""
+"""Only for Python: gRPC passes its deadlines to C, which reads the machine's clock."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
 def network(folder: Path) -> Iterator["Network"]:
-    """Put this thread, and those that it starts from here on, into a network of its own until the context is left: for
-    a process that has no gRPC threads yet. `folder` is seen by all hosts. Raises Unavailable, with the reason, where
-    the kernel or the user's rights do not permit it."""
+    """Move this thread, and threads it starts, into a new network until the context exits. Call it before the process
+    has gRPC threads. All hosts see `folder`. Raises Unavailable with the reason if not permitted."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     found = Network(folder)
     try:
@@ -95,19 +93,20 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self._numbers = iter(range(2, 255))
         self._thread = ThreadPoolExecutor(1)
-        """in the network's namespace, and there to the end: the kernel ends a host with the thread that made it"""
+        """Lives in the network's namespace to the end, because the kernel ends a host with the thread that started
+        it."""
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """Do this in a thread, so that clients in this one go on: each change of a link is some commands."""
+        """Run in a thread, because changing links takes several commands and must not block clients of this loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def host(self, name: str, clock: float = 0.0) -> "Host":
-        """A new host. One of the same name vanishes, so that this is that host after a restart, with another address
-        and the same folder. `clock` are the seconds by which the time of day of its Python processes is ahead."""
+        """Create a host. One of the same name vanishes first: that is a restart with the same folder and another
+        address. `clock` is the offset in seconds of its Python processes' time of day."""
         return self._host(name, next(self._numbers), clock)
 
     def restart(self, name: str) -> "Host":
-        """The host after a restart, at its address."""
+        """Restart a host at its address."""
         host = self.hosts[name]
         return self._host(name, host.number, host.clock)
 
@@ -129,7 +128,7 @@ class Host:
         self.name, self.number, self.clock = name, number, clock
         self.address = f"{SUBNET}.{number}"
         self.folder = folder / name
-        """its own, for its state: the other hosts see it and leave it alone"""
+        """The host's own state folder; other hosts see it too."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self.folder.mkdir(parents=True, exist_ok=True)
         shift = str(number * MONOTONIC)
@@ -150,7 +149,7 @@ class Host:
             raise
 
     def _first(self) -> int:
-        """Wait for its first process, and return its pid on this machine. Raises Unavailable."""
+        """Wait for the first process and return its pid on this machine. Raises Unavailable."""
         assert self._holder.stdout
         assert self._holder.stderr
         if self._holder.stdout.readline() != b"ready\n":
@@ -161,7 +160,7 @@ class Host:
     def start(
         self, command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
     ) -> "HostProcess":
-        """Start a process on this host, in this working directory."""
+        """Start a process on this host in this working directory."""
         env = {**os.environ, **(variables or {})}
         if self.clock:
             (self.folder / "sitecustomize.py").write_text(_CLOCK.format(self.clock))
@@ -179,13 +178,12 @@ class Host:
         return HostProcess(process)
 
     def processes(self) -> list[str]:
-        """What runs on it, but for its first process."""
+        """All processes except the first."""
         (first,) = psutil.Process(self._holder.pid).children()
         return [name for child in first.children(recursive=True) if (name := child.name()) != "sleep"]
 
     def vanish(self) -> None:
-        """As by a loss of power: nothing leaves it any more, then all of its processes are killed. Returns when they
-        are gone."""
+        """Simulate a power loss: cut the link, kill all processes, and wait for their end."""
         self.link.remove()
         self._end()
 
@@ -201,28 +199,28 @@ class Host:
 
 
 class HostProcess:
-    """A process on a host, as this machine sees it."""
+    """A process on a host, seen from this machine."""
 
     def __init__(self, entering: "subprocess.Popen[bytes]") -> None:
         self._entering = entering
 
     @property
     def pid(self) -> int:
-        """On this machine; on the host it has another one. 0 before it has been started and after its end."""
+        """The pid on this machine (the host has another one); 0 unless running."""
         try:
             return next((child.pid for child in psutil.Process(self._entering.pid).children()), 0)
         except psutil.Error:
             return 0
 
     def poll(self) -> int | None:
-        """Its exit code, as of `subprocess.Popen`."""
+        """Return the exit code, as `subprocess.Popen`."""
         return self._entering.poll()
 
     def wait(self, timeout: float | None = None) -> int:
         return self._entering.wait(timeout)
 
     async def ended(self, within: float) -> int | None:
-        """Wait for its end; None where it does not come."""
+        """Wait for the end; None on timeout."""
         try:
             return await asyncio.wait_for(wait_for_exit(self._entering), within)
         except TimeoutError:
@@ -234,6 +232,6 @@ class HostProcess:
 
 
 def _shared(folder: Path) -> list[str]:
-    """What all hosts see of this machine's /tmp, which they have each for themselves."""
+    """Return paths that hosts must share although each has its own /tmp."""
     paths = (folder, Path.cwd(), Path(sys.prefix), Path(__file__).parents[3])
     return sorted({str(path.resolve()) for path in paths if path.resolve().is_relative_to("/tmp")})

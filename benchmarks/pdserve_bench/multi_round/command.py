@@ -1,4 +1,4 @@
-"""`pdserve bench multi-round`."""
+"""The command `pdserve bench multi-round`."""
 
 import asyncio
 from typing import Annotated
@@ -103,7 +103,7 @@ def multi_round(
 
 
 async def _warm_up(endpoint: Endpoint, load: MultiRound, count: int) -> None:
-    """Raises Unavailable where no request of it is answered."""
+    """Raises Unavailable if no request succeeds."""
     texts = Texts(0, 0, load.seed)
     asked = [Exchange(endpoint.body(texts.warm_up(number), load.answer_len)) for number in range(count)]
     await asyncio.gather(*(endpoint.ask(exchange, load.timeout) for exchange in asked))

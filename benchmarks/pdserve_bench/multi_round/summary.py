@@ -1,4 +1,4 @@
-"""What a run of multi-round QA found, as a report."""
+"""The report of a multi-round QA run."""
 
 import statistics
 import time
@@ -14,7 +14,7 @@ from pdserve_bench.measure.samples import percentile
 from pdserve_bench.multi_round.workload import MultiRound, Question
 
 _LATE = 0.05
-"""seconds: TTFTs are not much more exact than this program is punctual"""
+"""Seconds: TTFTs are only as precise as this program is punctual."""
 _HELD = 0.01
 _SHOWN_ERRORS = 5
 _RAW = ("user", "round", "prompt_tokens", "cached_tokens", "output_tokens", "prefill", "error")
@@ -35,9 +35,8 @@ class MultiRoundResult:
         return [exchange for exchange in self.run.exchanges if isinstance(exchange, Question)]
 
     def lines(self) -> list[tuple[str, str]]:
-        """Names and values of the summary that multi-round-qa prints, so that its figures can be set beside these: the
-        last answers are waited for, and rates are taken from the first question until the last of them came. (There a
-        request that failed stays on the fly for ever.)"""
+        """The summary's names and values as printed by multi-round-qa, for comparison: rates count from the first
+        question until the last response. (There, failed requests stay in flight forever.)"""
         run, finished, figures = self.run, self.finished, self.run.summary()
         none = "" if finished else "none"
         begin = min((question.started for question in finished), default=run.began)
@@ -59,7 +58,7 @@ class MultiRoundResult:
         ]
 
     def report(self, complete: bool = True) -> Report:
-        """Return the report, whose first table has the lines of the summary."""
+        """Return the report; its first table is the summary."""
         load, figures = self.load, self.run.summary()
         report = Report(
             f"Multi-round QA: {load.num_users} users of {load.num_rounds} rounds at {self.endpoint.model}, "
@@ -99,7 +98,7 @@ class MultiRoundResult:
         )
 
     def _rounds(self) -> Rows:
-        """Later rounds find the chat so far in a prefix cache, if the server has one."""
+        """Later rounds have prefix hits if the server has a prefix cache."""
         rows: list[list[Cell]] = []
         for number in sorted({question.round for question in self.questions}):
             asked = [question for question in self.questions if question.round == number]

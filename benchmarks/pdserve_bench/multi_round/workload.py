@@ -1,10 +1,9 @@
-"""Multi-round QA: users that join over time, hold a chat of several rounds each, and leave.
+"""Multi-round QA: users join over time, hold a chat of several rounds each, and leave.
 
-A user asks its questions `interval = users / qps` seconds apart, so its chat lasts `interval x (rounds - 1)`, and
-then its place is free. So that `users` are there at all times, one joins every `(rounds - 1) / qps` seconds. Each
-of them asks `rounds` questions: together they ask `qps x rounds / (rounds - 1)` a second, half as many again as
-`qps` where a chat has three rounds. This is how multi-round-qa of vLLM's production stack counts, and how published
-figures were made.
+A user asks every `interval = users / qps` seconds, so a chat lasts `interval x (rounds - 1)`. To keep `users` active,
+one joins every `(rounds - 1) / qps` seconds. Together they ask `qps x rounds / (rounds - 1)` questions a second: 1.5
+times `qps` with three rounds. This arithmetic is that of multi-round-qa of vLLM's production stack, with which
+published figures were made.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ about after again all answer bird boat book bread bridge city clock cold door en
 key lake letter light long moon night old paper rain river road sea ship snow song star stone story summer tree water
 """
 _WORDS = _VOCABULARY.split()
-"""a token each in the vocabularies of most models, so that a prompt of so many words has about so many tokens"""
+"""Words of one token in most vocabularies."""
 
 
 class Visit(NamedTuple):
@@ -34,20 +33,20 @@ class Visit(NamedTuple):
 
     user: int
     at: float
-    """seconds after the run's begin; its first question of the run is due then"""
+    """When its first question of the run is due, in seconds after the start."""
     first_round: int
-    """1, or later for a user that was already there when the run began"""
+    """1, or later for a user who was active before the start."""
 
 
 @dataclass(eq=False)
 class Question(Exchange):
     user: int = 0
     round: int = 0
-    """1 opens its user's chat; later ones follow its answers, and may find them in a prefix cache"""
+    """1 starts the chat; later ones may have prefix hits."""
     late: float = 0.0
-    """seconds after it was due, for which this program alone is to blame"""
+    """Seconds of delay caused by this program."""
     held: float = 0.0
-    """seconds after its time, because the answer before it came only then"""
+    """Seconds of delay because the previous response was late."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,19 @@ class MultiRound:
     """A `Workload`."""
 
     num_users: int = 20
-    """that are there at a time"""
+    """Active at a time."""
     num_rounds: int = 3
     qps: float = 10.0
-    """sets how often each user asks (every `num_users / qps` seconds); for what they ask together see `rate`"""
+    """Each user asks every `num_users / qps` seconds; `rate` is the total."""
     shared_system_prompt: int = 200
-    """words, about a token each"""
+    """Words, about one token each."""
     user_history_prompt: int = 400
-    """words"""
+    """Words."""
     answer_len: int = 40
     seconds: float = 40.0
-    """after these no question is asked any more"""
+    """No question starts later."""
     patience: float = 30.0
-    """seconds that the last answers are waited for after that; what has not come then stays unfinished"""
+    """Seconds to wait for the last responses; the rest stays unfinished."""
     timeout: float = 120.0
     seed: int = 1
 
@@ -78,25 +77,24 @@ class MultiRound:
 
     @property
     def joining(self) -> float:
-        """Seconds from one user to the next."""
+        """Seconds between two joining users."""
         return max(1, self.num_rounds - 1) / self.qps
 
     @property
     def rate(self) -> float:
-        """Questions per second of all users, as long as answers come within the interval."""
+        """Questions per second of all users, if responses arrive within the interval."""
         return self.num_rounds / self.joining
 
     @property
     def longest_chat(self) -> int:
-        """About how many tokens the last prompt of a chat and its answer have."""
+        """Approximate tokens of a chat's last prompt and its response."""
         round_ = _QUESTION_TOKENS + self.answer_len
         return self.shared_system_prompt + self.user_history_prompt + self.num_rounds * round_
 
     def visits(self) -> Iterator[Visit]:
-        """Yield visits in the order of their times, without an end, as if users had joined long before: those whose
-        chats still last when the run begins come first, in the middle of their rounds, so that the rate is the same
-        from the first second on. Users join evenly, each somewhere within its share of the time: the seed says where,
-        so that users do not ask at the same moments for ever."""
+        """Yield visits in order of time, without end, as in a steady state: chats that began before the start come
+        first, in the middle of their rounds. Users join at regular intervals, shifted randomly by the seed within each,
+        so that they do not ask at the same moments."""
         dice = Random(f"{self.seed} arrivals")
         early = list[tuple[float, int]]()
         for slot in range(-int(self.interval * (self.num_rounds - 1) / self.joining) - 1, 0):
@@ -109,7 +107,7 @@ class MultiRound:
             yield Visit(user, at, first_round)
 
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
-        """Each exchange is a `Question`. Sets when `run` began, until when it asked, and when it ended."""
+        """Exchanges are `Question`s. Sets `began`, `asks_until` and `ended` of the run."""
         users = _Users(self, replace(endpoint, chat=True), run)
         run.began = time.monotonic()
         run.asks_until = run.began + self.seconds
@@ -123,16 +121,16 @@ class MultiRound:
 
 
 class Texts:
-    """The texts of one run. The same seed makes the same texts; another seed makes others from the first word on, so
-    that a server's prefix cache that has seen a run does not know the next."""
+    """The texts of one run, determined by the seed. Another seed differs from the first word on, so that no prefix
+    cache has them."""
 
     def __init__(self, shared: int, history: int, seed: int) -> None:
-        """So many words of the system prompt that all users share, and of each user's own history."""
+        """`shared`: words of the common system prompt; `history`: words of each user's own history."""
         self._seed, self._history = seed, history
         self._shared = self._words("shared", shared)
 
     def first(self, user: int) -> str:
-        """What a user's first message begins with: the prompt that all share, then what is its own."""
+        """Return the start of a user's first message: the common prompt, then the history."""
         history = self._words(f"user {user}", self._history)
         return f"{self._shared}. I am user {user}, and this is what we spoke about: {history}. "
 
@@ -152,7 +150,7 @@ class _Users:
         self._texts = Texts(load.shared_system_prompt, load.user_history_prompt, load.seed)
 
     async def come(self) -> None:
-        """Run all visits, until the last user has left."""
+        """Run all visits until the last user has left."""
         async with asyncio.TaskGroup() as group:
             for visit in self._load.visits():
                 if visit.at >= self._load.seconds:
@@ -182,5 +180,5 @@ class _Users:
 
 
 async def _until(moment: float) -> None:
-    """Monotonic. At once where it has passed."""
+    """Sleep until a monotonic time."""
     await asyncio.sleep(max(0.0, moment - time.monotonic()))

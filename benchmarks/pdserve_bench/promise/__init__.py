@@ -1,1 +1,1 @@
-"""What the promise is worth: one graph, with it and without, in turn."""
+"""`pdserve bench promise`: what SLOs in a model's file gain, measured on one graph with and without them."""

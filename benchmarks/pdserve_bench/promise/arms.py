@@ -1,5 +1,5 @@
-"""The arms of the comparison: settings of one running graph, switched while it is idle, each with the same arrivals and
-prompts of its own; all arms forwards and then backwards (ABBA), so that a machine that changes evenly favours none."""
+"""The arms of the comparison: live settings of one running graph. Each arm has the same arrivals and its own prompts.
+All arms run forwards, then backwards (ABBA), so that steady drift of the machine favours none."""
 
 import asyncio
 import time
@@ -18,9 +18,9 @@ from pdserve_bench.measure.slo import Slo
 from pdserve_bench.progress import begin
 
 SETTLED = 0.5
-"""seconds until all processes go by new settings"""
+"""Seconds until all processes apply new settings."""
 BETWEEN = 3.0
-"""seconds of a window beside its load, until some were measured"""
+"""Assumed seconds between two windows, until some were measured."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Arm:
 
 
 OFF = Arm("off", {})
-"""nothing is promised; prompts go as the file says"""
+"""No SLO; prompts are routed as the file says."""
 WAYS = (
     Arm(
         "all remote",
@@ -45,13 +45,13 @@ WAYS = (
 
 
 def arm_of(name: str, slo: Slo) -> Arm:
-    """The graph is to keep this promise."""
+    """Return the settings with this SLO."""
     return Arm(name, slo_settings(SloTargets(slo.ttft, slo.gap)))
 
 
 @dataclass
 class Switch:
-    """The live settings of a running graph."""
+    """Changes the live settings of a running graph."""
 
     _registry: Registry
     _before: Mapping[str, str]
@@ -59,7 +59,7 @@ class Switch:
     @classmethod
     @asynccontextmanager
     async def on(cls, registry: Registry) -> AsyncIterator["Switch"]:
-        """Leaving puts back what was set before."""
+        """Apply an arm; restore the earlier settings on exit."""
         found = await registry.read(keys.SETTINGS)
         before = {key.removeprefix(keys.SETTINGS): value.decode() for key, value in found.items()}
         try:
@@ -73,7 +73,7 @@ class Switch:
 
 
 async def replace_settings(registry: Registry, settings: Mapping[str, str]) -> None:
-    """Live settings of a graph; what is not among these is as in the file."""
+    """Replace the graph's live settings; others are as in the file."""
     for key in await registry.read(keys.SETTINGS):
         if key.removeprefix(keys.SETTINGS) not in settings:
             await registry.delete(key)
@@ -82,7 +82,7 @@ async def replace_settings(registry: Registry, settings: Mapping[str, str]) -> N
 
 
 def in_turn(rates: Sequence[float], arms: Sequence[Arm]) -> Iterator[tuple[float, Arm]]:
-    """All arms at each rate, and all of it again backwards."""
+    """Return all arms at each rate, then all of it backwards."""
     forwards = [(rate, arm) for rate in rates for arm in arms]
     yield from forwards
     yield from reversed(forwards)
@@ -90,28 +90,28 @@ def in_turn(rates: Sequence[float], arms: Sequence[Arm]) -> Iterator[tuple[float
 
 @dataclass
 class ArmsRun:
-    """What is known so far."""
+    """Results so far."""
 
     promises: Mapping[str, Slo]
     rates: Sequence[float]
     arms: Sequence[Arm]
     seconds: float
-    """for all of it, unless the server takes long to be idle again"""
+    """Planned duration; longer if the server takes long to become idle."""
     seed: int
     shortest: float = 3.0
-    """seconds of load in a window, at least"""
+    """Minimal seconds of load per window."""
     warm_up: float = 4.0
     windows: list[tuple[Arm, Probe]] = field(default_factory=list)
-    """in order; the last one may still run: `run.ended` is 0 then"""
+    """In order; the last one may be running: its `run.ended` is 0."""
     complete: bool = False
 
     def of(self, arm: Arm, rate: float) -> list[Probe]:
-        """The windows that have ended."""
+        """Return the windows that have ended."""
         return [made for other, made in self.windows if other == arm and made.rate == rate and made.counted]
 
 
 async def compare_arms(endpoint: Endpoint, users: Scalable, switch: Switch, result: ArmsRun) -> None:
-    """Fill the result. Raises Unavailable where the server answers no request at all, or is not idle again."""
+    """Run the windows. Raises Unavailable if the server fails all requests or does not become idle."""
     deadline = time.monotonic() + result.seconds
     canary, windows = Canary(endpoint), list(in_turn(result.rates, result.arms))
     await switch.to(OFF)

@@ -1,4 +1,4 @@
-"""`pdserve bench promise`."""
+"""The command `pdserve bench promise`."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from pdserve_bench.promise.arms import OFF, WAYS, ArmsRun, Switch, arm_of, compa
 from pdserve_bench.promise.result import report_of
 
 PATIENCE = 30.0
-"""seconds until a request without an end has failed"""
+"""Seconds until a request counts as failed."""
 PROMISES = ("chat=500ms/60ms", "agent=200ms/100ms", "rag=2s/40ms")
 
 

@@ -1,4 +1,4 @@
-"""What the arms have kept, as a report. Each promise judges all arms alike; only its own arm was to keep it."""
+"""Report how many requests kept each SLO. Each SLO judges all arms alike; only its own arm was set to keep it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ Figures = Mapping[str, float | None]
 
 
 def figures(slo: Slo, probes: Sequence[Probe]) -> dict[str, float | None]:
-    """Of these windows together; times in ms. Refused and failed requests have kept nothing and have no times."""
+    """Combine windows; times in ms. Refused and failed requests have kept nothing and have no times."""
     tally = sum((Tally.of(slo, made.run.exchanges, made.run.ended) for made in probes), Tally())
     finished = [each for made in probes for each in made.run.of(Outcome.FINISHED)]
     gaps = [each.gaps for each in finished if each.gaps]
@@ -39,7 +39,7 @@ def figures(slo: Slo, probes: Sequence[Probe]) -> dict[str, float | None]:
 
 
 def goodput(slo: Slo, arm: Arm, result: ArmsRun) -> GoodputSearch:
-    """What the windows say of the rate at which nine of ten requests keep it."""
+    """Estimate the rate at which 90 % of the requests keep it."""
     search = GoodputSearch()
     for rate in result.rates:
         if probes := result.of(arm, rate):
@@ -87,7 +87,7 @@ def _goodput_raw(search: GoodputSearch) -> dict[str, float | None]:
 
 
 def _judged(promise: str, result: ArmsRun) -> list[Arm]:
-    """Without the arms that were to keep another promise."""
+    """Return the windows without arms of other SLOs."""
     return [arm for arm in result.arms if arm in (OFF, *WAYS) or arm.name == promise]
 
 
@@ -121,7 +121,7 @@ def _table(promise: str, result: ArmsRun, cells: Sequence[tuple[str, float, Arm,
 
 
 def _lead(result: ArmsRun) -> str:
-    """The goodput of each promise, of all its arms."""
+    """Return the goodput of each SLO in all arms."""
     parts = []
     for name, slo in result.promises.items():
         found = [(arm, goodput(slo, arm, result)) for arm in _judged(name, result)]

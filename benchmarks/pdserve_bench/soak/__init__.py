@@ -1,1 +1,1 @@
-"""Whether a graph is where it was after thousands of requests that ended badly."""
+"""`python -m pdserve_bench.soak`: does a graph leak after thousands of requests that ended badly?"""

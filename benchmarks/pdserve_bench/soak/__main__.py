@@ -33,9 +33,9 @@ SIMULATED = simulated(
     {"step-seconds": 0.005, "prefill-rate": 20000}, common={"num-gpu-blocks-override": 1024}
 )
 LENGTHS = {"sim": (8, 1200), "real": (8, 400)}
-"""tokens of prompts, below and above the threshold for remote prefill"""
+"""Prompt lengths in tokens, below and above the threshold for remote prefill."""
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc's: what is freed is given back at once, so that resident memory is what is held"""
+"""glibc settings: freed memory is returned at once, so that resident memory is what is held."""
 SETTLE = 60.0
 LEASE = 40.0
 
@@ -46,7 +46,7 @@ class SoakReport:
     after: Picture
     load: MixedLoad
     seconds: float
-    """until everything was back, or the patience over"""
+    """Seconds until everything was back, or the timeout."""
 
     @property
     def problems(self) -> list[str]:
@@ -66,7 +66,7 @@ async def soak(
             return await picture(graph.pid, await watch.instances(), stored)
 
         async def ask(count: int, seed: int) -> tuple[MixedLoad, float]:
-            """Return the load, and when its last request had ended."""
+            """Return the load, and when its last request ended."""
             load = MixedLoad(graph.url, graph.model, lengths, seed)
             await load.run(count)
             ended = time.monotonic()

@@ -1,4 +1,4 @@
-"""Requests that end in every way in which a request can end."""
+"""Requests that end in every possible way: finish, cancel, time out, fail."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ FIRST_TOKEN, LAST_TOKEN = 300, 999
 
 
 class Ending(StrEnum):
-    """Its value says what the client does; `MixedLoad` has a method of its name for each."""
+    """What the client does; `MixedLoad` has a method for each."""
 
     WHOLE = "reads to the end"
     EARLY = "leaves before the first token"
@@ -31,15 +31,15 @@ WEIGHTS = (3, 3, 3, 2, 2, 3)
 
 
 class Unexpected(Exception):
-    """An answer that this request must not get."""
+    """A response that the request must not get."""
 
 
 class MixedLoad:
-    """`run` sends so many requests, `CONCURRENCY` at a time. One seed, one sequence of requests."""
+    """Sends requests, `CONCURRENCY` at a time, in a sequence that the seed determines."""
 
     def __init__(self, url: str, model: str, lengths: tuple[int, int], seed: int) -> None:
         self.done: Counter[str] = Counter()
-        """by what became of them: the ending, and the status where there was one"""
+        """Counts by ending and, if any, status."""
         self.surprises: list[str] = []
         self._url, self._model = url, model
         self._lengths = lengths
@@ -70,7 +70,7 @@ class MixedLoad:
         return exchange.status
 
     async def _early(self) -> int:
-        """Leave in whatever phase the request is then: tokenizing, queued, being prefilled, on its way."""
+        """Disconnect in any phase: tokenizing, queued, prefilling, transfer."""
         connection = await HttpConnection.open(self._url, self._body(stream=True))
         await asyncio.sleep(self._dice.choice((0.0, 0.005, 0.02, 0.05, 0.1)) * self._dice.random())
         connection.abort()
@@ -110,8 +110,8 @@ class MixedLoad:
         return status
 
     async def _late(self) -> int:
-        """The deadline may pass at once, before the first token, or with the stream in full swing; where it is too
-        near, the request is refused."""
+        """Set a deadline that may pass at once, before the first token, or during the stream; a hopeless one is
+        refused."""
         seconds = self._dice.choice((0.001, 0.02, 0.1, 0.4)) * (0.5 + self._dice.random())
         body = self._body(stream=self._dice.random() < 0.5, max_tokens=1000)
         status, answer = await self._ask(body, {"x-request-timeout": f"{seconds:.4f}"})

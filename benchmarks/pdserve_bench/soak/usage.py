@@ -1,4 +1,4 @@
-"""What each process of a graph holds, and which growth is a leak."""
+"""Resource use of each process of a graph, and the growth that counts as a leak."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,35 +15,34 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.graphs.watch import held, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
-"""by how much each may be above where it was. Threads: pools (asyncio's, gRPC's) fill up as they are needed.
-MiB: what allocators keep; a leak of 10 KB for each of some thousand requests is beyond it. Sockets: a frontend's
-scrape of metrics or an etcd call may be under way."""
+"""Tolerated growth. Threads: pools (asyncio, gRPC) fill on demand. MiB: allocators; a leak of 10 KB per request over
+thousands of requests exceeds it. Sockets: a metrics scrape or an etcd call may be in progress."""
 ENGINE_MIB = 96
-"""of vLLM's own processes: on the CPU the one that computes grows for its first 4,000 requests or so, and then no more
-(small blocks that it keeps, most likely what oneDNN prepares for each new shape)"""
+"""For vLLM's own processes: on a CPU the computing one grows for about 4,000 requests and then stops (small blocks,
+probably oneDNN's state for new shapes)."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process holds; None where it does not apply."""
+    """Resources of one process; None if not applicable."""
 
     blocks: int | None = None
-    """KV blocks that requests hold"""
+    """KV blocks held by requests."""
     sockets: int | None = None
     files: int | None = None
-    """open ones that are no sockets"""
+    """Open files that are not sockets."""
     tasks: int | None = None
     threads: int | None = None
     MiB: int | None = None
     kept: int | None = None
-    """what a server stores for us: NATS messages and consumers, etcd keys"""
+    """Data stored by a server: NATS messages and consumers, etcd keys."""
 
 
 Picture = Mapping[str, Usage]
 
 
 async def picture(supervisor: int, instances: list[Instance], stored: Mapping[str, int]) -> Picture:
-    """All processes of the graph. `stored` is what the servers keep, by server."""
+    """Measure all processes of the graph. `stored` is the data in each server."""
     found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
     roles = {instance.pid: instance for instance in instances}
     blocks = held(instances, await read_loads(instances))
@@ -59,7 +58,7 @@ async def picture(supervisor: int, instances: list[Instance], stored: Mapping[st
 
 
 def _below(role: psutil.Process) -> Iterator[tuple[str, Usage]]:
-    """An engine's own processes."""
+    """Return an engine's own processes."""
     for number, child in enumerate(role.children(recursive=True)):
         with suppress(psutil.Error, OSError):  # it has ended meanwhile
             yield f"child {number}", _of(child)
@@ -86,7 +85,7 @@ async def _tasks(http: httpx.AsyncClient, instance: Instance) -> int:
 
 
 async def nats_keeps(graph: GraphRecord) -> int:
-    """Messages and consumers of all streams."""
+    """Count messages and consumers of all streams."""
     credentials = graph.load_credentials()
     tls = credentials.client_context() if credentials else None
     async with short_connection(graph.nats, tls) as client:
@@ -95,7 +94,7 @@ async def nats_keeps(graph: GraphRecord) -> int:
 
 
 def leaks(before: Picture, after: Picture, allowed: Mapping[str, int] = MARGINS) -> list[str]:
-    """A sentence for each thing that grew by more than its margin, and for each process that is not there."""
+    """Return a sentence for each growth beyond its margin and for each missing process."""
     found = [f"{name} is gone" for name in before.keys() - after.keys()]
     found += [f"{name} is new" for name in after.keys() - before.keys()]
     for name in sorted(before.keys() & after.keys()):
