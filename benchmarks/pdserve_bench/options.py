@@ -17,32 +17,30 @@ BaseUrl = Annotated[
         help="the server: anything that speaks OpenAI's API (default: the running graph, as of `pdserve status`)",
     ),
 ]
-Model = Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")]
-ApiKey = Annotated[str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")]
+Model = Annotated[str, typer.Option(metavar="NAME", help="model (default: the server's first)")]
+ApiKey = Annotated[
+    str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="API key, sent as Bearer token")
+]
 Ttft = Annotated[
     str | None,
     typer.Option(
-        metavar="TIME", help="SLO: the first token comes within this (default: the file's, else 500ms)"
+        metavar="TIME", help="SLO: bound of the time to first token (default: the file's, else 500ms)"
     ),
 ]
 Gap = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="and no two tokens are further apart (default: the file's, else 60ms)"),
+    typer.Option(metavar="TIME", help="SLO: longest gap between tokens (default: the file's, else 60ms)"),
 ]
 Share = Annotated[
-    float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
+    float, typer.Option(metavar="S", min=0.01, max=1.0, help="share of the requests that must keep both")
 ]
 PromptTokens = Annotated[
     int,
-    typer.Option(
-        metavar="N", min=1, help="of each prompt, unlike any other; where the load is single requests"
-    ),
+    typer.Option(metavar="N", min=1, help="tokens per prompt, each unlike any other (not for a trace)"),
 ]
-AnswerLen = Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")]
-Seed = Annotated[
-    int | None, typer.Option(metavar="N", help="of prompts and arrivals (default: others each time)")
-]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")]
+AnswerLen = Annotated[int, typer.Option(metavar="N", min=2, help="tokens per response")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="seed of prompts and arrivals (default: random)")]
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="also write the result as JSON")]
 
 
 def seed_of(seed: int | None) -> int:

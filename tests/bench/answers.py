@@ -1,4 +1,4 @@
-"""Tiny servers that say known things."""
+"""Tiny HTTP servers with scripted responses."""
 
 import asyncio
 import json
@@ -16,9 +16,9 @@ class Asked:
     method: str
     path: str
     headers: Mapping[str, str]
-    """names in lower case"""
+    """Names in lower case."""
     body: Any
-    """None where there is none"""
+    """None without a body."""
 
 
 Respond = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
@@ -28,12 +28,12 @@ Respond = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
 class TinyServer:
     url: str
     asked: list[Asked] = field(default_factory=list)
-    """in the order in which they came"""
+    """In order of arrival."""
 
 
 @asynccontextmanager
 async def tiny_server(respond: Respond, secure: ssl.SSLContext | None = None) -> AsyncIterator[TinyServer]:
-    """One request on each connection, which is closed when it is answered. Leaving waits for no answer."""
+    """One request per connection, which closes after the response. Leaving the context does not wait for responses."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -52,7 +52,7 @@ async def tiny_server(respond: Respond, secure: ssl.SSLContext | None = None) ->
 
 
 def whole(body: bytes | object, status: int = 200, kind: str = "application/json", more: str = "") -> bytes:
-    """An answer in one piece."""
+    """Return a response that is not streamed."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(raw)}\r\n{more}\r\n"
     return head.encode() + raw
@@ -70,7 +70,7 @@ def event(what: object) -> bytes:
 
 
 def delta(**what: object) -> dict[str, object]:
-    """A chat's event."""
+    """Return a stream event of a chat."""
     return {"choices": [{"index": 0, "delta": what}]}
 
 
@@ -86,13 +86,13 @@ def fixed(answer: bytes) -> Respond:
 
 
 class OpenAi:
-    """A chat server, whose tokens are `t0 t1 ...`: the first after `ttft` seconds, then one every `gap`. Counts a token
-    for each word of a prompt."""
+    """A chat server with the tokens `t0 t1 ...`: the first after `ttft` seconds, then one every `gap`. Counts one token
+    per word of a prompt."""
 
     def __init__(self, ttft: float = 0.0, gap: float = 0.0, usage: bool = True) -> None:
         self.ttft, self.gap, self.usage = ttft, gap, usage
         self.running = self.most = 0
-        """chats that are answered now, and at most at a time"""
+        """Chats in progress now, and at most."""
         self.chats: list[Asked] = []
 
     async def __call__(self, asked: Asked, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""`pdserve bench ...` as a user runs it."""
+"""Run `pdserve bench ...` as a user does."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from pdserve_bench.graphs.launch import PDSERVE
 
 
 async def bench(words: str, folder: Path, within: float = 60) -> tuple[int | None, str, str]:
-    """Run it in this folder to its end, and return its exit code, stdout and stderr."""
+    """Run in this folder and return exit code, stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         *(*PDSERVE, "bench", *words.split()),
         cwd=folder,

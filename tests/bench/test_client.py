@@ -1,4 +1,4 @@
-"""The benchmarks' HTTP client against servers that answer well, badly, in their own way, or not at all."""
+"""The benchmarks' HTTP client against servers that respond correctly, wrongly, or not at all."""
 
 import asyncio
 import ssl

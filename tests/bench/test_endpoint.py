@@ -1,4 +1,4 @@
-"""A server is looked at before it is measured: what it serves, what it refuses, how it counts."""
+"""The check of a server before it is measured: its models, its errors, its token counts."""
 
 import asyncio
 import os
@@ -65,7 +65,7 @@ async def test_the_endpoint_has_the_servers_model() -> None:
 
 
 def without(path: str) -> Respond:
-    """A server that has all but this path."""
+    """A server without this path."""
     tiny = OpenAi()
 
     async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The script for the first owner of a card, as far as a machine without one goes."""
+"""`benchmarks/gpu.sh`, as far as it runs without a GPU."""
 
 import os
 import subprocess
@@ -44,8 +44,8 @@ def test_without_a_gpu_it_goes_as_far_as_the_plan(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("limit", "code"), [("500", 0), ("10", 1)])
 def test_a_part_stops_what_it_started(tmp_path: Path, limit: str, code: int) -> None:
-    """With simulated engines: the first prompt is prefilled remotely, and the answers are those of one engine. Also
-    where its time is over."""
+    """With simulated engines, the first prompt is prefilled remotely and the outputs are those of one engine. A part
+    that times out stops its servers too."""
     done = run(tmp_path, "graph", SIM="1", LIMIT=limit)
     assert done.returncode == code, done.stdout + done.stderr
     assert processes_below(tmp_path) == []
@@ -57,7 +57,7 @@ def test_a_part_stops_what_it_started(tmp_path: Path, limit: str, code: int) -> 
 
 @pytest.mark.timeout(600)
 def test_ctrl_c_stops_a_part_and_what_it_started(tmp_path: Path) -> None:
-    """Also where the tests run in the background of a shell, which has Ctrl-C ignored."""
+    """Also where a background shell has made the tests ignore Ctrl-C."""
     command = ["env", "--default-signal=INT", SCRIPT, str(tmp_path), "graph", "float32"]
     with Terminal(command, variables(SIM="1")) as terminal:
         terminal.until("measured: ready")

@@ -1,4 +1,4 @@
-"""Hosts of namespaces: what keeps them apart, what their links lose and delay, and that nothing of them stays."""
+"""Simulated hosts: their isolation, loss and delay of their links, and cleanup."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 
 def _ask(host: Host, words: int, within: float) -> list[float]:
-    """Return the seconds until each datagram that came back did."""
+    """Return the delay in seconds of each datagram that came back."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         end.settimeout(within)
@@ -64,7 +64,7 @@ def _ask(host: Host, words: int, within: float) -> list[float]:
 
 
 def _until_it_answers(host: Host) -> None:
-    """The first datagrams after a change are lost, while the bridge learns where the host is."""
+    """The first datagrams after a change are lost while the bridge learns where the host is."""
     deadline = time.monotonic() + 30
     while not _ask(host, 1, within=0.5):
         assert time.monotonic() < deadline
@@ -88,7 +88,7 @@ def test_each_host_has_its_own_memory_processes_and_clocks(net: Network) -> None
 
 
 def test_a_link_is_cut_loses_and_delays_and_its_host_vanishes(net: Network) -> None:
-    """Each says nothing and is whole again, the host at another address."""
+    """Each fault is silent and can be undone; the host returns at another address."""
     echo = net.host("echo")
     log = echo.folder / "log"
     echo.start([sys.executable, "-c", _ECHO], log)
@@ -153,7 +153,7 @@ USER = ("unshare", "--user", "--map-root-user")
 def test_nothing_is_left_however_it_ends(
     net: Network, tmp_path: Path, before: tuple[str, ...], ending: signal.Signals | None
 ) -> None:
-    """Also where not root itself made it."""
+    """Also without root."""
     del net  # it can be had here
     process = subprocess.Popen(
         [*before, sys.executable, "-c", _LEFT, str(tmp_path)],

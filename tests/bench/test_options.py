@@ -1,4 +1,4 @@
-"""Command lines of all benchmarks: a wrong one is refused before anything starts."""
+"""Wrong command lines of all benchmarks are refused before anything starts."""
 
 from pathlib import Path
 

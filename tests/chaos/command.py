@@ -1,4 +1,4 @@
-"""`pdserve chaos` as a user runs it."""
+"""Run `pdserve chaos` as a user does."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.serving import processes_below
 
 @dataclass
 class Run:
-    """A run in a folder of its own, which nothing but its output is left in where all went well."""
+    """A run in its own folder; a successful run leaves only its output there."""
 
     process: "subprocess.Popen[bytes]"
     folder: Path
@@ -45,8 +45,8 @@ class Run:
         return found
 
     def good(self) -> list[dict[str, Any]]:
-        """Wait for its end; the rows after the undisturbed one, in which nothing was dropped or skipped, or
-        left behind."""
+        """Wait for the end; return the rows after the undisturbed one, all good and none skipped, with nothing left
+        behind."""
         code = self.process.wait()
         assert code == 0, self.log[-8000:] + self.out
         calm, *rows = self.rows
@@ -61,5 +61,5 @@ class Run:
         return rows
 
     def processes(self) -> list[psutil.Process]:
-        """What still runs of it."""
+        """Its processes that still run."""
         return processes_below(self.folder)

@@ -1,4 +1,4 @@
-"""Runs of the command that end with their test."""
+"""Fixtures: chaos runs that end with their test."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.chaos.command import Run
 
 @pytest.fixture
 def chaos(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """`chaos(file, *options)` starts one; several may run at a time."""
+    """`chaos(file, *options)` starts a run; several may run at a time."""
     runs: list[Run] = []
 
     def start(file: Path, *options: str) -> Run:
@@ -28,7 +28,7 @@ def chaos(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 @pytest.fixture
 def may_have_hosts(tmp_path: Path) -> bool:
-    """Whether processes may have hosts of their own here."""
+    """Whether simulated hosts are permitted here."""
     try:
         with network(tmp_path) as net:
             net.host("first").vanish()

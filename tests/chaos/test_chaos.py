@@ -1,4 +1,4 @@
-"""Simulated engines, two of each: every fault there is."""
+"""Every fault on two simulated workers of each role."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +20,11 @@ SHARES = (
     (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
     (30, "pause"),
 )
-"""of a graph each: `write-timeout`, to be longer than a frontend is away, and the faults. 200 unread streams take all
-of a small machine: they come when the other graph is nearly through"""
+"""Per graph: `write-timeout`, longer than a frontend's restart, and its faults. The 200 unread streams fill a small
+machine, so they come when the other graph is nearly through."""
 AT_A_TIME = 2
-"""graphs that are broken side by side, because each row is mostly waiting; more of them starve each other where a
-frontend takes a minute to start"""
+"""Graphs tested at the same time, because a row mostly waits; more would starve each other where a frontend takes a
+minute to start."""
 
 APART = {
     "adapter-unload",
@@ -37,7 +37,7 @@ APART = {
     "decode-core-kill",
     "all-decode-core-kill",
 }
-"""need adapters (test_lora_adapters.py unloads them under load), a model for pictures, real engines"""
+"""These need adapters (test_lora_adapters.py unloads them under load), a model for images, or real engines."""
 ALONE = ["prefill-kill", "decode-kill", "nats-kill", "etcd-kill", "decode-hang", "etcd-hang", "rolling"]
 BETWEEN_HOSTS = (
     "servers-link-cut-10s",
@@ -47,7 +47,7 @@ BETWEEN_HOSTS = (
     "clock",
     "decode-host-restart",
 )
-"""the short form of `pdserve chaos --hosts`; what vanishes or is cut for longer is tried by that command"""
+"""The short faults of `pdserve chaos --hosts`; the command itself runs the long ones."""
 
 
 def _file(folder: Path, write_timeout: int) -> Path:
@@ -61,7 +61,7 @@ def _file(folder: Path, write_timeout: int) -> Path:
 
 
 def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run], may_have_hosts: bool) -> None:
-    """Nor does one between hosts, where this machine can have them (tests/bench/test_hosts.py says why not)."""
+    """Including faults between hosts, if permitted here (tests/bench/test_hosts.py says why not)."""
     between = (10, ("--hosts", "--only", ",".join(BETWEEN_HOSTS), "--hold", "5"))
     shares = [(write_timeout, ("--only", share, "--hold", "11")) for write_timeout, share in SHARES]
     asked, found = [*shares, between] if may_have_hosts else shares, list[list[str]]()
@@ -77,6 +77,6 @@ def test_no_fault_drops_anything(tmp_path: Path, chaos: Callable[..., Run], may_
 
 
 def test_no_fault_drops_anything_of_roles_that_run_alone(tmp_path: Path, chaos: Callable[..., Run]) -> None:
-    """Without `serve`: a manager starts them again."""
+    """Without `serve`: a manager restarts the roles."""
     run = chaos(_file(tmp_path, 4), "--alone", "--only", ",".join(ALONE), "--seconds", "3", "--hold", "11")
     assert [row["fault"] for row in run.good()] == ALONE

@@ -1,4 +1,4 @@
-"""Three NATS and three etcd, simulated engines: some of the faults of `pdserve chaos --clusters`."""
+"""Some faults of `pdserve chaos --clusters`: three NATS, three etcd, simulated engines."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The file of the graph under test, made from the user's."""
+"""The derived file of the graph under test."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Real engines, two of each, in float32, where every answer has to be the undisturbed one's to the last token: the
-faults that an engine itself can suffer. The other faults are tried with simulated engines."""
+"""Faults of engines themselves, on two real engines per role in float32, where every output must equal the undisturbed
+one. The other faults are tested with simulated engines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.engines, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 NEEDED = 13 << 30
-"""bytes: four engines of 2.6 GB, two frontends"""
+"""Bytes: four engines of 2.6 GB, two frontends."""
 
 
 @pytest.mark.skipif(psutil.virtual_memory().total < NEEDED, reason="needs 13 GB of memory")
@@ -25,7 +25,8 @@ def test_killed_and_hung_engines_drop_nothing(chaos: Callable[..., Run]) -> None
 
 
 def test_engines_on_hosts_drop_nothing(chaos: Callable[..., Run], may_have_hosts: bool) -> None:
-    """KV between two hosts, whose link is cut, and then long: the rest of `--hosts` is tried with simulated engines."""
+    """KV transfer between two hosts whose link is cut, then slow; the rest of `--hosts` is tested with simulated
+    engines."""
     if not may_have_hosts:
         pytest.skip("no hosts of namespaces here: tests/bench/test_hosts.py says why")
     faults = ["prefill-link-cut-10s", "delay-50ms"]

@@ -1,4 +1,4 @@
-"""The pieces of stories that can be tried without a graph."""
+"""Parts of faults that can be tested without a graph."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ MODEL = Path(__file__).parent.parent.parent / "pdserve/demo/model"
 
 
 def test_garbage_reaches_a_zeromq_peer_as_messages() -> None:
-    """A listener that decodes what it gets would meet each payload, alone, after an empty frame, and among others."""
+    """Each payload arrives alone, after an empty frame, and among others."""
     everything = payloads(1)
     found: list[list[bytes]] = []
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
@@ -74,7 +74,7 @@ async def test_a_full_disk_has_no_room_for_a_byte_and_then_has(tmp_path: Path) -
         log.write_text("before\n")
 
         def is_full() -> bool:
-            """Appended: a file that is written again has the space that it just gave back."""
+            """Append, because rewriting a file would reuse its own space."""
             try:
                 with (folder / "more").open("ab") as more:
                     more.write(bytes(8192))

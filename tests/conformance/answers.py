@@ -1,4 +1,4 @@
-"""A server's answer, in a form in which two servers can be compared."""
+"""Normalize a server's response, so that two servers can be compared."""
 
 import json
 import re
@@ -20,9 +20,9 @@ _GROWS = {
     "content", "text", "reasoning", "delta", "arguments", "partial_json", "thinking", "token_ids", "tokens",
     "token_logprobs", "top_logprobs", "text_offset", "logprobs", "prompt_token_ids",
 }  # fmt: skip
-"""keys of what comes in parts of any length, or in the first chunk of an output, which may be its last"""
+"""Keys that are split arbitrarily over events, or are only in an output's first chunk, which may be its last."""
 MIDDLE = "in the middle"
-"""key of each output's chunks between the first and the last of a stream"""
+"""Key of each output's chunks between the first and the last of a stream."""
 CLOSE = 0.002
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
@@ -35,11 +35,11 @@ class Request:
     path: str
     json: Any = None
     content: bytes | None = None
-    """instead of `json`"""
+    """A raw body instead of `json`."""
     method: str = "POST"
     headers: dict[str, str] = field(default_factory=dict)
     differs: str = ""
-    """the name of the listed difference that its answers show"""
+    """Name of the listed difference that its responses show."""
 
     def __str__(self) -> str:
         return self.name
@@ -50,7 +50,7 @@ class Answer:
     status: int
     headers: dict[str, str]
     body: Any
-    """JSON with random values masked, a stream's events (`events_of`), or text"""
+    """JSON with random values masked, a stream's events (`events_of`), or text."""
     response: httpx.Response = field(compare=False, repr=False)
 
     @property
@@ -73,7 +73,7 @@ def answer_of(response: httpx.Response) -> Answer:
 
 
 def masked(value: Any) -> Any:
-    """JSON with random values and times masked. Ids keep their prefix."""
+    """Mask random values and times in JSON. Ids keep their prefix."""
     if isinstance(value, dict):
         return {key: _mask(part) if key in _VOLATILE else masked(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -88,9 +88,9 @@ def _mask(value: Any) -> Any:
 
 
 def events_of(text: str) -> dict[str, Any]:
-    """A stream of server-sent events, independent of how its tokens were divided among them: for each output (`n`) the
-    kinds of events in their order, each once, and their joined texts. Roles, finishes, usage and `[DONE]` come once:
-    each counts, and so does each chunk after its output's finish."""
+    """Normalize a stream of server-sent events, however its tokens were divided. Return for each output (`n`) the kinds
+    of events in order, without repetitions, and their joined texts. Roles, finishes, usage and `[DONE]` may come only
+    once: each counts, and so does each chunk after its output's finish."""
     finished: set[str] = set()
     kinds: dict[str, list[Any]] = {}
     middle: dict[str, list[Any]] = {}
@@ -126,7 +126,7 @@ def _is_middle(choices: list[Any] | None) -> bool:
 
 
 def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) -> Any:
-    """The part that all events of a kind have in common. The rest goes into `said`."""
+    """Return what all events of a kind have in common; collect the rest in `said`."""
     if isinstance(value, list):
         return [_without_growth(part, path, said, partial) for part in value]
     if not isinstance(value, dict):
@@ -163,7 +163,8 @@ def _add_call(call: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """Where two answers differ, in words. Other requests in a batch change the last bits of a logprob."""
+    """Yield the differences of two responses as sentences. Logprobs may differ slightly, because the batch changes
+    their last bits."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in sorted(ours.keys() | theirs.keys()):
             if MIDDLE not in path or (key in ours and key in theirs):
@@ -184,7 +185,7 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
 
 
 def without(tree: Any, path: str) -> Any:
-    """A copy in which the part at this path is `…`."""
+    """Return a copy in which the part at this path is `…`."""
     key, _, rest = path.partition(".")
     if not isinstance(tree, dict):
         return tree

@@ -1,4 +1,4 @@
-"""Requests to each generating route, for tables of cases that all of them have."""
+"""Requests to each generating route, for tables of cases that apply to all of them."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,16 +44,16 @@ def table(path: str, variants: Mapping[str, Body], prompt: str = SHORT) -> Itera
 
 
 def whole(requests: Iterable[Request]) -> Iterator[Request]:
-    """Without the streams."""
+    """The requests that are not streamed."""
     return (request for request in requests if not request.name.endswith("streamed"))
 
 
 def _uncached(path: str, name: str) -> Body:
-    """A cache salt: responses tell how much of the prompt was cached, which depends on the requests before."""
+    """A cache salt, because responses report cached tokens, which depend on earlier requests."""
     return {"cache_salt": f"{name} {next(_serial)}"} if path == RESPONSES else {}
 
 
 def refused(path: str, variants: Mapping[str, Body]) -> Iterator[Request]:
-    """Each variant once, not streamed: most are refused."""
+    """Each variant once, not streamed, because most are refused."""
     for name, fields in variants.items():
         yield Request(f"{path} {name}", path, body(path, **fields))

@@ -1,5 +1,5 @@
-"""What a client may see differently than from one vLLM server, and why: the table of `docs/api.md`. Each case that
-names one of its rows (`Request.differs`) checks that the difference is still there."""
+"""Allowed differences from one vLLM server, with reasons: the table of `docs/api.md`. Each case that names one
+(`Request.differs`) checks that it still exists."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _TABLE = API_PAGE.read_text().partition("| what |")[2].partition("\n\n")[0].spli
 DIFFERENCES = {
     name.strip(): theirs.strip() for name, theirs, _ in (row.strip("|").split("|") for row in _TABLE)
 }
-"""name -> what vLLM does"""
+"""Name -> what vLLM does."""
 WHERE: dict[str, tuple[str, ...]] = {
     "unknown paths and methods": ("body", "headers.allow"),
     "HEAD of pages": ("status", "headers"),
@@ -21,5 +21,5 @@ WHERE: dict[str, tuple[str, ...]] = {
     "lists and objects of a body": ("body.error.message", "body.error.param"),
     "an adapter that does not fit the model": ("body.error.message",),
 }
-"""parts of the answer that a difference changes, where all others are compared"""
+"""Parts of the response that a difference changes; all others are compared."""
 EVERYWHERE = ("status", "headers", "body")

@@ -12,8 +12,7 @@ from tests.conformance.differences import DIFFERENCES, EVERYWHERE, WHERE
 from tests.real import KEY
 
 FRESH = httpx.Limits(keepalive_expiry=1.0)
-"""vLLM's server closes a connection that was idle for 5 s: one that httpx would reuse after just as long may be closed
-while the request is on its way"""
+"""Seconds to reuse a connection: vLLM's server closes idle ones after 5 s, possibly while a request is on its way."""
 
 
 class Pair:
@@ -21,7 +20,7 @@ class Pair:
 
     def __init__(self, ours: str, theirs: str) -> None:
         self.ours, self.theirs = ours, theirs
-        """URLs"""
+        """URLs."""
         self._stack = ExitStack()
         self._clients = [httpx.Client(base_url=url, timeout=120, limits=FRESH) for url in (ours, theirs)]
         self._pool = ThreadPoolExecutor(16)
@@ -43,17 +42,17 @@ class Pair:
         )
 
     def remote(self, ours: Answer) -> None:
-        """Count an answer whose prompt should be prefilled remotely. In the end 80 % must have been: on a busy machine
-        a remote prefill may pass its bound, and then is a local one."""
+        """Count a response whose prompt should be prefilled remotely. At the end 80 % must have been: on a busy machine
+        a remote prefill may time out and become local."""
         self._ways.append(ours.prefill)
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """Ask them ahead, several at a time. Each name must be there once."""
+        """Send them ahead, several at a time. Names must be unique."""
         for request in requests:
             self._begun[request.name] = self._ask(request)
 
     def both(self, request: Request) -> tuple[Answer, Answer]:
-        """Ours and theirs; both are asked at the same time, unless they were asked ahead."""
+        """Return both responses, requested at the same time unless sent ahead."""
         ours, theirs = self._begun.pop(request.name, None) or self._ask(request)
         return ours.result(), theirs.result()
 
@@ -61,14 +60,14 @@ class Pair:
         return [self._pool.submit(ask, client, request) for client in self._clients]
 
     def same(self, request: Request) -> Answer:
-        """Ours, which must be as `same` says."""
+        """Return our response after checking it with `same`."""
         ours, theirs = self.both(request)
         same(request, ours, theirs)
         return ours
 
 
 def same(request: Request, ours: Answer, theirs: Answer) -> None:
-    """Ours must equal theirs, except for the difference that `request.differs` names, which must be there."""
+    """Our response must equal theirs, except for the difference that `request.differs` names, which must exist."""
     mine, their = _compared(ours), _shaped(request.path, _compared(theirs))
     if request.differs:
         assert request.differs in DIFFERENCES, "docs/api.md does not list it"
@@ -93,13 +92,13 @@ def ask(client: httpx.Client, request: Request) -> Answer:
 
 
 def alone(url: str, request: Request) -> Answer:
-    """From one server, where the two do not run beside each other."""
+    """Ask one server, where the two do not run at the same time."""
     with httpx.Client(base_url=url, timeout=300) as client:
         return ask(client, request)
 
 
 def _shaped(path: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer of vLLM's whose error has another shape than its route's, in that one (two of the differences)."""
+    """Return vLLM's error in the format of its route, if it has another (two of the differences)."""
     body, status = answer["body"], answer["status"]
     if status == 400 and isinstance(body, dict) and "detail" in body:
         error = {"message": body["detail"], "type": "BadRequestError", "param": None, "code": status}

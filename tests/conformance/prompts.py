@@ -1,14 +1,14 @@
-"""Prompts whose answers can be compared: never the same twice, so that no cache has them."""
+"""Unique prompts, so that no prefix cache has them."""
 
 import hashlib
 
 SHORT = "What is the code of the red box?"
 LONG_TOKENS = 300
-"""at least, of `long`: the graph prefills these remotely"""
+"""Minimal tokens of `long`: the graph prefills these remotely."""
 
 
 def long(seed: str) -> str:
-    """A text of some 400 tokens for this seed alone."""
+    """Return a text of about 400 tokens, unique for the seed."""
     colours = ("red", "blue", "green", "black", "white", "brown")
     facts = []
     for number in range(30):
@@ -19,7 +19,7 @@ def long(seed: str) -> str:
 
 
 def ids(seed: str, count: int = LONG_TOKENS) -> list[int]:
-    """A prompt as token ids."""
+    """Return a prompt as token ids."""
     found: list[int] = []
     while len(found) < count:
         digest = hashlib.sha256(f"{seed} {len(found)}".encode()).digest()

@@ -1,4 +1,4 @@
-"""Prompts for the identity tests: lengths around every edge that matters, and pairs that share a prefix."""
+"""Prompts for the identity tests: lengths around every threshold, and shared prefixes."""
 
 import random
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import httpx
 
 BLOCK = 32
 LOCAL_LIMIT = 128
-"""block-size and max-local-prefill-length of the graph under test"""
+"""Block size and max-local-prefill-length of the graph under test."""
 
 # one token; around a KV block; around the local/remote threshold; several blocks; several prefill chunks
 LENGTHS = (1, 2, 31, 32, 33, 64, 127, 128, 129, 160, 161, 300, 512, 1000, 1501, 2048, 3000)
@@ -20,7 +20,7 @@ class Case:
     max_tokens: int = 24
 
     def body(self, **more: object) -> dict[str, object]:
-        """Of a completion."""
+        """The body of a completion."""
         return {
             "model": "demo",
             "prompt": self.prompt,
@@ -33,7 +33,7 @@ class Case:
 
 
 async def tokens_of(client: httpx.AsyncClient, case: Case, **more: object) -> list[int]:
-    """What the server says to it."""
+    """Return the server's output tokens."""
     answer = await client.post("/v1/completions", json=case.body(**more))
     found: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
     return found
@@ -46,8 +46,8 @@ def identity_cases() -> list[Case]:
 
 
 def _shared_prefixes(chance: random.Random) -> list[Case]:
-    """Three prompts with 640 leading tokens in common: the later two hit the prefix cache, one of them leaving
-    less than the threshold to compute (local), one leaving more (remote, but only the rest is pulled)."""
+    """Three prompts with 640 leading tokens in common. The later two have prefix hits: one leaves less than the
+    threshold to compute (local), one more (remote, but only the rest is read)."""
     prefix = _tokens(chance, 640)
     return [
         Case("prefix-first", prefix + _tokens(chance, 10)),

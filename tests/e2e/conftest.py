@@ -1,4 +1,4 @@
-"""The same prompts to the graph and to a plain engine."""
+"""Fixtures: the same prompts to the graph and to a plain engine."""
 
 import asyncio
 
@@ -10,8 +10,8 @@ from tests.real import Reference
 
 @pytest.fixture(scope="session")
 def plain_engine(vllm_server: Reference) -> dict[str, list[list[int]]]:
-    """What a plain vLLM engine says to every identity case: `alone`, and `together` in shared batches. No prefix is
-    taken from its cache."""
+    """The outputs of a plain vLLM engine for every identity case, `alone` and `together` in batches, without prefix
+    hits."""
     return asyncio.run(_ask(vllm_server))
 
 
@@ -24,7 +24,7 @@ async def _ask(server: Reference) -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def reference(plain_engine: dict[str, list[list[int]]]) -> dict[str, list[int]]:
-    """Greedy tokens of a plain vLLM engine for every identity case, by the case's name."""
+    """Greedy tokens of a plain vLLM engine by case name."""
     return {case.name: ids for case, ids in zip(identity_cases(), plain_engine["alone"], strict=True)}
 
 

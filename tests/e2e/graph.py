@@ -1,4 +1,4 @@
-"""A whole pdserve graph as a user starts it: `pdserve serve -f FILE` in a process of its own, real engines."""
+"""Start a whole pdserve graph with real engines as a user does: `pdserve serve -f FILE`."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -24,8 +24,8 @@ class RealGraph(Serve):
         self._kept_until = 0.0
 
     def metrics(self) -> "Metrics":
-        """The frontend's merged page as it is now. It is made once a second at most: one that may be that of the call
-        before is not asked for."""
+        """Return the frontend's merged metrics, which are made at most once a second; never a page older than the
+        call."""
         time.sleep(max(0.0, self._kept_until - time.monotonic()))
         page = httpx.get(f"{self.url}/metrics", timeout=30).text
         self._kept_until = time.monotonic() + KEPT + 0.1
@@ -37,11 +37,11 @@ class Metrics:
     page: str
 
     def __call__(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples over all instances; 0 where absent."""
+        """Sum a metric over all instances; 0 if absent."""
         return sum(value for has, value in self._samples(name) if labels.items() <= has.items())
 
     def values(self, name: str, label: str) -> set[str]:
-        """The values of the label with which anything was counted."""
+        """Return the values of a label."""
         return {has[label] for has, value in self._samples(name) if value}
 
     def _samples(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
@@ -55,7 +55,7 @@ class Metrics:
 
 @contextmanager
 def serving(yaml: str, folder: Path, env: Mapping[str, str] | None = None) -> Iterator[RealGraph]:
-    """Start a graph from `yaml`, wait until it answers, and stop it as Ctrl-C would; its exit code must be 0."""
+    """Start a graph from `yaml`, wait until it responds, and stop it with Ctrl-C; its exit code must be 0."""
     graph = RealGraph(folder, yaml)
     graph.env |= env or {}
     with running(graph, _START_SECONDS):

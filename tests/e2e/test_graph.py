@@ -1,4 +1,4 @@
-"""What a user of a running graph sees beside the tokens. (What answers say and refuse: `tests/conformance`.)"""
+"""What a user of a running graph sees besides tokens. (Responses and errors: `tests/conformance`.)"""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_transfer_is_counted(graph: RealGraph) -> None:
 
 
 def test_nothing_listens_but_what_is_known(graph: RealGraph) -> None:
-    """And on the loopback device alone, where the file says nothing else. See docs/security.md."""
+    """Only known ports listen, and on loopback only, by default. See docs/security.md."""
     found = listeners(graph)
     others = found.pop(("VLLM::EngineCore", "TCP"))
     assert others <= 2 * 20  # each engine's UCX, its store, and Gloo's connections between ranks

@@ -1,4 +1,4 @@
-"""Greedy output through the graph is token for token what one plain engine says."""
+"""Greedy output through the graph equals that of one plain engine, token for token."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
 async def complete(graph: RealGraph, case: Case, *, stream: bool, salt: str | None = None) -> Exchange:
-    """`salt` keeps a request away from what the prefix caches hold of earlier tests."""
+    """`salt` prevents prefix hits from earlier tests."""
     body = case.body(stream=stream) if salt is None else case.body(stream=stream, cache_salt=salt)
     exchange = Exchange(body)
     await LoadClient(graph.url).ask(exchange, 300)
@@ -21,7 +21,7 @@ async def complete(graph: RealGraph, case: Case, *, stream: bool, salt: str | No
 
 
 def test_a_plain_engine_agrees_with_itself(plain_engine: dict[str, list[list[int]]]) -> None:
-    """The ground that all tests below stand on: what else is in the batch does not change a plain engine's answer."""
+    """The premise of the other tests: the batch does not change a plain engine's output."""
     assert plain_engine["together"] == plain_engine["alone"]
 
 
@@ -51,7 +51,7 @@ async def test_many_at_once(graph: RealGraph, cases: list[Case], reference: dict
 
 
 async def all_at_once(graph: RealGraph, cases: list[Case]) -> list[tuple[str, Exchange]]:
-    """The name and answer of each case, once whole and once as a stream."""
+    """Name and output of each case, once whole and once streamed."""
     jobs = [(case, stream) for case in cases for stream in (False, True)]
     answers = await asyncio.gather(
         *(complete(graph, case, stream=stream, salt=f"many-{i}") for i, (case, stream) in enumerate(jobs))

@@ -1,5 +1,5 @@
-"""With KV in host memory and on disk, and caches too small for all conversations, a graph generates the tokens of one
-plain engine. (`pdserve chaos --only offload` also kills workers.)"""
+"""With KV in host memory and on disk, and prefix caches too small for all conversations, a graph generates the tokens
+of one plain engine. (`pdserve chaos --only offload` also kills workers.)"""
 
 import json
 import os
@@ -24,13 +24,14 @@ CHANCE = random.Random(84)
 OPENINGS = [
     Case(f"user-{user}", [CHANCE.randrange(20, 600) for _ in range(1200 + 64 * user)]) for user in range(8)
 ]
-"""12,000 tokens in all"""
+"""12,000 tokens in all."""
 BLOCKS = "num-gpu-blocks-override: 140"
-"""of each cache: 4,480 tokens; a request may have 4,096"""
+"""KV blocks per worker: 4,480 tokens; a request may have 4,096."""
 FRONTEND = "Frontend:\n  max-wait: 600\n"
-"""seconds: a busy machine must not refuse a request of many at once"""
+"""Seconds: a busy machine must not refuse many requests at once."""
 DECODE = f"VllmWorker:\n  {BLOCKS}\n  kv-offload: 20MiB\n  kv-offload-disk: 32MiB\n"
-"""host memory for 5,120 tokens, of which a request may have 4,096; the disk has 8,192 in all, five users' openings"""
+"""Host memory for 5,120 tokens, of which a request may have 4,096; the disk holds 8,192 in all, five users'
+openings."""
 PREFILL = f"PrefillWorker:\n  {BLOCKS}\n  kv-offload: 256MiB\n"
 
 
@@ -47,7 +48,7 @@ def offloading(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rounds(vllm_server: Reference) -> list[list[tuple[Case, list[int]]]]:
-    """Two questions of each user, the second after the first answer, and a plain engine's answers."""
+    """Two questions of each user, the second after the first response, and a plain engine's outputs."""
     found = []
     async with vllm_server.client() as client:
         asked = OPENINGS
@@ -80,7 +81,7 @@ def workers(graph: RealGraph) -> list[dict[str, Any]]:
 
 
 def files_on_disk(worker: dict[str, Any], folder: str) -> Iterator[int]:
-    """The open files of its engine in this folder that have no name."""
+    """The engine's open files without a name in this folder."""
     for process in psutil.Process(worker["pid"]).children(recursive=True):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             where = os.readlink(link)
@@ -93,8 +94,8 @@ def files_on_disk(worker: dict[str, Any], folder: str) -> Iterator[int]:
 async def test_conversations_that_were_evicted_come_back(
     offloading: RealGraph, rounds: list[list[tuple[Case, list[int]]]]
 ) -> None:
-    """The decode worker has the last conversations in host memory or on disk and prefills them locally. It has lost
-    the others; the prefill worker has them in host memory."""
+    """The decode worker has the last conversations in host memory or on disk and prefills them locally. The prefill
+    worker has the others in host memory."""
     decode, prefill = workers(offloading)
     assert (decode["host_tokens"], decode["disk_tokens"]) == (5120, 8192)
     assert (prefill["host_tokens"], prefill["disk_tokens"]) == (65536, 0)

@@ -1,5 +1,5 @@
-"""Pictures on real engines: token for token what one vLLM server says of them, whether prompts are prefilled remotely,
-their KV is cached, they are preempted, or their worker is killed."""
+"""Images on real engines: the tokens of one vLLM server, whether prompts are prefilled remotely, cached, preempted, or
+lose their worker."""
 
 import asyncio
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ REQUESTS = [
 def said(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, list[int]], dict[str, Answer]]:
-    """Tokens by case, and answers by request, of a server that is gone when the graph starts."""
+    """Tokens by case, and responses by request, of a server that ends before the graph starts."""
     with one_vllm(tmp_path_factory.mktemp("vllm"), model) as reference:
         answers = {name: alone(reference.url, Request(name, CHAT, body(name))) for name in CASES}
         tokens = {name: answer.body["choices"][0]["token_ids"] for name, answer in answers.items()}
@@ -110,7 +110,7 @@ def expected(said: tuple[dict[str, list[int]], dict[str, Answer]]) -> dict[str, 
 def graph(
     expected: dict[str, list[int]], model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealGraph]:
-    """Its decode worker has KV blocks for one request of the longest context."""
+    """The decode worker has KV blocks for one request of maximal length."""
     yaml = graph_yaml()
     yaml = yaml.replace("model: demo", f"model: {model}").replace(
         "max-model-len: 4096", "max-model-len: 1024"
@@ -121,7 +121,7 @@ def graph(
 
 
 async def ask(graph: RealGraph, *names: str) -> list[Exchange]:
-    """Streams, together."""
+    """Send the streams together."""
     asked = [Exchange(body(name) | {"stream": True}) for name in names]
     await asyncio.gather(*(LoadClient(graph.url).ask(each, 300, CHAT) for each in asked))
     assert [each.error for each in asked if each.error] == []
@@ -129,7 +129,7 @@ async def ask(graph: RealGraph, *names: str) -> list[Exchange]:
 
 
 async def test_the_graph_answers_as_one_server(graph: RealGraph, expected: dict[str, list[int]]) -> None:
-    """One after the other, then together, again with what is cached."""
+    """One after the other, then together, then again with prefix hits."""
     names = list(CASES)[:8]
     alike = [name for name in names if "short" not in name]
     assert len({tuple(expected[name]) for name in alike}) == len(alike), "each picture is answered for itself"

@@ -1,5 +1,5 @@
-"""A decode worker of two ranks on two hosts: its KV comes from a prefill worker of one rank, its answers are those of
-one engine, and when a host of it loses power, what it was answering goes on at the prefill worker, which stands in."""
+"""A decode worker with two ranks on two hosts reads KV from a prefill worker with one rank and generates the tokens of
+one engine. When one of its hosts loses power, its requests continue at the prefill worker, which stands in."""
 
 import json
 import signal
@@ -31,7 +31,8 @@ VllmWorker:
 PrefillWorker: {{common-configs: [model, block-size, max-model-len, dtype]}}
 """
 ENV = {"UCX_TLS": "tcp", "RES_OPTIONS": "timeout:1 attempts:1", "TORCH_COMPILE_DISABLE": "1"}
-"""UCX would cross namespaces by shared memory, no name server answers there, and a host has no compiler's cache"""
+"""UCX must not use shared memory between namespaces, no name server responds there, and a host has no compiler
+cache."""
 PROMPTS = [" ".join(f"The code of the red box is {code}." for code in range(n, n + 8)) for n in (1000, 2000)]
 WARM_UP = "The code of the red box is unknown. " * 8
 TOKENS = 500

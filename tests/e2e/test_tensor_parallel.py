@@ -1,6 +1,6 @@
-"""Engines of different tensor-parallel sizes: KV heads are divided, copied or joined on their way, and the tokens are
-those of one rank that has the whole prompt. Also of a model whose KV is not that of full attention in all layers.
-(A graph with such a worker: `test_spans_hosts.py`.)"""
+"""Engines of different tensor-parallel sizes: KV heads are divided, copied or joined in transfer, and the tokens are
+those of one rank. Also with a model whose layers do not all have full attention. (A graph with such a worker:
+`test_spans_hosts.py`.)"""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ WINDOWS = {
 
 
 def changed(folder: Path, **keys: object) -> Path:
-    """The demo model with other keys in its config.json."""
+    """The demo model with changes in its config.json."""
     shutil.copytree(MODEL_DIR, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | keys))
@@ -36,7 +36,7 @@ def changed(folder: Path, **keys: object) -> Path:
 
 
 def one_kv_head(folder: Path) -> Path:
-    """The demo model without the second of its two KV heads: all queries go to the first."""
+    """The demo model with only the first of its two KV heads, which all queries use."""
     changed(folder, num_key_value_heads=1)
     weights = load_file(folder / "model.safetensors")
     halved = {

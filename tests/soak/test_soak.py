@@ -1,5 +1,5 @@
-"""The short forms of `python -m pdserve_bench.soak` and `.fuzz`: real processes, NATS and etcd, with simulated engines.
-One graph has both, the soak first: it measures closer."""
+"""Short runs of `python -m pdserve_bench.soak` and `.fuzz` with real processes, NATS and etcd, and simulated engines.
+Both use one graph, the soak first, because it measures more precisely."""
 
 import json
 from collections.abc import AsyncIterator
@@ -174,7 +174,7 @@ def test_failures_by_schemathesis_count_unless_each_is_excused() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_requests_of_every_shape_leave_nothing(graph: StartedGraph, tmp_path: Path) -> None:
-    """No 5xx, nothing in flight; no block held, no place taken, no process gone; a client beside is served right."""
+    """No 5xx, no request, block or slot held, no process gone; the canary is served correctly."""
     fuzzer = Fuzzer(graph.graph, graph.state_dir / "logs")
     async with fuzzer.watching():
         await fuzzer.run(nasties("demo"), 4)
@@ -198,8 +198,8 @@ async def test_requests_of_every_shape_leave_nothing(graph: StartedGraph, tmp_pa
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_path: Path) -> None:
-    """Streams on unread sockets, a large `n`, streams that are read, and many long prompts: each greedy answer takes
-    half a minute, and a client beside waits for none of them. With real engines, two frontends, https and keys."""
+    """Unread streams, a large `n`, streams, and many long prompts: each greedy response takes half a minute, and the
+    canary waits for none. With real engines, two frontends, https and keys."""
     kinds = ["unread", "many", "streams", "prompts"]
     report = await attack.attacked(REAL, tmp_path, kinds, 20.0, print, beyond=10.0)
     assert not [finding.what for finding in report.findings]

@@ -31,48 +31,50 @@ CARD = "scorecard.json"
 
 def chaos(
     file: Annotated[
-        Path | None, typer.Option("-f", "--file", metavar="FILE", help="start the graph of this file")
+        Path | None, typer.Option("-f", "--file", metavar="FILE", help="the graph's file")
     ] = None,
-    show_list: Annotated[bool, typer.Option("--list", help="the faults, and nothing else")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="list the faults and exit")] = False,
     hosts: Annotated[
         bool,
-        typer.Option("--hosts", help="each process on a host of its own, and what happens between hosts"),
+        typer.Option("--hosts", help="each process on its own simulated host, and faults between hosts"),
     ] = False,
     without_serve: Annotated[
-        bool, typer.Option("--alone", help="each role by itself, as systemd runs it, without `serve`")
+        bool, typer.Option("--alone", help="each role without `serve`, as systemd runs it")
     ] = False,
     one_engine: Annotated[
-        bool, typer.Option("--one-engine", help="compare with one engine that does both, asked before")
+        bool, typer.Option("--one-engine", help="compare with the outputs of one engine, run first")
     ] = False,
     only: Annotated[
-        str, typer.Option(metavar="NAMES", help="decode-kill,etcd,drain: these faults only")
+        str, typer.Option(metavar="NAMES", help="only these faults, as decode-kill,etcd,drain")
     ] = "",
-    workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="of each kind, where the file has fewer")
-    ] = 2,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="minimal processes per role")] = 2,
     clusters: Annotated[
-        bool, typer.Option("--clusters", help="three NATS and three etcd, and the faults of their members")
+        bool, typer.Option("--clusters", help="clusters of three NATS and three etcd, and their faults")
     ] = False,
-    seconds: Annotated[float, typer.Option(metavar="S", help="load for each fault, at least")] = 15.0,
-    hold: Annotated[float, typer.Option(metavar="S", help="a hang or a cut lasts")] = 12.0,
+    seconds: Annotated[float, typer.Option(metavar="S", help="minimal seconds of load per fault")] = 15.0,
+    hold: Annotated[float, typer.Option(metavar="S", help="seconds that a hang or cut lasts")] = 12.0,
     concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="clients")] = 8,
-    patience: Annotated[float, typer.Option(metavar="S", help="after these a request counts as hung")] = 60.0,
+    patience: Annotated[
+        float, typer.Option(metavar="S", help="seconds until a request counts as hung")
+    ] = 60.0,
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="run real engines in this one: float32 compares exactly")
+        str, typer.Option(metavar="TYPE", help="dtype of real engines: float32 compares exactly")
     ] = "",
-    seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = 1,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the scorecard there too")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="seed of the prompts")] = 1,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="also write the scorecard as JSON")
+    ] = None,
 ) -> int:
-    """Break a graph on purpose, under load, one fault after the other: {prefill, decode, nats, etcd, frontend} x
-    {kill, hang, cut}, NATS and etcd losing their data, all workers of a kind at once, a rolling restart (--list).
-    Starts the graph of FILE in a folder of its own, with ports, NATS and etcd of its own and at least two of each
-    process, and stops it at the end. Every answer is compared, token for token, with that of the undisturbed graph.
-    Exit code 1 where a request was dropped, hung or answered wrongly,
-    where KV blocks stayed held, or where the graph did not recover; Ctrl-C shows what is known by then.
-    --hosts: NATS and etcd, and each process, on a host of namespaces (root, or below `unshare -Ur`); links are cut,
-    lossy, far and slow, and hosts vanish, come back elsewhere, and have other clocks. --clusters: three NATS and three
-    etcd, whose leaders are killed, hung and cut off, whose majority is lost, and which are all restarted. --alone: each
-    role without `serve`, started again when it ends.
+    """Inject faults into a graph under load, one after the other: {prefill, decode, nats, etcd, frontend} x {kill,
+    hang, cut}, loss of the data of NATS and etcd, all workers of a role at once, a rolling restart (--list).
+    Starts the graph of FILE in a temporary folder, with its own ports, NATS and etcd and at least two of each process,
+    and stops it at the end. Every output is compared, token for token, with that of the undisturbed graph.
+    Exit code 1 if a request was dropped, hung or got a wrong output, if KV blocks stayed held, or if the graph did not
+    recover. Ctrl-C shows the result so far.
+    --hosts: each process, and NATS with etcd, on a simulated host (needs root or `unshare -Ur`); links are cut, lossy,
+    slow or limited, and hosts vanish, return elsewhere, or have wrong clocks. --clusters: three NATS and three etcd,
+    whose leaders are killed, hung and cut, whose majority is lost, and which are all restarted. --alone: each role
+    without `serve`, restarted when it ends.
 
     examples:
       pdserve chaos -f graph.yaml --dtype float32       every fault, on real engines (bf16 batches differ)
@@ -92,7 +94,7 @@ def chaos(
     if hosts + clusters + without_serve > 1:
         raise ConfigError(["Give one of --hosts, --clusters and --alone."])
     options = Options(choose(only, faults), seconds, hold, concurrency, patience, seed=seed)
-    logging.basicConfig(level=logging.ERROR)  # that etcd is away is no news here
+    logging.basicConfig(level=logging.ERROR)  # errors about etcd are expected
     folder = Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     graph: AbstractAsyncContextManager[RunningGraph]
     if hosts:
@@ -129,7 +131,7 @@ def chaos(
     try:
         complete = run_until_stopped(work)
         good = complete and passed(rows)
-    finally:  # what is known is shown, however it ends
+    finally:  # show what is known even after an error
         if rows:
             show(scorecard(rows))
             print(verdict(rows, complete))
@@ -137,5 +139,5 @@ def chaos(
         if good or not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            _say(f"kept for a look at it: {folder}")
+            _say(f"kept for inspection: {folder}")
     return INTERRUPTED if not complete else 0 if good else 1

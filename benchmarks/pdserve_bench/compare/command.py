@@ -22,40 +22,38 @@ from pdserve_bench.options import AnswerLen, Gap, Json, PromptTokens, Share, Ttf
 def compare(
     file: File,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="your users: requests as JSONL, see below")
+        Path | None, typer.Option(metavar="FILE", help="your users' requests as JSONL, see below")
     ] = None,
     prompt_tokens: PromptTokens = 1300,
     answer_len: AnswerLen = 64,
     rate: Annotated[
         float | None,
-        typer.Option(metavar="R", min=0.001, help="requests per second that you have (default: the trace's)"),
+        typer.Option(metavar="R", min=0.001, help="requests per second that you need (default: the trace's)"),
     ] = None,
     ttft: Ttft = None,
     gap: Gap = None,
     share: Share = 0.9,
-    minutes: Annotated[float, typer.Option(metavar="M", min=0.2, help="for all of it")] = 9.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="of prompts and arrivals")] = 1,
+    minutes: Annotated[float, typer.Option(metavar="M", min=0.2, help="total duration")] = 9.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="seed of prompts and arrivals")] = 1,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the winner there, for pdserve serve -f")
+        Path | None, typer.Option(metavar="FILE", help="write the winner's file, for pdserve serve -f")
     ] = None,
     json: Json = None,
 ) -> int:
-    """Should I disaggregate? Runs your load against aggregated and disaggregated graphs of the same hardware, in turn,
-    and says which one to run and why; also when the answer is "don't".
+    """Should I disaggregate? Measure your load on aggregated and disaggregated graphs of the same hardware, and
+    recommend one of them, with the reason; possibly "don't".
 
-    Candidates: one vLLM engine with all of the hardware of FILE's graph, at several max-num-batched-tokens, on a CPU
-    also with a thread less than it has cores; as many engines as the graph has workers; the graph of FILE and other
-    splits, deciding as FILE says; on GPUs also one whose decode workers have twice the tensor-parallel size of its
-    prefill workers, and one with half of it. One runs at a time. The best of each kind are measured by their goodput,
-    the highest rate at which 90 % of the requests keep --ttft and --gap, and the aggregated one twice, to know the
-    noise.
+    Candidates, one at a time: one vLLM engine with all of the hardware of FILE's graph, at several
+    max-num-batched-tokens, on a CPU also with one thread less than it has cores; as many engines as the graph has
+    workers; the graph of FILE and other splits with FILE's policy; on GPUs also decode workers with twice and half the
+    tensor-parallel size of the prefill workers. The best of each kind are measured by their goodput, the highest rate
+    at which 90 % of the requests keep --ttft and --gap. The aggregated one is measured twice, to know the noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
-    of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. They arrive
-    at random. With --rate, or the mean rate of a trace with times, the answer is for that rate; without, for the
-    highest that can be carried.
+    of the open Mooncake traces; only the lengths are needed), else single requests with --prompt-tokens. Arrivals are
+    Poisson. The result is for --rate, else for the mean rate of a trace with timestamps, else for the maximal rate.
 
-    Nothing else should run on the machine. Ctrl-C shows what is known by then. The exit code is 0 whatever the answer.
+    Nothing else should run on the machine. Ctrl-C shows the result so far. The exit code is 0 whatever the result.
 
     examples:
       pdserve compare -f graph.yaml                       nine minutes, on this machine

@@ -44,13 +44,13 @@ def goodput(
         float, typer.Option(metavar="R", min=0.001, help="requests per second of the first probe")
     ] = 4.0,
     precision: Annotated[
-        float, typer.Option(metavar="P", min=0.02, max=1.0, help="how near to the border it is found")
+        float, typer.Option(metavar="P", min=0.02, max=1.0, help="relative width of the final interval")
     ] = 0.1,
     seconds_: Annotated[
-        float, typer.Option("--seconds", metavar="S", min=1.0, help="of load for each probe")
+        float, typer.Option("--seconds", metavar="S", min=1.0, help="seconds of load per probe")
     ] = 20.0,
     within: Annotated[
-        float, typer.Option(metavar="S", min=1.0, help="seconds; no probe is begun that would end later")
+        float, typer.Option(metavar="S", min=1.0, help="seconds; no probe starts that would end later")
     ] = 600.0,
     seed: Seed = None,
     json: Json = None,
@@ -58,16 +58,16 @@ def goodput(
     """Find the goodput of a server: the highest rate of requests (Poisson arrivals) at which 90 % of them keep an SLO,
     that is, get their first token within --ttft and have no gap between two tokens longer than --gap.
 
-    Each probe sends requests at one rate for --seconds and waits until the server is idle again. From --start-rate it
-    doubles or halves the rate until one is carried and a higher one is not, then narrows the interval down to
-    --precision. A probe is a sample: the two ends of the last interval are probed again until there is no doubt,
-    three times at most. Ctrl-C shows what is known by then. Takes three to six minutes as a rule.
+    Each probe sends requests at one rate for --seconds and waits until the server is idle again. From --start-rate the
+    rate is doubled or halved until one is carried and a higher one is not; then the interval is narrowed down to
+    --precision. The ends of the last interval are probed up to three times, until the result is certain. This takes
+    three to six minutes as a rule. Ctrl-C shows the result so far.
 
-    A second run with the same --seed sends the same prompts, which a server's prefix cache may still have.
-    Run it on a machine of its own where you can: when the generator itself was late, the result says so.
+    A second run with the same --seed sends the same prompts, which may be in the server's prefix cache. Run it on
+    another machine than the server if you can; the report says when the load generator itself was late.
 
     examples:
-      pdserve bench goodput                                     the graph that runs on this machine
+      pdserve bench goodput                                     the running graph of this machine
       pdserve bench goodput --base-url http://gpu7:8000/v1 --ttft 1s --gap 100ms
       pdserve bench goodput --prompt-tokens 4000 --answer-len 250 --seconds 60 --start-rate 1 --within 1800
       OPENAI_API_KEY=... pdserve bench goodput --base-url https://llm.example.com/v1 --chat --json out.json

@@ -23,45 +23,44 @@ def multi_round(
     model: Model = "",
     api_key: ApiKey = "",
     time_: Annotated[
-        float, typer.Option("--time", metavar="S", min=1.0, help="seconds in which questions are asked")
+        float, typer.Option("--time", metavar="S", min=1.0, help="seconds during which questions start")
     ] = 40.0,
     num_users: Annotated[
-        int, typer.Option(metavar="N", min=1, help="that are there at a time, if the server keeps up")
+        int, typer.Option(metavar="N", min=1, help="active users, if the server keeps up")
     ] = 20,
-    num_rounds: Annotated[int, typer.Option(metavar="N", min=1, help="questions that each of them asks")] = 3,
+    num_rounds: Annotated[int, typer.Option(metavar="N", min=1, help="questions per user")] = 3,
     qps: Annotated[
         float, typer.Option(metavar="Q", min=0.001, help="a user asks every num-users / qps seconds")
     ] = 10.0,
     shared_system_prompt: Annotated[
-        int, typer.Option(metavar="N", min=0, help="words that all chats begin with, about a token each")
+        int, typer.Option(metavar="N", min=0, help="words shared by all chats, about one token each")
     ] = 200,
     user_history_prompt: Annotated[
-        int, typer.Option(metavar="N", min=0, help="words of each user's own after them")
+        int, typer.Option(metavar="N", min=0, help="words of each user's own history")
     ] = 400,
-    answer_len: Annotated[int, typer.Option(metavar="N", min=1, help="tokens of each answer")] = 40,
+    answer_len: Annotated[int, typer.Option(metavar="N", min=1, help="tokens per response")] = 40,
     warm_up: Annotated[
-        int, typer.Option(metavar="N", min=0, help="requests before it begins, which do not count")
+        int, typer.Option(metavar="N", min=0, help="warm-up requests, which do not count")
     ] = 10,
     wait: Annotated[
-        float, typer.Option(metavar="S", min=0.0, help="for the last answers, after --time")
+        float, typer.Option(metavar="S", min=0.0, help="seconds to wait for the last responses")
     ] = 60.0,
     seed: Seed = None,
     json: Json = None,
 ) -> int:
-    """Multi-round QA: users that join over time, hold a chat of --num-rounds questions each, and leave.
+    """Multi-round QA: users join over time, hold a chat of --num-rounds questions each, and leave.
 
-    A chat begins with a system prompt that all users share and a history of the user's own, and goes on with the
-    server's real answers: prefix caches count. A user asks every num-users / qps seconds, but never before its last
-    answer. Users join evenly, so that --num-users are there as long as the server keeps up, and more when it does not.
-    Together they ask qps x num-rounds / (num-rounds - 1) a second: with 3 rounds and --qps 10, 15 requests/s. Flags,
-    arithmetic and summary are those of multi-round-qa of vLLM's production stack.
+    A chat begins with a system prompt that all users share and the user's own history, and continues with the server's
+    real responses, so prefix caches count. A user asks every num-users / qps seconds, but never before its last
+    response. Users join at regular intervals, so that --num-users are active if the server keeps up, and more if it
+    does not. Together they ask qps x num-rounds / (num-rounds - 1) questions a second: with 3 rounds and --qps 10,
+    15 requests/s. Flags, arithmetic and summary are those of multi-round-qa of vLLM's production stack.
 
-    After --time no question is asked any more, and the last answers are waited for; the summary's rates are taken until
-    the last of them came. Ctrl-C shows what is there so far. Exit code 1 where no question was answered, 130 after
-    Ctrl-C.
+    No question starts after --time, but the last responses are awaited, and the summary's rates include that wait.
+    Ctrl-C shows the result so far. Exit code 1 if no question succeeded, 130 after Ctrl-C.
 
     examples:
-      pdserve bench multi-round                  the graph that runs on this machine
+      pdserve bench multi-round                  the running graph of this machine
       pdserve bench multi-round --json rounds.json
       pdserve bench multi-round --time 60 --num-users 20 --num-rounds 3 --qps 10 \\
           --shared-system-prompt 1000 --user-history-prompt 2000 --answer-len 100 \\

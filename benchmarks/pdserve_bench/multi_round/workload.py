@@ -35,7 +35,7 @@ class Visit(NamedTuple):
     at: float
     """When its first question of the run is due, in seconds after the start."""
     first_round: int
-    """1, or later for a user who was active before the start."""
+    """1, or later for a user that was active before the start."""
 
 
 @dataclass(eq=False)

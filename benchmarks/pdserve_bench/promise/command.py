@@ -29,27 +29,29 @@ def promise(
     promises: Annotated[
         list[str] | None,
         typer.Option(
-            "--promise", metavar="NAME=TTFT/GAP", help=f"again for each (default: {', '.join(PROMISES)})"
+            "--promise", metavar="NAME=TTFT/GAP", help=f"may be repeated (default: {', '.join(PROMISES)})"
         ),
     ] = None,
     rates: Annotated[str, typer.Option(metavar="R,...", help="requests per second")] = "4,6,8",
     ways: Annotated[
-        bool, typer.Option("--ways", help="without a promise also: all prompts remote, and all local")
+        bool, typer.Option("--ways", help="also run without SLO: all prompts remote, and all local")
     ] = False,
     prompt_tokens: PromptTokens = 1300,
     answer_len: AnswerLen = 64,
-    seconds_: Annotated[float, typer.Option("--seconds", metavar="S", min=1.0, help="for all of it")] = 480.0,
+    seconds_: Annotated[
+        float, typer.Option("--seconds", metavar="S", min=1.0, help="total duration")
+    ] = 480.0,
     seed: Seed = None,
     json: Json = None,
 ) -> int:
-    """Measure what a promise (SLO) is worth: the graph that runs here, without one and with each of several, which are
-    set live, in turn at each rate (Poisson arrivals), and all of it again backwards. Each promise judges the requests
-    of its own arm and of the one without. At the end the settings are as before. Nothing else should use the graph.
+    """Measure what a promise (SLO) gains: run the running graph without SLO and with each of several, set as live
+    settings, at each rate (Poisson arrivals), then all of it again in reverse order. Each SLO judges its own arm and
+    the one without. The settings are restored at the end. Nothing else should use the graph.
 
     examples:
       pdserve bench promise                                             three promises in eight minutes
       pdserve bench promise --rates 4,6,8,10 --json promise.json
-      pdserve bench promise --ways --promise chat=500ms/60ms            and is the default never behind?
+      pdserve bench promise --ways --promise chat=500ms/60ms            is the default policy ever slower?
     """
     judged = dict(_promise(text) for text in promises or PROMISES)
     arms = [OFF, *(arm_of(name, slo) for name, slo in judged.items()), *(WAYS if ways else ())]

@@ -1,11 +1,11 @@
-"""Thousands of requests, most of which are cancelled or fail, and what is left of them.
+"""Send thousands of requests, most of which are cancelled or fail, and check for leaks.
 
     python -m pdserve_bench.soak [--real] [--warm-up 2000] [--requests 4000] [--seed 1]
 
-Starts a graph of its own (simulated engines, or with --real those of configs/local.yaml), sends a warm-up and notes
-what each process holds: KV blocks, sockets, files, asyncio tasks, threads, memory, and what NATS and etcd keep. Then
-come the requests, and the graph gets 60 s to be back where it was. Exit code 1 where something grew by more than its
-margin (`usage.MARGINS`), or an answer was none that its request may get.
+Starts a graph (simulated engines, or with --real that of configs/local.yaml), sends a warm-up and measures each
+process: KV blocks, sockets, files, asyncio tasks, threads, memory, and the data in NATS and etcd. After the requests the
+graph has 60 s to return to these values. Exit code 1 if something grew beyond its margin (`usage.MARGINS`), or a
+request got an unexpected response.
 """
 
 import argparse

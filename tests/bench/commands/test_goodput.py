@@ -1,4 +1,4 @@
-"""Goodput: probes of tiny servers that behave in known ways."""
+"""Goodput probes against tiny servers with known behaviour."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.conditions import until
 
 
 class Prefilling(OpenAi):
-    """Takes the prompts in turn, `seconds` for each."""
+    """Prefills one prompt at a time, for `seconds` each."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ USERS = PoissonRequests(Prompts(1.0, 7), 20, 2, patience=60.0)
 
 @dataclass
 class Noted:
-    """Users, and how many requests were at the server when they began."""
+    """Users that record how many requests were in flight when they began."""
 
     server: OpenAi
     at_the_server: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Noted:
 
 
 async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_server() -> None:
-    """This server does not even notice that requests were given up."""
+    """This server does not notice disconnects."""
     server = Prefilling(0.05)
     async with tiny_server(server) as tiny:
         options = GoodputOptions(
@@ -72,7 +72,7 @@ async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_
 
 
 class SlowToStop:
-    """Users that have all failed, and take a while to be cancelled."""
+    """Users whose requests all fail and who take a while to be cancelled."""
 
     stopping = False
 
@@ -100,7 +100,7 @@ async def test_ctrl_c_is_heard_while_a_hopeless_probe_is_cut_short() -> None:
 
 
 class Forgetful(OpenAi):
-    """Of five answers one never begins, and one does not go on."""
+    """Of five responses one never begins, and one stops midway."""
 
     async def _stream(self, body: Any, writer: asyncio.StreamWriter) -> None:
         if len(self.chats) % 5 == 0:
@@ -112,7 +112,7 @@ class Forgetful(OpenAi):
 
 
 async def test_requests_that_never_end_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the event loop is held, the server's and the generator's, which are in one process here."""
+    """The event loop, which server and generator share here, is blocked too."""
     monkeypatch.setattr(measure, "_HANGS", 3.0)
     made, options = Probe(30.0, 1.0, 1), GoodputOptions(Slo(1.0, 0.8), share=0.3)
     async with tiny_server(Forgetful()) as tiny:
@@ -153,9 +153,8 @@ async def test_a_server_that_does_not_answer_is_said_to_be_so() -> None:
 
 
 async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:
-    """It takes a fifth of a second for each prompt. At r requests/s one that arrives after t seconds waits for
-    t (r / 5 - 1), 0.8 s at most for three quarters of those that arrive within 2 s: r is 7.7, and less on a machine
-    that stalls this server."""
+    """The server takes 0.2 s per prompt. At r requests/s, a request that arrives after t seconds waits t (r / 5 - 1).
+    That is at most 0.8 s for three quarters of the arrivals of 2 s at r = 7.7, and at less if this machine stalls."""
     load = "--prompt-tokens 20 --answer-len 2 --seconds 2 --start-rate 10 --precision 0.4"
     slo = "--ttft 1s --gap 9s --share 0.75 --json found.json"
     async with tiny_server(Prefilling(0.2)) as tiny:

@@ -1,4 +1,4 @@
-"""The search for the goodput against simulated servers whose border is known."""
+"""The goodput search against simulated servers with a known limit."""
 
 import math
 import random
@@ -7,12 +7,11 @@ import pytest
 from pdserve_bench.goodput.search import TRIES, GoodputSearch
 
 SEARCHES = 60
-"""for each steepness"""
+"""Searches per steepness."""
 
 
 class Curve:
-    """Of a server at which 90 % keep the SLO at `border` requests per second, and fewer above it: the steeper the
-    sooner."""
+    """A server where 90 % keep the SLO at `border` requests per second, and fewer above, depending on the steepness."""
 
     def __init__(self, border: float, steep: float) -> None:
         self.border, self._steep = border, steep
@@ -37,7 +36,7 @@ def _searched(curve: Curve, search: GoodputSearch, seed: int = 1) -> list[float]
     ("steep", "typical", "worst"), [(60, 0.045, 0.08), (20, 0.045, 0.1), (3, 0.17, 0.35)]
 )
 def test_the_border_is_found(steep: float, typical: float, worst: float) -> None:
-    """Within half the precision in 19 of 20 cases where the share falls steeply; with few probes."""
+    """Within half the precision in 19 of 20 cases if the share falls steeply, with few probes."""
     errors, probes, inside = [], [], 0
     for seed in range(SEARCHES):
         border = math.exp(random.Random(seed).uniform(math.log(0.3), math.log(60)))
@@ -72,7 +71,7 @@ def test_a_server_that_carries_nothing_and_one_that_carries_everything() -> None
 
 
 def test_what_breaks_is_probed_twice_and_a_moment_of_noise_is_overruled() -> None:
-    """At 4 the machine was busy; the border is at 10."""
+    """At 4 requests/s the machine was busy; the limit is 10."""
     curve, search, dice = Curve(10, 60), GoodputSearch(start=4.0), random.Random(1)
     while (rate := search.next()) is not None:
         disturbed = search.probes == 0

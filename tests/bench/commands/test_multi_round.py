@@ -1,4 +1,4 @@
-"""The multi-round workload: when users join and ask, what they say, and what is reported of it."""
+"""The multi-round workload: when users join and ask, their messages, and the report."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def _load(users: int, rounds: int, qps: float, **more: Any) -> MultiRound:
 
 
 def test_as_many_users_as_were_asked_for_are_there_at_all_times() -> None:
-    """Each asks once in an interval: hence the rate."""
+    """Each asks once per interval, which gives the rate."""
     load, interval = _load(20, 6, 2, seed=7), 10.0
     assert (load.interval, load.joining, load.rate) == pytest.approx((interval, 2.5, 2.4))
     visits = list(takewhile(lambda visit: visit.at < 100, load.visits()))
@@ -50,7 +50,7 @@ def test_texts_have_as_many_words_as_were_asked_for() -> None:
 
 
 def _small(**changes: Any) -> MultiRound:
-    """Two users that ask three times, half a second apart: 6 requests/s."""
+    """Two users with three questions each, half a second apart: 6 requests/s."""
     small = _load(2, 3, 4, shared_system_prompt=20, user_history_prompt=10, answer_len=3, seconds=2.5)
     return replace(small, **changes)
 
@@ -103,7 +103,7 @@ async def test_chats_grow_with_the_answers_and_are_asked_at_the_rate() -> None:
 
 
 async def test_a_server_that_does_not_keep_up() -> None:
-    """No question comes before the last answer; so users stay longer, and more of them are there."""
+    """No user asks before the last response, so users stay longer and more are active."""
     slow = OpenAi(ttft=0.7)
     run, _ = await _ran(_small(seconds=3), slow)
     pairs = [pair for of_user in _of_users(run) for pair in pairwise(of_user)]
@@ -114,7 +114,7 @@ async def test_a_server_that_does_not_keep_up() -> None:
 
 
 async def test_what_is_not_answered_in_time_stays_unfinished() -> None:
-    """And this program stands still for a while, for which it alone is to blame."""
+    """The generator itself stalls too, and reports it."""
     async with tiny_server(OpenAi(ttft=30)) as tiny:
         run, load = LoadRun(), _load(9, 1, 9, answer_len=1, seconds=1, patience=0.5)
         asking = asyncio.create_task(load.run(Endpoint(tiny.url, "tiny"), run))
@@ -154,7 +154,7 @@ def _result(run: LoadRun) -> MultiRoundResult:
 
 
 def _question(at: float, ttft: float, round_: int = 1, user: int = 1, **more: Any) -> Question:
-    """Three tokens 40 ms apart; moments after a run's begin at 100."""
+    """Three tokens 40 ms apart; times relative to a run that began at 100."""
     question = Question(started=100 + at, ended=100 + at + ttft + 0.1, round=round_, user=user, **more)
     question.arrivals = [100 + at + ttft + 0.04 * number for number in range(3)]
     question.prompt_tokens = 100 * round_
@@ -162,7 +162,7 @@ def _question(at: float, ttft: float, round_: int = 1, user: int = 1, **more: An
 
 
 def _known() -> LoadRun:
-    """Ten seconds."""
+    """A run of ten seconds."""
     failed = Question(started=102, ended=103, error="HTTP 500 no", user=2, round=1)
     unfinished = Question(started=109.9, user=3, round=2)
     answered = [_question(0.5, 0.2), _question(2, 0.1, 2), _question(4, 0.6, 3), _question(9.8, 0.3, user=3)]
@@ -206,7 +206,7 @@ def test_what_spoils_the_figures_is_told() -> None:
 
 
 async def test_the_command(tmp_path: Path) -> None:
-    """Against a server that tells no usage."""
+    """Against a server that reports no usage."""
     tiny = OpenAi(gap=0.01, usage=False)
     small = "multi-round --warm-up 2 --num-users 4 --answer-len 3 --time 2 --json found.json"
     async with tiny_server(tiny) as server:

@@ -22,7 +22,7 @@ CHAT = Slo(9.0, 0.25)
 
 
 class Keeping(OpenAi):
-    """Its second token comes too late for `CHAT`, unless that is promised."""
+    """Its second token misses `CHAT`, unless that SLO is set."""
 
     def __init__(self, server: MemoryServer) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Keeping(OpenAi):
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registry in memory has new settings at once."""
+    """A registry in memory applies new settings at once."""
     monkeypatch.setattr(arms, "SETTLED", 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Which graphs are compared on the same hardware."""
+"""Candidates of a comparison on the same hardware."""
 
 import json
 from dataclasses import replace
@@ -107,8 +107,8 @@ def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
 
 
 def workers(folder: Path, prefill: int, decode: int, *ranks: int) -> dict[str, dict[str, object]]:
-    """A file with so many workers, for a model of 27.5 GiB with 8 KV heads; without prefill workers one that does both.
-    `ranks` are those of prefill and decode workers where they have more than one."""
+    """A file with these workers and a model of 27.5 GiB with 8 KV heads; without prefill workers, one worker for both.
+    `ranks` of prefill and decode workers, if more than one."""
 
     def worker(count: int, size: int) -> dict[str, object]:
         keys = {

@@ -1,4 +1,4 @@
-"""`pdserve compare` as a user runs it, on simulated engines: nothing here depends on how fast the machine is."""
+"""`pdserve compare` as a user runs it, with simulated engines; nothing depends on the machine's speed."""
 
 import asyncio
 import json
@@ -20,12 +20,12 @@ from tests.conditions import until
 from tests.serving import processes_below
 
 WITHIN = 400
-"""seconds until a run is taken to hang"""
+"""Seconds until a run counts as hung."""
 
 
 @contextmanager
 def running(folder: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
-    """A run in a folder of its own, in which it leaves nothing that runs and no folder."""
+    """A run in its own folder that leaves no process and no file."""
     file = write(simulated({"step-seconds": 0.01, "prefill-rate": 10_000}), folder / "graph.yaml")
     (folder / "tmp").mkdir()
     command = [*PDSERVE, "compare", "-f", str(file), *options, "--json", str(folder / "found.json")]

@@ -1,4 +1,4 @@
-"""What is made of the probes of a candidate."""
+"""From a candidate's probes to its result."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -50,7 +50,7 @@ def probe(found: Entrant, rate: float, kept: int, failed: int = 0) -> None:
 
 
 def test_the_best_of_each_kind() -> None:
-    """The highest goodput; of equals the first, and of those that break the one that came nearer."""
+    """The highest goodput; of equals the first; of those that carry nothing, the nearest to it."""
     slow, fast = entrant("slow", True, r2=20, r4=5), entrant("fast", True, r2=20, r4=20, r8=3)
     same, other = entrant("same", True, r2=20, r4=20, r8=3), entrant("other", False, r2=20, r4=20, r8=20)
     assert best_of([slow, fast, same, other], True) is fast
@@ -114,7 +114,7 @@ def test_noise_is_known_where_both_searches_came_near_the_border() -> None:
 
 
 def test_a_graph_that_carries_what_the_baseline_carried_the_second_time_gains_nothing() -> None:
-    """And one that carries more than both, by more than the noise, does."""
+    """A graph that carries more than both by more than the noise gains."""
     baseline, control, same = (
         entrant(name, name == "a", r1=20, **rates)
         for name, rates in (
@@ -135,7 +135,7 @@ def test_a_graph_that_carries_what_the_baseline_carried_the_second_time_gains_no
 
 @dataclass(frozen=True)
 class Served:
-    """A server whose answers have a token every `gap` seconds, or which does not come up."""
+    """A server with a token every `gap` seconds, or one that does not start."""
 
     name: str
     gap: float
@@ -153,7 +153,7 @@ class Served:
 
 @dataclass(frozen=True)
 class KnownMaker(CandidateMaker):
-    """Candidates by the gaps of their servers."""
+    """Candidates given by the gaps of their servers."""
 
     made: Sequence[Candidate] = ()
 
@@ -165,7 +165,7 @@ class KnownMaker(CandidateMaker):
 
 
 def compared(folder: Path, log: list[str], minutes: float, **gaps: float) -> Comparison:
-    """`a1=0.01`: an aggregated candidate whose answers have 5 tokens, one every 10 ms. The SLO is 100 ms."""
+    """`a1=0.01`: an aggregated candidate whose responses have 5 tokens, one every 10 ms. The SLO is 100 ms."""
     config = load(write(simulated(), folder / "graph.yaml"), {})
     made = [
         Candidate(name, name[0] == "a", Shape(0, 1), Served(name, gap, log)) for name, gap in gaps.items()

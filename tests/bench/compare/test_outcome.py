@@ -1,4 +1,4 @@
-"""What is written of a comparison carries its doubt."""
+"""The written result of a comparison includes its doubts."""
 
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from tests.bench.compare.test_measuring import probe, unknown
 
 @pytest.fixture
 def comparison(tmp_path: Path) -> Comparison:
-    """Separation carries twice as much, by 40 requests at each rate; other programs took half of the machine."""
+    """Disaggregation carries twice as much, from 40 requests per rate, while other programs took half of the
+    machine."""
     file = write(simulated(), tmp_path / "graph.yaml")
     found = Comparison.prepare(CompareOptions(file, Slo()), _single(100, 8, 1))
     both = found.maker.aggregated()[0], found.maker.disaggregated()[0]

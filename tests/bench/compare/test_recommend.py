@@ -31,7 +31,7 @@ def separate(
 
 DISAGGREGATE, DONT, SAME, UNKNOWN = Verdict
 FEW = together(None, 3.0, Tally(kept=2, gap=13))
-"""surely does not carry 3 requests/s"""
+"""Surely does not carry 3 requests/s."""
 CASES = {
     "the intervals touch": (SAME, Criteria(), [together(3.0, 3.4), separate(3.3, 3.6)]),
     "apart, but within the noise": (SAME, Criteria(noise=0.2), [together(), separate(3.5, 3.8)]),
@@ -81,7 +81,7 @@ def test_of_too_few_requests_nothing_is_recommended() -> None:
 
 
 def test_an_answer_comes_with_its_doubts() -> None:
-    """The others are in test_compare_shown.py."""
+    """The other doubts are in test_outcome.py."""
     found = recommend([together(), separate()], Criteria(noise=0.0, foreign=None))
     assert found.headline == "in doubt: disaggregate: 1 prefill + 1 decode."
     assert found.doubts == ("What other programs took of this machine is not known.",)

@@ -1,4 +1,4 @@
-"""Traces are read strictly, and replayed with the lengths and shared prefixes that they have."""
+"""Traces are read strictly and replayed with their lengths and shared prefixes."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from pdserve.util.errors import ConfigError
 
 ENDPOINT = Endpoint("http://127.0.0.1:1", "m")
 WORD = 2.0
-"""tokens per word in these tests"""
+"""Tokens per word in these tests."""
 
 
 def trace(folder: Path, *lines: "dict[str, Any] | str") -> Trace:
@@ -32,7 +32,7 @@ def words(found: Trace, number: int, salt: str = "s") -> list[str]:
 
 
 def asked(found: Trace, rate: float, seconds: float, seed: int = 0) -> list[tuple[Any, ...]]:
-    """The moment, the tokens of a word, the salt and the own name of each."""
+    """Return time, prompt tokens, salt and own name of each request."""
     workload = found.at(rate, seconds, seed)
     assert isinstance(workload, OpenLoop)
     return [(due, *made.keywords.values()) for due, made in workload.requests]  # type: ignore[attr-defined]

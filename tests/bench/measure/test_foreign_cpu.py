@@ -1,4 +1,4 @@
-"""The CPU that other programs take, measured beside programs that take some."""
+"""The CPU share of other programs, measured beside programs that use some."""
 
 import resource
 import subprocess
@@ -14,7 +14,7 @@ from tests.conditions import until
 CORES = psutil.cpu_count() or 1
 SPIN = "import time\nwhile time.process_time() < 1.0: pass\n"
 DETACHED = f"import os, sys\nif os.fork(): os._exit(0)\n{SPIN}open(sys.argv[1], 'w')\n"
-"""its parent ends at once, and process 1 or another above this one adopts it"""
+"""A program whose parent ends at once, so that process 1 or another ancestor adopts it."""
 
 
 def busy() -> float:

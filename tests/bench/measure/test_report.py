@@ -1,4 +1,4 @@
-"""Reports as data: in a pipe, as JSON."""
+"""Reports in a pipe and as JSON."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def test_in_a_pipe_it_is_plain_text_with_the_answer_last(capsys: pytest.CaptureF
 def test_a_table_breaks_no_number(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it does not fit, it is wider than the terminal. What is not known is left out."""
+    """A table may be wider than the terminal. Unknown values are left out."""
     monkeypatch.setattr("pdserve_bench.measure.report.PIPE_WIDTH", columns)
     Report("", tables=[rows()]).show()
     lines = capsys.readouterr().out.splitlines()

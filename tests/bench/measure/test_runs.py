@@ -1,4 +1,4 @@
-"""What the requests of a run say together; how a run ends at a signal."""
+"""The summary of a run's requests; runs interrupted by a signal."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ BEGAN = 1000.0
 def _request(
     at: float, ttft: float | None, ended: float | None, error: str = "", tokens: int = 3, gap: float = 0.1
 ) -> Exchange:
-    """Moments are seconds after the run's begin."""
+    """Times in seconds after the run's start."""
     exchange = Exchange(started=BEGAN + at, ended=BEGAN + ended if ended else 0.0, error=error)
     if ttft is not None:
         exchange.arrivals = [BEGAN + at + ttft + number * gap for number in range(tokens)]
@@ -72,7 +72,7 @@ def test_errors_that_differ_in_numbers_alone_are_one() -> None:
 
 
 async def test_an_open_loop_asks_at_its_moments_whatever_becomes_of_the_requests_before() -> None:
-    """The server does not answer. Cancelled, the requests stay unfinished."""
+    """The server does not respond. Cancelled requests stay unfinished."""
     dues, run = (0.0, 0.1, 0.2, 0.3), LoadRun()
     async with tiny_server(OpenAi(ttft=30)) as server:
         workload = OpenLoop([(due, lambda endpoint: endpoint.body("a", 9)) for due in dues], 60.0, 60.0)

@@ -1,4 +1,4 @@
-"""Percentiles, intervals, fits, arrivals: against what is known of them."""
+"""Percentiles, intervals, fits and arrivals against known values."""
 
 import statistics
 from itertools import pairwise
@@ -51,7 +51,7 @@ def test_a_falling_fit_pools_what_rises(
 
 
 def test_arrivals_are_poisson() -> None:
-    """Their number has the variance of its mean, and the waits between them are exponential."""
+    """The variance of the count is its mean, and the waits are exponential."""
     runs = [list(arrivals(40.0, 3.0, seed)) for seed in range(20)]
     assert runs[7] == list(arrivals(40.0, 3.0, 7))
     numbers = [len(times) for times in runs]

@@ -1,4 +1,4 @@
-"""SLOs: how they are written, when they are kept, and what became of requests under them."""
+"""SLOs: their notation, when they are kept, and the tally of requests."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def test_what_is_not_given_is_as_the_file_promises_it(tmp_path: Path) -> None:
 
 
 def _exchange(*arrivals: float, **what: Any) -> Exchange:
-    """Started at 100; arrivals since then. `error`, `ended` as they are."""
+    """Started at 100, with these arrivals since then."""
     return Exchange(
         started=100.0,
         arrivals=[100.0 + moment for moment in arrivals],

@@ -1,4 +1,4 @@
-"""What came of a request, by tables."""
+"""Judgements of requests, by tables."""
 
 import pytest
 from pdserve_bench.chaos.judge import Judgement, first_difference, judge, too_long, trace

@@ -1,5 +1,4 @@
-"""What is asked, and the right answers: computed, or asked of a server whose answers depend, or do not, on what else
-is asked."""
+"""Prompts and expected outputs: computed, or from a server whose outputs depend, or do not, on the batch."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

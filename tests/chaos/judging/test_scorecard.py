@@ -1,4 +1,4 @@
-"""From what clients saw to the verdict, and how a user reads it, by tables."""
+"""From judged requests to the verdict and its output, by tables."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which faults there are, which processes may be hit by them, and what is done to those, on real ones."""
+"""The list of faults, the selection of victims, and the harm done to real processes."""
 
 import os
 import shutil
@@ -78,7 +78,7 @@ def test_choose_knows_no_others() -> None:
 
 @pytest.fixture
 def children() -> Iterator[list[int]]:
-    """Processes of ours that lead groups."""
+    """Child processes that lead process groups."""
     command = [sys.executable, "-c", "input()"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0) for _ in range(3)]
     yield [process.pid for process in processes]
@@ -213,7 +213,7 @@ async def test_a_server_does_not_start_on_its_damaged_files(
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    """Of a graph without processes, which is whole."""
+    """A complete graph without processes."""
     async with MemoryRegistry(MemoryServer()) as registry:
         watch, load = GraphWatch(), JudgedLoad("", "demo", iter(()), 1, 1)
         watch.registry = registry

@@ -1,4 +1,4 @@
-"""A cut, on real sockets of a real process: silent both ways, for old and new connections, and then healed."""
+"""Network cuts on real sockets: silent both ways for old and new connections, then healed."""
 
 import socket
 import subprocess
@@ -24,7 +24,7 @@ while True:
 
 @pytest.fixture
 def echo() -> Iterator[tuple[int, int]]:
-    """Pid and port of a process that sends back what it gets."""
+    """Pid and port of an echo process."""
     process = subprocess.Popen([sys.executable, "-c", _ECHO], stdout=subprocess.PIPE, process_group=0)
     assert process.stdout is not None
     yield process.pid, int(process.stdout.readline())
@@ -103,7 +103,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def two_ways() -> Iterator[tuple["subprocess.Popen[bytes]", list[socket.socket]]]:
-    """A process that sends what it reads to two ports, and the sockets that listen there."""
+    """A process that forwards its input to two ports, and their listening sockets."""
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [str(server.getsockname()[1]) for server in (first, other)]
         command = [sys.executable, "-c", _TWO_WAYS, *ports]

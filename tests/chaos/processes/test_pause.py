@@ -1,4 +1,4 @@
-"""While a process's monotonic clock stands still no time passes for it, and its waits last as long as ever."""
+"""While a process's monotonic clock stands still no time passes for it, and its waits keep their length."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""One graph and one vLLM server for this folder, whose tests come before those of the other engines."""
+"""One graph and one vLLM server for this folder."""
 
 import json
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""LoRA adapters on real engines: token for token what one vLLM server with the same adapters says, whether prompts
-are prefilled remotely or their KV is cached. (Where their worker dies: frontend/model/test_adapters.py.)"""
+"""LoRA adapters on real engines: the tokens of one vLLM server with the same adapters, for remote prefill and prefix
+hits. (Loss of their worker: frontend/model/test_adapters.py.)"""
 
 import asyncio
 import shutil
@@ -40,7 +40,7 @@ def change(name: str, path: str, differs: str = "", **body: object) -> Request:
 
 
 def requests(blue: str, wide: str) -> list[Request]:
-    """In this order: each finds what those before have left. `blue` and `wide` are folders."""
+    """In this order: each builds on the state left by those before. `blue` and `wide` are folders."""
     return [
         chat("an adapter", RED),
         chat("a stream", RED, stream=True, stream_options={"include_usage": True}),
@@ -72,7 +72,7 @@ def requests(blue: str, wide: str) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def blue(thinking: Thinking) -> str:
-    """The folder of the second adapter, which the graph has loaded, too."""
+    """The folder of the second adapter, which the graph has loaded too."""
     folder = str(thinking.adapters[BLUE])
     asked = {"lora_name": BLUE, "lora_path": folder}
     loaded = httpx.post(f"{thinking.graph.url}{LOAD}", json=asked, timeout=90)
@@ -91,7 +91,7 @@ def wide(blue: str, tmp_path: Path) -> str:
 
 @pytest.mark.usefixtures("blue")
 async def test_the_graph_answers_as_one_server(thinking: Thinking) -> None:
-    """The same prompts for each model, together, and again from the prefix caches."""
+    """The same prompts for each model, together, then again with prefix hits."""
     async with Reference(thinking.pair.theirs).client() as client:
         theirs = [await tokens_of(client, case, model=model, cache_salt=model) for model, case in JOBS]
     assert len({tuple(tokens) for tokens in theirs}) == len(JOBS), "each adapter answers otherwise"

@@ -1,5 +1,5 @@
-"""Thoughts: with the reasoning parser from the YAML, on every route, whole and streamed; grammars that hold after them;
-priority, where the workers schedule by it."""
+"""Reasoning with the parser from the YAML, on every route, whole and streamed; grammars that apply after it; priority,
+where workers schedule by it."""
 
 import pytest
 
@@ -93,7 +93,7 @@ def test_as_vllm(pair: Pair, request_: Request) -> None:
 
 
 def test_thoughts_and_answer_are_apart(pair: Pair) -> None:
-    """What both servers say alike is also what was asked for."""
+    """Both servers agree, and the response is what was requested."""
     ours = pair.same(Request("whole", CHAT, body(CHAT, HELLO)))
     (choice,) = ours.body["choices"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == (THOUGHTS, ANSWER)

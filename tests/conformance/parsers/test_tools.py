@@ -1,4 +1,4 @@
-"""Tools: `auto`, named, required, none; several calls; results; streams. With parsers from the YAML."""
+"""Tools with the parsers from the YAML: `auto`, named, required, none; several calls; results; streams."""
 
 import json
 from typing import Any
@@ -95,7 +95,7 @@ CUT_IN_CHAT: dict[str, Body] = {
         "tools": TOOLS, "tool_choice": "required", "n": 2, "logprobs": True, "top_logprobs": 2, **NOT_THINKING,
     },
 }  # fmt: skip
-"""not streamed: how much vLLM 0.32 tells of a call that ends in the midst depends on which tokens came together"""
+"""Not streamed, because what vLLM 0.32 sends of an unfinished call depends on how tokens are grouped."""
 IN_RESPONSES: dict[str, Body] = {
     "auto": {"tools": FLAT},
     "named": {
@@ -184,7 +184,7 @@ def test_as_vllm(pair: Pair, request_: Request) -> None:
 
 
 def test_calls_are_found(pair: Pair) -> None:
-    """What both servers say alike is also what was asked for."""
+    """Both servers agree, and the response is what was requested."""
     answer = pair.same(Request("two calls", CHAT, body(CHAT, HELLO, **written(TWO)))).body
     (choice,) = answer["choices"]
     names = [made["function"]["name"] for made in choice["message"]["tool_calls"]]

@@ -1,4 +1,4 @@
-"""Calls, thoughts and JSON in the middle of which their decode worker dies: the client sees what vLLM says."""
+"""The decode worker dies in the middle of tool calls, reasoning and JSON: the client sees the same as from vLLM."""
 
 import json
 import os
@@ -36,7 +36,8 @@ KINDS: dict[str, Body] = {
 
 
 def test_the_worker_dies(thinking: Thinking) -> None:
-    """It is the only one: the prefill worker stands in. What looks back is replayed, the thoughts go on."""
+    """The only decode worker dies and the prefill worker stands in. Sampling that looks back is replayed; reasoning
+    continues."""
     graph = thinking.graph
     requests = [body(CHAT, HELLO, stream=True, **fields) for fields in KINDS.values()]
     in_the_middle = Semaphore(0)

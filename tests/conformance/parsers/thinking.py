@@ -1,8 +1,8 @@
-"""A model that thinks and calls tools, and both servers with it: the demo model with `<think>` and `</think>` in its
-vocabulary, as Qwen3 has them. Where the demo model would write a comma, this one ends its thoughts:
+"""A model that reasons and calls tools, and both servers with it: the demo model with `<think>` and `</think>` in its
+vocabulary, as in Qwen3. Where the demo model would write a comma, this one ends its reasoning:
 
-    Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a
-    door</think> then ask me for it.
+    Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a door</think> then ask
+    me for it.
 """
 
 import json
@@ -32,8 +32,8 @@ TEMPLATE = """\
 
 
 def make_model(folder: Path) -> Path:
-    """The token that ends thoughts is a comma, a bit longer: it wins wherever the comma would have. The one that begins
-    them is nothing, and never wins."""
+    """`</think>` gets the comma's embedding, slightly longer, so that it wins wherever the comma would. `<think>` gets
+    a zero embedding and never wins."""
     shutil.copytree(MODEL_DIR, folder)
     files = {name: json.loads((folder / name).read_text()) for name in ("tokenizer.json", "config.json")}
     tokenizer, config = files["tokenizer.json"], files["config.json"]
@@ -55,7 +55,7 @@ def make_model(folder: Path) -> Path:
 @dataclass(frozen=True)
 class Thinking:
     graph: RealGraph
-    """a decode worker and a prefill worker"""
+    """A decode worker and a prefill worker."""
     pair: Pair
     adapters: dict[str, Path]
-    """folders of LoRA adapters"""
+    """Folders of LoRA adapters."""

@@ -1,4 +1,4 @@
-"""Streams are compared whatever tokens came together in them."""
+"""Streams are compared independently of how tokens are grouped."""
 
 import json
 
@@ -15,7 +15,7 @@ ALL = {"token_ids": [1, 2, 3], "prompt_token_ids": [7, 8]}
 
 
 def stream(*chunks: dict[str, object]) -> object:
-    """The events of a stream with one output, which ends with the last chunk."""
+    """The events of a stream with one output and its last chunk."""
     ends = [None] * (len(chunks) - 1) + ["length"]
     choices = [{"index": 0, "finish_reason": end, **chunk} for end, chunk in zip(ends, chunks, strict=True)]
     return events_of("\n\n".join(f"data: {json.dumps({'choices': [choice]})}" for choice in choices))

@@ -1,5 +1,5 @@
-"""`/v1/chat/completions`, its batches, and `/v1/completions`: what is answered. (Sampling, ends and what is shown, with
-each other: `test_mixed.py`.)"""
+"""Responses of `/v1/chat/completions`, its batches, and `/v1/completions`. (Combinations of sampling, stop and output
+options: `test_mixed.py`.)"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,7 +67,7 @@ OF_COMPLETIONS: dict[str, Body] = {
     },
 }
 LOCAL = {"echo", "echo only", "truncated", "truncated from the right"}
-"""prefilled where they are decoded, however long"""
+"""Prefilled locally, however long."""
 
 MESSAGES: dict[str, list[Body]] = {
     "system": [{"role": "system", "content": "Be short."}, {"role": "user", "content": SHORT}],
@@ -137,7 +137,7 @@ def test_as_vllm(pair: Pair, request_: Request) -> None:
 
 
 def test_an_old_prompt_comes_from_the_cache(pair: Pair) -> None:
-    """Again, and with another end: nothing that a client sees says from where the rest came."""
+    """Again, and with another end: the client does not see where the KV came from."""
     prompt = ids("again", 320)
     for end in ([], [300], [301, 302]):
         pair.same(completion("again", [*prompt, *end], **USAGE))

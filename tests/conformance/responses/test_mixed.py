@@ -1,4 +1,4 @@
-"""Requests with several options at once, drawn by chance (the same ones each time), prefilled here and there."""
+"""Requests with several random options (the same ones each time), prefilled locally and remotely."""
 
 import random
 from typing import Any

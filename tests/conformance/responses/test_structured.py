@@ -1,4 +1,4 @@
-"""Structured outputs, however they are asked for, and the errors of those that cannot be."""
+"""Structured outputs on every route, and the errors of invalid ones."""
 
 from typing import Any
 
@@ -127,4 +127,4 @@ def test_after_a_remote_prefill(pair: Pair, path: str, asked: Body) -> None:
 
 
 NO_SPACES = {"200": -100, "201": -100, "223": -100}
-"""else the model would fill the JSON with them"""
+"""Otherwise the model would fill the JSON with spaces."""

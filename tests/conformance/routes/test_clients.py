@@ -1,4 +1,4 @@
-"""What OpenAI's and Anthropic's own clients make of the answers: objects, events, parsed models, exceptions."""
+"""What OpenAI's and Anthropic's clients make of the responses: objects, events, parsed models, exceptions."""
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -36,8 +36,7 @@ def seen(value: Any) -> Any:
 
 
 def streamed(events: list[Any]) -> list[Any]:
-    """The text, how it ends, the kinds of the events, and all of those that do not depend on which tokens came
-    together."""
+    """Text, finish, kinds of events, and all events that do not depend on how tokens are grouped."""
     ends = [choice.finish_reason for event in events for choice in getattr(event, "choices", ())]
     kinds = list(dict.fromkeys(getattr(event, "type", "") for event in events))
     whole = [event for event in events[1:] if not said(event) and not getattr(event, "choices", ())]
@@ -53,7 +52,7 @@ def said(event: Any) -> str:
 
 
 def refused(error: Exception) -> list[Any]:
-    """All that a handler of the exception can look at."""
+    """Everything an exception handler can read."""
     names = ("status_code", "code", "param", "type", "message", "body")
     return [type(error).__name__, *(getattr(error, name, None) for name in names)]
 
@@ -63,7 +62,7 @@ def call(method: str, **asked: Any) -> Use:
 
 
 def helped(method: str, final: str, **asked: Any) -> Use:
-    """The client's own helper for streams: the kinds of its events, and what it puts together from them."""
+    """The event kinds and the result of the client's own stream helper."""
 
     def use(client: Any) -> Any:
         with call(method, **asked)(client) as stream:

@@ -1,4 +1,4 @@
-"""What is refused: status, `type`, `code`, `param` and message."""
+"""Errors: status, `type`, `code`, `param` and message."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/generative_scoring": {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [300, 301]},
 }
 FORMS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize")
-"""routes of different kinds: all bodies are read alike"""
+"""Routes of different kinds; all read bodies alike."""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 DEEP = b'{"model": "demo", "messages": ' + b"[" * 900 + b"]" * 900 + b"}"
 RAW: dict[str, bytes] = {
@@ -50,14 +50,14 @@ def changed(path: str, name: str, differs: str = "", **fields: Any) -> Request:
 
 
 def lacking(path: str) -> Request:
-    """Without the first field after the model, which is required."""
+    """A body without its first required field after the model."""
     body = dict(GOOD[path])
     del body[required := list(body)[1]]
     return Request(f"{path} without {required}", path, body)
 
 
 def with_text(path: str, name: str, content: str) -> Request:
-    """With something in the JSON that Python's `json` cannot write."""
+    """A body with text that Python's `json` cannot write."""
     body = json.dumps(GOOD[path])[:-1] + f", {content}}}"
     return raw(path, name, body.encode())
 

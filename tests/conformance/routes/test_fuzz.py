@@ -1,5 +1,5 @@
-"""Requests that no client should send: no error that one vLLM server would not give, and nothing is left of them. The
-long forms are `make fuzz` and, with simulated engines, tests/soak/test_soak.py."""
+"""Hostile requests get only errors that one vLLM server also gives, and leave nothing behind. The long forms are `make
+fuzz` and, with simulated engines, tests/soak/test_soak.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.real import KEY, Reference
 
 
 async def fails_there_too(finding: FuzzFinding, vllm: str) -> bool:
-    """Whether this vLLM server answers with a 5xx as well."""
+    """Whether this vLLM server also responds with a 5xx."""
     if finding.request is None or finding.status < 500:
         return False
     headers = {**finding.request.headers, "authorization": f"Bearer {KEY}"}

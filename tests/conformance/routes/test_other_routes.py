@@ -1,5 +1,5 @@
-"""`/v1/responses` without a store, `/v1/messages` with its `count_tokens`, `/tokenize`, `/detokenize` and
-`/generative_scoring`: what is answered, and the events of streams."""
+"""Responses and stream events of `/v1/responses` without a store, `/v1/messages` with `count_tokens`, `/tokenize`,
+`/detokenize` and `/generative_scoring`."""
 
 from typing import Any
 
@@ -131,7 +131,7 @@ def test_as_vllm(pair: Pair, request_: Request) -> None:
 
 
 def test_tokens_that_were_cached_are_counted(pair: Pair) -> None:
-    """The whole prompt again, and a longer one: what a prefix cache has, wherever the prompt was prefilled before."""
+    """The whole prompt again, and a longer one: prefix hits count wherever the prompt was prefilled."""
     prompts = (long("cached"), long("cached"), f"{long('cached')} {SHORT}")
     usages = [pair.same(response("cached", input=prompt)).body["usage"] for prompt in prompts]
     counts = [usage["input_tokens_details"]["cached_tokens"] for usage in usages]

@@ -14,6 +14,6 @@ def test_the_page_has_every_difference_that_is_compared_in_part() -> None:
 
 
 def test_the_page_has_every_field_of_a_receipt() -> None:
-    """Its hops are in docs/traces.md, which `tests/observe/test_traces.py` holds against the code."""
+    """The hops are in docs/traces.md, which `tests/observe/test_traces.py` compares with the code."""
     section = API_PAGE.read_text().split("## Where a request went")[1].split("\n## ")[0]
     assert {f.name for f in fields(Receipt)} <= set(re.findall(r"`(\w+)`", section))

@@ -1,4 +1,4 @@
-"""Which routes there are, with which methods; pages; headers of all kinds."""
+"""The list of routes and methods; pages; headers."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ LEFT_OUT = (
     "/v1/systemone",
 )
 SCALE_OUT = ("/inference/v1/generate", "/v1/chat/completions/render")
-"""two of those that vLLM has, in no document, to say that they are switched off"""
+"""Two undocumented routes of vLLM, which report that they are disabled."""
 NOWHERE = (
     "/",
     "/nowhere",
@@ -140,7 +140,7 @@ def test_route(pair: Pair, request_: Request) -> None:
 
 
 def test_without_a_key(pair: Pair) -> None:
-    """Of the graph under test there is none to be had; tests/frontend has what it says then."""
+    """The graph under test has no key to lack; tests/frontend covers its responses."""
     answer = httpx.post(f"{pair.theirs}/v1/completions", json=BODY, headers={"authorization": "Bearer no"})
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
     assert KEY not in answer.text
