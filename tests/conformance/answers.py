@@ -134,23 +134,27 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
     common: dict[str, Any] = {}
     for key, part in value.items():
         where = f"{path}.{key}"
-        if key == "sequence_number":
-            continue
-        if partial and key == "usage" and part:  # counts what has come so far
-            said[where] = part
-            common[key] = "…"
-        elif partial and key in _GROWS and part is None:
-            pass  # null or absent in a chat's chunk, depending on which steps came together
-        elif partial and key == "tool_calls" and part:
-            for call in part:
-                _add_call(said.setdefault(f"{where} {call['index']}", {}), call)
-        elif key in _GROWS and isinstance(part, str | list):
-            said[where] = said.get(where, type(part)()) + part
-            if not partial:  # likewise
-                common[key] = "…"
-        else:
+        if key == "sequence_number" or (partial and key in _GROWS and part is None):
+            continue  # null or absent in a chat's chunk, depending on which steps came together
+        if not _collect(key, part, where, said, partial):
             common[key] = _without_growth(part, where, said, partial)
+        elif key == "usage" or (key in _GROWS and not partial):
+            common[key] = "…"
     return common
+
+
+def _collect(key: str, part: Any, where: str, said: dict[str, Any], partial: bool) -> bool:
+    """Add a part that grows over the stream to `said`. Return False if it does not grow."""
+    if partial and key == "usage" and part:  # counts what has come so far
+        said[where] = part
+    elif partial and key == "tool_calls" and part:
+        for call in part:
+            _add_call(said.setdefault(f"{where} {call['index']}", {}), call)
+    elif key in _GROWS and isinstance(part, str | list):
+        said[where] = said.get(where, type(part)()) + part
+    else:
+        return False
+    return True
 
 
 def _add_call(call: dict[str, Any], part: dict[str, Any]) -> None:
@@ -170,18 +174,24 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
             if MIDDLE not in path or (key in ours and key in theirs):
                 yield from differences(ours.get(key, "absent"), theirs.get(key, "absent"), f"{path}.{key}")
     elif path.rpartition(".")[0].endswith(MIDDLE) and len(ours) != len(theirs):
-        shorter, longer = sorted((ours, theirs), key=len)
-        rest = iter(longer)  # what came together with other tokens is missing from one of them
-        if not all(any(not any(differences(one, other)) for other in rest) for one in shorter):
+        if not _is_part_of(*sorted((ours, theirs), key=len)):
             yield f"{path}: {ours!r}, not {theirs!r}"
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             yield from differences(one, other, f"{path}[{number}]")
-    elif isinstance(ours, float) and isinstance(theirs, float):
-        if abs(ours - theirs) > CLOSE:
-            yield f"{path}: {ours!r}, not {theirs!r}"
-    elif ours != theirs:
+    elif ours != theirs and not _are_close(ours, theirs):
         yield f"{path}: {ours!r}, not {theirs!r}"
+
+
+def _is_part_of(shorter: list[Any], longer: list[Any]) -> bool:
+    """Whether all chunks of the shorter stream are in the longer one, in order: chunks whose tokens came together with
+    others are missing."""
+    rest = iter(longer)
+    return all(any(not any(differences(one, other)) for other in rest) for one in shorter)
+
+
+def _are_close(ours: Any, theirs: Any) -> bool:
+    return isinstance(ours, float) and isinstance(theirs, float) and not abs(ours - theirs) > CLOSE
 
 
 def without(tree: Any, path: str) -> Any:

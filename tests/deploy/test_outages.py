@@ -14,7 +14,7 @@ import httpx
 import pytest
 from pdserve_bench.graphs.launch import PDSERVE, RunningGraph, started
 from pdserve_bench.graphs.simulated import simulated, write
-from pdserve_bench.graphs.without_serve import alone
+from pdserve_bench.graphs.without_serve import started_without_serve
 
 from tests.conditions import until
 from tests.deploy.prometheus import Prometheus, scraping
@@ -123,7 +123,7 @@ def _is(command: Sequence[str], name: str) -> bool:
 @pytest.mark.timeout(600)
 async def test_roles_alone(tmp_path: Path) -> None:
     """Then a prefill worker, NATS and etcd are killed at once, and nothing starts them again."""
-    async with alone(_file(tmp_path), tmp_path, print, workers=2, frontends=1) as running:
+    async with started_without_serve(_file(tmp_path), tmp_path, print, workers=2, frontends=1) as running:
 
         def send(name: str, number: int) -> None:
             os.killpg(running.group(name), number)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from pdserve_bench.fuzz import attack, schema
-from pdserve_bench.fuzz.corpus import nasties, streamed, unfinished
+from pdserve_bench.fuzz.corpus import hostile_requests, streamed, unfinished
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzReport
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.fuzz.responses import EXCUSED, problem, twin_problem
@@ -94,7 +94,7 @@ async def test_a_wrong_answer_is_a_surprise(ending: Ending, seed: int, answer: b
 
 
 def test_the_names_of_those_made_by_hand_are_unique() -> None:
-    names = [request.name for request in nasties("demo")]
+    names = [request.name for request in hostile_requests("demo")]
     assert len(names) == len(set(names)) > 150
 
 
@@ -115,7 +115,7 @@ def test_a_stream_has_the_status_of_the_same_request_without(
 
 
 def test_most_requests_made_by_hand_are_sent_as_streams_too() -> None:
-    assert len(list(streamed(nasties("demo")))) > 100
+    assert len(list(streamed(hostile_requests("demo")))) > 100
 
 
 OPENAI = {"error": {"message": "m", "type": "t", "param": None, "code": 400}}
@@ -177,9 +177,9 @@ async def test_requests_of_every_shape_leave_nothing(graph: StartedGraph, tmp_pa
     """No 5xx, no request, block or slot held, no process gone; the canary is served correctly."""
     fuzzer = Fuzzer(graph.graph, graph.state_dir / "logs")
     async with fuzzer.watching():
-        await fuzzer.run(nasties("demo"), 4)
-        await fuzzer.run(streamed(nasties("demo")), 4)
-        await fuzzer.run(unfinished(nasties("demo"), seed=3))
+        await fuzzer.run(hostile_requests("demo"), 4)
+        await fuzzer.run(streamed(hostile_requests("demo")), 4)
+        await fuzzer.run(unfinished(hostile_requests("demo"), seed=3))
         sent, failures = await schema.run(graph.graph.url, tmp_path, BY_SCHEMATHESIS, seed=1)
     report = fuzzer.report
     findings = [

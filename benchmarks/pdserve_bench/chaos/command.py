@@ -20,7 +20,7 @@ from pdserve_bench.chaos.run import of_one_engine
 from pdserve_bench.chaos.scene import Options
 from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, scorecard, verdict
 from pdserve_bench.graphs.launch import CUTTABLE, RunningGraph, started
-from pdserve_bench.graphs.without_serve import alone
+from pdserve_bench.graphs.without_serve import started_without_serve
 from pdserve_bench.hosts.graph import graph_on_hosts
 from pdserve_bench.measure.runs import INTERRUPTED, run_until_stopped
 from pdserve_bench.progress import say as _say
@@ -87,7 +87,7 @@ def chaos(
     for asked, known in ((hosts, HOST_FAULTS), (clusters, CLUSTER_FAULTS), (without_serve, ALONE_FAULTS)):
         faults = known if asked else faults
     if show_list:
-        print("\n".join(f"{fault.name:18} {fault.told}" for fault in choose(only, faults)))
+        print("\n".join(f"{fault.name:18} {fault.description}" for fault in choose(only, faults)))
         return 0
     if file is None:
         raise ConfigError(["Give the graph to break: -f FILE."])
@@ -102,7 +102,7 @@ def chaos(
     else:
         _say(f"starting the graph of {file}; its logs: {folder}/state/logs")
         names = {fault.name for fault in options.faults}
-        start = on_clusters if clusters else alone if without_serve else started
+        start = on_clusters if clusters else started_without_serve if without_serve else started
         graph = start(
             file,
             folder,
@@ -132,12 +132,16 @@ def chaos(
         complete = run_until_stopped(work)
         good = complete and passed(rows)
     finally:  # show what is known even after an error
-        if rows:
-            show(scorecard(rows))
-            print(verdict(rows, complete))
-            (json or folder / CARD).write_text(as_json(rows, complete))
+        _show(rows, complete, json or folder / CARD)
         if good or not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
         else:
             _say(f"kept for inspection: {folder}")
     return INTERRUPTED if not complete else 0 if good else 1
+
+
+def _show(rows: list[Row], complete: bool, file: Path) -> None:
+    if rows:
+        show(scorecard(rows))
+        print(verdict(rows, complete))
+        file.write_text(as_json(rows, complete))

@@ -10,7 +10,7 @@ from pdserve_bench.chaos.questions import Attempt, Case
 from pdserve_bench.client import LoadClient
 from pdserve_bench.measure.load import ClosedLoop
 
-DYING = 2.0
+DYING_SECONDS = 2.0
 """Seconds after the kill of a frontend during which its port may accept connections that then break."""
 
 
@@ -64,5 +64,7 @@ class JudgedLoad(ClosedLoop[Attempt]):
 
     def _was_on_killed(self, attempt: Attempt) -> bool:
         before = attempt.started <= self._killed_at <= attempt.ended
-        there = before or self._killed_at < attempt.started <= attempt.ended <= self._killed_at + DYING
+        there = (
+            before or self._killed_at < attempt.started <= attempt.ended <= self._killed_at + DYING_SECONDS
+        )
         return bool(self._killed_at) and attempt.reset and there and attempt.port not in self._spared

@@ -26,7 +26,7 @@ from pdserve_bench.graphs.watch import GraphWatch, listed
 
 logger = logging.getLogger(__name__)
 
-CALM = "none"
+NO_FAULT = "none"
 WARM_WITHIN = 60.0
 SETTLE = 10.0
 """Seconds after the last request until every KV block must be free: much shorter than a lease."""
@@ -34,7 +34,7 @@ SETTLE_AFTER_DEATH = 40.0
 """The same after decode workers were killed: longer than a lease."""
 UNKNOWN_LENGTH = 4096
 """Context length in tokens if the file does not set it."""
-MOST_TOLD = 8
+MAX_LOGGED = 8
 """Bad requests of a row that are logged; the scorecard's JSON has all."""
 
 
@@ -72,7 +72,7 @@ class Chaos:
         lengths = [instance.max_model_len for instance in instances if instance.max_model_len]
         cases = await self._cases(min(lengths))
         left_out = questions.POOL - len(self._pool) if self._pool else 0
-        calm = await self._while_it_lives(self._row(CALM, None, 0, cases))
+        calm = await self._while_it_lives(self._row(NO_FAULT, None, 0, cases))
         decode = self._config.decode
         doubt = questions.disagreement(left_out, decode and decode.engine_args.get("dtype"))
         yield replace(calm, left_out=left_out, amiss=(*calm.amiss, *([doubt] if doubt else [])))
@@ -126,7 +126,7 @@ class Chaos:
             await asyncio.sleep(max(0.0, started + options.seconds - time.monotonic()))
         say(f"{len(load.done)} requests; waiting until every KV block is free")
         left = await self._watch.leftovers(SETTLE_AFTER_DEATH if fault and fault.kills_decode else SETTLE)
-        plain = fault.name if fault else CALM
+        plain = fault.name if fault else NO_FAULT
         victims, seen = " ".join(scene.victims) or (plain if fault else ""), load.seen(plain, began)
         pause = max((request.pause or 0.0 for request in seen), default=0.0)
         if fault is None:
@@ -198,9 +198,9 @@ async def of_one_engine(
 
 
 def _troubles(row: Row) -> Iterator[str]:
-    """Yield log lines: bad requests (at most `MOST_TOLD`), workers that still hold blocks, and other findings."""
-    yield from map(str, row.traces[:MOST_TOLD])
-    if (more := len(row.traces) - MOST_TOLD) > 0:
+    """Yield log lines: bad requests (at most `MAX_LOGGED`), workers that still hold blocks, and other findings."""
+    yield from map(str, row.traces[:MAX_LOGGED])
+    if (more := len(row.traces) - MAX_LOGGED) > 0:
         yield f"and {more} more: {'; '.join(row.errors)}"
     for instance, held in row.held.items():
         yield f"{instance} still holds {held} blocks"

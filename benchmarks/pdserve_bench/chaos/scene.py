@@ -17,7 +17,7 @@ class Fault:
     """One row of the scorecard."""
 
     name: str
-    told: str
+    description: str
     play: "Callable[[Scene], Awaitable[float | None]]"
     """Inject the fault, undo it, and return the result of `Scene.recovery`. Raises Cannot, before any harm, if it is
     impossible here."""

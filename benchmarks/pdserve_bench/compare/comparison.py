@@ -37,7 +37,7 @@ _STOP = 12.0
 """Seconds reserved at the end for stopping the servers."""
 _FINALS = 0.4
 """Share of the time for the finalists."""
-_LOOK = 20.0
+_WORTH_STARTING = 20.0
 """Seconds of probes that make starting a candidate worthwhile."""
 
 
@@ -135,7 +135,7 @@ class Comparison:
             for candidates in (self.maker.aggregated(), self.maker.disaggregated())
         )
         wanted = [*together[:1], *apart[:1], *together[1:], *apart[1:]]
-        most = max(2, int(seconds / (START_SECONDS[self.here.kind] + _LOOK)))
+        most = max(2, int(seconds / (START_SECONDS[self.here.kind] + _WORTH_STARTING)))
         if out := [entrant.name for entrant in wanted[most:]]:
             self.notes.append(f"Not run, for lack of time: {'; '.join(out)}. Give --minutes more.")
         self.entrants += [each for each in (*together, *apart) if each in wanted[:most]]

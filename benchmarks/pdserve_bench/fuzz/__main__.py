@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.fuzz import attack, schema
-from pdserve_bench.fuzz.corpus import nasties, streamed, unfinished
+from pdserve_bench.fuzz.corpus import hostile_requests, streamed, unfinished
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
 from pdserve_bench.graphs.launch import REAL, started
 from pdserve_bench.graphs.simulated import simulated, write
@@ -42,7 +42,7 @@ SHOWN = 60
 async def fuzz(fuzzer: Fuzzer, requests: int, seed: int, folder: Path) -> None:
     graph, report = fuzzer.graph, fuzzer.report
     async with fuzzer.watching():
-        by_hand = nasties(graph.model)
+        by_hand = hostile_requests(graph.model)
         await fuzzer.run(by_hand, NASTY_AT_ONCE)
         await fuzzer.run(streamed(by_hand), NASTY_AT_ONCE)
         await fuzzer.run(unfinished(by_hand, seed))

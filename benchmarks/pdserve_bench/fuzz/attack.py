@@ -2,9 +2,9 @@
 
 python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
-The graph has two frontends, https and keys. The canary client first runs without attackers, then with them: its longest
-wait for a token may grow by `BEYOND` seconds, and its responses must be right. The attackers run in a process with
-lower priority, because in reality they would not share the machine.
+The graph has two frontends, https and keys. The canary client first runs without attackers, then with them: its
+longest wait for a token may grow by `MAX_EXTRA_WAIT` seconds, and its responses must be right. The attackers run in a
+process with lower priority, because in reality they would not share the machine.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ SIMULATED = simulated(
     common={"num-gpu-blocks-override": 8192},
 )
 """As slow as real engines without a GPU: a greedy response takes half a minute."""
-BEYOND = 1.0
+MAX_EXTRA_WAIT = 1.0
 """Seconds that the canary may wait longer for a token than without attackers."""
-QUIET = 20.0
+QUIET_SECONDS = 20.0
 """Seconds without attackers."""
 FRONTENDS = 2
 CANARY = "the client beside"
@@ -45,7 +45,7 @@ OUTPUT = 1500
 PATIENCE = 60.0
 """Timeout of an attacker's request in seconds."""
 NICE = 10
-AGAIN = 0.05
+RETRY_SECONDS = 0.05
 """Seconds between two requests of an attacker, because refusals are immediate."""
 
 
@@ -78,7 +78,7 @@ class Attackers:
                 status = type(error).__name__
             finally:
                 self.statuses[f"{kind}: {status}"] += 1
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(RETRY_SECONDS)
 
     # the kinds
 
@@ -142,7 +142,7 @@ async def attacked(
     kinds: list[str],
     seconds: float,
     say: Callable[[str], None],
-    beyond: float = BEYOND,
+    beyond: float = MAX_EXTRA_WAIT,
 ) -> FuzzReport:
     """Start the file's graph and attack it."""
     made = create(folder / "tls")
@@ -161,7 +161,7 @@ async def attacked(
     ) as running:
         fuzzer = Fuzzer(running.graph, running.state_dir / "logs", say, key_headers(_key(CANARY)))
         async with fuzzer.watching() as load:
-            await asyncio.sleep(QUIET)
+            await asyncio.sleep(QUIET_SECONDS)
             quiet, _ = _longest(load, 0)
             asked = len(load.done)
             child = _attackers(fuzzer, folder, await fuzzer.max_model_len(), kinds)

@@ -20,7 +20,7 @@ NOWHERE = "http://127.0.0.1:1/x"
 TEMPLATE = "{% for i in range(99999999) %}x{% endfor %}"
 
 
-def nasties(model: str) -> list[FuzzRequest]:
+def hostile_requests(model: str) -> list[FuzzRequest]:
     """Yield all requests; their names are unique."""
     kinds = (_bodies, _grammars, _fetching, _headers, _spellings, _routes)
     return [request for kind in kinds for request in kind(model)]

@@ -27,7 +27,7 @@ from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.fuzz.responses import is_excused, problem, twin_problem
 from pdserve_bench.graphs.watch import GraphWatch
 from pdserve_bench.measure.load import side_by_side
-from pdserve_bench.soak.usage import Picture, leaks, picture
+from pdserve_bench.soak.usage import Picture, leaks, measure_usage
 
 CONCURRENCY = 32
 TIMEOUT = 60.0
@@ -36,16 +36,16 @@ SETTLE = 45.0
 BURST_OUTPUT = 200
 """Output tokens: enough that all slots are busy at the same time."""
 BURSTS = 5
-ELSEWHERE = "127.0.0.2"
+SOURCE_ADDRESS = "127.0.0.2"
 """Source address of fuzzed requests: they are another client than the canary to the fair queue."""
 KNOWN_CASES = 8
-STARVED = 30.0
+MAX_CANARY_WAIT = 30.0
 """Seconds that the canary may wait for a token."""
-HELD, LOOK_EVERY = 2.0, 0.02
+MAX_HOLD, POLL_INTERVAL = 2.0, 0.02
 """CPU seconds that a frontend's event loop may be blocked by about 30 simultaneous requests; seconds between two
 checks."""
 PACE = 0.15
-"""CPU seconds of the reference machine for a sum of five million numbers; HELD scales with it."""
+"""CPU seconds of the reference machine for a sum of five million numbers; MAX_HOLD scales with it."""
 TOLD_EVERY = 10.0
 GROWTH = {"blocks": 0, "sockets": 8, "files": 8, "tasks": 8, "threads": 24, "MiB": 400}
 """Tolerated growth per process: pools and allocators fill up. The soak test finds slow leaks."""
@@ -122,7 +122,7 @@ class Fuzzer:
         self.report = FuzzReport()
         self.graph, self._logs, self.say = graph, logs, say
         self._headers = dict(headers or {})
-        self._source = ELSEWHERE if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
+        self._source = SOURCE_ADDRESS if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
         self._told = time.monotonic()
         self._statuses: dict[str, int] = {}
         """By name of requests that were read to the end."""
@@ -135,7 +135,7 @@ class Fuzzer:
         async with GraphWatch() as watch:
             await watch.move(self.graph)
             before = await watch.learn()
-            held = await picture(self.graph.pid, before, {})
+            held = await measure_usage(self.graph.pid, before, {})
             load = await self._canary()
             frontends = [
                 psutil.Process(instance.pid) for instance in before if instance.role is Role.FRONTEND
@@ -144,7 +144,7 @@ class Fuzzer:
                 if len(frontends) == 1:
                     tasks.start(self._measure_holds(frontends[0]), "measuring the frontend's loop")
                 yield load
-            if self.report.longest_hold > HELD:
+            if self.report.longest_hold > MAX_HOLD:
                 self._found(f"the frontend's loop was held for {self.report.longest_hold:.2f} s of CPU time")
             self._judge(load)
             await self._look_after(watch, held, {instance.id for instance in before})
@@ -161,10 +161,10 @@ class Fuzzer:
                 with suppress(httpx.HTTPError):
                     await http.get(f"{self.graph.url}/ping")
                 used = sum(frontend.cpu_times()[:2]) - began
-                if used > HELD:
+                if used > MAX_HOLD:
                     used /= slowness()
                 self.report.longest_hold = max(self.report.longest_hold, used)
-                await asyncio.sleep(LOOK_EVERY)
+                await asyncio.sleep(POLL_INTERVAL)
 
     async def run(self, requests: Iterable[FuzzRequest], concurrency: int = CONCURRENCY) -> None:
         await side_by_side(requests, self.send, concurrency)
@@ -220,7 +220,7 @@ class Fuzzer:
             self.report.longest_pause = max(self.report.longest_pause, seen.pause or 0.0)
             if seen.result is not Judgement.OK:
                 self._found(f"the client beside: {seen.trace}")
-        if self.report.longest_pause > STARVED:
+        if self.report.longest_pause > MAX_CANARY_WAIT:
             self._found(f"the client beside waited {self.report.longest_pause:.1f} s for a token")
 
     # what is left
@@ -242,7 +242,7 @@ class Fuzzer:
             elif there_load := (await http.get(f"{self.graph.url}/load")).json()["server_load"]:
                 self._found(f"/load: {there_load}")
         await self._burst(sum(worker.max_num_seqs for worker in after if worker.role.includes(Role.DECODE)))
-        for growth in leaks(before, await picture(self.graph.pid, await watch.instances(), {}), GROWTH):
+        for growth in leaks(before, await measure_usage(self.graph.pid, await watch.instances(), {}), GROWTH):
             self._found(growth)
 
     async def _burst(self, places: int) -> None:

@@ -21,7 +21,7 @@ from pdserve.util.errors import RegistryUnavailable
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 0.25
+POLL_INTERVAL = 0.25
 TELL_EVERY = 15.0
 
 
@@ -84,7 +84,7 @@ class GraphWatch(Lifetime):
                     f"waiting for {listed(self.whole)}; there are {listed(there) or 'none, or etcd is silent'}"
                 )
                 told_at = time.monotonic()
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def leftovers(self, within: float) -> Leftovers:
         """Wait until the graph holds nothing, up to `within` seconds, and return what it still holds."""
@@ -105,7 +105,7 @@ class GraphWatch(Lifetime):
             left = Leftovers(held(instances, loads), queued, seconds, tuple(amiss))
             if seconds >= within or not (left.blocks or queued or amiss or there != self.whole):
                 return left
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def metrics(self, *roles: Role) -> dict[str, dict[str, float]]:
         """Return the metrics of each instance, by instance id and series."""

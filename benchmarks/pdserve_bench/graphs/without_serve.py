@@ -34,14 +34,14 @@ from pdserve_bench.graphs.launch import (
 from pdserve_bench.graphs.simulated import write
 from pdserve_bench.graphs.watch import GraphWatch
 
-RESTART = 0.5
+POLL_INTERVAL = 0.5
 """Seconds between two checks for processes that have ended."""
 STOP_WITHIN = 60.0
 ROLES = (Role.FRONTEND, Role.DECODE, Role.PREFILL)
 
 
 @dataclass
-class AloneGraph(RunningGraph):
+class GraphWithoutServe(RunningGraph):
     """This process supervises the roles."""
 
     servers: Sequence[EmbeddedServer]
@@ -69,7 +69,7 @@ class AloneGraph(RunningGraph):
     async def keep(self) -> None:
         """Restart processes that end. Never returns."""
         while True:
-            await asyncio.sleep(RESTART)
+            await asyncio.sleep(POLL_INTERVAL)
             for run in self.roles.values() if self.restarts else ():
                 if run.process.poll() is not None:
                     run.start()
@@ -107,7 +107,7 @@ class AloneGraph(RunningGraph):
 
 
 @asynccontextmanager
-async def alone(
+async def started_without_serve(
     file: Path,
     folder: Path,
     say: Callable[[str], None],
@@ -117,7 +117,7 @@ async def alone(
     dtype: str = "",
     variables: Mapping[str, str] | None = None,
     **_: Any,
-) -> AsyncIterator[AloneGraph]:
+) -> AsyncIterator[GraphWithoutServe]:
     """Like `started`, for the options that it has. `frontends` 0: as many as workers. Raises Unavailable and
     ConfigError."""
     state_dir = folder / "state"
@@ -132,7 +132,7 @@ async def alone(
         assert config.frontend
         url, model = f"http://127.0.0.1:{config.frontend.port}", config.served_model_name
         record = GraphRecord(os.getpid(), str(ours), model, "bench", etcd.url, nats.url, url)
-        graph = AloneGraph(record, state_dir, (nats, etcd))
+        graph = GraphWithoutServe(record, state_dir, (nats, etcd))
         for role in ROLES:
             for number in range(frontends if frontends and role is Role.FRONTEND else workers):
                 name, own = f"{role.value}-{number}", {"PDSERVE_STATE_DIR": str(state_dir)}

@@ -3,8 +3,8 @@
     python -m pdserve_bench.soak [--real] [--warm-up 2000] [--requests 4000] [--seed 1]
 
 Starts a graph (simulated engines, or with --real that of configs/local.yaml), sends a warm-up and measures each
-process: KV blocks, sockets, files, asyncio tasks, threads, memory, and the data in NATS and etcd. After the requests the
-graph has 60 s to return to these values. Exit code 1 if something grew beyond its margin (`usage.MARGINS`), or a
+process: KV blocks, sockets, files, asyncio tasks, threads, memory, and the data in NATS and etcd. After the requests,
+the graph has 60 s to return to these values. Exit code 1 if something grew beyond its margin (`usage.MARGINS`), or a
 request got an unexpected response.
 """
 
@@ -27,7 +27,7 @@ from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.graphs.watch import GraphWatch
 from pdserve_bench.options import program
 from pdserve_bench.soak.requests import MixedLoad
-from pdserve_bench.soak.usage import MARGINS, Picture, leaks, nats_keeps, picture
+from pdserve_bench.soak.usage import MARGINS, Picture, leaks, measure_usage, nats_keeps
 
 SIMULATED = simulated(
     {"step-seconds": 0.005, "prefill-rate": 20000}, common={"num-gpu-blocks-override": 1024}
@@ -63,7 +63,7 @@ async def soak(
 
         async def look() -> Picture:
             stored = {"nats": await nats_keeps(graph), "etcd": len(await registry.read(""))}
-            return await picture(graph.pid, await watch.instances(), stored)
+            return await measure_usage(graph.pid, await watch.instances(), stored)
 
         async def ask(count: int, seed: int) -> tuple[MixedLoad, float]:
             """Return the load, and when its last request ended."""

@@ -41,7 +41,7 @@ class Usage:
 Picture = Mapping[str, Usage]
 
 
-async def picture(supervisor: int, instances: list[Instance], stored: Mapping[str, int]) -> Picture:
+async def measure_usage(supervisor: int, instances: list[Instance], stored: Mapping[str, int]) -> Picture:
     """Measure all processes of the graph. `stored` is the data in each server."""
     found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
     roles = {instance.pid: instance for instance in instances}

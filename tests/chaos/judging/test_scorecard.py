@@ -111,7 +111,7 @@ async def test_requests_that_never_end_and_workers_that_are_gone_are_amiss() -> 
 
 # how it looks
 
-CALM = Row("none", requests=10, recovered=0.0)
+NO_FAULT = Row("none", requests=10, recovered=0.0)
 ETCD = Row("etcd-kill", "etcd", requests=20, p99_pause=0.5, slowest="chaos-a", recovered=1.0, freed=0.3)
 BAD = replace(ETCD, fault="nats-cut", failed=2, wrong=1, leaked=7, recovered=None)
 SKIPPED = Row("decode-cut", skipped="needs root")
@@ -130,10 +130,10 @@ def test_a_line_has_what_is_not_zero() -> None:
 @pytest.mark.parametrize(
     ("rows", "complete", "told"),
     [
-        ([CALM, ETCD], True, "1 faults, 30 requests: nothing dropped."),
-        ([CALM, ETCD, BAD], True, "2 faults, 50 requests: NOT GOOD: nats-cut."),
-        ([CALM, SKIPPED], True, "decode-cut skipped: needs root\nNo fault was tried."),
-        ([CALM], False, "No fault was tried.\nBroken off: not all faults were tried."),
+        ([NO_FAULT, ETCD], True, "1 faults, 30 requests: nothing dropped."),
+        ([NO_FAULT, ETCD, BAD], True, "2 faults, 50 requests: NOT GOOD: nats-cut."),
+        ([NO_FAULT, SKIPPED], True, "decode-cut skipped: needs root\nNo fault was tried."),
+        ([NO_FAULT], False, "No fault was tried.\nBroken off: not all faults were tried."),
     ],
 )
 def test_the_verdict(rows: list[Row], complete: bool, told: str) -> None:

@@ -43,7 +43,7 @@ def test_every_target_by_every_kind() -> None:
         for target in ("prefill", "decode", "nats", "etcd", "frontend")
         for kind in ("kill", "hang", "cut")
     }
-    assert all(fault.told for fault in FAULTS)
+    assert all(fault.description for fault in FAULTS)
 
 
 LINKS = [f"{host}-link-cut-10s" for host in ("decode", "prefill")]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pdserve_bench.fuzz.corpus import nasties, streamed, unfinished
+from pdserve_bench.fuzz.corpus import hostile_requests, streamed, unfinished
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, send
 
 from pdserve.supervisor import state
@@ -30,9 +30,9 @@ async def test_real_engines_are_hard_to_upset(
     assert record is not None
     fuzzer = Fuzzer(record, graph.state_dir / "logs")
     async with fuzzer.watching():
-        await fuzzer.run(nasties("demo"), 4)
-        await fuzzer.run(streamed(nasties("demo")), 4)
-        await fuzzer.run(unfinished(nasties("demo"), seed=5), 16)
+        await fuzzer.run(hostile_requests("demo"), 4)
+        await fuzzer.run(streamed(hostile_requests("demo")), 4)
+        await fuzzer.run(unfinished(hostile_requests("demo"), seed=5), 16)
     told = [
         f"{finding.what}\n{finding.request and finding.request.curl(graph.url, tmp_path)}"
         for finding in fuzzer.report.findings

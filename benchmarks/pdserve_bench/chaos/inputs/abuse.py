@@ -16,11 +16,11 @@ from pdserve_bench.client import Exchange, LoadClient, post, send_unread
 GREEDY, POLITE = "127.0.0.2", "127.0.0.3"
 STREAMS = 200
 OUTPUT = 1000
-BEYOND = 5.0
+MAX_EXTRA_WAIT = 5.0
 """Seconds that other clients may wait longer than before, for a response or a token."""
-QUIET = 3
+QUIET_SAMPLES = 3
 ASK_EVERY = 1.0
-MOST_DEAD = 2
+MAX_DEAD_WORKERS = 2
 
 
 async def read_nothing(scene: Scene) -> float | None:
@@ -29,7 +29,7 @@ async def read_nothing(scene: Scene) -> float | None:
     if address.hostname not in ("127.0.0.1", "localhost"):
         raise Cannot("the frontend is not on this machine's loopback")
     assert scene.config.frontend is not None
-    quiet = max([await _wait_of_polite(scene) for _ in range(QUIET)])
+    quiet = max([await _wait_of_polite(scene) for _ in range(QUIET_SAMPLES)])
     calm, began, waits = _longest_pause(scene.load.done), time.monotonic(), list[float]()
     with ExitStack() as stack:
         for number in range(STREAMS):
@@ -45,8 +45,8 @@ async def read_nothing(scene: Scene) -> float | None:
     for client, most, usual in ((POLITE, max(waits), quiet), ("the load's address", paused, calm)):
         told = f"a client from {client} waited {most:.1f} s at most, {usual:.1f} s before"
         scene.say(told)
-        if most > usual + BEYOND:
-            scene.amiss.append(f"{told}: streams that are not read may cost {BEYOND:g} s")
+        if most > usual + MAX_EXTRA_WAIT:
+            scene.amiss.append(f"{told}: streams that are not read may cost {MAX_EXTRA_WAIT:g} s")
     return recovered
 
 
@@ -102,7 +102,7 @@ async def poison(scene: Scene) -> float | None:
         recovered = await scene.recovery()
         dead = before - await _workers(scene)
         scene.say(f"poison of {length} tokens: {len(dead)} workers died, {exchange.error}")
-        if len(dead) > MOST_DEAD:
+        if len(dead) > MAX_DEAD_WORKERS:
             scene.amiss.append(f"{len(dead)} workers died of one poison: {', '.join(sorted(dead))}")
         if not 400 <= exchange.status < 600 or exchange.status == 503:
             scene.amiss.append(f"poison of {length} tokens ended with {exchange.error or 'an answer'}")

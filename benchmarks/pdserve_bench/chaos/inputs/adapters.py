@@ -13,9 +13,9 @@ from pdserve_bench.chaos.scene import Fault, Scene
 
 NAME = "chaos"
 ROUNDS = 3
-MANY = 20
+CONNECTIONS = 20
 """Connections: enough to reach every frontend that shares the port."""
-LOOK_EVERY = 0.01
+POLL_INTERVAL = 0.01
 """Seconds between two checks."""
 
 
@@ -35,7 +35,7 @@ async def unload(scene: Scene) -> float | None:
             scene, [{**body, "model": NAME, "cache_salt": f"{NAME}-{turn}"} for body in bodies]
         )
         while not running.done() and not all(each.arrivals for each in asked):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(POLL_INTERVAL)
         count_running(scene, asked)
         await _post(scene, "unload", {"lora_name": NAME})
         if turn == ROUNDS - 1:
@@ -63,7 +63,7 @@ async def _until_listed(scene: Scene) -> None:
     """Wait until all frontends, which share a port, list the adapter: only one of them was asked to load it."""
     listed = 0
     async with asyncio.timeout(scene.options.recover_within):
-        while listed < MANY:
+        while listed < CONNECTIONS:
             async with httpx.AsyncClient(base_url=scene.running.graph.url, trust_env=False) as client:
                 found = (await client.get("/v1/models")).json()["data"]
             listed = listed + 1 if NAME in {each["id"] for each in found} else 0

@@ -14,7 +14,7 @@ from pdserve_bench.graphs.launch import StartedGraph
 
 LOGS_WITHIN = 30.0
 _CHUNK = bytes(1 << 20)
-NEED = ("lock", "graph.json", "credentials", "logs", "settings.json", "servers")
+RECREATED = ("lock", "graph.json", "credentials", "logs", "settings.json", "servers")
 """Files that restarts and other commands need; those that existed must be recreated."""
 BACK_WITHIN = 10.0
 
@@ -89,7 +89,7 @@ async def remove_state(scene: Scene) -> float | None:
         for target in (Target.PREFILL, Target.DECODE, Target.NATS, Target.ETCD)
         for victim in find(target, scene.turn, instances, running.graph.pid)[0]
     ]
-    there = {path.name for path in folder.iterdir()} & set(NEED)
+    there = {path.name for path in folder.iterdir()} & set(RECREATED)
     for path in folder.iterdir():
         _remove(path)
     scene.say(f"{', '.join(sorted(there))} removed; killing {', '.join(each.name for each in victims)}")

@@ -34,7 +34,7 @@ AT_ONCE, LINES = 4, 24
 """Concurrent requests of a feature; lines of a batch."""
 OUTPUT = 300
 """Output tokens: enough that a request still runs when its worker is killed."""
-LOOK_EVERY = 0.01
+POLL_INTERVAL = 0.01
 """Seconds between two checks."""
 
 
@@ -63,7 +63,7 @@ async def play(scene: Scene, feature: Trial) -> float | None:
         await feature.prepare(scene, bodies)
     asked, running = begin(scene, bodies)
     while not running.done() and not feature.enough([bool(each.arrivals) for each in asked]):  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_EVERY)
+        await asyncio.sleep(POLL_INTERVAL)
     count_running(scene, asked)
     seconds = await feature.strike(scene)
     await running
@@ -232,7 +232,7 @@ async def _until(scene: Scene, name: str, true: Callable[[dict[str, Any]], bool]
                 found = (await client.get(f"{scene.running.graph.url}/v1/batches/{name}")).json()
             if true(found):
                 return dict(found)
-        await asyncio.sleep(LOOK_EVERY)
+        await asyncio.sleep(POLL_INTERVAL)
 
 
 def _holder(file: Path) -> int:

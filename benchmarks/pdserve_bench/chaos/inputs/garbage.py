@@ -19,7 +19,7 @@ from pdserve.registry import keys
 from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene
 
-LINES = 2000
+MAX_LOG_LINES = 2000
 """Log lines that all of it may cause, beyond those of the load."""
 LOOPBACK = ("127.", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
@@ -74,7 +74,7 @@ async def spread(scene: Scene) -> float | None:
     recovered = await scene.recovery()
     lines = _lines(logs) - before - quiet * (time.monotonic() - began)
     scene.say(f"some {max(0, lines):.0f} lines of log about it")
-    if lines > LINES:
+    if lines > MAX_LOG_LINES:
         scene.amiss.append(f"some {lines:.0f} lines of log about garbage")
     if dead := [f"{port} of {owner}" for host, port, owner in ports if not _connects(host, port)]:
         scene.amiss.append(f"nothing listens any more on {', '.join(dead)}")

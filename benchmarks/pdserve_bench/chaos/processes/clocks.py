@@ -34,7 +34,7 @@ WORK = {
 }
 """By role, a metric that grows when the process does work."""
 _FAILURES, _REMOTE = "pdserve_remote_prefill_failures_total", "pdserve_prefill_total"
-ON_THEIR_WAY = 0.3
+ARRIVAL_SECONDS = 0.3
 """Seconds until a request that was sent has reached its frontend."""
 
 
@@ -67,7 +67,7 @@ async def _use(scene: Scene, instances: Sequence[Instance]) -> None:
     scene.load.urls = [*ours, *(instance.address for instance in instances if instance.role is Role.FRONTEND)]
     await failures(scene, TOLERATED)
     scene.load.urls = ours
-    await asyncio.sleep(ON_THEIR_WAY)
+    await asyncio.sleep(ARRIVAL_SECONDS)
 
 
 async def failures(scene: Scene, tolerated: float) -> None:

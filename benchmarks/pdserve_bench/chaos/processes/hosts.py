@@ -12,11 +12,11 @@ from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.graphs.watch import total
 from pdserve_bench.hosts.graph import SERVERS, WRONG_CLOCKS, HostsGraph
 
-SHORT, LONG = 10.0, 60.0
+SHORT_CUT, LONG_CUT = 10.0, 60.0
 """Seconds of a cut: about one etcd lease, and several."""
-AWAY = 30.0
+AWAY_SECONDS = 30.0
 """Seconds until a vanished host is back."""
-DELAY = 0.025
+LINK_DELAY = 0.025
 """Seconds per link: 50 ms between two hosts."""
 
 
@@ -115,7 +115,7 @@ def _faults() -> tuple[Fault, ...]:
             partial(_cut, role=role, seconds=seconds),
             (role, "link-cut", f"{seconds:g}s"),
         )
-        for seconds in (SHORT, LONG)
+        for seconds in (SHORT_CUT, LONG_CUT)
         for role in hit
     )
     ends = (
@@ -128,7 +128,11 @@ def _faults() -> tuple[Fault, ...]:
             silent=True,
         )
         for name, seconds, back in (
-            ("vanish", AWAY, f"and is back {AWAY:g} s later, at another address where it is no server's"),
+            (
+                "vanish",
+                AWAY_SECONDS,
+                f"and is back {AWAY_SECONDS:g} s later, at another address where it is no server's",
+            ),
             ("restart", 0.0, "and is back at once, at another address"),
         )
         for role in hit
@@ -139,7 +143,9 @@ def _faults() -> tuple[Fault, ...]:
 
 _LIMITS = (
     Fault("loss-1%", "all links lose 1 % of the packets, each way", partial(_limit, loss=0.01), ("limit",)),
-    Fault("delay-50ms", "50 ms between any two hosts, each way", partial(_limit, delay=DELAY), ("limit",)),
+    Fault(
+        "delay-50ms", "50 ms between any two hosts, each way", partial(_limit, delay=LINK_DELAY), ("limit",)
+    ),
     Fault("rate-1gbit", "all links carry 1 Gbit/s, each way", partial(_limit, rate="1gbit"), ("limit",)),
 )
 _CLOCK = Fault(

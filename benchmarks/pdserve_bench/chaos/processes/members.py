@@ -20,14 +20,14 @@ from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.graphs.clusters import Clusters, EtcdMember, NatsMember, addresses, cluster
 from pdserve_bench.graphs.launch import StartedGraph, started
 
-MAJORITY = 2.5
+MAJORITY_HOLDS = 2.5
 """The majority is lost for this many times --hold: 30 s."""
-AFTERWARDS = 24
+CHECKED_REQUESTS = 24
 """Requests after the recovery that are checked for remote prefill."""
-REMOTE = 0.4
+MIN_REMOTE_SHARE = 0.4
 """Minimal share of them that is prefilled remotely; two of three prompts are long enough."""
 WHOLE_WITHIN = 60.0
-LOOK = 0.25
+POLL_INTERVAL = 0.25
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ async def _named(
             for member in members:
                 if member.name == leader:
                     return member
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
 
 
 async def _leader_of(what: int, clusters: Clusters) -> EmbeddedServer:
@@ -143,7 +143,7 @@ async def lose_majority(
     second = next(member for member in peers if member is not first)
     victims = [_victim(scene, member) for member in (first, second)]
     async with injected(Harm.KILL, victims, scene.running.graph.pid, scene.running.state_dir):
-        await asyncio.sleep(MAJORITY * scene.options.hold)
+        await asyncio.sleep(MAJORITY_HOLDS * scene.options.hold)
     await asyncio.gather(_restart(first), _restart(second))
     return await _recovery(scene)
 
@@ -180,7 +180,7 @@ async def _until_whole(clusters: Clusters) -> None:
     """Wait until all members have the same data."""
     async with asyncio.timeout(WHOLE_WITHIN):
         while not await _whole(clusters):  # noqa: ASYNC110 (servers)
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
 
 
 async def _whole(clusters: Clusters) -> bool:
@@ -197,11 +197,11 @@ async def _recovery(scene: Scene) -> float | None:
     except TimeoutError:
         scene.amiss.append(f"a cluster is not whole after {WHOLE_WITHIN:g} s")
     since = time.monotonic()
-    await scene.load.until(lambda answer: answer.started > since, AFTERWARDS)
+    await scene.load.until(lambda answer: answer.started > since, CHECKED_REQUESTS)
     answers = [answer for answer in scene.load.done if answer.started > since]
     share = sum(answer.prefill == "remote" for answer in answers) / len(answers)
     scene.say(f"{share:.0%} of {len(answers)} requests are prefilled remotely again")
-    if share < REMOTE:
+    if share < MIN_REMOTE_SHARE:
         scene.amiss.append(f"only {share:.0%} of the requests are prefilled remotely afterwards")
     return seconds
 
@@ -231,7 +231,7 @@ CLUSTER_FAULTS: tuple[Fault, ...] = (
     *(
         Fault(
             f"{name.partition('-')[0]}-majority",
-            f"two of three, {whom} among them: SIGKILL, and back after {MAJORITY} x --hold",
+            f"two of three, {whom} among them: SIGKILL, and back after {MAJORITY_HOLDS} x --hold",
             partial(lose_majority, leader=leader),
             (name.partition("-")[0], "majority"),
         )

@@ -27,7 +27,7 @@ _DROP = ctypes.create_string_buffer(
     struct.pack("HBBI", 0x06, 0, 0, 0)
 )  # BPF: return 0, the packet is dropped
 _PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))
-_LOOK_EVERY = 0.02
+_POLL_INTERVAL = 0.02
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Address = tuple[str, int]
@@ -74,7 +74,7 @@ class Cut:
     async def keep(self) -> None:
         """Cut new connections until cancelled, in a thread, because this event loop measures pauses."""
         while True:
-            await asyncio.sleep(_LOOK_EVERY)
+            await asyncio.sleep(_POLL_INTERVAL)
             if _open_sockets(self._members) != self._known:
                 with contextlib.suppress(Cannot):
                     await asyncio.to_thread(self.extend)

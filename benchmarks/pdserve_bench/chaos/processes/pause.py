@@ -21,9 +21,9 @@ from pdserve_bench.chaos.scene import Fault, Scene
 
 FOLDER = "PDSERVE_STOPPED_CLOCKS"
 """Environment variable with the folder of these files, named by process id."""
-SECONDS, SIMULATED = 40.0, 16.0
+PAUSE_SECONDS, SIMULATED_PAUSE_SECONDS = 40.0, 16.0
 """Seconds of the pause: longer than the KV leases of real and of simulated engines."""
-BURST, BEFORE = 16, 0.25
+BURST, BURST_LEAD = 16, 0.25
 """Requests sent at once, and how many seconds before the pause, so that their prefill results arrive during it."""
 _LIBRARY = r"""
 #define _GNU_SOURCE
@@ -111,7 +111,7 @@ async def pause(scene: Scene, victims: Sequence[Victim], seconds: float) -> None
     if not folder.exists() or not stand_still(folder, groups, 0):
         raise Cannot("its clocks run on: --only with this row's name, and a C compiler, can stop them")
     scene.load.join(BURST)
-    await asyncio.sleep(BEFORE)
+    await asyncio.sleep(BURST_LEAD)
     async with injected(Harm.HANG, victims, scene.running.graph.pid, scene.running.state_dir):
         began = time.monotonic_ns()
         for _ in range(int(seconds)):
@@ -126,13 +126,14 @@ async def _play(scene: Scene) -> float | None:
     victims = [find(target, scene.turn, instances, supervisor)[0][0] for target in targets]
     scene.victims += [victim.name for victim in victims]
     scene.say(f"{' and '.join(scene.victims)}, {len(scene.load.running)} requests in flight")
-    await pause(scene, victims, SIMULATED if simulated(scene.config) else SECONDS)
+    await pause(scene, victims, SIMULATED_PAUSE_SECONDS if simulated(scene.config) else PAUSE_SECONDS)
     return await scene.recovery()
 
 
 HOST_PAUSE = Fault(
     "host-pause",
-    f"a frontend and a decode worker: paused for {SECONDS:g} s ({SIMULATED:g} s simulated), and their clocks with them",
+    f"a frontend and a decode worker pause with their clocks for {PAUSE_SECONDS:g} s "
+    f"(simulated: {SIMULATED_PAUSE_SECONDS:g} s)",
     _play,
     ("pause",),
     adds={"PrefillWorker": {"num-gpu-blocks-override": 200}},  # what is freed is soon another prompt's

@@ -17,13 +17,13 @@ from pdserve_bench.chaos.processes.network_cut import Cannot
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.graphs.launch import StartedGraph
 
-KILLING = 3.3
-EVERY = (3.0, 6.0)
-AGAIN = (1, 2, 3, 4)
+KILLING_HOLDS = 3.3
+KILL_INTERVAL = (3.0, 6.0)
+KILLS_WHILE_STARTING = (1, 2, 3, 4)
 """How many times in a row the restarted worker is killed while it starts."""
-YOUNG = (0.2, 1.5)
+STARTING_AGE = (0.2, 1.5)
 TICK = 0.2
-BEFORE = 0.2
+QUIET_SECONDS = 0.2
 """Seconds from the last new request to the kill of `serve`, so that no connection is half open."""
 AFTER_DRAIN = 20.0
 """Seconds beyond the drain timeout until the processes of a dead `serve` must have ended."""
@@ -32,14 +32,14 @@ AFTER_DRAIN = 20.0
 async def kill_workers(scene: Scene) -> float | None:
     """Never kill two serving workers within two seconds, because a request that has lost two workers is quarantined."""
     dice = random.Random(scene.options.seed)
-    end = time.monotonic() + KILLING * scene.options.hold
+    end = time.monotonic() + KILLING_HOLDS * scene.options.hold
     due, killed, young = 0.0, 0, 0
     doomed: dict[str, int] = {}
     while (now := time.monotonic()) < end:
         ids = {instance.pid: instance.id for instance in await scene.watch.instances()}
         workers = _workers(scene)
         for name, worker in workers.items():
-            if worker.pid not in ids and doomed.get(name) and _age(worker) > dice.uniform(*YOUNG):
+            if worker.pid not in ids and doomed.get(name) and _age(worker) > dice.uniform(*STARTING_AGE):
                 _kill(worker)
                 doomed[name], young = doomed[name] - 1, young + 1
         serving = {name: worker for name, worker in workers.items() if worker.pid in ids}
@@ -47,9 +47,13 @@ async def kill_workers(scene: Scene) -> float | None:
             name = dice.choice(sorted(serving))
             _kill(serving[name])
             scene.gone.add(ids[serving[name].pid])
-            doomed[name], killed, due = dice.choice(AGAIN), killed + 1, now + dice.uniform(*EVERY)
+            doomed[name], killed, due = (
+                dice.choice(KILLS_WHILE_STARTING),
+                killed + 1,
+                now + dice.uniform(*KILL_INTERVAL),
+            )
         await asyncio.sleep(TICK)
-    told = f"{killed} workers killed, and {young} that were starting"
+    told = f"killed {killed} workers, and {young} while they started"
     scene.say(told)
     if not killed or not young:
         scene.amiss.append(told)
@@ -81,10 +85,10 @@ async def hold_load(scene: Scene) -> StartedGraph:
     """Stop new requests while some are in flight, and return the graph. Raises Cannot."""
     running = scene.running
     if not isinstance(running, StartedGraph):
-        raise Cannot("only where this command has started the graph, and can start it again")
+        raise Cannot("the graph was not started by this command, which cannot restart it")
     scene.gone |= {instance.id for instance in await scene.watch.instances()}
     scene.load.pause()
-    await asyncio.sleep(BEFORE)
+    await asyncio.sleep(QUIET_SECONDS)
     return running
 
 
@@ -95,7 +99,7 @@ async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
     victims = [family[0], *(each for each in family if guardian and _is_guardian(each))]
     running.away = True
     for process in victims:
-        process.suspend()  # so that none sees another's end
+        process.suspend()  # so that no process sees another end first
     for process in victims:
         process.kill()
     running.serve.process.wait()
@@ -149,19 +153,19 @@ def described(process: psutil.Process) -> str:
 
 START_KILL = Fault(
     "start-kill",
-    f"SIGKILL of a worker every {EVERY[0]:g} to {EVERY[1]:g} s, and of its next lives while they start, for "
-    f"{KILLING} x --hold",
+    f"SIGKILL of a worker every {KILL_INTERVAL[0]:g} to {KILL_INTERVAL[1]:g} s, and again while it restarts, for "
+    f"{KILLING_HOLDS} x --hold",
     kill_workers,
     patient=True,
     kills_decode=True,
 )
 SERVE_KILL = Fault(
     "serve-kill",
-    "SIGKILL of `serve`: running requests end well, nothing is left; then `serve` again",
+    "SIGKILL of `serve`: running requests finish, no process is left; then `serve` again",
     kill_serve,
 )
 SERVE_AND_GUARDIAN_KILL = Fault(
     "serve-guardian-kill",
-    "SIGKILL of `serve` and its guardian together: running requests end well; then `serve` again, beside nothing old",
+    "SIGKILL of `serve` and its guardian: running requests finish; the next `serve` ends the old processes",
     partial(kill_serve, guardian=True),
 )

@@ -24,7 +24,7 @@ from pdserve_bench.chaos.scene import Fault, Scene
 
 CORE = "VLLM::EngineCor"
 """The process name as Linux truncates it."""
-LOOK = 0.1
+POLL_INTERVAL = 0.1
 AGAIN_WITHIN = 30.0
 """Seconds until the worker gets a request after its engine continues."""
 
@@ -81,7 +81,7 @@ async def _says(scene: Scene, victim: Victim, within: float) -> bool:
             while not any(  # noqa: ASYNC110 (etcd)
                 each.id == victim.name and each.stalled for each in await scene.watch.instances()
             ):
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(POLL_INTERVAL)
             return True
     return False
 

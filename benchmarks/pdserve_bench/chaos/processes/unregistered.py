@@ -15,8 +15,8 @@ from pdserve_bench.chaos.scene import Fault, Scene
 OWN = (keys.INSTANCES, keys.CARDS, keys.SLOTS)
 BACK_WITHIN = 30.0
 """Seconds until a key must be back; milliseconds are usual."""
-LOOK = 0.1
-LONGEST = 10.0
+POLL_INTERVAL = 0.1
+MAX_WAIT = 10.0
 """Seconds that a token may take once the prefill workers have reported the loss of NATS."""
 
 
@@ -52,7 +52,7 @@ async def _not_back(scene: Scene, there: Collection[str]) -> list[str]:
         missing = [key for key in there if found.get(key, b"overwritten") == b"overwritten"]
         if not missing or time.monotonic() > deadline:
             return missing
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_INTERVAL)
 
 
 async def take_nats(scene: Scene) -> float | None:
@@ -81,7 +81,7 @@ async def take_nats(scene: Scene) -> float | None:
         f"said after {said - cut:.1f} s; the longest pause of {len(pauses)} requests from then on was "
         f"{max(pauses, default=0.0):.1f} s"
     )
-    if max(pauses, default=0.0) > LONGEST:
+    if max(pauses, default=0.0) > MAX_WAIT:
         scene.amiss.append(f"requests waited {max(pauses):.1f} s for prefill workers without NATS")
     return await scene.recovery()
 
@@ -91,7 +91,7 @@ async def _until_said(scene: Scene, since: float) -> float | None:
     while (now := time.monotonic()) < since + scene.options.hold:
         if all(worker.queue_lost for worker in await scene.watch.instances(Role.PREFILL)):
             return now
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_INTERVAL)
     return None
 
 
