@@ -163,7 +163,7 @@ class LoadClient:
             else:
                 exchange.reset, exchange.error = True, f"connection: {str(error) or type(error).__name__}"
         except _UNREADABLE as error:
-            exchange.error = f"an answer that cannot be read: {error!r}"
+            exchange.error = f"unreadable response: {error!r}"
         exchange.ended = time.monotonic()
 
     async def _ask(self, exchange: Exchange, path: str) -> None:
@@ -183,7 +183,7 @@ class LoadClient:
             asked = bool(exchange.body.get("stream"))
             if asked and not connection.headers.get("content-type", "").startswith("application/json"):
                 await _read_stream(exchange, connection)
-            else:  # some servers know no streams: all of it has come now
+            else:  # some servers do not stream
                 answer = await connection.rest()
                 if not _read(exchange, answer, time.monotonic() if asked else None).choices:
                     raise BadAnswer(f"no choices: {error_message(answer)}")
@@ -387,7 +387,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._line_ended = False
         *lines, self._body = self._body.split(b"\n")
         if self._over:
-            lines.append(self._body)  # counts where the answer is complete
+            lines.append(self._body)  # the last line may lack a newline
         for line in lines:
             if line and self._take(bytes(line)):
                 self._enough = True
@@ -412,7 +412,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(self._buffer[:nbytes])
             self._split()
-        except Exception as error:  # raised where the answer is waited for
+        except Exception as error:  # raised by the pending read
             self._error, self._over = error, False
             self.abort()
         if self._take is None or self._enough or self._over:
@@ -420,7 +420,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None and self._begun and not {"content-length", "transfer-encoding"} & self.headers.keys():
-            self._over = True  # such an answer ends with its connection
+            self._over = True  # the connection's end is the response's end
             self.buffer_updated(0)
         self._error = self._error or exc or EOFError("it ended before the answer did")
         self._tell()

@@ -69,7 +69,7 @@ def base_url(url: str) -> str:
     try:
         parts = urlsplit(found)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is none
+    except ValueError:  # invalid port
         good = False
     if not good or parts.query or parts.fragment or parts.username:
         raise ConfigError([f"--base-url {url}: write it as http://127.0.0.1:8000/v1."])
@@ -84,7 +84,7 @@ async def server_url(named: str | None, file: Path | None) -> str:
     try:
         return await frontend_url(find_graph(file, None, None))
     except NoGraph as error:
-        raise Unavailable(f"{error} Another server is named with --base-url URL.") from None
+        raise Unavailable(f"{error} Use --base-url URL for another server.") from None
 
 
 def key_headers(key: str) -> dict[str, str]:
@@ -141,7 +141,7 @@ async def _answering(endpoint: Endpoint) -> Endpoint:
     exchange = Exchange(endpoint.body("Hello", 2))
     await endpoint.ask(exchange, _FIRST_ANSWER)
     if exchange.error:
-        hint = ". Has it chats alone (--chat)?" if exchange.status == 404 and not endpoint.chat else ""
+        hint = ". Does it serve only chats (--chat)?" if exchange.status == 404 and not endpoint.chat else ""
         raise Unavailable(f"{endpoint.url} does not answer a first request: {exchange.error}{hint}")
     return endpoint
 
@@ -170,6 +170,6 @@ async def learn_prompts(endpoint: Endpoint, seed: int) -> Prompts:
         if exchange.error:
             raise Unavailable(f"{endpoint.url} does not answer a first request: {exchange.error}")
     tokens = long.prompt_tokens - short.prompt_tokens
-    if tokens <= 0:  # it tells no usage
+    if tokens <= 0:  # the server sends no usage
         return Prompts(2.0, seed)
     return Prompts(tokens / (_PROBE_WORDS - 1), seed)

@@ -108,8 +108,8 @@ async def test_times_are_those_of_the_tokens() -> None:
         (STREAM + TWO + b"0\r\n\r\n", "the stream ended without [DONE]", False),
         (STREAM + TWO, "connection: it ended before the answer did", True),
         (b"", "connection: it ended before the answer did", True),
-        (STREAM + event(b"{garbage"), "an answer that cannot be read: ", False),
-        (b"220 ESMTP ready\r\n\r\n", "an answer that cannot be read: ", False),
+        (STREAM + event(b"{garbage"), "unreadable response: ", False),
+        (b"220 ESMTP ready\r\n\r\n", "unreadable response: ", False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

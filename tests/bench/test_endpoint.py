@@ -105,7 +105,7 @@ async def test_a_server_without_the_api_is_refused_with_its_answer(answer: bytes
 
 async def test_a_server_that_has_chats_alone() -> None:
     async with tiny_server(without("/v1/completions")) as server:
-        with pytest.raises(Unavailable, match=r"HTTP 404 Not Found\. Has it chats alone \(--chat\)\?"):
+        with pytest.raises(Unavailable, match=r"HTTP 404 Not Found\. Does it serve only chats \(--chat\)\?"):
             await find_endpoint(server.url)
         assert (await find_endpoint(server.url, chat=True)).chat
 

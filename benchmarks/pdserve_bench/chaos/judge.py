@@ -113,4 +113,8 @@ def too_long(pause: float, calm: float) -> str:
     """Return a sentence if a pause after the loss of decode workers exceeds the bound, else an empty text. `calm` is
     the longest pause without a fault."""
     bound = 2 * calm + STAND_IN_WITHIN
-    return f"a pause of {pause:.1f} s; {bound:.1f} s may pass until others go on" if pause > bound else ""
+    return (
+        f"a pause of {pause:.1f} s; other workers must take over within {bound:.1f} s"
+        if pause > bound
+        else ""
+    )

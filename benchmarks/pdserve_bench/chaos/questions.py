@@ -131,8 +131,8 @@ async def learn(client: LoadClient, model: str, cases: Iterator[Case], timeout: 
     ]
     if 2 * len(sure) < len(pool):
         raise Unavailable(
-            f"undisturbed, {len(pool) - len(sure)} of {len(pool)} prompts get another answer in a batch than "
-            "alone: nothing can be compared. Run with --dtype float32."
+            f"undisturbed, {len(pool) - len(sure)} of {len(pool)} prompts have another output in a batch than "
+            "alone, so outputs cannot be compared. Run with --dtype float32."
         )
     return sure
 
@@ -141,7 +141,7 @@ def disagreement(left_out: int, dtype: object) -> str:
     """Return a sentence if too many prompts were left out in float32, else an empty text."""
     if dtype != "float32" or left_out <= NEAR_TIES:
         return ""
-    return f"{left_out} of {POOL} prompts have another answer in a batch than alone, in float32"
+    return f"{left_out} of {POOL} prompts have another output in a batch than alone, in float32"
 
 
 async def answers(

@@ -98,7 +98,7 @@ class Chaos:
         try:
             while not task.done():
                 if not self._running.alive:
-                    raise Unavailable("the graph has given up: its supervisor is gone")
+                    raise Unavailable("the graph's supervisor has ended")
                 await asyncio.wait({task}, timeout=1)
             return task.result()
         finally:
@@ -164,8 +164,8 @@ async def _played(fault: Fault, scene: Scene) -> float | None:
     except Exception as error:
         if isinstance(error, Cannot) and not scene.amiss:
             raise
-        logger.exception("%s broke off", fault.name)
-        scene.amiss.append(f"it broke off: {error!r}")
+        logger.exception("fault %s failed", fault.name)
+        scene.amiss.append(f"the fault failed: {error!r}")
         scene.load.resume()
         return await scene.recovery()
 
@@ -174,9 +174,9 @@ async def learned(
     url: str, model: str, cases: Iterator[Case], options: Options, say: Callable[[str], None]
 ) -> list[Case]:
     """Raises Unavailable."""
-    say(f"asking {url}, undisturbed, for the right answers")
+    say(f"asking the undisturbed graph at {url} for the expected outputs")
     pool = await questions.learn(LoadClient(url), model, cases, options.patience)
-    say(f"{len(pool)} of {questions.POOL} prompts have one answer, and are used")
+    say(f"{len(pool)} of {questions.POOL} prompts have the same output in a batch and alone; using these")
     return pool
 
 

@@ -45,7 +45,7 @@ def maker_of(file: Path) -> CandidateMaker:
     """Return the maker of this file's candidates on this machine. Raises ConfigError."""
     config, machine = load(file, {}), Machine.detect()
     if config.frontend is None:
-        raise ConfigError([f"{file} has no Frontend section: requests are sent as clients send them."])
+        raise ConfigError([f"{file} has no Frontend section, which the requests need."])
     here = hardware(config, machine)
     if problems := make_plan(config, machine).problems:
         raise ConfigError(list(problems))
@@ -126,7 +126,7 @@ class Comparison:
                 part = left / (1 + len(waiting))
                 await self._search(measuring, entrant, entrant.found, time.monotonic() + part)
         if not any(each.probes for each in self.entrants):
-            raise Unavailable("Nothing came up: " + "; ".join(each.problem for each in self.entrants))
+            raise Unavailable("No candidate started: " + "; ".join(each.problem for each in self.entrants))
 
     def _choose(self, measuring: Measuring, seconds: float) -> list[Entrant]:
         """Choose as many candidates as there is time for, one of each kind first, and note the skipped ones."""
@@ -137,7 +137,7 @@ class Comparison:
         wanted = [*together[:1], *apart[:1], *together[1:], *apart[1:]]
         most = max(2, int(seconds / (START_SECONDS[self.here.kind] + _WORTH_STARTING)))
         if out := [entrant.name for entrant in wanted[most:]]:
-            self.notes.append(f"Not run, for lack of time: {'; '.join(out)}. Give --minutes more.")
+            self.notes.append(f"Skipped for lack of time: {'; '.join(out)}. Give --minutes more.")
         self.entrants += [each for each in (*together, *apart) if each in wanted[:most]]
         return wanted[:most]
 

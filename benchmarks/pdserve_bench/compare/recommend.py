@@ -134,10 +134,10 @@ class Criteria:
         found = []
         if self.noise is None:
             found.append(
-                "The noise of this machine is not known: the aggregated engine was not measured twice."
+                "The noise of this machine is unknown, because the aggregated engine was not measured twice."
             )
         if self.foreign is None:
-            found.append("What other programs took of this machine is not known.")
+            found.append("The CPU share of other programs is unknown.")
         elif self.foreign > QUIET:
             found.append(
                 f"Other programs took {self.foreign:.0%} of this machine's CPU meanwhile: "

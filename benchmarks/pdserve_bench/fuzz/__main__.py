@@ -46,7 +46,7 @@ async def fuzz(fuzzer: Fuzzer, requests: int, seed: int, folder: Path) -> None:
         await fuzzer.run(by_hand, NASTY_AT_ONCE)
         await fuzzer.run(streamed(by_hand), NASTY_AT_ONCE)
         await fuzzer.run(unfinished(by_hand, seed))
-        say(f"{report.sent} requests made by hand: {len(report.findings)} findings")
+        say(f"{report.sent} handwritten requests: {len(report.findings)} findings")
         sent, failures = await schema.run(graph.url, folder, requests, seed)
         report.statuses["by schemathesis"] += sent
         report.findings += [FuzzFinding(failures)] if failures else []
@@ -72,10 +72,10 @@ def show(report: FuzzReport, graph: GraphRecord | None) -> None:
         print(finding.what)
         if graph and (request := finding.request):
             print(f"    {request.name}\n    {request.curl(graph.url, FINDINGS)}")
-    result = f"{len(report.findings)} findings" if report.findings else "nothing found, and nothing is left"
+    result = f"{len(report.findings)} findings" if report.findings else "no findings"
     print(f"{report.sent} requests in {report.seconds:.0f} s: {result}")
-    print(f"beside them {report.canaries} right answers, {report.longest_pause:.2f} s between tokens at most")
-    print(f"the frontend's loop was held for {report.longest_hold:.2f} s of CPU time at most")
+    print(f"canary: {report.canaries} right outputs, at most {report.longest_pause:.2f} s between tokens")
+    print(f"the frontend's event loop was blocked for at most {report.longest_hold:.2f} s of CPU time")
 
 
 say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
@@ -83,13 +83,17 @@ say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
 
 def main() -> int:
     parser = program(__doc__)
-    parser.add_argument("--requests", type=int, default=2000, help="by schemathesis, about")
+    parser.add_argument("--requests", type=int, default=2000, help="approximate requests by schemathesis")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--attack", nargs="?", const="", metavar="KIND,...", help=f"clients: {', '.join(attack.KINDS)}"
+        "--attack",
+        nargs="?",
+        const="",
+        metavar="KIND,...",
+        help=f"kinds of clients: {', '.join(attack.KINDS)}",
     )
-    parser.add_argument("--seconds", type=float, default=600.0, help="of the attack")
-    parser.add_argument("--real", action="store_true", help="engines that are not simulated")
+    parser.add_argument("--seconds", type=float, default=600.0, help="duration of the attack")
+    parser.add_argument("--real", action="store_true", help="use real engines")
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="pdserve-fuzz-") as folder:

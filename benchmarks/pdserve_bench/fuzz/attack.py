@@ -166,13 +166,15 @@ async def attacked(
             asked = len(load.done)
             child = _attackers(fuzzer, folder, await fuzzer.max_model_len(), kinds)
             child.start()
-            say(f"{quiet:.2f} s between tokens at most, of {asked} requests; now beside {', '.join(kinds)}")
+            say(
+                f"at most {quiet:.2f} s between tokens of {asked} requests; starting attackers: {', '.join(kinds)}"
+            )
             await _watch(fuzzer, load, asked, seconds)
             await child.stop()
         add_statuses(fuzzer.report, child.text)
     longest, slowest = _longest(load, asked)
     if longest > quiet + beyond:
-        what = f"a token came after {longest:.2f} s ({slowest}), {quiet:.2f} s at most without attackers"
+        what = f"the canary waited {longest:.2f} s for a token ({slowest}), without attackers at most {quiet:.2f} s"
         fuzzer.report.findings.append(FuzzFinding(what))
     return fuzzer.report
 
@@ -188,7 +190,7 @@ async def _watch(fuzzer: Fuzzer, load: JudgedLoad, first: int, seconds: float) -
     for _ in range(max(1, round(seconds / 10))):
         await asyncio.sleep(min(10, seconds))
         longest, slowest = _longest(load, first)
-        fuzzer.say(f"{len(load.done) - first} requests, {longest:.2f} s at most ({slowest})")
+        fuzzer.say(f"{len(load.done) - first} requests, longest wait {longest:.2f} s ({slowest})")
 
 
 def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:

@@ -145,7 +145,9 @@ class Fuzzer:
                     tasks.start(self._measure_holds(frontends[0]), "measuring the frontend's loop")
                 yield load
             if self.report.longest_hold > MAX_HOLD:
-                self._found(f"the frontend's loop was held for {self.report.longest_hold:.2f} s of CPU time")
+                self._found(
+                    f"the frontend's event loop was blocked for {self.report.longest_hold:.2f} s of CPU time"
+                )
             self._judge(load)
             await self._look_after(watch, held, {instance.id for instance in before})
         for file, size in read.items():
@@ -193,7 +195,7 @@ class Fuzzer:
     def _found(self, what: str, request: FuzzRequest | None = None, status: int = 0) -> None:
         self.report.findings.append(FuzzFinding(what, request, status))
 
-    # the client beside
+    # the canary
 
     async def _canary(self) -> JudgedLoad:
         config, url, model = load(Path(self.graph.config), {}), self.graph.url, self.graph.model
@@ -219,23 +221,23 @@ class Fuzzer:
             self.report.canaries += 1
             self.report.longest_pause = max(self.report.longest_pause, seen.pause or 0.0)
             if seen.result is not Judgement.OK:
-                self._found(f"the client beside: {seen.trace}")
+                self._found(f"canary: {seen.trace}")
         if self.report.longest_pause > MAX_CANARY_WAIT:
-            self._found(f"the client beside waited {self.report.longest_pause:.1f} s for a token")
+            self._found(f"the canary waited {self.report.longest_pause:.1f} s for a token")
 
-    # what is left
+    # leftovers
 
     async def _look_after(self, watch: GraphWatch, before: Picture, ids: set[str]) -> None:
         left = await watch.leftovers(SETTLE)
         if left.blocks:
-            self._found(f"KV blocks are held: {dict(left.blocks)}")
+            self._found(f"KV blocks are still held: {dict(left.blocks)}")
         if left.queued:
             self._found(f"{left.queued} prefill requests are still queued")
         for sentence in left.amiss:
             self._found(sentence)
         after = await watch.instances()
         if ids != (there := {instance.id for instance in after}):
-            self._found(f"processes ended or began: {sorted(ids ^ there)}")
+            self._found(f"processes ended or started: {sorted(ids ^ there)}")
         async with self._http() as http:
             if (answer := await http.get(f"{self.graph.url}/health")).status_code != 200:
                 self._found(f"/health: {answer.status_code} {answer.text}")
@@ -258,7 +260,7 @@ class Fuzzer:
             late = sum(not exchange.arrivals or exchange.arrivals[0] > first_end for exchange in burst)
             if not late:
                 return
-        self._found(f"burst: {late} of {places} requests began when another had ended")
+        self._found(f"burst: {late} of {places} requests started only when another had ended")
 
     def _log_files(self) -> list[Path]:
         return sorted(self._logs.glob("*.log")) if self._logs else []

@@ -130,7 +130,7 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
         task.cancel()
         stalls.cancel()
         try:
-            # not `await task`: a Ctrl-C that comes now would be swallowed
+            # not `await task`, which would swallow a Ctrl-C
             await asyncio.gather(task, stalls, return_exceptions=True)
         finally:
             run.ended = run.ended or time.monotonic()
@@ -222,7 +222,7 @@ class Canary:
                 return
             if time.monotonic() - begin > _IDLE_WITHIN:
                 answer, late = exchange.error or f"a tiny request takes {took:.1f} s", f"{_IDLE_WITHIN:g} s"
-                raise Unavailable(f"{self._endpoint.url} is not idle again {late} after a probe: {answer}")
+                raise Unavailable(f"{self._endpoint.url} is still busy {late} after a probe: {answer}")
             await asyncio.sleep(0.2)
 
     async def _ask(self) -> Exchange:

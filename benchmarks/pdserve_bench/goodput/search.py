@@ -87,7 +87,7 @@ class GoodputSearch:
         if low is None:
             assert high is not None
             if not self._rates[high].sure and (again := self._again(high)):
-                return again  # the first probe may have met a server that was not warm yet
+                return again  # the server may have been cold in the first probe
             return self._beyond(high, 1 - self._shares[high] / self.share, self._lowest)
         if high is None:
             room = max(1e-9, 1 - self.share)

@@ -75,7 +75,7 @@ async def cluster(
     kind: type[M], folder: Path, credentials: Credentials | None = None, size: int = SIZE
 ) -> AsyncIterator[list[M]]:
     """With `size` 1, a single server."""
-    os.environ.setdefault("GODEBUG", "multipathtcp=0")  # what listens on multipath TCP cannot be cut
+    os.environ.setdefault("GODEBUG", "multipathtcp=0")  # multipath TCP cannot be cut
     ports = [free_port(HOST) for _ in range(size)]
     members = [kind(folder, number, ports, credentials) for number in range(size)]
     try:
@@ -84,7 +84,7 @@ async def cluster(
     finally:
         for member in members:
             if member.child is not None and member.child.running:
-                os.killpg(member.child.pid, signal.SIGKILL)  # a leader would wait for the others
+                os.killpg(member.child.pid, signal.SIGKILL)  # on SIGTERM a leader would wait for the others
         await asyncio.gather(*(member.stop() for member in members))
 
 

@@ -98,7 +98,7 @@ class ServerRun:
             if self.process.poll() == 2:
                 raise ConfigError(_complaints(self.text))
             if self.process.poll() is not None or seconds > START_WITHIN:
-                raise Unavailable(f"{self.command[2]} did not come up:\n{self.text[-3000:]}")
+                raise Unavailable(f"{self.command[2]} did not start:\n{self.text[-3000:]}")
             if seconds > tell_at:
                 say(f"still starting after {seconds:.0f} s")
                 tell_at += TELL_EVERY
@@ -129,7 +129,7 @@ class ServerRun:
         try:
             await asyncio.wait_for(wait_for_exit(self.process), STOP_WITHIN)
         except TimeoutError:
-            self.process.kill()  # its guardian ends the rest
+            self.process.kill()  # its guardian ends its children
             await wait_for_exit(self.process)
 
 
@@ -308,7 +308,7 @@ async def plain_vllm(
             yield url
         finally:
             await server.stop()
-            await asyncio.shield(end_group(process.pid))  # an engine that was starting outlives its server
+            await asyncio.shield(end_group(process.pid))  # an engine that was starting can outlive its server
             guardian.forget(process.pid)
 
 
@@ -319,9 +319,9 @@ def derive(
     given. Raises ConfigError."""
     config = load(file, {})
     if config.frontend is None:
-        raise ConfigError([f"{file} has no Frontend section: requests are sent as clients send them."])
+        raise ConfigError([f"{file} has no Frontend section, which the requests need."])
     sections = with_model(read_sections(file), str(model or config.model))
-    sections.pop("Security", None)  # clients come by plain http, from this machine
+    sections.pop("Security", None)  # clients use plain http on this machine
     take(sections["Frontend"], "host")
     graph = sections.setdefault("Graph", {})
     for key in ("nats", "etcd", "state-dir", "kv-port"):

@@ -88,7 +88,9 @@ def _like(decode: Mapping[str, Any]) -> dict[str, Any]:
         take(section, key)
     for name in list(section):
         known = arguments().get(kebab(name))
-        if known is not None and known.group == "api":  # shapes answers, which prefill workers do not give
+        if (
+            known is not None and known.group == "api"
+        ):  # for HTTP responses, which prefill workers do not send
             del section[name]
     return section
 

@@ -81,7 +81,7 @@ class GraphWatch(Lifetime):
         while (there := _count([i for i in await self.instances() if i.id not in but])) != self.whole:
             if time.monotonic() - told_at > TELL_EVERY:
                 say(
-                    f"waiting for {listed(self.whole)}; there are {listed(there) or 'none, or etcd is silent'}"
+                    f"waiting for {listed(self.whole)}; now {listed(there) or 'none, or etcd is unreachable'}"
                 )
                 told_at = time.monotonic()
             await asyncio.sleep(POLL_INTERVAL)
@@ -96,7 +96,7 @@ class GraphWatch(Lifetime):
             queued = max((load.queue_depth for load in loads.values()), default=0)
             there = _count(instances)
             amiss = [
-                f"{instance} has {load.running} requests, and {load.waiting} that wait"
+                f"{instance} has {load.running} running and {load.waiting} waiting requests"
                 for instance, load in loads.items()
                 if load.running or load.waiting
             ]

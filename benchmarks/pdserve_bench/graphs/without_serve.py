@@ -85,7 +85,7 @@ class GraphWithoutServe(RunningGraph):
         while len(await watch.instances()) < len(self.roles):
             ended = [run.text[-2000:] for run in self.roles.values() if run.process.poll() is not None]
             if ended or time.monotonic() > deadline:
-                raise Unavailable("the graph does not start:\n" + "\n".join(ended))
+                raise Unavailable("the graph did not start:\n" + "\n".join(ended))
             await asyncio.sleep(0.1)
         frontends = sum(name.startswith(Role.FRONTEND) for name in self.roles)
         async for _ in until_frontends_ready(self.graph.url, frontends):
@@ -121,7 +121,7 @@ async def started_without_serve(
     """Like `started`, for the options that it has. `frontends` 0: as many as workers. Raises Unavailable and
     ConfigError."""
     state_dir = folder / "state"
-    os.environ.setdefault("GODEBUG", "multipathtcp=0")  # what listens on multipath TCP cannot be cut
+    os.environ.setdefault("GODEBUG", "multipathtcp=0")  # multipath TCP cannot be cut
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(EmbeddedNats(state_dir))
         etcd = await stack.enter_async_context(EmbeddedEtcd(state_dir))

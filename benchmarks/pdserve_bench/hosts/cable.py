@@ -26,7 +26,7 @@ class Cable:
         self._name, self._bridge = name, bridge
         self._inside = f"nsenter --target {pid} --net"
         self._delayer: subprocess.Popen[bytes] | None = None
-        hardware = "02:77:00:00:00:{:02x}".format(int(address.rpartition(".")[2]))  # stays after a restart
+        hardware = "02:77:00:00:00:{:02x}".format(int(address.rpartition(".")[2]))  # the same after a restart
         run(f"ip link add {name} type veth peer name eth0 address {hardware} netns {pid}")
         run(f"ip link set {name} master {bridge} up")
         run(f"{self._inside} ip addr add {address}/24 dev eth0")

@@ -31,7 +31,7 @@ def _pass_on(source: socket.socket, sink: socket.socket, delay: float) -> None:
             if address[2] != socket.PACKET_OUTGOING:
                 late.append((time.monotonic() + delay, frame))
         while late and late[0][0] <= time.monotonic():
-            with suppress(OSError):  # a link that is down loses it
+            with suppress(OSError):  # the link is down
                 sink.send(late.popleft()[1])
 
 

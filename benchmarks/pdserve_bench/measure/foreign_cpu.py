@@ -36,5 +36,5 @@ def _ours() -> float:
     this, seconds = psutil.Process(), 0.0
     for process in (this, *this.children(recursive=True)):
         with suppress(psutil.Error):
-            seconds += sum(process.cpu_times()[:4])  # own, and of children that were waited for
+            seconds += sum(process.cpu_times()[:4])  # own, and of reaped children
     return seconds

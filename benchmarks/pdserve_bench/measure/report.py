@@ -119,7 +119,7 @@ class Report:
         for rows in self.tables:
             _say(console, rows.title, "bold")
             table, width = rows.drawn()
-            console.width = max(usual, width)  # one that does not fit is wider than the terminal
+            console.width = max(usual, width)  # may exceed the terminal
             console.print(table)
             console.width = usual
             console.print()
@@ -127,7 +127,7 @@ class Report:
         for note in self.notes:
             _say(console, note)
         console.print()
-        _say(console, "" if self.complete else "Broken off: this is what was there by then.", "bold yellow")
+        _say(console, "" if self.complete else "Interrupted: this is the result so far.", "bold yellow")
         _say(console, self.verdict, "bold")
         _say(console, self.lead, "" if self.verdict else "bold")
 
@@ -186,5 +186,5 @@ def revision(file: Path) -> str:
     try:
         git("ls-files", "--error-unmatch", file.name)
         return git("describe", "--always", "--dirty")
-    except (OSError, subprocess.CalledProcessError):  # without git itself, too
+    except (OSError, subprocess.CalledProcessError):  # no repository, or no git
         return ""

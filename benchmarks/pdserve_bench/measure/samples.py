@@ -10,7 +10,7 @@ CONFIDENCE = 1.645
 def percentile(values: Iterable[float], share: float) -> float:
     """Return the smallest value that at least `share` of the values do not exceed; 0 without values."""
     ordered = sorted(values)
-    place = math.ceil(share * len(ordered) - 1e-9)  # 0.07 * 100 is a little more than 7
+    place = math.ceil(share * len(ordered) - 1e-9)  # 0.07 * 100 > 7 in floating point
     return ordered[max(0, place - 1)] if ordered else 0.0
 
 

@@ -115,7 +115,7 @@ class MultiRound:
             async with asyncio.timeout(self.seconds + self.patience):
                 await users.come()
         except TimeoutError:
-            pass  # what is not answered by now stays unfinished
+            pass  # unanswered requests stay unfinished
         finally:
             run.ended = time.monotonic()
 
@@ -175,7 +175,7 @@ class _Users:
             self._run.exchanges.append(question)
             await self._endpoint.ask(question, load.timeout)
             free, question.body = time.monotonic(), {}  # histories of a long run are not kept
-            if not question.error:  # else it is as if it had not been asked
+            if not question.error:  # a failed question leaves no trace in the chat
                 messages, opening = [*said, {"role": "assistant", "content": question.answer}], ""
 
 

@@ -122,7 +122,7 @@ async def compare_arms(endpoint: Endpoint, users: Scalable, switch: Switch, resu
     between, half, seconds = BETWEEN, len(windows) // 2, 0.0
     for number, (rate, arm) in enumerate(windows):
         began, left = time.monotonic(), len(windows) - number
-        if number in (0, half):  # the arms of one half have windows of one length
+        if number in (0, half):  # all arms of a half have windows of one length
             seconds, between = max(result.shortest, (deadline - began) / left - between), 0.0
         await switch.to(arm)
         made = Probe(rate, seconds, result.seed + 1000 * (number >= half) + result.rates.index(rate))

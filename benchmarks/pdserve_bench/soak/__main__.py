@@ -115,7 +115,10 @@ def main() -> int:
         held.add_row(name, *(_cell(getattr(before, what), getattr(after, what, None)) for what in MARGINS))
     show(held)
     print("\n".join(f"{count:6} {what}" for what, count in sorted(report.load.done.items())))
-    print("\n".join(report.problems[:40]) or f"back where it was after {report.seconds:.1f} s")
+    print(
+        "\n".join(report.problems[:40])
+        or f"no leaks; back to the earlier values after {report.seconds:.1f} s"
+    )
     return 1 if report.problems else 0
 
 

@@ -60,7 +60,7 @@ class MixedLoad:
         else:
             self.done[f"{ending}{f': {status}' if status else ''}"] += 1
 
-    # what clients do; each returns the answer's status, 0 where the client does not wait for one
+    # what clients do; each returns the response's status, 0 if the client does not wait for it
 
     async def _whole(self) -> int:
         exchange = Exchange({**self._body(stream=self._dice.random() < 0.7), "return_token_ids": True})

@@ -102,7 +102,7 @@ def leaks(before: Picture, after: Picture, allowed: Mapping[str, int] = MARGINS)
         for what, margin in margins.items():
             was, now = getattr(before[name], what), getattr(after[name], what)
             if what == "blocks" and was:
-                was = 0  # held already before: leaked by the warm-up
+                was = 0  # what the warm-up leaked counts too
             if was is not None and now is not None and now - was > margin:
                 found.append(f"{name}: {what} {was} -> {now}")
     return found

@@ -200,8 +200,8 @@ async def test_one_that_does_not_come_up_and_what_there_is_no_time_for_are_named
     await found.run()
     assert {name for name in log if name[0] == "+"} == {"+a1"}
     assert [each.problem for each in found.results()] == ["", "d1 did not come up"]
-    assert found.notes == ["Not run, for lack of time: a2; d2. Give --minutes more."]
-    with pytest.raises(Unavailable, match="Nothing came up: a1 did not"):
+    assert found.notes == ["Skipped for lack of time: a2; d2. Give --minutes more."]
+    with pytest.raises(Unavailable, match="No candidate started: a1 did not"):
         await compared(tmp_path, log, 0.02, a1=0.0, d1=0.0).run()
 
 

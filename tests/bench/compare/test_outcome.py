@@ -41,7 +41,7 @@ def test_an_answer_in_doubt_says_so_wherever_it_is_written(comparison: Compariso
     assert "PrefillWorker" in yaml.safe_load(file)
     for text in (report.lead, report.as_json(), file):
         assert "Other programs took 50% of this machine's CPU meanwhile" in text
-        assert "The noise of this machine is not known" in text
+        assert "The noise of this machine is unknown" in text
 
 
 def test_too_few_requests_are_no_answer_and_no_file(comparison: Comparison) -> None:
@@ -49,7 +49,7 @@ def test_too_few_requests_are_no_answer_and_no_file(comparison: Comparison) -> N
         del entrant.found.probes[1]
     report = report_of(comparison, complete=True)
     assert report.verdict == "No recommendation."
-    assert report.lead.startswith("The noise of this machine is not known")
+    assert report.lead.startswith("The noise of this machine is unknown")
     assert "20 requests at 2 requests/s" in report.lead
     assert comparison.candidate(comparison.recommendation()) is None
 

@@ -84,7 +84,7 @@ def test_an_answer_comes_with_its_doubts() -> None:
     """The other doubts are in test_outcome.py."""
     found = recommend([together(), separate()], Criteria(noise=0.0, foreign=None))
     assert found.headline == "in doubt: disaggregate: 1 prefill + 1 decode."
-    assert found.doubts == ("What other programs took of this machine is not known.",)
+    assert found.doubts == ("The CPU share of other programs is unknown.",)
     assert not recommend([together(), separate()], QUIET).doubts
 
 

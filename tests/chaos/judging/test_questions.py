@@ -126,5 +126,5 @@ def test_in_float32_hardly_a_prompt_may_be_left_out(left_out: int, dtype: str | 
 
 async def test_an_engine_that_disagrees_with_itself_is_no_yardstick() -> None:
     async with _client(lambda asked: [int(_beside(asked))]) as client:
-        with pytest.raises(Unavailable, match="30 of 30 prompts get another answer"):
+        with pytest.raises(Unavailable, match="30 of 30 prompts have another output"):
             await learn(client, "demo", (Case((n,), 1, True, salt=str(n)) for n in count()), 5)

@@ -104,7 +104,7 @@ async def test_requests_that_never_end_and_workers_that_are_gone_are_amiss() -> 
             left = await watch.leftovers(0.0)
             await watch.registry.delete(keys.instance(workers[0]))
             nothing = await watch.leftovers(0.0)
-    assert left.amiss == ("decode-0 has 2 requests, and 5 that wait", "missing: 1 decode")
+    assert left.amiss == ("decode-0 has 2 running and 5 waiting requests", "missing: 1 decode")
     assert nothing.amiss == ("missing: 2 decode",)
     assert not score("etcd-kill", "etcd", [Seen(Judgement.OK)], 1.0, nothing).good
 

@@ -35,7 +35,7 @@ async def read_nothing(scene: Scene) -> float | None:
         for number in range(STREAMS):
             if sock := await asyncio.to_thread(_unread, scene, number):
                 stack.enter_context(sock)
-        scene.say(f"{STREAMS} streams of {OUTPUT} tokens that are not read, from {GREEDY}")
+        scene.say(f"{STREAMS} streams of {OUTPUT} tokens from {GREEDY} that are not read")
         end = time.monotonic() + max(scene.config.frontend.write_timeout, scene.options.hold)
         while time.monotonic() < end:
             waits.append(await _wait_of_polite(scene))
@@ -43,10 +43,10 @@ async def read_nothing(scene: Scene) -> float | None:
     recovered = await scene.recovery()
     paused = _longest_pause(attempt for attempt in scene.load.done if attempt.ended > began)
     for client, most, usual in ((POLITE, max(waits), quiet), ("the load's address", paused, calm)):
-        told = f"a client from {client} waited {most:.1f} s at most, {usual:.1f} s before"
+        told = f"a client from {client} waited at most {most:.1f} s ({usual:.1f} s before)"
         scene.say(told)
         if most > usual + MAX_EXTRA_WAIT:
-            scene.amiss.append(f"{told}: streams that are not read may cost {MAX_EXTRA_WAIT:g} s")
+            scene.amiss.append(f"{told}, but unread streams may cost at most {MAX_EXTRA_WAIT:g} s")
     return recovered
 
 
@@ -86,7 +86,7 @@ async def _wait_of_polite(scene: Scene) -> float:
 
 UNREAD_STREAMS = Fault(
     "unread-streams",
-    f"{STREAMS} streams from {GREEDY} that are not read; {POLITE} is served nevertheless",
+    f"{STREAMS} streams from {GREEDY} that are not read; {POLITE} must be served",
     read_nothing,
 )
 
@@ -103,11 +103,11 @@ async def poison(scene: Scene) -> float | None:
         dead = before - await _workers(scene)
         scene.say(f"poison of {length} tokens: {len(dead)} workers died, {exchange.error}")
         if len(dead) > MAX_DEAD_WORKERS:
-            scene.amiss.append(f"{len(dead)} workers died of one poison: {', '.join(sorted(dead))}")
+            scene.amiss.append(f"{len(dead)} workers died of one poison prompt: {', '.join(sorted(dead))}")
         if not 400 <= exchange.status < 600 or exchange.status == 503:
-            scene.amiss.append(f"poison of {length} tokens ended with {exchange.error or 'an answer'}")
+            scene.amiss.append(f"poison of {length} tokens ended with {exchange.error or 'a response'}")
         if not dead:
-            scene.amiss.append("no worker died: it was no poison")
+            scene.amiss.append("no worker died of the poison prompt")
     return recovered
 
 
@@ -116,5 +116,8 @@ async def _workers(scene: Scene) -> set[str]:
 
 
 POISON = Fault(
-    "poison", "requests that kill the engine that they meet (simulated engines)", poison, kills_decode=True
+    "poison",
+    "requests that kill the engine that computes them (simulated engines)",
+    poison,
+    kills_decode=True,
 )

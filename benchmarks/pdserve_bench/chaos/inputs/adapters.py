@@ -24,7 +24,7 @@ async def unload(scene: Scene) -> float | None:
     assert scene.config.decode is not None
     adapters, seconds = static_adapters(scene.config.decode.engine_args), None
     if not adapters:
-        raise Cannot("the graph's file names no adapter (lora-modules)")
+        raise Cannot("the graph's file has no adapter (lora-modules)")
     (known, path), *_ = adapters.items()
     bodies = of_text(scene)
     right = await answers(scene, [{**body, "model": known} for body in bodies])
@@ -45,7 +45,7 @@ async def unload(scene: Scene) -> float | None:
         (late,), asking = begin(scene, [{**bodies[0], "model": NAME}])
         await asking
         if late.status != 404:
-            scene.amiss.append(f"a request for an adapter that is not there was answered {late.status}")
+            scene.amiss.append(f"a request for an unloaded adapter got status {late.status}, not 404")
     return seconds
 
 
@@ -54,9 +54,9 @@ async def _post(scene: Scene, what: str, body: dict[str, str]) -> None:
     async with httpx.AsyncClient(base_url=scene.running.graph.url, timeout=90, trust_env=False) as client:
         answer = await client.post(f"/v1/{what}_lora_adapter", json=body)
     if answer.status_code == 404 and what == "load":
-        raise Cannot("set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: nothing may be loaded at run time")
+        raise Cannot("loading adapters is disabled: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
     if answer.status_code != 200:
-        scene.amiss.append(f"{what} of an adapter was answered {answer.status_code}: {answer.text}")
+        scene.amiss.append(f"{what} of an adapter got status {answer.status_code}: {answer.text}")
 
 
 async def _until_listed(scene: Scene) -> None:
@@ -71,7 +71,7 @@ async def _until_listed(scene: Scene) -> None:
 
 ADAPTER_UNLOAD = Fault(
     "adapter-unload",
-    "a LoRA adapter is unloaded while requests have it, three times, and then one of their decode workers killed",
+    "a LoRA adapter is unloaded during its requests, three times; then one of their decode workers is killed",
     unload,
     kills_decode=True,
 )

@@ -21,15 +21,15 @@ BACK_WITHIN = 10.0
 
 async def fill(scene: Scene) -> float | None:
     if not isinstance(scene.running, StartedGraph) or not scene.running.disk:
-        raise Cannot("the state directory has no file system of its own: to mount one needs root")
+        raise Cannot("mounting a file system for the state directory needs root")
     told = len(scene.running.serve.text)
     async with full(scene.running.state_dir):
-        scene.say("no space is left for logs, the queue and etcd")
+        scene.say("the disk is full: no space for logs, the queue and etcd")
         await asyncio.sleep(scene.options.hold)
-    scene.say("space again")
+    scene.say("the disk has space again")
     recovered = await scene.recovery()
     if silent := await _silent(scene.running.state_dir / "logs"):
-        scene.amiss.append(f"no new line within {LOGS_WITHIN:g} s in the logs of {', '.join(silent)}")
+        scene.amiss.append(f"no log lines within {LOGS_WITHIN:g} s from {', '.join(silent)}")
     if "Traceback" in scene.running.serve.text[told:]:
         scene.amiss.append("serve printed a traceback")
     return recovered
@@ -102,7 +102,7 @@ async def remove_state(scene: Scene) -> float | None:
             while not all((folder / name).exists() for name in there):  # noqa: ASYNC110 (files)
                 await asyncio.sleep(0.1)
     if missing := sorted(name for name in there if not (folder / name).exists()):
-        scene.amiss.append(f"not made anew: {', '.join(missing)}")
+        scene.amiss.append(f"not recreated: {', '.join(missing)}")
     return recovered
 
 

@@ -69,10 +69,10 @@ async def play(scene: Scene, feature: Trial) -> float | None:
     await running
     compare(scene, [each.error or each.tokens for each in asked], right)
     if feature.enough is any and not any(each.prefill == "remote" for each in asked):
-        scene.amiss.append("no prompt of its own was prefilled remotely")
+        scene.amiss.append("none of its own requests was prefilled remotely")
     after = await _counted(scene, feature.series)
     if feature.series and not any(after[name] > before.get(name, 0) for name in after):
-        scene.amiss.append(f"nothing was counted of {' with '.join(feature.series)}")
+        scene.amiss.append(f"metric did not grow: {' with '.join(feature.series)}")
     return seconds
 
 

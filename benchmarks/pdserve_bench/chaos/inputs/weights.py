@@ -31,13 +31,13 @@ async def mix(scene: Scene) -> float | None:
             "only with a copy of the model's folder: of a graph started here, with a small local model"
         )
     if not scene.remote:
-        raise Cannot("the graph has no prefill workers: no worker reads another's KV")
+        raise Cannot("the graph has no prefill workers")
     with _other_weights(running.model):
-        scene.say("other weights in the model's folder")
+        scene.say("wrote other weights to the model's folder")
         await _restart_in_turn(scene, Role.PREFILL, Role.DECODE)
         if scene.pool:
             await _learn(scene)
-    scene.say("the first weights again")
+    scene.say("restored the first weights")
     await _restart_in_turn(scene, Role.DECODE, Role.PREFILL)
     return await scene.recovery()
 
@@ -50,7 +50,7 @@ async def _restart_in_turn(scene: Scene, *roles: Role) -> None:
                 os.kill(instance.pid, signal.SIGTERM)
             async with asyncio.timeout(scene.options.recover_within):
                 await scene.watch.until_whole(scene.gone, scene.say)
-        scene.say(f"all {role.value} workers are new")
+        scene.say(f"restarted all {role.value} workers")
         await asyncio.sleep(scene.options.hold / 3)
     await scene.recovery()
 

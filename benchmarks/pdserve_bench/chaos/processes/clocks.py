@@ -49,7 +49,7 @@ async def _play(scene: Scene, role: Role) -> float | None:
         await _use(scene, instances)
         pages = await scene.watch.metrics(role)
         scene.amiss += [
-            f"{instance.id}, whose clock is off by {offset:g} s, was given nothing to do"
+            f"{instance.id}, whose clock is off by {offset:g} s, got no work"
             for instance, offset in zip(instances, OFFSETS, strict=True)
             if not total(pages.get(instance.id, {}), WORK[role])
         ]
@@ -99,7 +99,7 @@ def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
     if not ours:
         raise Cannot(f"the graph has no {role.value} processes")
     if ours[0].gpus:
-        raise Cannot("there is no GPU left for two more workers")
+        raise Cannot("no free GPU for two more workers")
     host = scene.config.host
     return [
         replace(ours[0], index=len(ours) + number, kv_port=free_port(host) if ours[0].kv_port else 0)
@@ -137,7 +137,7 @@ async def _registered(scene: Scene, extra: ServerRun) -> Instance:
         async with asyncio.timeout(READY_WITHIN):
             instance = await extra.until(found, scene.say)
     except (TimeoutError, ConfigError, Unavailable):
-        raise Unavailable(f"{extra.log.stem} did not come to be ready") from None
+        raise Unavailable(f"{extra.log.stem} did not become ready") from None
     assert instance is not None
     return instance
 

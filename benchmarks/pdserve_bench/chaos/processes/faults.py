@@ -101,7 +101,7 @@ def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: i
         for instance in sorted(instances, key=lambda instance: instance.id)
         if instance.role.includes(Role(role)) and (group := _group(instance.pid, supervisor))
     ]
-    ours = list(dict.fromkeys(victims))  # a worker that does both is named twice
+    ours = list(dict.fromkeys(victims))  # a worker with both roles is listed twice
     if not instances:
         raise LookupError("no process is registered")
     if not ours:
@@ -120,7 +120,7 @@ def _server(target: Target, supervisor: int) -> Victim:
         for child in psutil.Process(supervisor).children():
             if child.name().partition("-")[0] == target.value and _group(child.pid, supervisor) == child.pid:
                 return Victim(target.value, child.pid)
-    raise Cannot(f"{target.value} is not a server of this graph's own")
+    raise Cannot(f"{target.value} is not one of this graph's servers")
 
 
 def _group(pid: int, supervisor: int) -> int:
@@ -181,13 +181,13 @@ async def injected(
                 await asyncio.sleep(IN_A_ROW)
             yield
         case Harm.DAMAGE:
-            _send(victims, signal.SIGSTOP)  # so that it is not started again before
+            _send(victims, signal.SIGSTOP)  # so that it is not restarted before
             for victim in victims:
                 damage(state_dir / "servers" / victim.name)
             _send(victims, signal.SIGKILL)
             yield
         case Harm.DRAIN:
-            _send(victims, signal.SIGTERM, os.kill)  # the role alone: it stops those below it itself
+            _send(victims, signal.SIGTERM, os.kill)  # only the role, which stops its children
             yield
         case Harm.HANG:
             _send(victims, signal.SIGSTOP)
@@ -200,7 +200,7 @@ async def injected(
             (victim,) = victims
             async with cut_off(victim.group, [*process_tree(supervisor), *beside]) as cut:
                 if not cut.connections:
-                    raise Cannot(f"no connection of {victim.name} was found to cut")
+                    raise Cannot(f"{victim.name} has no connection to cut")
                 yield
 
 

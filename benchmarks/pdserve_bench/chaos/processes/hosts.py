@@ -38,7 +38,7 @@ async def _limit(scene: Scene, rate: str = "", loss: float = 0.0, delay: float =
     try:
         for host in net.hosts.values():
             await net.aside(partial(host.link.limit, rate, loss, delay))
-        await failures(scene, math.inf)  # some are tried, and may take longer than their bound
+        await failures(scene, math.inf)  # remote prefills may time out
     finally:
         for host in net.hosts.values():
             await net.aside(host.link.limit)
@@ -64,9 +64,7 @@ async def _use(scene: Scene) -> float | None:
     after = await _worked(scene)
     for name, place in _graph(scene).places.items():
         if name in WRONG_CLOCKS and after.get(place.host.address, 0) <= before.get(place.host.address, 0):
-            scene.amiss.append(
-                f"{name}, whose clock is off by {WRONG_CLOCKS[name]:g} s, was given nothing to do"
-            )
+            scene.amiss.append(f"{name}, whose clock is off by {WRONG_CLOCKS[name]:g} s, got no work")
     return await _recovery(scene)
 
 
@@ -92,7 +90,7 @@ async def _recovery(scene: Scene) -> float | None:
 def _graph(scene: Scene) -> HostsGraph:
     """Raises Cannot."""
     if not isinstance(scene.running, HostsGraph):
-        raise Cannot("its processes have no hosts of their own: --hosts")
+        raise Cannot("only with --hosts")
     return scene.running
 
 
@@ -150,7 +148,7 @@ _LIMITS = (
 )
 _CLOCK = Fault(
     "clock",
-    "the second host of each role has another time of day: "
+    "the second host of each role has a wrong clock: "
     + ", ".join(f"{name} {seconds:+g} s" for name, seconds in WRONG_CLOCKS.items()),
     _use,
     headers=DEADLINE,

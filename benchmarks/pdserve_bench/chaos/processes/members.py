@@ -195,14 +195,14 @@ async def _recovery(scene: Scene) -> float | None:
     try:
         await _until_whole(_clusters(scene))
     except TimeoutError:
-        scene.amiss.append(f"a cluster is not whole after {WHOLE_WITHIN:g} s")
+        scene.amiss.append(f"a cluster has not recovered after {WHOLE_WITHIN:g} s")
     since = time.monotonic()
     await scene.load.until(lambda answer: answer.started > since, CHECKED_REQUESTS)
     answers = [answer for answer in scene.load.done if answer.started > since]
     share = sum(answer.prefill == "remote" for answer in answers) / len(answers)
-    scene.say(f"{share:.0%} of {len(answers)} requests are prefilled remotely again")
+    scene.say(f"{share:.0%} of {len(answers)} requests were prefilled remotely after the recovery")
     if share < MIN_REMOTE_SHARE:
-        scene.amiss.append(f"only {share:.0%} of the requests are prefilled remotely afterwards")
+        scene.amiss.append(f"only {share:.0%} of the requests were prefilled remotely after the recovery")
     return seconds
 
 

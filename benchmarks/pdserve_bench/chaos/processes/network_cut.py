@@ -112,12 +112,12 @@ class Cut:
             found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM)
         except OSError as error:
             raise Cannot(
-                f"the kernel cuts no such socket ({error.strerror}): multipath TCP, most likely"
+                f"the kernel cannot filter this socket ({error.strerror}): probably multipath TCP"
             ) from error
         return True
 
     def heal(self) -> None:
-        with self._lock:  # a thread may still be at it
+        with self._lock:  # the thread may still run
             self._healed = True
             for end in self._sockets.values():
                 with contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ def _duplicate(pid: int, fd: int) -> socket.socket | None:
     if copy >= 0:
         try:
             return socket.socket(fileno=copy)
-        except OSError:  # the descriptor is something else by now
+        except OSError:  # the descriptor was reused
             os.close(copy)
             return None
     code = ctypes.get_errno()

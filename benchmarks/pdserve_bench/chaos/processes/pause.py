@@ -109,14 +109,14 @@ async def pause(scene: Scene, victims: Sequence[Victim], seconds: float) -> None
     folder = scene.running.state_dir.parent / "clocks"
     groups = [victim.group for victim in victims]
     if not folder.exists() or not stand_still(folder, groups, 0):
-        raise Cannot("its clocks run on: --only with this row's name, and a C compiler, can stop them")
+        raise Cannot("the clocks cannot be stopped: name the fault with --only and install a C compiler")
     scene.load.join(BURST)
     await asyncio.sleep(BURST_LEAD)
     async with injected(Harm.HANG, victims, scene.running.graph.pid, scene.running.state_dir):
         began = time.monotonic_ns()
         for _ in range(int(seconds)):
             await asyncio.sleep(1)
-            scene.load.join(2)  # those before wait for the paused frontend, half of them
+            scene.load.join(2)  # half of the earlier clients wait for the paused frontend
         stand_still(folder, groups, time.monotonic_ns() - began)
 
 
@@ -136,5 +136,5 @@ HOST_PAUSE = Fault(
     f"(simulated: {SIMULATED_PAUSE_SECONDS:g} s)",
     _play,
     ("pause",),
-    adds={"PrefillWorker": {"num-gpu-blocks-override": 200}},  # what is freed is soon another prompt's
+    adds={"PrefillWorker": {"num-gpu-blocks-override": 200}},  # freed blocks are soon reused
 )

@@ -104,7 +104,7 @@ async def kill_serve(scene: Scene, guardian: bool = False) -> float | None:
         process.kill()
     running.serve.process.wait()
     killed = time.monotonic()
-    scene.say(f"SIGKILL of process {family[0].pid}, {len(scene.load.running)} requests in flight")
+    scene.say(f"SIGKILL of serve (process {family[0].pid}), {len(scene.load.running)} requests in flight")
     await scene.load.idle()
     scene.say(f"the last request in flight ended after {time.monotonic() - killed:.1f} s")
     if guardian:

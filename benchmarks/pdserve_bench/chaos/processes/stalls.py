@@ -50,16 +50,16 @@ async def stop_engine(scene: Scene, target: Target) -> float | None:
             os.kill(pid, go_on)
     scene.say(f"the longest wait for a first token was {waited:.1f} s, {calm:.1f} s before")
     if not said:
-        scene.amiss.append(f"{victim.name} does not say that its engine is stalled")
+        scene.amiss.append(f"{victim.name} does not report its stalled engine")
     if late := too_long(waited, calm):
-        scene.amiss.append(f"beside an idle worker {late}")
+        scene.amiss.append(f"with an idle worker: {late}")
     recovered, since = await scene.recovery(), time.monotonic()
     if target is Target.DECODE:
         try:
             async with asyncio.timeout(AGAIN_WITHIN):
                 await scene.load.until(lambda each: each.started > since and victim.name in each.instance)
         except TimeoutError:
-            scene.amiss.append(f"{victim.name} gets no requests though its engine goes on")
+            scene.amiss.append(f"{victim.name} gets no requests although its engine continues")
     return recovered
 
 
@@ -96,7 +96,7 @@ def _longest(attempts: Iterable[Attempt], since: float) -> float:
 STALLS: tuple[Fault, ...] = tuple(
     Fault(
         f"{target.value}-core-hang",
-        f"the engine of one {target.value} worker beside others: SIGSTOP, and SIGCONT after --hold seconds",
+        f"SIGSTOP of one {target.value} worker's engine, SIGCONT after --hold seconds",
         partial(stop_engine, target=target),
         (target.value, "core-hang"),
     )

@@ -31,7 +31,7 @@ async def delete_keys(scene: Scene) -> float | None:
             else:
                 await scene.watch.registry.delete(key)
         if missing := await _not_back(scene, there):
-            scene.amiss.append(f"not written again within {BACK_WITHIN:g} s: {', '.join(missing)}")
+            scene.amiss.append(f"keys not recreated within {BACK_WITHIN:g} s: {', '.join(missing)}")
         await asyncio.sleep(scene.options.hold / 3)
     scene.say(f"{len(there)} keys deleted and overwritten, {number + 1} times in all")
     recovered = await scene.recovery()
@@ -67,18 +67,18 @@ async def take_nats(scene: Scene) -> float | None:
         for victim in victims:
             cut_from = await stack.enter_async_context(cut_off(victim.group, others, port))
             if not cut_from.connections:
-                raise Cannot(f"no connection of {victim.name} with NATS was found to cut")
+                raise Cannot(f"{victim.name} has no connection to NATS to cut")
         cut = time.monotonic()
         said = await _until_said(scene, cut)
         await asyncio.sleep(max(0.0, cut + scene.options.hold - time.monotonic()))
         healed = time.monotonic()
     if said is None:
-        scene.amiss.append("not every prefill worker said that it had lost NATS")
+        scene.amiss.append("not every prefill worker reported the loss of NATS")
         return await scene.recovery()
     asked = [each for each in scene.load.done if each.started > said and each.ended < healed]
     pauses = [each.longest_wait for each in asked]
     scene.say(
-        f"said after {said - cut:.1f} s; the longest pause of {len(pauses)} requests from then on was "
+        f"loss reported after {said - cut:.1f} s; longest pause of {len(pauses)} requests since then: "
         f"{max(pauses, default=0.0):.1f} s"
     )
     if max(pauses, default=0.0) > MAX_WAIT:
@@ -97,7 +97,7 @@ async def _until_said(scene: Scene, since: float) -> float | None:
 
 KEYS_DELETED = Fault(
     "keys-deleted",
-    "every key that a process holds in etcd (instances, model cards, slots) is deleted, and overwritten",
+    "every process's keys in etcd (instances, model cards, slots) are deleted, and overwritten",
     delete_keys,
 )
 PREFILL_WITHOUT_NATS = Fault(
