@@ -21,7 +21,7 @@ HOPS = (
 """Stages of a request in receipts, in the `server-timing` header and in traces. docs/traces.md explains them."""
 
 MIN_HOP_SECONDS = 0.1
-"""Shorter waits in an engine are no hop of their own: they are mostly the rest of the running step."""
+"""Shortest wait in an engine that is reported as a hop. Shorter waits are mostly the rest of the running step."""
 
 BUCKETS = (
     *(0.001, 0.0015, 0.0025, 0.004, 0.006, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6),
@@ -61,13 +61,13 @@ class Receipt(Struct, frozen=True):
     key: str = ""
     """name of the request's API key"""
     status: int = 0
-    """of the HTTP response, or of the error that ended its stream; 0: no response yet; 499: the client left before
-    it"""
+    """HTTP status of the response, or of the error that ended its stream; 0: no response yet; 499: the client
+    disconnected before the response"""
     error: str = ""
     prefill: str = ""
     """`local`, `remote`, or `local,remote` if its sequences (n > 1, several prompts) differed"""
     reason: str = ""
-    """the decode worker's reason for that (docs/metrics.md)"""
+    """the decode worker's reason for `prefill` (docs/metrics.md)"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """prompt tokens that were a prefix hit"""
@@ -83,7 +83,7 @@ class Receipt(Struct, frozen=True):
     trace_id: str = ""
     """empty: not traced"""
     promise: str = ""
-    """`kept`, or why the SLO was missed first: `ttft`, `gap` or `failed`; empty: no SLO, or not known yet"""
+    """`kept`, or the first miss of the SLO: `ttft`, `gap` or `failed`; empty: no SLO, or not known yet"""
     broken_by: str = ""
     """the longest hop in the missed `ttft` or `gap`"""
     longest_gap: float = 0.0

@@ -19,16 +19,16 @@ RECENT_SECONDS = 30.0
 RATE_TICKS = 5
 """Ticks over which the rates of refused and failed requests are averaged."""
 SLOW_FACTOR = 4.0
-"""A link is slow if its bytes per second are this factor below the median of the other links, and its seconds per
-request half this factor above, because longer prompts alone take more seconds."""
+"""A link is slow if its bytes per second are below the median of the other links by this factor, and its seconds per
+request above their median by half this factor. Either alone may come from unusually short or long prompts."""
 MIN_SLOW_PULL = 0.25
-"""Seconds for the KV of one request, at least, of a slow link."""
+"""Least seconds per request of a link that is reported as slow."""
 MAX_IDLE = 60.0
-"""Seconds since its last read for which a link may be reported as slow."""
+"""Seconds without a read after which a link is no longer reported as slow."""
 SLOW_PULL = 1.0
-"""Seconds for the KV of one request above which a graph's only link is slow."""
+"""Seconds per request above which a graph's only link is reported as slow."""
 SLOW_ROUND_TRIP = 0.25
-"""Seconds."""
+"""Seconds of a heartbeat's round trip above which a link is reported as slow."""
 MAX_PROBLEMS = 12
 """Problems in a list, at most."""
 FULL = 0.97
@@ -36,10 +36,10 @@ FULL = 0.97
 
 _WITHOUT_QUEUE = "prompts are computed at decode workers"
 _LOG, _TRACE = "see its log", "`pdserve trace` lists them"
-_SERVER = "start it, or mend the way to it"
+_SERVER = "start it, or repair the network to it"
 _DECODE, _PREFILL = "start decode workers", "start prefill workers"
 _NETWORK = "`pdserve doctor` on their hosts says what is closed or slow"
-_WITHOUT_REGISTRY = "the processes are those of before, and new ones are not seen"
+_WITHOUT_REGISTRY = "processes use the last known topology"
 
 READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "starting"
 STALLED = "stalled"
@@ -49,21 +49,20 @@ class Node(Struct, frozen=True):
     """A process that is registered, or that its supervisor keeps alive."""
 
     name: str
-    """Of its slot, `decode-0`; the instance id where several have the same slot."""
+    """Name of its slot, as `decode-0`; the instance id where several processes have the same slot."""
     role: Role
     state: str
-    """`ready`, `draining`, `stalled`, `does not answer`, or one of a slot's (`SlotState`)"""
+    """`ready`, `draining`, `stalled`, `does not answer`, or a state of its slot (`SlotState`)."""
     why: str = ""
-    """How it ended last, and its last error or line."""
+    """Its last exit, and its last error or line of output before that."""
     seconds: float | None = None
-    """Since it became ready, or ceased to be; None without a supervisor."""
+    """Seconds since its last change to or from ready; None without a supervisor."""
     restarts: int = 0
     failed_starts: int = 0
     """Since it was last ready."""
     host: str = ""
-    """Of the process, or of its supervisor."""
     model: str = ""
-    """Of a worker, if its slot or instance names it."""
+    """Model of a worker, if its slot or instance names it."""
     instance: Instance | None = None
     load: Load | None = None
     links: list[LinkState] = []
@@ -75,15 +74,15 @@ class Node(Struct, frozen=True):
 
 class Problem(Struct, frozen=True):
     level: str
-    """`bad`: requests fail, wait or take detours; `warn`: they soon could, or just did; `info`."""
+    """`bad`: requests fail, wait or take detours now; `warn`: they recently did, or soon may; `info`."""
     text: str
     """A sentence without a full stop."""
     about: list[str] = []
     """Names of nodes; both ends of a link."""
     seconds: float | None = None
-    """For how long; None if unknown."""
+    """Duration so far; None if unknown."""
     advice: str = ""
-    """What to do; empty where it passes by itself, or the text says it."""
+    """What the operator can do; empty where the problem passes by itself, or the text says it."""
 
 
 def nodes(state: GraphState, now: float) -> list[Node]:
@@ -112,13 +111,13 @@ def nodes(state: GraphState, now: float) -> list[Node]:
 
 
 def readiness(state: GraphState, processes: Sequence[Node]) -> dict[tuple[str, str], bool]:
-    """By slot and host: whether its processes, of all models, are ready. Draining processes are left out. `processes`:
-    the state's `nodes`."""
+    """By slot and host: whether the slot's processes of all models are ready. Draining processes are left out, and lost
+    workers that no other has replaced are not ready. `processes`: the state's `nodes`."""
     found = {_place(node): node.state == READY for node in processes if node.state != DRAINING}
     found |= {
         (slot_name(each.id), each.host, each.model): False
         for each in state.gone
-        if not _is_there(each, processes)
+        if not _is_replaced(each, processes)
     }
     return {place[:2]: ready for place, ready in sorted(found.items(), key=lambda each: not each[1])}
 
@@ -139,7 +138,7 @@ def problems(state: GraphState, processes: Sequence[Node]) -> list[Problem]:
         return listed
     return [
         *listed[: MAX_PROBLEMS - 1],
-        Problem(listed[MAX_PROBLEMS - 1].level, f"and {len(listed) - MAX_PROBLEMS + 1} more of less weight"),
+        Problem(listed[MAX_PROBLEMS - 1].level, f"and {len(listed) - MAX_PROBLEMS + 1} more problems"),
     ]
 
 
@@ -156,8 +155,8 @@ def _place(node: Node) -> tuple[str, str, str]:
     return slot, node.host, node.model
 
 
-def _is_there(gone: LostWorker, processes: Iterable[Node]) -> bool:
-    """Whether a process has its place; one of an older pdserve may not say its model."""
+def _is_replaced(gone: LostWorker, processes: Iterable[Node]) -> bool:
+    """Whether a process has the slot, host and model of the lost worker. Old versions of pdserve report no model."""
     slot, host = slot_name(gone.id), gone.host
     models = {place[2] for node in processes if (place := _place(node))[:2] == (slot, host)}
     return bool(models) and (not gone.model or not models.isdisjoint((gone.model, "")))
@@ -196,7 +195,7 @@ def _why_silent(node: Node, etcd_away: bool) -> str:
 def _processes(
     processes: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[LostWorker], etcd_away: bool
 ) -> Iterator[Problem]:
-    """`lost`: by slot, why requests left it. A slot without a process is reported after the others."""
+    """`lost`: by slot, the reasons of recent migrations from it. Slots without a process are reported last."""
     left = dict(lost)
     for node in processes:
         if problem := _process(node, left.pop(_place(node)[0], []), etcd_away):
@@ -205,7 +204,7 @@ def _processes(
             full = f"the KV cache of {node.name} is full ({node.load.kv_usage:.0%}): requests wait for room"
             yield Problem("warn", full, [node.name], advice=_DECODE)
     for each in gone:
-        if not _is_there(each, processes):
+        if not _is_replaced(each, processes):
             name = slot_name(each.id)
             at = f" of {each.host}" if each.host else ""
             text = f"{name}{at} is gone: its lease ended without a drain, and none has replaced it"
@@ -325,7 +324,7 @@ def _links(processes: Sequence[Node]) -> Iterator[Problem]:
         elif not link.up:
             yield Problem("bad", f"{source} cannot reach {target}{why}", [source, target], advice=_NETWORK)
         elif link.round_trip is not None and link.round_trip > SLOW_ROUND_TRIP:
-            text = f"{source} waits {duration(link.round_trip)} for an answer of {target}"
+            text = f"{source} waits {duration(link.round_trip)} for a heartbeat's answer from {target}"
             yield Problem("warn", text, [source, target], advice=_NETWORK)
     read = [each for each in links if each[2].kind == "kv" and each[2].pulls and each[2].bytes_per_second]
     for source, target, link in read:
@@ -342,7 +341,8 @@ def _links(processes: Sequence[Node]) -> Iterator[Problem]:
 
 
 def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
-    """By which factor a link is slower in bytes per second; 0 where its seconds per request are not slower too."""
+    """The factor by which the link's bytes per second are below the median of `others`; 0 where its seconds per request
+    are not far above their median."""
     if not others or not link.bytes_per_second:
         return 0.0
     factor = median(other.bytes_per_second or 0.0 for other in others) / link.bytes_per_second
@@ -351,7 +351,7 @@ def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
 
 
 def _lost(receipts: Iterable[Receipt]) -> dict[str, list[str]]:
-    """By slot: why requests recently lost its worker, and migrated or wait to migrate."""
+    """By slot: the reasons of recent migrations from its worker, also of those that are not complete."""
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for age, hop, _ in detours(receipts):
         if hop.name == "migration" and age < RECENT_SECONDS:

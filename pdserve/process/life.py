@@ -37,7 +37,7 @@ LAST_RESORT = 15.0
 BEAT = 1.0
 """Seconds between two heartbeats."""
 FAILED_WITHIN = 15.0
-"""Seconds from a failure that ends the service to its end: for last messages, and for the end of engine processes."""
+"""Seconds for a failed service to send its last messages and end its engine processes."""
 END_WITHIN = 1.0
 """Seconds from the end of a role's work to the end of its process."""
 
@@ -48,14 +48,14 @@ class Service(ABC):
     def __init__(self, config: Config, slot: Slot, instance_id: str, metrics_url: str) -> None:
         self.id = instance_id
         self.ready = asyncio.Event()
-        """Set from just before the announcement, when requests may arrive, until `stop`."""
+        """Set while requests may arrive: from just before the announcement until `stop`."""
         self.draining = False
         self.fault = ""
         """Why the process cannot serve though it responds: its engine hangs or is dead."""
         self.on_failure: Callable[[], object] = lambda: None
-        """Called at a failure that ends the service."""
+        """Called when a failure ends the service."""
         self.tasks: asyncio.TaskGroup
-        """For other work than `permanent`'s; exists from `permanent` to the end of `drain`."""
+        """Tasks of requests and other work that ends; exists from the call of `permanent` to the end of `drain`."""
         self.tracer = Tracer()
         self.connections = OutageTracker()
         self._config = config
@@ -212,9 +212,9 @@ async def send_heartbeats(service: Service, beat: Beat) -> None:
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:
-    """Run the service. At the first of `STOPPERS`, drain if it is ready, else end at once; at the second, end at once.
-    After an end at once, threads may still run. Raises the service's errors, and PdserveError where the service failed
-    and does not end."""
+    """Run the service. The first signal of `STOPPERS` drains it, or ends it at once if it is not ready; the second ends
+    it at once. Threads may still run after that. Raises the service's errors, and PdserveError if the service failed
+    but does not end."""
     life = asyncio.create_task(service.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())

@@ -34,13 +34,13 @@ T = TypeVar("T")
 GROUP_VARIABLE = "PDSERVE_NODE_GROUP"
 """Environment variable with a text that only the hosts of one worker share; without it, a leader takes any followers of
 its slot."""
-AWAY = 5.0
-"""Seconds for which a record must be missing until its process counts as lost. A process whose lease expired while its
-host was slow, or etcd unreachable, registers again within two or three."""
-AWAY_AT_START = 30.0
-"""The same while engines start, whose imports and forks may stop a process for many seconds."""
+LOST_AFTER = 5.0
+"""Seconds without its record after which a process counts as lost. If only its lease expired, because its host was slow
+or etcd unreachable, the process registers again within two or three seconds."""
+LOST_AFTER_AT_START = 30.0
+"""The same while engines start, because imports and forks may stop a process for many seconds."""
 TICK = 0.5
-"""Seconds between two checks; counted, not measured, so that a pause of this process does not count."""
+"""Seconds between two checks. Time is counted in ticks, so that a pause of this process does not count."""
 
 
 def node_leader(config: Config, section: WorkerConfig, node: EngineNode, instance_id: str) -> NodeLeader:
@@ -86,11 +86,11 @@ class Leader(Lifetime):
             logger.info("spans %d hosts, with %s", self.record.nodes, ", ".join(taken))
             yield
 
-    async def watch(self, stop: Callable[[], None] = lambda: None, patience: float = AWAY) -> None:
+    async def watch(self, stop: Callable[[], None] = lambda: None, patience: float = LOST_AFTER) -> None:
         """Call `stop`, to drain, when a follower asks to stop. Raises EngineDead when a follower is lost; never
         returns."""
-        async for there in _present(self._followers, self.record.followers, "a follower", patience):
-            if any(follower.stopping for follower in there.values()):
+        async for present in _present(self._followers, self.record.followers, "a follower", patience):
+            if any(follower.stopping for follower in present.values()):
                 stop()
 
     async def _joined(self) -> list[str]:
@@ -131,7 +131,7 @@ class Follower(Lifetime):
             logger.info("node rank %d of %s on %s", self.record.rank, self.leader.id, self.leader.host)
             yield
 
-    async def watch(self, patience: float = AWAY) -> None:
+    async def watch(self, patience: float = LOST_AFTER) -> None:
         """Raises EngineDead when the leader is lost; never returns."""
         async for _ in _present(self._leaders, [self.leader.id], "its leader", patience):
             pass
@@ -169,23 +169,23 @@ class Follower(Lifetime):
 async def start_with_hosts(start: Awaitable[T], others: Leader | Follower) -> T:
     """Start this host's ranks. Raises a group with EngineDead where another host is lost meanwhile."""
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(others.watch(patience=AWAY_AT_START))
+        watching = group.create_task(others.watch(patience=LOST_AFTER_AT_START))
         result = await start
         watching.cancel()
     return result
 
 
 async def _present(
-    there: Callable[[], dict[str, T]], needed: Iterable[str], what: str, patience: float
+    registered: Callable[[], dict[str, T]], needed: Iterable[str], what: str, patience: float
 ) -> AsyncIterator[dict[str, T]]:
     """Yield the registered records every `TICK`. Raises EngineDead when one of `needed` (ids) has been missing for
     `patience` seconds."""
-    away = 0.0
+    missing = 0.0
     while True:
-        found = there()
+        found = registered()
         lost = [each for each in needed if each not in found]
-        away = away + TICK if lost else 0.0
-        if away >= patience:
+        missing = missing + TICK if lost else 0.0
+        if missing >= patience:
             raise EngineDead(f"lost {what} of an engine that spans hosts: {', '.join(lost)}")
         yield found
         await asyncio.sleep(TICK)
@@ -195,12 +195,12 @@ def _compare(leader: NodeLeader, ours: NodeLeader) -> None:
     theirs, own = for_engine(leader.engine_args), msgspec.json.decode(encode_record(ours), type=NodeLeader)
     mine = for_engine(own.engine_args)
     differ = [
-        f"{name} ({mine.get(name, 'not set')} here, {theirs.get(name, 'not set')} at the leader)"
+        f"{name} ({mine.get(name, 'not set')} on this host, {theirs.get(name, 'not set')} at the leader)"
         for name in sorted(theirs.keys() | mine.keys())
         if theirs.get(name) != mine.get(name)
     ]
     if leader.vllm_version != ours.vllm_version:
-        differ.append(f"vLLM ({ours.vllm_version} here, {leader.vllm_version} at the leader)")
+        differ.append(f"vLLM ({ours.vllm_version} on this host, {leader.vllm_version} at the leader)")
     if differ:
         where = f"the leader {leader.id} on {leader.host}"
         text = f"This host's file or version differs from that of {where}: {', '.join(differ)}; use the same on both."

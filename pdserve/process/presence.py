@@ -90,8 +90,7 @@ def worker_instance(
 
 
 def _settings(config: Config, role: Role) -> dict[str, str]:
-    """The model's SLO, and the settings by which a decode worker chooses between local and remote prefill, if it
-    does."""
+    """The model's SLO and, of a decode worker that can prefill remotely, the settings of that choice."""
     slo = slo_settings(config.slo)
     decode = config.decode if role.includes(Role.DECODE) else None
     if decode is None or not (decode.remote_prefill and decode.conditional_disagg):
@@ -127,7 +126,7 @@ def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterabl
 
 
 def generation(card: ModelCard, others: list[ModelCard]) -> int:
-    """The generation of the equal cards, else the next one."""
+    """The generation of `others` that are interchangeable with the card, else the next generation."""
     if alike := [other.generation for other in others if other.is_interchangeable(card)]:
         return max(alike)
     return 1 + max((other.generation for other in others), default=0)
@@ -142,7 +141,7 @@ def refusal(registered: Sequence[Instance]) -> str:
     return (
         f"pdserve {__version__} (wire {WIRE}) cannot work beside {other.id}{more} of pdserve "
         f"{other.version or '0.1.0'} (wire {other.wire}): only builds whose wires differ by 1 at most understand each "
-        "other. It joins when these have ended; an upgrade without a stop goes by the releases between them"
+        "other. It joins when those have ended; to upgrade without downtime, install the releases in between first"
     )
 
 
@@ -157,11 +156,11 @@ class Presence:
         queue_lost: Callable[[], bool] = lambda: False,
         stalled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`queue_lost`, `stalled`: as in the instance."""
+        """`queue_lost` and `stalled` return the present values of the instance's fields of these names."""
         self.instance = msgspec.structs.replace(instance, version=__version__, wire=WIRE)
         self._queue_lost, self._stalled = queue_lost, stalled
         self.changed = asyncio.Event()
-        """Set it to write a change of these at once."""
+        """Set it to write a change of `queue_lost` or `stalled` at once."""
         self._newcomer = False
         self.announced = asyncio.Event()
         self._left = False
@@ -173,9 +172,9 @@ class Presence:
         """Wait until no process is registered whose wire version differs by more than 1. Meanwhile `pdserve status`
         lists this process as refused."""
         slot = SlotState(self.instance.id, self.instance.role, self.instance.host, REFUSED)
-        async with RegistryView(self._registry, keys.INSTANCES) as there:
-            async for _ in there.changes():
-                if not (why := refusal(there.instances())):
+        async with RegistryView(self._registry, keys.INSTANCES) as view:
+            async for _ in view.changes():
+                if not (why := refusal(view.instances())):
                     break
                 if why != slot.cause:
                     logger.error("not registered, waiting: %s", why)
@@ -219,7 +218,7 @@ class Presence:
         await self.set_card(self._card)
         self._refresh()
         await self._write()
-        if self._newcomer:  # else there is no such key to delete, which would wait for etcd
+        if self._newcomer:  # without such a key, deleting would only wait for etcd
             await self._registry.delete(keys.newcomer(self.instance))
         self.announced.set()
 

@@ -129,7 +129,7 @@ class EngineWorker(Service):
         instance = worker_instance(self._config, self._slot, self.id, facts, address, self._metrics_url)
         self._presence = Presence(
             self._registry,
-            msgspec.structs.replace(instance, adapters=self._adapters.there),
+            msgspec.structs.replace(instance, adapters=self._adapters.listed),
             await self.card(),
             lambda: not self._queue.connected,
             lambda: self._engine_watch.stalled,

@@ -20,7 +20,7 @@ from pdserve.util.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 Key = tuple[str, str]
-"""Name, and the call that loaded it (`Adapter.asked`)."""
+"""An adapter's name, and the id of the call that loaded it (`Adapter.asked`)."""
 RETRY_AFTER = 30.0
 """Seconds until a failed load of a wanted adapter is retried."""
 HIDDEN = "it is unloaded, or another one is loaded by its name"
@@ -30,8 +30,8 @@ MAX_PROBLEM = 500
 
 
 class WorkerAdapters:
-    """Loads and unloads the adapters of a worker's engine. An unloaded adapter stays in the engine until another needs
-    its place, so that requests with it can finish, and migrate to this worker."""
+    """Loads and unloads the adapters of a worker's engine. An unloaded adapter stays in the engine until another one
+    needs its slot, so that requests that use it can finish here, or migrate to this worker."""
 
     def __init__(
         self, engine: Engine, engine_args: Mapping[str, object], model: str, registry: Registry
@@ -40,37 +40,39 @@ class WorkerAdapters:
         self._args = engine_args
         self._model = model
         self._registry = registry
-        self._there: dict[Key, Adapter] = {}
+        self._loaded: dict[Key, Adapter] = {}
         self._published: list[Adapter] | None = None
         self._tried = time.monotonic()
         """Time of the last retry of failed loads."""
 
     @property
-    def there(self) -> list[Adapter] | None:
-        """Adapters for the worker's record: those in the engine, and all of the file. None: the engine takes none."""
+    def listed(self) -> list[Adapter] | None:
+        """Adapters for the worker's record: those in the engine, and all of the file. None: the engine has no LoRA."""
         hidden = (
             Adapter(name, path, problem=HIDDEN)
             for name, path in static_adapters(self._args).items()
-            if (name, FROM_FILE) not in self._there
+            if (name, FROM_FILE) not in self._loaded
         )
-        return [*self._there.values(), *hidden] if self._engine.max_adapters else None
+        return [*self._loaded.values(), *hidden] if self._engine.max_adapters else None
 
     async def start(self) -> None:
         """Load the wanted adapters. Raises ConfigError where an adapter of the file cannot be loaded."""
         async with self._view() as view:
             await self._load(self._wanted(view))
-        problems = [each.problem for each in self._there.values() if each.asked == FROM_FILE and each.problem]
+        problems = [
+            each.problem for each in self._loaded.values() if each.asked == FROM_FILE and each.problem
+        ]
         if problems:
             raise ConfigError(problems)
-        self._published = self.there
+        self._published = self.listed
 
     async def follow(self, changed: Callable[[list[Adapter] | None], Awaitable[None]]) -> None:
         """Load adapters as the registry changes, and call `changed` with the new list; never returns."""
         async with self._view() as view:
             async for _ in view.changes(every=RETRY_AFTER):
                 await self._load(self._wanted(view))
-                if self.there != self._published:
-                    await changed(adapters := self.there)
+                if self.listed != self._published:
+                    await changed(adapters := self.listed)
                     self._published = adapters
 
     def _view(self) -> RegistryView:
@@ -85,14 +87,16 @@ class WorkerAdapters:
         return {(each.name, each.asked): each for each in wanted}
 
     async def _load(self, wanted: Mapping[Key, Adapter]) -> None:
-        if again := time.monotonic() >= self._tried + RETRY_AFTER:
+        if may_retry := time.monotonic() >= self._tried + RETRY_AFTER:
             self._tried = time.monotonic()
         for key, adapter in wanted.items():
-            before = self._there.get(key)
-            reported = not adapter.id and adapter.asked != FROM_FILE  # a frontend saw the failure
-            if before is None or (again and before.problem and not reported):
+            before = self._loaded.get(key)
+            is_first_load = (
+                not adapter.id and adapter.asked != FROM_FILE
+            )  # its frontend reports a failure to the client
+            if before is None or (may_retry and before.problem and not is_first_load):
                 loaded = await self._load_one(replace(adapter, model=""), wanted)
-                self._there[key] = loaded
+                self._loaded[key] = loaded
                 if loaded != before:
                     level, found = logging.INFO, f"loaded as {loaded.id:x}"
                     if loaded.problem:
@@ -102,10 +106,10 @@ class WorkerAdapters:
 
     def _drop(self, wanted: Mapping[Key, Adapter]) -> None:
         """Drop unwanted entries, except one for each adapter that the engine still holds."""
-        held = {0} | {each.id for key, each in self._there.items() if key in wanted}
-        for key, each in list(self._there.items()):
+        held = {0} | {each.id for key, each in self._loaded.items() if key in wanted}
+        for key, each in list(self._loaded.items()):
             if key not in wanted and each.id in held:
-                del self._there[key]
+                del self._loaded[key]
             held.add(each.id)
 
     async def _load_one(self, adapter: Adapter, wanted: Mapping[Key, Adapter]) -> Adapter:
@@ -114,9 +118,9 @@ class WorkerAdapters:
             id = await asyncio.to_thread(adapter_id, folder, self._args)
             if adapter.id and id != adapter.id:
                 raise ConfigError(
-                    [f"{adapter.path} has other weights here than on the worker that loaded it first"]
+                    [f"{adapter.path} has other weights on this host than on the worker that loaded it first"]
                 )
-            if not any(each.id == id for each in self._there.values()):
+            if not any(each.id == id for each in self._loaded.values()):
                 await self._make_room(wanted)
                 await self._engine.load_adapter(id, folder)
                 if await asyncio.to_thread(adapter_id, folder, self._args) != id:
@@ -130,11 +134,11 @@ class WorkerAdapters:
     async def _make_room(self, wanted: Mapping[Key, Adapter]) -> None:
         """If the engine is full, unload an unwanted adapter that no request uses. Raises ConfigError if there is
         none."""
-        ids = {each.id for each in self._there.values() if each.id}
+        ids = {each.id for each in self._loaded.values() if each.id}
         if len(ids) < (most := self._engine.max_adapters):
             return
-        for id in ids - {each.id for key, each in self._there.items() if key in wanted}:
+        for id in ids - {each.id for key, each in self._loaded.items() if key in wanted}:
             if await self._engine.unload_adapter(id):
-                self._there = {key: each for key, each in self._there.items() if each.id != id}
+                self._loaded = {key: each for key, each in self._loaded.items() if each.id != id}
                 return
-        raise ConfigError([f"all places for adapters are taken (max-cpu-loras: {most}): unload one first"])
+        raise ConfigError([f"all adapter slots are in use (max-cpu-loras: {most}): unload one first"])

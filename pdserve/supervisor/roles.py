@@ -165,7 +165,7 @@ class RoleSupervisor:
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
         """Wait until all roles are ready, logging which are not, and call `on_ready`."""
-        with isolate_errors("the report of the start"):
+        with isolate_errors("start report"):
             async with asyncio.TaskGroup() as group:
                 reminding = group.create_task(self._remind())
                 await asyncio.gather(*(loop.settled.wait() for loop in self._loops))

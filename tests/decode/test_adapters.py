@@ -152,7 +152,7 @@ async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(
 async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str) -> None:
     async with LoraGraph() as graph:
         if what == "full":
-            problem = r"all places for adapters are taken \(max-cpu-loras: 2\): unload one first"
+            problem = r"all adapter slots are in use \(max-cpu-loras: 2\): unload one first"
             for name in ("one", "two"):
                 await graph.load(name, str(adapter_in(tmp_path, name)))
         elif what == "not enabled":
@@ -223,8 +223,8 @@ class Alone:
     async def have(self, *calls: str, path: str = "", id: int = 0) -> list[Adapter]:
         wanted = {("red", call): Adapter("red", path or self.path, id, call) for call in calls}
         await self.adapters._load(wanted)
-        assert self.adapters.there is not None
-        return self.adapters.there
+        assert self.adapters.listed is not None
+        return self.adapters.listed
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ async def test_what_could_not_be_said_is_said_again(tmp_path: Path, monkeypatch:
         following = asyncio.create_task(adapters.follow(changed))
         await until(lambda: len(said) == 2)
         following.cancel()
-    assert said[0] == said[1] == adapters.there
+    assert said[0] == said[1] == adapters.listed
 
 
 def test_the_served_names() -> None:

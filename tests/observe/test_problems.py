@@ -81,7 +81,7 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
 
 DOWN = "bad: decode-1 is down: killed by SIGKILL"
 SILENT = "does not answer: it hangs, or is cut off"
-UNSEEN = "the processes are those of before, and new ones are not seen until it is back (3 s)"
+UNSEEN = "processes use the last known topology until it is back (3 s)"
 UNREGISTERED = "is not registered: it hangs, or waits for etcd"
 TOLD = {
     "": state(),
@@ -185,8 +185,7 @@ TOLD = {
             "the supervisor": [Outage("NATS", "10.0.0.5:4222", 0.0, "exit code 1: no space")],
         }
     ),
-    "bad: etcd does not answer 4 processes: the processes are those of before, and new ones are not seen until it is "
-    "back (3 s)": state(
+    "bad: etcd does not answer 4 processes: processes use the last known topology until it is back (3 s)": state(
         outages={each.id: [Outage("etcd", "", 3.0)] for each in ALL[:3]}
         | {"this command": [Outage("etcd", "", 1.0)]}
     ),
@@ -244,7 +243,7 @@ def test_further_problems_are_counted() -> None:
     gone = [Instance(f"prefill-{index}-p", Role.PREFILL, host="h") for index in range(100, 200)]
     told = found(state(instances=[*ALL, *gone], silent=tuple(each.id for each in gone)))
     assert len(told) == 12
-    assert told[-1] == Problem("bad", "and 89 more of less weight")
+    assert told[-1] == Problem("bad", "and 89 more problems")
 
 
 def test_a_process_that_may_not_register_says_why() -> None:

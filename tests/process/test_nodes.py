@@ -27,7 +27,7 @@ SOON = 0.05
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "TICK", 0.005)
-    monkeypatch.setattr(nodes, "AWAY_AT_START", SOON)
+    monkeypatch.setattr(nodes, "LOST_AFTER_AT_START", SOON)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ async def test_followers_with_another_model_or_file_are_refused(server: MemorySe
         other = following(server, arguments=ARGUMENTS | {"max-model-len": 100, "chat-template": "x"})
         async with living(other) as (life,):
             with pytest.raises(
-                ConfigError, match=r"max-model-len \(100 here, not set at the leader\)"
+                ConfigError, match=r"max-model-len \(100 on this host, not set at the leader\)"
             ) as refused:
                 await asyncio.wait_for(life, 30)
             assert "chat-template" not in str(refused.value), "an engine has none"

@@ -43,7 +43,8 @@ class RestartPolicy:
     failed_starts: int = 3
     """Failed starts in a row after which the loop gives up."""
     kills: int = 20
-    """The same for starts that were ended from outside, such as by the kernel for lack of memory."""
+    """Starts in a row, including those ended from outside (as by the kernel for lack of memory), after which the loop
+    gives up."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class ProcessState(StrEnum):
 
 
 class CannotStart(PdserveError):
-    """A process cannot be started, so that the graph ends; the text has the cause."""
+    """A process cannot be started, so the graph ends. The text has the cause."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -185,7 +186,7 @@ class RestartLoop(Generic[AnyProcess]):
         self._on_change = on_change
         self._child = child
         self._failed_start: Exit | None = None
-        """Why the current child is stopped before it became ready."""
+        """Why the loop stops a child that did not become ready; None otherwise."""
         self._was_ready = child is not None
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -238,7 +239,7 @@ class RestartLoop(Generic[AnyProcess]):
             self._child = None
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        with isolate_errors("ends of processes"):
+        with isolate_errors("process exit"):
             await self.process.ended(exit_)
         ready = self.state in (ProcessState.READY, ProcessState.DRAINING)
         return PastRun(time.monotonic() - started, ready, self._failed_start or exit_)
@@ -282,13 +283,13 @@ class RestartLoop(Generic[AnyProcess]):
         if (state is ProcessState.READY) is not (self.state is ProcessState.READY):
             self.since = clock.unix()
         self.state = state
-        with isolate_errors("states of processes"):
+        with isolate_errors("process state change"):
             self._on_change(self)
 
 
 async def _wait_for_exit(child: Child) -> Exit:
-    """Wait for the child's exit. Repeat a wait that fails, as for lack of file descriptors."""
+    """Wait for the child's exit. Retry if waiting fails, for example for lack of file descriptors."""
     while True:
-        with isolate_errors("ends of processes"):
+        with isolate_errors("process exit"):
             return await child.wait()
         await asyncio.sleep(_WAIT_AGAIN)

@@ -108,7 +108,7 @@ class EmbeddedServer(SupervisedProcess):
     ) -> None:
         self.state_dir = state_dir.expanduser().absolute()
         self.data_dir = self.state_dir / "servers" / self.name
-        """Holds nothing else: `clear` removes it."""
+        """Only this server's data: `clear` removes the folder."""
         self.log_path = self.state_dir / "logs" / f"{self.name}.log"
         self.port = port
         self.credentials = credentials
@@ -210,7 +210,7 @@ class EmbeddedServer(SupervisedProcess):
         deadline = time.monotonic() + READY_TIMEOUT
         while not await self._healthy(1):
             if not child.running:
-                await child.wait()  # its last lines are read then
+                await child.wait()  # reads its last lines
                 raise ConfigError([f"{self.name} ended while starting: {self._cause(child)}"])
             if time.monotonic() > deadline:
                 text = f"{self.name} does not answer after {READY_TIMEOUT:g} s: {self._cause(child)}"
@@ -220,7 +220,8 @@ class EmbeddedServer(SupervisedProcess):
             await self.fill(self.url)
 
     async def _healthy(self, within: float, slow: bool = False) -> bool:
-        """With `slow`, a server that calls itself unhealthy without an alarm passes: a restart makes it no faster."""
+        """Whether the server answers within some seconds. With `slow`, any answer but an alarm is healthy, because a
+        restart does not make a slow server faster."""
         try:
             async with asyncio.timeout(within):
                 return await self.answers() or slow
@@ -288,7 +289,7 @@ class EmbeddedEtcd(EmbeddedServer):
         return [str(etcd_binary()), "--unsafe-no-fsync", *options]
 
     def _tls_flags(self, credentials: Credentials, port: str) -> list[str]:
-        """For the port of clients (""), or of peers ("peer-"), which a single etcd opens too."""
+        """The TLS flags for the port of clients (""), or of peers ("peer-"), which even a single etcd opens."""
         return [
             f"--{port}client-cert-auth",
             f"--{port}cert-file={credentials.certificate}",
@@ -307,7 +308,7 @@ class EmbeddedEtcd(EmbeddedServer):
         if self.credentials is None:
             return None
         context = self.credentials.client_context()
-        context.minimum_version = TLSVersion.TLSv1_2  # etcd 3.5.1, of the wheel, has no newer one
+        context.minimum_version = TLSVersion.TLSv1_2  # the wheel's etcd 3.5.1 has no TLS 1.3
         return context
 
 
