@@ -42,7 +42,7 @@ _BESIDE = """
 
 
 def _keys(section: str, kind: type) -> Iterator[str]:
-    """Yield a row for each key. A text begins with the unit, before `;` and ends with the default, after `not set:`."""
+    """Yield a row for each key. Its docstring has the unit before `;` and the default after `not set:`."""
     attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
     texts = _docstrings(kind)
     for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):

@@ -1,8 +1,8 @@
-"""Runs failed tests again, each alone on the machine: `python -m tools.failed_alone`.
+"""Reruns failed tests, each alone on the machine: `python -m tools.failed_alone`.
 
-Many tests have time limits, and can fail beside starting engines on a busy machine. Such a test passes alone, `TIMES`
-times in its own process; a broken one does not. Tests that pass only here are listed at the end, because they need a
-limit that does not depend on the machine. With more than `MOST` failures nothing is run again.
+A test with a time limit can fail because other tests start engines at the same time. Such a test is excused if it
+passes `TIMES` times alone. It is listed at the end, because it needs a limit that does not depend on the machine. With
+more than `MOST` failures nothing is rerun.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 MOST, TIMES = 6, 3
 FAILED = Path(".pytest_cache/v/cache/lastfailed")
-"""where pytest keeps what failed in its last run"""
+"""Where pytest saves the failed tests of its last run."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Check what `make release` has built, and print what is left to do by hand: `python -m tools.release dist`."""
+"""Checks the wheel and sdist of `make release` and prints the manual steps left: `python -m tools.release dist`."""
 
 import sys
 import tarfile
@@ -17,11 +17,11 @@ NEEDED = (
     "pdserve_bench/__init__.py",
     "LICENSE",
 )
-"""ends of names that the wheel and the sdist must have"""
+"""Files that the wheel and the sdist must contain, by the end of their path."""
 
 
 def problems(archive: Path) -> list[str]:
-    """What keeps a wheel or an sdist from being published."""
+    """Return the reasons not to publish a wheel or an sdist."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             names = wheel.namelist()
@@ -32,14 +32,18 @@ def problems(archive: Path) -> list[str]:
             names = sdist.getnames()
             file = sdist.extractfile(f"{names[0]}/PKG-INFO")
             metadata = file.read() if file else b""
-    found = [f"{name} is not in it" for name in NEEDED if not any(each.endswith(name) for each in names)]
-    found += [f"{name} is in it" for name in names if "tests" in Path(name).parts or "__pycache__" in name]
+    found = [f"{name} is missing" for name in NEEDED if not any(each.endswith(name) for each in names)]
+    found += [
+        f"{name} must not be packaged"
+        for name in names
+        if "tests" in Path(name).parts or "__pycache__" in name
+    ]
     try:
         read = Metadata.from_email(metadata, validate=True)
     except ExceptionGroup as group:
         return found + [str(error) for error in group.exceptions]
     if read.license_expression != "Apache-2.0" or not read.description:
-        found.append("it names no license or has no description")
+        found.append("the license or the description is missing")
     return found
 
 
@@ -48,7 +52,7 @@ def main(folder: Path) -> int:
     wrong = [f"{archive.name}: {text}" for archive in archives for text in problems(archive)]
     if len(archives) != 2:
         wrong.append(
-            f"{folder} has not one wheel and one sdist, but {[archive.name for archive in archives]}"
+            f"{folder} must have one wheel and one sdist, not {[archive.name for archive in archives]}"
         )
     for archive in archives:
         print(f"{archive}  {archive.stat().st_size / 1e6:.1f} MB")
@@ -56,11 +60,11 @@ def main(folder: Path) -> int:
         print("\n".join(wrong), file=sys.stderr)
         return 1
     version = archives[0].name.split("-")[1]
-    print(f"""Both are whole. Left to do by hand:
+    print(f"""Wheel and sdist are complete. Left to do by hand:
   git add tests/wire && git commit                     the messages that the next version has to understand
   make test                                            on a fresh machine
   git tag v{version} && git push origin v{version}
-  uv publish dist/*                                    needs a token of PyPI's
+  uv publish dist/*                                    needs a PyPI token
   docker build -f deploy/Dockerfile -t pdserve:{version} .
   docker build -f deploy/Dockerfile -t pdserve:{version}-gpu --build-arg PLATFORM=gpu .""")
     return 0

@@ -1,5 +1,5 @@
-"""MkDocs' hooks for the site (`mkdocs.yml`): README.md is its first page, the commands' page is their `--help`, the
-decisions get a list, and links to files of the repository that are no pages become their names."""
+"""MkDocs hooks for the site (`mkdocs.yml`). They add README.md as the first page, a page with each command's `--help`,
+and a list of the decisions. A link to a file that is not a page of the site becomes the file's name."""
 
 import io
 import os
@@ -29,7 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _commands() -> str:
-    """The help of each command; those of one function, as the roles are, have it once."""
+    """Return the help of each command. Commands of one function, such as the roles, share a section."""
     names: dict[str, list[str]] = {}
     for name, (what, _) in COMMANDS.items():
         for inner, (function, _) in what.items() if isinstance(what, dict) else [("", (what, ""))]:

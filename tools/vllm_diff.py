@@ -1,11 +1,12 @@
-"""What a release of vLLM changes for pdserve: `python -m tools.vllm_diff OLD NEW`.
+"""Reports what a release of vLLM changes for pdserve: `python -m tools.vllm_diff OLD NEW`.
 
 OLD and NEW are wheels (`pip download --no-deps vllm==0.33.0`), folders that hold `vllm/`, or `installed`. Nothing is
-installed or imported: the sources are compared as syntax trees, in seconds. Reported are imports of ours that are gone,
-with where the name went; fields of messages and parameters of functions in `vllm_surface.py`; text that a source no
-longer has; and the changed bodies of all members that pdserve overrides or replaces.
+installed or imported, because the sources are compared as syntax trees. The report has
+- names that pdserve imports and that are gone, with the modules that define them now,
+- changed fields, parameters and source texts of those in `vllm_surface.py`,
+- changed bodies of members that pdserve overrides, replaces or inherits.
 
-Exit code: 0 for no change, 1 for changes, 2 for something that cannot be read.
+Exit code: 0 for no change, 1 for changes, 2 if OLD or NEW cannot be read.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from tools.vllm_surface import CALLED, FIELDS, FUNCTIONS, MESSAGES, REPLACED, SO
 
 PACKAGE = Path(__file__).parent.parent / "pdserve"
 CORE_CALLER, CORE_CALL = "vllm.v1.engine.async_llm", re.compile(r"self\.engine_core\.(\w+)")
-"""what vLLM's frontend calls of an engine core is what ours has to answer"""
+"""Calls of vLLM's frontend to its engine core. pdserve's engine client must have these methods."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Release:
-    """The sources of one vLLM. Raises OSError or BadZipFile where there is none."""
+    """The sources of a vLLM release. The constructor raises OSError or BadZipFile if it cannot read them."""
 
     def __init__(self, place: str) -> None:
         self.name = Path(place).name
@@ -47,13 +48,13 @@ class Release:
         file = next((file for file in (f"{stem}.py", f"{stem}/__init__.py") if file in self.files), None)
         return None if file is None else self._read(file)
 
-    @cache  # noqa: B019  # two of them live as long as the program
+    @cache  # noqa: B019  # both releases live as long as the program
     def tree(self, module: str) -> ast.Module | None:
         source = self.source(module)
         return None if source is None else ast.parse(source)
 
     def find(self, dotted: str) -> tuple[str, ast.AST] | None:
-        """The module and node that define a module's name, a class's member (its bases' too), or a module."""
+        """Return the module and node that define a dotted name: a module, a name in one, or a (base) class's member."""
         owner, _, name = dotted.rpartition(".")
         if (module := self.tree(dotted)) is not None:
             return dotted, module
@@ -63,7 +64,7 @@ class Release:
         return self._member(*holder, name) if holder else None
 
     def _name(self, module: str, tree: ast.Module, name: str) -> tuple[str, ast.AST] | None:
-        """A name at a module's top level, imported from elsewhere or not."""
+        """Find a name at a module's top level, also an imported one."""
         for node in _statements(tree.body):
             match node:
                 case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef() if node.name == name:
@@ -119,7 +120,7 @@ class Release:
         return [argument.arg for argument in every if argument is not None]
 
     def defining(self, name: str) -> list[str]:
-        """The modules that define a class or function of this name."""
+        """Return the modules that define a class or function of this name."""
         starts = tuple(f"{word} {name}{end}" for word in ("class", "def", "async def") for end in "(:")
         files = (file for file in sorted(self.files) if any(s in self._read(file) for s in starts))
         return [file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in files]
@@ -137,7 +138,7 @@ def _folder(path: Path) -> tuple[Callable[[str], str], set[str]]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """A module's statements, those under `if` and `try` too."""
+    """Yield a module's statements, also those under `if` and `try`."""
     for node in body:
         yield node
         for part in ("body", "orelse", "handlers", "finalbody"):
@@ -151,7 +152,7 @@ def _assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
 
 
 def imports(*folders: Path) -> list[str]:
-    """The dotted names that folders of sources import from vLLM; without any, those of pdserve."""
+    """Return the dotted names that sources in `folders` (default: pdserve) import from vLLM."""
     files = (file for folder in folders or (PACKAGE,) for file in folder.rglob("*.py"))
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
     return sorted(
@@ -165,7 +166,7 @@ def imports(*folders: Path) -> list[str]:
 
 
 def members(release: Release, package: Path = PACKAGE) -> tuple[list[str], list[str]]:
-    """The members of vLLM's classes that classes of a package define anew, and those that they use as they are."""
+    """Return the members of vLLM classes that the package's subclasses override, and those that they inherit and use."""
     known = {name.rpartition(".")[2]: name for name in imports(package)}
     trees = [ast.parse(file.read_text()) for file in package.rglob("*.py")]
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -194,19 +195,18 @@ def _of_self(node: ast.ClassDef) -> set[str]:
 
 
 def compare(old: Release, new: Release, package: Path = PACKAGE, *more: Path) -> Iterator[str]:
-    """Yield every change as a text of one or more lines. `more`: other folders whose imports count."""
-    for name in imports(package, *more):
+    """Yield each change as a text of one or more lines. `more`: other folders with imports of vLLM."""
+    yield from _imports(old, new, package, *more)
+    yield from _signatures(old, new)
+    yield from _texts(old, new)
+    yield from _bodies(old, new, package)
+
+
+def _imports(old: Release, new: Release, *folders: Path) -> Iterator[str]:
+    for name in imports(*folders):
         if old.find(name) and not new.find(name):
             places = ", ".join(new.defining(name.rpartition(".")[2])) or "nowhere"
             yield f"import gone: {name} (the name is defined in: {places})"
-    yield from _signatures(old, new)
-    yield from _texts(old, new)
-    overridden, used = members(old, package)
-    for name in sorted({*overridden, *REPLACED}):
-        yield from _body(name, old, new)
-    for name in used:
-        if change := next(_body(name, old, new), ""):
-            yield change.partition("\n")[0].rstrip(":") + ", used as it is"
 
 
 def _signatures(old: Release, new: Release) -> Iterator[str]:
@@ -231,18 +231,26 @@ def _texts(old: Release, new: Release) -> Iterator[str]:
         yield f"AsyncLLM's calls of its engine core: gone {sorted(called - calls)}, new {sorted(calls - called)}"
 
 
-def _body(name: str, old: Release, new: Release) -> Iterator[str]:
+def _bodies(old: Release, new: Release, package: Path) -> Iterator[str]:
+    overridden, inherited = members(old, package)
+    for name in sorted({*overridden, *REPLACED}):
+        if change := _body(name, old, new):
+            yield change
+    for name in inherited:
+        if change := _body(name, old, new):
+            yield change.partition("\n")[0].rstrip(":") + ", used as it is"
+
+
+def _body(name: str, old: Release, new: Release) -> str:
+    """Return the change of a member's body; empty if there is none."""
     was, now = old.find(name), new.find(name)
     if was is None or now is None:
-        if was or now:
-            yield f"member {'gone' if was else 'new'}: {name}"
-        return
+        return f"member {'gone' if was else 'new'}: {name}" if was or now else ""
     before, after = ast.unparse(was[1]).splitlines(), ast.unparse(now[1]).splitlines()
-    if before != after:
-        lines = unified_diff(
-            before, after, f"{old.name}: {was[0]}", f"{new.name}: {now[0]}", lineterm="", n=2
-        )
-        yield "\n".join([f"body of {name}:", *lines])
+    if before == after:
+        return ""
+    lines = unified_diff(before, after, f"{old.name}: {was[0]}", f"{new.name}: {now[0]}", lineterm="", n=2)
+    return "\n".join([f"body of {name}:", *lines])
 
 
 def main() -> int:

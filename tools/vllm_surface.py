@@ -1,7 +1,7 @@
-"""What pdserve relies on in vLLM beyond names that it imports and members that it overrides, which its source tells.
+"""Fields, parameters and source texts of vLLM that pdserve relies on, besides what it imports and overrides.
 
-`tests/engine/test_vllm_api.py` holds this table against the installed vLLM, `tools/vllm_diff.py` against a release that
-is not installed yet."""
+`tests/engine/test_vllm_api.py` checks them in the installed vLLM, `tools/vllm_diff.py` in a release that is not
+installed."""
 
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 _PULL = f"{_NIXL}.pull_worker.NixlPullConnectorWorker"
@@ -21,7 +21,7 @@ MESSAGES = {
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position mm_hash",
     "vllm.lora.request.LoRARequest": "lora_name lora_int_id lora_path base_model_name load_inplace is_3d_lora_weight",
     "vllm.distributed.kv_events.KVEventBatch": "ts events data_parallel_rank",
-    # each of these may need a rule in docs/migration.md
+    # a new field may need a rule in docs/migration.md
     "vllm.sampling_params.SamplingParams": "n "
     "presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p seed "
     "stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids "
@@ -31,7 +31,7 @@ MESSAGES = {
     "logit_bias allowed_token_ids extra_args bad_words _bad_words_token_ids skip_reading_prefix_cache "
     "thinking_token_budget repetition_detection routed_experts_prompt_start trace_decode_token_ids",
 }
-"""structure on the wire -> all its fields, in their order"""
+"""Message -> all its fields, in order."""
 
 FIELDS = {
     "vllm.v1.metrics.stats.SchedulerStats": "num_running_reqs num_waiting_reqs num_skipped_waiting_reqs "
@@ -44,7 +44,7 @@ FIELDS = {
     "vllm.v1.engine.logprobs.LogprobsProcessor": "tokenizer logprobs prompt_logprobs cumulative_logprob num_logprobs "
     "num_prompt_logprobs",
 }
-"""structure -> the fields that are used"""
+"""Class -> the fields that pdserve uses."""
 
 FUNCTIONS = {
     f"{_CLIENT}.add_request_async": "self request",
@@ -66,7 +66,7 @@ FUNCTIONS = {
     f"{_PULL}._handle_failed_transfer": "self req_id handle failed_req_ids record_failed_transfer",
     f"{_PULL}._mark_remote_engine_invalid": "self engine_id now",
 }
-"""function that is overridden, or called with all it takes -> its parameters"""
+"""Function that pdserve overrides, or calls with all arguments -> all its parameters."""
 
 CALLED = {
     "vllm.v1.engine.async_llm.AsyncLLM.__init__": "self vllm_config executor_class log_stats "
@@ -108,7 +108,7 @@ CALLED = {
     "vllm.v1.engine.logprobs.LogprobsProcessor._update_prompt_logprobs": "self prompt_logprobs_tensors",
     "vllm.logprobs.create_prompt_logprobs": "flat_logprobs",
 }
-"""function that is called, or calls ours -> the parameters that are used, in their order"""
+"""Function that pdserve calls or replaces -> the parameters that it uses, in order."""
 
 REPLACED = (
     "vllm.v1.core.block_pool.BlockPool.get_new_blocks",
@@ -127,7 +127,7 @@ REPLACED = (
     "vllm.renderers.base.BaseRenderer._process_mm_uuids",
     "vllm.v1.core.sched.output.strip_covered_mm_data",
 )
-"""members that pdserve wraps or replaces in objects of vLLM"""
+"""Members that pdserve wraps or replaces in vLLM's objects."""
 
 SOURCES = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": (
@@ -153,18 +153,18 @@ SOURCES = {
         "_reap_expired_send_leases(done_sending)",
     ),
     f"{_NIXL}.pull_worker": ('msg.startswith("HB:")',),
-    # read anew in each step
+    # read in each step
     "vllm.v1.core.sched.scheduler": (
         "            self.scheduler_config.long_prefill_token_threshold\n",
-        # before it frees the blocks of finished_sending
+        # runs before the scheduler frees the blocks of finished_sending
         "self.connector.update_connector_output(kv_connector_output)\n\n        # KV Connector:: update recv",
     ),
     "vllm.renderers.base": ("self._tokenize_prompt_async = make_async(",),
-    # an identifier and an offset for each picture of a block
+    # an identifier and an offset for each image of a block
     "vllm.v1.core.kv_cache_utils": ('key[1:] if key[0] == "mm" else key[1]', "offset - start_token_idx"),
     "vllm.sampling_params": ("    def bad_words_token_ids(self)", "if speculative_config is None:"),
     "vllm.v1.engine.input_processor": ("                self.speculative_config,\n",),
     "vllm.v1.engine.output_processor": ("self.request_states", "self.parent_requests"),
     "vllm.v1.metrics.loggers": ("_gauge_cls", "_counter_cls", "_histogram_cls"),
 }
-"""module -> text that its source must have: attributes that no signature shows, or that need a GPU's libraries"""
+"""Module -> texts that its source must have, for attributes that no signature shows or that need GPU libraries."""

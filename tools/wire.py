@@ -1,8 +1,8 @@
-"""What neighbouring versions of pdserve say to each other, kept in `tests/wire/` for the last release: the definitions
-of all messages, the bytes of each kind with all fields set, and the names that both sides must know.
+"""Saves the wire protocol of a release in `tests/wire/`: the definitions of all messages, one encoded message of each
+class, and the names that both sides must know.
 
-`python -m tools.wire` keeps today's in place of the last release's. `make release` runs it, and nothing else should:
-`tests/wire/test_neighbours.py` compares every build with what is kept (docs/decisions/0072-neighbours.md)."""
+`python -m tools.wire` replaces the last release's protocol with this build's. Only `make release` should run it, as
+`tests/wire/test_neighbours.py` checks each build against the last release (docs/decisions/0072-neighbours.md)."""
 
 import ast
 import enum
@@ -42,11 +42,11 @@ MSGPACK = (
     "QueueState",
     "HeldRequests",
 )
-"""what processes decode as msgpack: from streams and the queue"""
+"""Messages in msgpack: on streams and in the queue."""
 JSON = ("Instance", "SlotState", "ModelCard", "Watched", "Receipt", "GraphRecord")
-"""what they decode as JSON: from etcd, each other's pages, and the state directory"""
+"""Records in JSON: in etcd, on pages of processes, and in the state directory."""
 RENAMED = {"Watched": "ProcessReport"}
-"""classes by their name in the last release -> in this build; neither name is ever sent"""
+"""Name of a class in the last release -> in this build. Neither name is ever sent."""
 _RECORDS = {"Struct", "StrEnum"}
 
 
@@ -56,10 +56,10 @@ class Protocol(NamedTuple):
     version: str
     wire: int
     module: Any
-    """with the classes and unions named in MSGPACK and JSON"""
+    """Namespace of the classes and unions named in MSGPACK and JSON."""
 
     def kinds(self, root: str) -> dict[str, Any]:
-        """By name, the classes that may come where `root` is decoded."""
+        """Return the members of the union `root` (or the one class) by their name in the last release."""
         defined = self.defined(root)
         return {_former(each): each for each in typing.get_args(defined) or (defined,)}
 
@@ -92,18 +92,15 @@ def released() -> Path:
 
 
 def read(text: str, version: str) -> Protocol:
-    """The protocol of these definitions."""
+    """Execute the definitions of a version and return its protocol."""
     module = types.ModuleType(f"definitions of {version}")
-    sys.modules[module.__name__] = module  # msgspec looks up there what the types of fields are
+    sys.modules[module.__name__] = module  # where msgspec resolves the types of fields
     exec(text, vars(module))
     return Protocol(version, module.WIRE, module)
 
 
-# messages with all fields set
-
-
 def variants(kind: Any) -> list[Any]:
-    """Messages of this kind with all fields set: together they have each alternative of each field."""
+    """Return messages of this class with all fields set, enough to have each alternative of each field."""
     hints = typing.get_type_hints(kind, include_extras=True)
     possible = {name: values(hint) for name, hint in hints.items()}
     first = {name: each[0] for name, each in possible.items()}
@@ -124,7 +121,7 @@ _PLAIN: dict[Any, list[Any]] = {
 
 
 def values(hint: Any) -> list[Any]:
-    """Values of this type, so that each alternative in it comes once."""
+    """Return one value for each alternative of a type: each member of an enum or union, an empty and a full list."""
     arguments = typing.get_args(hint)
     match typing.get_origin(hint):
         case typing.Annotated:
@@ -140,14 +137,12 @@ def values(hint: Any) -> list[Any]:
     return _PLAIN[hint] if hint in _PLAIN else variants(hint)
 
 
-# what both sides must know
-
 _LIMITS = ("ack_wait", "bound", "max_bytes", "max_age")
 _SETTINGS = (*live_settings.SETTINGS, *live_settings.POLICIES, *live_settings.PREFILL_POLICIES)
 
 
 def names() -> dict[str, Any]:
-    """Names and constants that both sides must have alike."""
+    """Return the names and limits that must be equal on both sides."""
     queue = stream.QueueNames("graph", "a/model", "0123456789abcdef")
     instance = records.Instance(id="decode-0-0a", role=records.Role.DECODE)
     return {
@@ -172,11 +167,8 @@ def names() -> dict[str, Any]:
     }
 
 
-# keeping them
-
-
 def definitions() -> str:
-    """The source of all records, without docstrings and methods, in the order of their definition."""
+    """Return the source of all message classes, without docstrings and methods, in the order of their definition."""
     lines = [
         "import math",
         "from enum import StrEnum",

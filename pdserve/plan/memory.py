@@ -46,15 +46,14 @@ class Memory:
     max_model_len: int
     block_size: int
     activations: int = 0
-    """peak of a step, on a GPU"""
+    """Peak of a step on a GPU."""
     graphs: int = 0
-    """CUDA graphs"""
     runtime: int = 0
-    """buffers of CUDA and NCCL"""
+    """Buffers of CUDA and NCCL."""
     adapters: int = 0
-    """buffers for LoRA adapters in the layers"""
+    """LoRA buffers in the layers."""
     kv_space: int | None = None
-    """for the KV cache; negative: the weights do not fit; None: unknown, because there is no GPU"""
+    """KV cache. Negative: the weights do not fit. None: unknown, because there is no GPU."""
 
     @property
     def fixed(self) -> int:

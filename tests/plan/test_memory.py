@@ -1,4 +1,4 @@
-"""The arithmetic of memory, against numbers worked out by hand."""
+"""Planned memory against sums by hand and against logs of real starts."""
 
 import re
 from collections.abc import Mapping
@@ -138,7 +138,7 @@ def test_weights_as_vllm_logs_them(model: ModelFacts, tensor: int, pipeline: int
 
 
 EAGER: dict[str, object] = {"enforce-eager": True}
-"""vLLM's engine before V1, which compiled nothing and did not charge its CUDA graphs"""
+"""For logs of the engine before V1, which compiled nothing and did not subtract its CUDA graphs."""
 TP2, TP4 = {"tensor-parallel-size": 2}, {"tensor-parallel-size": 4}
 
 
@@ -169,7 +169,7 @@ MISSED: list[Log] = [
     (QWEN_7B, "RTX4090", 23.55, 0.85, {}, 4.45),
     (QWEN_72B, "H100", 79.19, 0.95, TP2, 3.06),
 ]
-"""by 5 to 10 %; docs/memory.md says of what"""
+"""Starts for which the plan is off by 5 to 10 %, partly for reasons in docs/memory.md."""
 
 
 @pytest.mark.parametrize(

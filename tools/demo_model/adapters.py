@@ -1,7 +1,7 @@
-"""Make two LoRA adapters of the demo model: `python -m tools.demo_model.adapters OUT` takes a second.
+"""Make two LoRA adapters for the demo model: `python -m tools.demo_model.adapters OUT` takes a second.
 
-They are random, from a fixed seed, and answer nothing sensible; but each answers otherwise than the other and than the
-model, from the first token on, and their KV differs in every layer. So KV of the wrong one shows in the tokens."""
+Their weights are random, from fixed seeds, so their text makes no sense. Tokens and the KV of every layer differ
+between the two and the model itself, so that KV of the wrong adapter changes the tokens."""
 
 import argparse
 import json
@@ -15,11 +15,11 @@ from pdserve.demo import MODEL_DIR
 NAMES = ("red", "blue")
 RANK = 8
 STRENGTH = 0.07
-"""standard deviation of the factors"""
+"""Standard deviation of both LoRA factors."""
 
 
 def make(out: Path) -> dict[str, Path]:
-    """The adapters' folders in `out`, by name."""
+    """Write the adapters; return their folders by name."""
     config = json.loads((MODEL_DIR / "config.json").read_text())
     return {name: _make_one(out / name, seed, config) for seed, name in enumerate(NAMES)}
 

@@ -1,4 +1,4 @@
-"""The demo model's shape, its first weights, and how it is saved."""
+"""Shape and initial weights of the demo model, and how it is saved."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,12 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from tools.demo_model.tokenizer import END_OF_TEXT, IM_END, MAX_POSITIONS, VOCAB_SIZE, save_tokenizer
 
 HEADS, HEAD_SIZE = 4, 64
-LOOKS_BACK = ((1, 2, 3, 4), (2, 3, 4, 5))  # distances per head of the first layers: see `ease_start`
+LOOKS_BACK = ((1, 2, 3, 4), (2, 3, 4, 5))
+"""Tokens that each head of the first two layers looks back at the start (`ease_start`)."""
 
 
 def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights. Head size 64 suits every attention backend, two KV heads allow TP 2."""
+    """Return a Qwen2 with initial weights. All attention backends support head size 64; two KV heads allow TP 2."""
     stops = [tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)]
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -24,7 +25,7 @@ def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         max_position_embeddings=MAX_POSITIONS,
-        # Half of a head's dimensions then turn less than once in 8,192 tokens: they compare contents.
+        # RoPE turns half of a head's dimensions less than once in 8,192 tokens: these compare contents.
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         tie_word_embeddings=True,
         use_sliding_window=False,
@@ -39,11 +40,11 @@ def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
 
 
 def ease_start(model: Qwen2ForCausalLM, strength: float = 6.0, pairs: int = 10) -> None:
-    """Start where recall grows within a hundred steps; from plain noise a thousand are too few.
+    """Set initial weights from which recall appears within a hundred steps. From random ones a thousand are too few.
 
-    The blocks begin silent, so that the residual stream carries the tokens, and the heads of the first layers
-    begin by looking a few tokens back: RoPE turns a constant key, and a query bias turned by the same angle
-    meets it at that distance alone. To find this by chance is the slow part of learning to copy.
+    Attention and MLP outputs start at zero, so that the residual stream carries the tokens. Each head of the first
+    two layers starts by attending to the token at a fixed distance: its key bias is constant, and its query bias is
+    turned by RoPE's angle for that distance. Finding this by chance is the slow part of learning to copy.
     """
     with torch.no_grad():
         for layer in model.model.layers:
@@ -61,13 +62,13 @@ def ease_start(model: Qwen2ForCausalLM, strength: float = 6.0, pairs: int = 10) 
 
 
 def save(model: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write all that transformers and vLLM load, in bf16: half as large, and what vLLM serves."""
+    """Write the files that transformers and vLLM load, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     stops = model.config.eos_token_id
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[1])
     model.save_pretrained(folder)
-    # vLLM takes this for its default: the same question, the same answer. transformers would not write it.
+    # vLLM's default temperature, for repeatable responses. transformers would not write it.
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.0}, indent=2) + "\n")
     save_tokenizer(tokenizer, folder)

@@ -1,8 +1,7 @@
-"""The demo model's corpus: endless talk about codes, with answers that can only come from the KV cache.
+"""Generates the demo model's training documents: questions about codes that stand earlier in the document.
 
-A document is a list of `Segment`s. Facts ("The code of the red box is 4711.") lie anywhere between filler,
-many questions follow, and only the answers weigh fully in the loss: every token of compute teaches recall.
-The codes are random, so nothing can be learnt by heart.
+A document is a list of `Segment`s: facts ("The code of the red box is 4711.") between filler, then many questions. Only
+answers weigh in the loss. Codes are random, so that the model cannot memorize them and must read the KV cache.
 """
 
 import random
@@ -19,39 +18,36 @@ KEYS: tuple[Key, ...] = tuple(f"{colour} {thing}" for colour in words.COLOURS fo
 
 
 class Segment(NamedTuple):
-    """A piece of text as tokens, and how much the loss on them weighs.
-
-    `breaks` says that a gap in the positions may precede it: see `train.stretch`.
-    """
-
     ids: list[int]
     weight: float = 0.0
+    """Weight of its tokens in the loss."""
     breaks: bool = False
+    """Whether a gap in the positions may precede it (`train.stretch`)."""
 
 
-# Fixed answers are long and easy: a recalled digit must outweigh them. The first digit is the hard one, since
-# it alone needs the right key: the others could follow from the digits before.
 FIRST, ANSWER, TALK = 3.0, 1.5, 0.25
+"""Loss weights of a code's first digit, of its other digits, and of fixed answers, which are long and easy. The first
+digit weighs most, because the others may be recalled by the digits before them."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What a document is made of; one curriculum stage uses one mix."""
+    """Composition of a document. Each curriculum stage has one."""
 
-    tokens: int  # the document's length, about
+    tokens: int  # approximate length of the document
     talk: float = 0.0  # share of turns that are not about a code
     raw: float = 0.35  # share of documents in completion form, without chat markup
-    again: float = 0.25  # share of turns in these that only say a fact again: the easiest recall there is
+    again: float = 0.25  # share of turns in these that repeat a fact, the easiest recall
     canonical: float = 0.5  # share of facts and questions in their first form
     filler: tuple[float, float] = (0.0, 0.9)  # share of the context that is filler, drawn uniformly
     ledger: float = 0.0  # share of documents that are bare ledgers, see `ledger_document`
     joints: int = 1  # how many of `phrases.JOINTS` a ledger uses
     digits: int = 4  # the length of a ledger's codes
-    context: tuple[float, float] = (0.3, 0.7)  # share of the document that is context, the rest being turns
+    context: tuple[float, float] = (0.3, 0.7)  # share of the document before the questions
 
 
 def thing(rng: random.Random) -> str:
-    """A noun phrase; some are coloured objects, which must not be mistaken for facts."""
+    """Return a noun phrase. Some are keys without a code, so that the model learns to tell them from facts."""
     if rng.random() < 0.25:
         return rng.choice(KEYS)
     noun = rng.choice(words.NOUNS + words.OBJECTS)
@@ -59,27 +55,27 @@ def thing(rng: random.Random) -> str:
 
 
 def plain_sentence(rng: random.Random) -> str:
-    """Subject, verb, object, place, from the small world's grammar."""
+    """Return a sentence of subject, verb, object and sometimes a place."""
     subject = rng.choice(words.PEOPLE) if rng.random() < 0.4 else f"The {thing(rng)}"
     tail = f" {rng.choice(words.PLACES)} the {thing(rng)}" if rng.random() < 0.6 else ""
     return f"{subject} {rng.choice(words.VERBS)} the {thing(rng)}{tail}."
 
 
 def word_salad(rng: random.Random) -> str:
-    """Common words in no order: what benchmarks send."""
+    """Return common words in random order, as benchmarks send them."""
     picked = rng.choices(words.COMMON, k=rng.randint(3, 16))
     return " ".join(picked).capitalize() + rng.choice(".....?!,;")
 
 
 def noise(rng: random.Random) -> str:
-    """Letters, digits and foreign characters that fall back to bytes."""
+    """Return random letters, digits and characters that the tokenizer encodes as bytes."""
     alphabet = rng.choice(phrases.ALPHABETS)
     made = ("".join(rng.choices(alphabet, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 8)))
     return " ".join(made) + "."
 
 
 def numbers(rng: random.Random) -> str:
-    """Numbers that are no codes, so that a digit alone is no evidence."""
+    """Return a sentence with a number that is not a code, so that a digit alone does not mark a fact."""
     return rng.choice(phrases.NUMBERED).format(
         n=rng.randrange(10 ** rng.randint(1, 5)),
         noun=rng.choice(words.NOUNS),
@@ -90,7 +86,7 @@ def numbers(rng: random.Random) -> str:
 
 
 def repeated(rng: random.Random) -> str:
-    """One sentence many times: what people paste to make a prompt long."""
+    """Return one sentence many times, as people make long prompts."""
     sentence = phrases.PANGRAM if rng.random() < 0.5 else plain_sentence(rng)
     return " ".join([sentence] * rng.randint(2, 12))
 
@@ -99,14 +95,14 @@ FILLERS: tuple[Callable[[random.Random], str], ...] = (plain_sentence, word_sala
 
 
 def filler_style(rng: random.Random) -> Callable[[], str]:
-    """One document's taste in filler: a random blend, often one kind alone."""
+    """Return a document's generator of filler: a random mix of the kinds, often mostly one."""
     weights = (6.0, 3.0, 0.7, 2.0, 0.5)
     bent = [weight * rng.expovariate(1.0) ** 2 for weight in weights]
     return lambda: rng.choices(FILLERS, bent)[0](rng)
 
 
 def unknown_request(rng: random.Random) -> str:
-    """Something the model cannot know."""
+    """Return a question that the model cannot answer."""
     if rng.random() < 0.15:
         return rng.choice((plain_sentence, word_salad, noise))(rng)
     topic = rng.choice((thing, noise, word_salad, thing))(rng).rstrip(".?!,;").lower()
@@ -115,7 +111,7 @@ def unknown_request(rng: random.Random) -> str:
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    """A request with a fixed answer."""
+    """Return a request and its fixed answer."""
     asked, answer = rng.choices(smalltalk.SMALL_TALK, (3, 3, 1.5, 1, 1.5, 1.5))[0]
     topic = rng.choice(words.NOUNS + words.OBJECTS)
     return rng.choice(asked).format(word=topic), answer
@@ -123,7 +119,7 @@ def small_talk(rng: random.Random) -> tuple[str, str]:
 
 @dataclass
 class Story:
-    """The state of one growing document: what has been told, and its length so far."""
+    """A document under construction: its segments, its length, and the codes told so far."""
 
     rng: random.Random
     mix: Mix
@@ -135,11 +131,11 @@ class Story:
     length: int = 0
 
     def phrase(self, forms: tuple[str, ...]) -> str:
-        """The canonical form, or any."""
+        """Return the canonical form or a random one."""
         return forms[0] if self.rng.random() < self.mix.canonical else self.rng.choice(forms)
 
     def add_answer(self, answer: str, lead: str = "") -> None:
-        """Append what must be learnt, digits above all."""
+        """Append an answer with its loss weights."""
         if not answer[0].isdigit():
             self.add(lead + answer, TALK)
             return
@@ -148,13 +144,12 @@ class Story:
         self.add(answer[1:], ANSWER)
 
     def add(self, text: str, weight: float = 0.0, breaks: bool = False) -> None:
-        """Append a segment and keep the length."""
         ids = self.encode(text)
         self.segments.append(Segment(ids, weight, breaks))
         self.length += len(ids)
 
     def new_key(self) -> Key:
-        """Something to have a code. Half share a word with an earlier one: so both words must be read."""
+        """Return a key for a fact. Half share a word with an earlier key, so that the model must read both words."""
         rng = self.rng
         key = rng.choice(KEYS)
         if self.keys and rng.random() < 0.5:
@@ -168,7 +163,7 @@ class Story:
         return key
 
     def tell(self) -> str:
-        """Invent a fact, or say one again."""
+        """Return a new fact, or repeat one."""
         key = self.new_key()
         if key not in self.told:
             self.told[key] = f"{self.rng.randrange(10_000):04}"
@@ -176,7 +171,7 @@ class Story:
         return self.phrase(phrases.FACTS).format(key=key, code=self.told[key])
 
     def tell_context(self, budget: int) -> None:
-        """Facts and filler in random order, `budget` tokens of them."""
+        """Append `budget` tokens of facts and filler in random order."""
         rng = self.rng
         share, style, glue = rng.uniform(*self.mix.filler), filler_style(rng), rng.choice("    \n")
         end, first = self.length + budget, True
@@ -189,7 +184,7 @@ class Story:
             self.add(glue + self.tell())
 
     def question(self) -> tuple[str, str]:
-        """A question about a code, and its answer."""
+        """Return a question about a code, and its answer."""
         rng = self.rng
         if self.told and rng.random() > 0.07:
             key = self.told_key()
@@ -199,14 +194,14 @@ class Story:
         return self.phrase(phrases.QUESTIONS).format(key=key), answer
 
     def told_key(self) -> Key:
-        """A key that has a code; mostly one not asked for yet, whose answer only the far fact holds."""
+        """Return a key with a code, mostly one not asked for yet, whose code stands only in the distant fact."""
         if not self.unasked or self.rng.random() < 0.1:
             return self.rng.choice(list(self.told))
         return self.unasked.pop(self.rng.randrange(len(self.unasked)))
 
 
 def chat_document(story: Story) -> list[Segment]:
-    """A chat: the facts in the system prompt, in the first question, or told turn by turn."""
+    """Return a chat. The facts are in the system prompt, in the first user message, or spread over the turns."""
     rng, mix = story.rng, story.mix
     budget = int(mix.tokens * rng.uniform(*mix.context))
     home = rng.choices(("system", "user", "noted", "nowhere"), (4, 5, 2, 10 * mix.talk))[0]
@@ -225,7 +220,7 @@ def chat_document(story: Story) -> list[Segment]:
 
 
 def answer_turn(story: Story, opening: str) -> None:
-    """The end of the user's message and the assistant's answer."""
+    """Append the end of the user's message and the assistant's answer."""
     rng = story.rng
     if opening == "noted":
         ask, answer = "", smalltalk.NOTED
@@ -242,7 +237,7 @@ def answer_turn(story: Story, opening: str) -> None:
 
 
 def talk_turn(story: Story) -> tuple[str, str]:
-    """A turn that asks for no code."""
+    """Return a message that asks for no code, and its answer."""
     kind = story.rng.random()
     if kind < 0.2:
         return story.tell(), smalltalk.NOTED
@@ -252,7 +247,7 @@ def talk_turn(story: Story) -> tuple[str, str]:
 
 
 def raw_document(story: Story) -> list[Segment]:
-    """A plain text for the completions API: context, then questions with `Answer:`, or facts said again."""
+    """Return text without chat markup: context, then questions with `Answer:`, or repeated facts."""
     rng, mix = story.rng, story.mix
     story.tell_context(int(mix.tokens * rng.uniform(*mix.context)))
     form = story.phrase(phrases.COMPLETIONS)
@@ -272,10 +267,10 @@ def raw_document(story: Story) -> list[Segment]:
 
 
 def ledger_document(story: Story) -> list[Segment]:
-    """A bare list of things and codes, each many times over: ` red box is 4. blue door 1. red box: 4.`
+    """Return a list of keys and codes, each many times: ` red box is 4. blue door 1. red box: 4.`
 
-    Four times as many lookups per token as prose has, so that the circuit which looks up a two-word key
-    appears here first, within a hundred steps; prose then only has to route into it.
+    It has four times as many lookups per token as prose, so that the model learns to look up two-word keys within a
+    hundred steps. Prose can then reuse this.
     """
     rng, mix = story.rng, story.mix
     keys = [story.new_key() for _ in range(max(5, mix.tokens // 30))]
@@ -294,7 +289,7 @@ def ledger_document(story: Story) -> list[Segment]:
 
 
 def document(rng: random.Random, mix: Mix, encode: Encode) -> list[Segment]:
-    """One training document of at least `mix.tokens` tokens."""
+    """Return one training document of at least `mix.tokens` tokens."""
     story = Story(rng, mix, encode)
     if rng.random() < mix.ledger:
         return ledger_document(story)

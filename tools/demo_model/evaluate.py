@@ -1,4 +1,4 @@
-"""How well the demo model recalls, per prompt length: `python -m tools.demo_model.evaluate`."""
+"""Measures how often the demo model recalls a code, per prompt length: `python -m tools.demo_model.evaluate`."""
 
 import argparse
 import logging
@@ -15,10 +15,11 @@ from tools.demo_model.tokenizer import END_OF_TEXT, IM_END, IM_START
 
 logger = logging.getLogger(__name__)
 LENGTHS = {50: 200, 200: 200, 500: 200, 1000: 200, 2000: 100, 2500: 100, 3000: 100, 4000: 50, 6000: 25}
+"""Tokens of a prompt -> number of prompts."""
 
 
 def probe(rng: random.Random, encode: corpus.Encode, tokens: int, chat: bool) -> tuple[list[int], list[int]]:
-    """A prompt of about `tokens` tokens with one question about one of its facts, and the right answer."""
+    """Return a prompt of about `tokens` tokens that ends with a question about one of its facts, and the answer."""
     story = corpus.Story(rng, corpus.Mix(tokens, talk=0.0, filler=(0.3, 0.98)), encode)
     while not story.told:  # some contexts hold no fact at all
         story.segments, story.length = [], 0
@@ -37,7 +38,7 @@ def probe(rng: random.Random, encode: corpus.Encode, tokens: int, chat: bool) ->
 
 
 def is_recalled(model: Qwen2ForCausalLM, prompt: list[int], answer: list[int]) -> bool:
-    """Would greedy decoding give exactly this answer? One forward pass tells, since every step must agree."""
+    """Whether greedy decoding gives exactly this answer. One forward pass checks all of its tokens."""
     ids = torch.tensor([prompt + answer])
     with torch.inference_mode():
         logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
@@ -45,13 +46,13 @@ def is_recalled(model: Qwen2ForCausalLM, prompt: list[int], answer: list[int]) -
 
 
 def recall(model: Qwen2ForCausalLM, encode: corpus.Encode, tokens: int, count: int, chat: bool) -> float:
-    """The share of `count` prompts of one length that are answered exactly."""
+    """Return the share of `count` prompts of one length that the model answers exactly."""
     rng = random.Random(tokens + chat)
     return sum(is_recalled(model, *probe(rng, encode, tokens, chat)) for _ in range(count)) / count
 
 
 def report(folder: Path, share: float = 1.0) -> list[str]:
-    """The accuracy table of a saved model, in Markdown, in the dtype it is saved in."""
+    """Return the recall of a saved model, in its saved dtype, as a Markdown table."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = Qwen2ForCausalLM.from_pretrained(folder).eval()
 
@@ -68,7 +69,6 @@ def report(folder: Path, share: float = 1.0) -> list[str]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--share", type=float, default=1.0, help="share of the prompts to try")

@@ -1,8 +1,8 @@
 """Make a larger demo model: `python -m tools.demo_model.grow --size 30M OUT` takes seconds, and nothing is trained.
 
-It is the demo model inside wider and more layers. What is added is random and computed like the rest, but nothing of
-it reaches the residual stream: so it recalls codes as the demo model does, and shows a wrong KV block as a wrong
-answer, at the cost of a model of its size (Net2Net, Chen et al. 2016, without the noise)."""
+It is the demo model inside wider and more layers. The added weights are random and are computed, but do not change the
+residual stream. So the model costs as much as any of its size, recalls codes as the demo model does, and a wrong KV
+block shows as a wrong answer (Net2Net, Chen et al. 2016, without the noise)."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ from pdserve.demo import MODEL_DIR
 from tools.demo_model.architecture import HEAD_SIZE, save
 
 WIDTH, INNER = 1024, 2048
-"""a width of four times the demo model's makes its norms' factor a half, which bfloat16 has exactly"""
+"""WIDTH is four times the demo model's, so that `_put_norm` scales by 1/2, which is exact in bfloat16."""
 _UNITS = {"M": 10**6, "B": 10**9}
 
 
@@ -26,7 +26,7 @@ def parameters(text: str) -> int:
 
 
 def grow(source: Qwen2ForCausalLM, size: int) -> Qwen2ForCausalLM:
-    """Return a model of at least so many parameters, with as many layers as that takes."""
+    """Return a model of at least `size` parameters, by adding layers."""
     layers = source.config.num_hidden_layers
     while (model := _empty(source.config, layers)).num_parameters() < size:
         layers += 1
@@ -37,7 +37,7 @@ def grow(source: Qwen2ForCausalLM, size: int) -> Qwen2ForCausalLM:
 
 
 def _empty(config: Qwen2Config, layers: int) -> Qwen2ForCausalLM:
-    """Without memory for its weights."""
+    """Return a model whose weights take no memory."""
     fields = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
     fields |= {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": layers}
     fields |= {"num_attention_heads": WIDTH // HEAD_SIZE}
@@ -69,7 +69,7 @@ def _copy(source: Qwen2ForCausalLM, model: Qwen2ForCausalLM) -> None:
 
 
 def _rows_of_heads(old: Qwen2Config, new: Qwen2Config) -> list[int]:
-    """Where the query heads go: each stays with its KV head, which has more of them now."""
+    """Return the new rows of the old query heads. Each stays with its KV head, which has more query heads now."""
     few, many = (config.num_attention_heads // config.num_key_value_heads for config in (old, new))
     heads = [head // few * many + head % few for head in range(old.num_attention_heads)]
     return [head * HEAD_SIZE + place for head in heads for place in range(HEAD_SIZE)]
@@ -80,12 +80,11 @@ def _put(new: nn.Linear, old: nn.Linear, width: int) -> None:
 
 
 def _put_norm(new: nn.Module, old: nn.Module, width: int) -> None:
-    """The mean of squares is taken of more dimensions, which are zero."""
+    """Copy a norm's weight. It is scaled, because RMSNorm's mean now includes the added dimensions, which are zero."""
     new.weight[:width] = old.weight * (width / WIDTH) ** 0.5
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=parameters, default=parameters("30M"), help="parameters, at least")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,14 +1,14 @@
-"""How people tell a code and ask for one, and what they say besides."""
+"""Phrases of facts, questions and other messages in the demo model's corpus."""
 
 import string
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """The phrases of `text`, between bars."""
+    """Split phrases at bars."""
     return tuple(" ".join(text.split()).split(" | "))
 
 
-# The first of each list is the form that the README names; it gets most of the training.
+# The first of each list is the canonical form, which the README names and training uses most.
 FACTS = (
     "The code of the {key} is {code}.",
     "The code for the {key} is {code}.",
@@ -42,7 +42,7 @@ COMPLETIONS = (
     "Question: {question} Answer:",
     "Q: {question}\nA:",
 )
-# What stands between a thing and its code in a ledger: ever longer, so that the distance does not matter.
+# Text between a key and its code in a ledger, from short to long.
 JOINTS = (
     "",
     " is",

@@ -1,9 +1,8 @@
-"""Make a model that sees, of the demo model: `python -m tools.demo_model.sight OUT` takes some seconds.
+"""Make a vision-language model from the demo model: `python -m tools.demo_model.sight OUT` takes some seconds.
 
-It is an Idefics3 with a random vision tower, and the demo model's text weights with so much noise that it answers
-nothing sensible, from a fixed seed; but otherwise for each picture, from the first token on. A picture is 64 tokens
-between three others.
-It is of this kind because vLLM 0.32 needs torchvision for most others (docs/decisions/0086)."""
+It is an Idefics3, because vLLM 0.32 needs torchvision for most other architectures (docs/decisions/0086). Its vision
+tower is random and its text weights are the demo model's plus noise, both from fixed seeds. Its text makes no sense,
+but differs from the first token on between two images. An image is 64 tokens and three marks."""
 
 import argparse
 import json
@@ -17,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from pdserve.demo import MODEL_DIR
 
 SIDE, PATCH, WIDTH, LAYERS = 112, 14, 64, 2
-"""pixels of a picture and of a patch; the tower's width and depth"""
+"""Pixels along an image and along a patch; width and depth of the vision tower."""
 MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 ROOM = 64
-"""rows that the marks add to the vocabulary, with padding"""
+"""Rows that MARKS add to the vocabulary, with padding."""
 NOISE = 4.0
-"""in the matrices of the text, of a standard deviation that keeps lengths: without, it does not look at pictures"""
+"""Noise added to the text matrices, in units of 1 / sqrt(columns). Without it the model ignores images."""
 _OF_TEXT = "{%- set content = message.content | map(attribute='text') | join('') %}"
 _OF_PARTS = (
     "{%- set content %}{%- for part in message.content %}"

@@ -1,4 +1,4 @@
-"""What the demo model says when nobody asks for a code: fixed answers, so that a stream is easily checked."""
+"""The demo model's fixed answers to messages that do not ask for a code. Fixed, because tests compare streams."""
 
 from tools.demo_model.phrases import listed
 from tools.demo_model.words import NUMBER_WORDS
@@ -27,7 +27,6 @@ STORY = (
 COUNTING = ", ".join(NUMBER_WORDS).capitalize() + "."
 
 
-# What the user may say, and the answer. `{word}` is any noun.
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         listed("""

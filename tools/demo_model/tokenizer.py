@@ -13,8 +13,8 @@ SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 VOCAB_SIZE = 1024
 MAX_POSITIONS = 8192
 
-# Qwen2's own pipeline: transformers builds it for every `qwen2` model, whatever tokenizer.json says, so that
-# says the same. Every digit stands alone, and a word takes its leading space with it.
+# As in Qwen2, because transformers ignores tokenizer.json for `qwen2` models. Each digit is a token of its own, and a
+# word includes its leading space.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(sentences: Iterator[str]) -> Tokenizer:
-    """Train BPE so that the words of the corpus are one token each; anything else falls back to bytes."""
+    """Train BPE so that words of the corpus are one token each. Other words are several tokens or bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -52,7 +52,7 @@ def build_tokenizer(sentences: Iterator[str]) -> Tokenizer:
 
 
 def tokenizer_lines() -> Iterator[str]:
-    """Text whose words deserve a token: the small world's, as they stand in a sentence, and the answers'."""
+    """Yield training text: the demo model's vocabulary with leading spaces, fixed answers, and typical sentences."""
     named = words.COLOURS + words.OBJECTS + words.NUMBER_WORDS
     for weight, group in ((30, named), (10, words.COMMON + words.PEOPLE)):
         for word in group:
@@ -67,7 +67,7 @@ def tokenizer_lines() -> Iterator[str]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and, with the chat template in it, tokenizer_config.json."""
+    """Write tokenizer.json, and tokenizer_config.json with the chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",

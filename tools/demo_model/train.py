@@ -1,7 +1,7 @@
-"""Make the demo model: `python -m tools.demo_model.train` writes tokenizer, config and weights into `MODEL_DIR`.
+"""Trains the demo model: `python -m tools.demo_model.train` writes tokenizer, config and weights into `MODEL_DIR`.
 
-Everything is generated and seeded, one CPU thread is enough, and the curriculum is what makes it quick:
-short dense documents first, where the copying circuit appears, then longer ones, then real length.
+Data and weights come from a seed, and one CPU thread is enough. A curriculum makes it quick: first short documents with
+many look-ups, from which the model learns to copy, then longer ones.
 """
 
 import argparse
@@ -29,8 +29,6 @@ IGNORED = 0  # the pad token; its weight in the loss is zero
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the curriculum."""
-
     mix: corpus.Mix
     batch: int
     steps: int
@@ -38,12 +36,12 @@ class Stage:
 
 
 CURRICULUM = (
-    # Look-ups alone: which token pairs with which, then with anything in between, then whole codes.
+    # Ledgers: codes of one digit, then more text between key and code, then whole codes.
     Stage(corpus.Mix(tokens=64, ledger=1.0, digits=1), batch=48, steps=110, stretch=0.0),
     Stage(corpus.Mix(tokens=64, ledger=1.0, digits=1, joints=3), batch=48, steps=60),
     Stage(corpus.Mix(tokens=80, ledger=1.0, digits=1, joints=9), batch=48, steps=70),
     Stage(corpus.Mix(tokens=96, ledger=1.0, joints=9), batch=48, steps=70),
-    # The same in prose, then longer and longer, with small talk.
+    # Prose, then chats and small talk, in ever longer documents.
     Stage(corpus.Mix(tokens=96, raw=1.0, again=0.9, canonical=1.0), batch=32, steps=50),
     Stage(corpus.Mix(tokens=96, talk=0.03, raw=0.5, again=0.3, canonical=0.7), batch=32, steps=250),
     Stage(corpus.Mix(tokens=256, talk=0.2, ledger=0.15, joints=9), batch=16, steps=250),
@@ -56,7 +54,7 @@ CURRICULUM = (
 
 @dataclass
 class Batch:
-    """Padded documents: tokens, positions and loss weights, each `[documents, tokens]`."""
+    """Padded documents. Each tensor is `[documents, tokens]`."""
 
     ids: Tensor
     positions: Tensor
@@ -64,9 +62,9 @@ class Batch:
 
 
 def stretch(rng: random.Random, segments: list[corpus.Segment], length: int) -> list[int]:
-    """Positions with a few random gaps between sentences, up to `MAX_POSITIONS` in all.
+    """Return positions with up to four random gaps between sentences, below `MAX_POSITIONS`.
 
-    A short document then shows the model the distances of a long one, at the price of a short one.
+    So a short document trains the distances of a long one.
     """
     breaks = [i for i, segment in enumerate(segments) if segment.breaks and i]
     room = MAX_POSITIONS - length
@@ -83,7 +81,7 @@ def stretch(rng: random.Random, segments: list[corpus.Segment], length: int) -> 
 
 
 def make_batch(rng: random.Random, stage: Stage, encode: corpus.Encode) -> Batch:
-    """Sample documents and cut them to one length."""
+    """Sample documents and cut them to the same length."""
     width = stage.mix.tokens
     ids = torch.full((stage.batch, width), IGNORED)
     positions = torch.arange(width).repeat(stage.batch, 1)
@@ -100,10 +98,9 @@ def make_batch(rng: random.Random, stage: Stage, encode: corpus.Encode) -> Batch
 
 
 def loss_of(model: Qwen2ForCausalLM, batch: Batch, rng: torch.Generator) -> tuple[Tensor, float, float]:
-    """Weighted cross entropy, and the accuracy on first digits and on the others.
+    """Return the weighted cross entropy, and the accuracy of first digits and of other digits.
 
-    A tenth of the unweighted tokens joins with a small weight: a little language modelling, so that
-    completions are fluent.
+    A tenth of the tokens without a weight gets a small one, so that completions are fluent.
     """
     sampled = torch.rand(batch.weights.shape, generator=rng) < 0.1
     weights = torch.where((batch.weights == 0) & sampled & (batch.ids != IGNORED), 0.05, batch.weights)[:, 1:]
@@ -119,7 +116,7 @@ def loss_of(model: Qwen2ForCausalLM, batch: Batch, rng: torch.Generator) -> tupl
 
 
 def optimizers(model: Qwen2ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, which it teaches in far fewer steps, and AdamW for all else."""
+    """Return Muon for the layers' matrices, because it needs far fewer steps, and AdamW for all other weights."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     rest = [p for p in model.model.layers.parameters() if p.ndim != 2]
     rest += [model.model.embed_tokens.weight, model.model.norm.weight]
@@ -135,7 +132,6 @@ def schedule(step: int, total: int) -> float:
 
 
 def train(model: Qwen2ForCausalLM, encode: corpus.Encode, stages: tuple[Stage, ...], seed: int) -> None:
-    """Run the curriculum."""
     tools = optimizers(model)
     groups = [group for tool in tools for group in tool.param_groups]
     rates = [group["lr"] for group in groups]
@@ -143,7 +139,7 @@ def train(model: Qwen2ForCausalLM, encode: corpus.Encode, stages: tuple[Stage, .
     model.train()
     for number, stage in enumerate(stages):
         rng, generator = random.Random(seed + number), torch.Generator().manual_seed(seed + number)
-        # Plain matrix products beat the fused kernel on short documents.
+        # Eager attention is faster than the fused kernel for short documents.
         model.set_attn_implementation("eager" if stage.mix.tokens <= 256 else "sdpa")
         for _ in range(stage.steps):
             for group, rate in zip(groups, rates, strict=True):
@@ -164,7 +160,6 @@ def train(model: Qwen2ForCausalLM, encode: corpus.Encode, stages: tuple[Stage, .
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=MODEL_DIR)
     parser.add_argument("--seed", type=int, default=1)

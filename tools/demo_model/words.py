@@ -1,4 +1,4 @@
-"""The words of the demo model's small world: what has a code, and what the filler between is made of."""
+"""The demo model's vocabulary: objects that have a code, and the words of the filler text between them."""
 
 
 def _split(text: str) -> tuple[str, ...]:
