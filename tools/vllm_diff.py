@@ -166,7 +166,7 @@ def imports(*folders: Path) -> list[str]:
 
 
 def members(release: Release, package: Path = PACKAGE) -> tuple[list[str], list[str]]:
-    """Return the members of vLLM classes that the package's subclasses override, and those that they inherit and use."""
+    """Return the members of vLLM classes that the package's subclasses override, and those that they only use."""
     known = {name.rpartition(".")[2]: name for name in imports(package)}
     trees = [ast.parse(file.read_text()) for file in package.rglob("*.py")]
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

@@ -39,13 +39,13 @@ class Server:
     """A vLLM server, or a component of a Dynamo graph."""
 
     args: dict[str, Any] = field(default_factory=dict)
-    """vLLM's arguments by canonical name"""
+    """vLLM arguments by canonical name."""
     dropped: dict[str, str] = field(default_factory=dict)
-    """arguments that pdserve does not take, with the reason"""
+    """Arguments that pdserve does not take -> the reason."""
     role: str = "both"
-    """`prefill` or `decode` in a disaggregated graph, else `both`; `frontend`: Dynamo's, without an engine"""
+    """`prefill`, `decode` or `both`, or `frontend` for Dynamo's frontend, which has no engine."""
     count: int = 1
-    """replicas"""
+    """Replicas."""
 
     def put(self, name: str, value: object, written: str) -> None:
         """Add an argument; `written` is its name in the file or the command line."""
@@ -129,7 +129,7 @@ def _of_mapping(document: Mapping[Any, object]) -> Server:
 
 
 def _of_commands(commands: Iterable[list[str]], source: str) -> list[Server]:
-    """Equal commands start one server, which has the port, except for Dynamo's workers, which have none."""
+    """Return the commands' servers. Equal commands count once, as they have one port, which Dynamo's workers lack."""
     found = list[Server]()
     for words in commands:
         server = _of_command(words)
@@ -290,7 +290,7 @@ def _role_of(node: Mapping[str, object]) -> str:
 
 
 def _commands_in(node: Mapping[str, object]) -> list[list[str]]:
-    """Return a container's commands with its environment filled in; arguments alone follow the image's name."""
+    """Return a container's commands with its environment filled in. Arguments alone follow the image's name."""
     known = _environment_of(node.get("env") or node.get("environment"))
     words = list[str]()
     for value in (node.get("command"), node.get("args")):

@@ -94,7 +94,7 @@ def _assign(text: str, known: Known) -> bool:
     name, appends = assigned.groups()
     value = _joined(text[assigned.end() :], known)
     value = _concat(["".join(known.get(name, [])), value]) if appends else value
-    if name not in known or not isinstance(value, Unset):  # keep a default over a value that is not known
+    if name not in known or not isinstance(value, Unset):  # an unknown value does not replace a default
         known[name] = _bounded([value])
     return True
 
@@ -142,7 +142,7 @@ def _value(reference: str, known: Known) -> str:
 
 
 def _joined(text: str, known: Known) -> str:
-    """The word without its quotes and with its values, not split at blanks."""
+    """Return the word without quotes and with its references replaced, not split at blanks."""
     return _concat(part for piece in _PIECE.findall(text) for part in _parts(piece, known))
 
 
@@ -168,7 +168,7 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 def _expanded(text: str, known: Known) -> list[str]:
-    """The words that a word becomes: several for an array, or for a reference without quotes."""
+    """Return the words that a word expands to: several for an array, or for a reference without quotes."""
     if (array := re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', text)) and array[1] in known:
         return known[array[1]]
     if re.fullmatch(rf"\$(?:\w+|{_BRACED})", text):

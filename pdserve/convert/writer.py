@@ -18,7 +18,7 @@ _OTHER_SECTION = {
     "ssl-certfile": ("Security", "tls-certificate"),
     "ssl-keyfile": ("Security", "tls-key"),
 }
-"""vLLM's argument -> the section and key that replaces it"""
+"""vLLM argument -> the section and key that replace it."""
 _LEFT_OUT = {
     "hf-token": "is secret, and others read the graph: set HF_TOKEN in the environment of `serve`.",
     "kv-transfer-config": "is set by pdserve itself.",
@@ -32,9 +32,9 @@ _GPU_QUANTIZATION = ("bitsandbytes", "modelopt", "modelopt_fp4")
 class Graph:
     sections: dict[str, dict[str, Any]]
     dropped: dict[str, str] = field(default_factory=dict)
-    """what is left out, with the reason as the end of a sentence that begins with it"""
+    """Arguments left out -> the reason, as the end of a sentence that begins with the argument."""
     keys: list[str] = field(default_factory=list)
-    """API keys, for a file beside the graph"""
+    """API keys, for a separate file."""
 
 
 def graph_for(servers: Sequence[Server], gpus: int) -> Graph:
@@ -108,7 +108,7 @@ def _split(server: Server, gpus: int) -> tuple[int, int]:
 
 
 def _place_arguments(server: Server, graph: Graph, gpus: int) -> None:
-    """Move arguments of other sections there, and leave out those that the graph cannot have."""
+    """Move arguments that belong to other sections, and drop those that a graph cannot have."""
     graph.dropped |= server.dropped
     for name, value in list(server.args.items()):
         if name in _LEFT_OUT:
@@ -180,7 +180,7 @@ def _write_workers(graph: Graph, decode: Server, prefill: Server, counts: tuple[
 
 
 def _protect(graph: Graph) -> None:
-    """Allow by name what the server had open, so that clients still reach it."""
+    """Set Security.allow to what the server exposes, so that clients still reach it."""
     frontend, security = graph.sections["Frontend"], graph.sections["Security"]
     if str(frontend.get("host", "127.0.0.1")) in ("127.0.0.1", "localhost", "::1"):
         return
@@ -228,6 +228,6 @@ def _scalar(value: object) -> str:
 
 
 def keys_file(graph: Graph, path: Path) -> str:
-    """Name the file of API keys in the graph, and return its text. A short key stays: the graph warns at its start."""
+    """Set Security.api-keys, and return the text of that file. Short keys are kept: the graph warns of them."""
     graph.sections.setdefault("Security", {})["api-keys"] = path.name
     return "".join(f"client-{number}={key}\n" for number, key in enumerate(graph.keys, 1))

@@ -33,9 +33,9 @@ pid is unique only inside a container, and only until its restart."""
 @dataclass(frozen=True)
 class RoleSpec:
     service: str
-    """import string of its `process.life.Service`, which `connect(config, slot, metrics_url)` makes"""
+    """Import string of its `process.life.Service`."""
     stops: int
-    """wave in which it stops, lowest first; NATS and etcd stop last"""
+    """Wave in which it stops, lowest first. NATS and etcd stop last."""
 
 
 GRAPH = {
@@ -59,11 +59,11 @@ class ProcessSpec:
     """A process that the supervisor keeps alive."""
 
     name: str
-    """as in `decode-0`"""
+    """Such as `decode-0`."""
     role: Role
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    """additions to the supervisor's own environment"""
+    """Additions to the supervisor's environment."""
 
 
 def process_spec(slot: Slot, config_file: Path, env: Mapping[str, str]) -> ProcessSpec:

@@ -94,12 +94,12 @@ def worker_memory(config: Config, slot: Slot) -> Memory | None:
 
 def _with_defaults(config: Config, machine: Machine, model: ModelFacts | None) -> Config:
     """Add pdserve's defaults for this machine. The file's arguments win."""
-    decode = config.decode and _in_chunks(_eager_on_cpu(_shared(config.decode), machine), model)
-    prefill = config.prefill and _eager_on_cpu(_shared(config.prefill), machine)
+    decode = config.decode and _limit_chunks(_eager_on_cpu(_scale_memory(config.decode), machine), model)
+    prefill = config.prefill and _eager_on_cpu(_scale_memory(config.prefill), machine)
     return replace(config, decode=decode, prefill=prefill)
 
 
-def _shared(worker: W) -> W:
+def _scale_memory(worker: W) -> W:
     """Scale gpu-memory-utilization to the worker's share of its GPU."""
     if worker.share == 1:
         return worker
@@ -114,7 +114,7 @@ def _eager_on_cpu(worker: W, machine: Machine) -> W:
     return _with_argument(worker, "enforce-eager", True, "pdserve (no GPU)")
 
 
-def _in_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
+def _limit_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
     """Limit the chunks of prompts in decode workers, because each chunk delays the running streams by a step. Models
     that take images keep vLLM's default: vLLM may need a whole image in a step."""
     args = decode.engine_args

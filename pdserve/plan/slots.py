@@ -86,7 +86,7 @@ class Selection:
         which does not depend on the rest of the file. 0: no port is fixed."""
         return first + (position if self.roles is None else number) if first else 0
 
-    def leaves_gpus_to(self, role: Role, number: int) -> bool:
+    def places(self, role: Role, number: int) -> bool:
         """Whether to place this worker: a selected one, or one with a lower index, which may be started here too."""
         return (self.roles is None or role in self.roles) and (self.index is None or number <= self.index)
 
@@ -100,7 +100,7 @@ def place_workers(
     hosts: dict[tuple[Role, int] | None, list[tuple[int, Role, int, WorkerConfig]]] = {}
     spans = config.spans_hosts
     for position, (role, number, worker) in enumerate(_all_workers(config)):
-        if selection.leaves_gpus_to(role, number):
+        if selection.places(role, number):
             for node in range(worker.nodes):
                 hosts.setdefault((role, node) if spans else None, []).append((position, role, number, worker))
     placed, problems = list[PlannedWorker](), list[str]()

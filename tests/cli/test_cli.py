@@ -15,7 +15,7 @@ from cryptography import x509
 
 from pdserve.cli import COMMANDS, main
 from pdserve.cli.find import find_slot
-from pdserve.cli.operate.trace import not_found, requests
+from pdserve.cli.operate.trace import not_found, receipt_table
 from pdserve.contract.records import Role
 from pdserve.contract.reports import Receipt
 from pdserve.process import life
@@ -310,13 +310,13 @@ def test_what_a_role_says_of_its_end(
 
 def test_the_last_requests_end_with_the_newest() -> None:
     newest_first = [Receipt(name, "frontend-0", "/v1", 1.0) for name in ("newest", "older")]
-    assert list(requests(newest_first).columns[0].cells) == ["older", "newest"]
+    assert list(receipt_table(newest_first).columns[0].cells) == ["older", "newest"]
 
 
 def test_the_last_requests_name_their_models_where_there_are_two() -> None:
     receipts = [Receipt(model, "f", "/", 1.0, model=model) for model in ("one", "two")]
-    assert [column.header for column in requests(receipts).columns].count("model") == 1
-    assert "model" not in [column.header for column in requests(receipts[:1]).columns]
+    assert [column.header for column in receipt_table(receipts).columns].count("model") == 1
+    assert "model" not in [column.header for column in receipt_table(receipts[:1]).columns]
 
 
 def test_an_id_too_short_to_find_a_request_is_called_so() -> None:

@@ -25,8 +25,8 @@ def _plan() -> RenderableType:
 
 SHOWN = {
     "status": lambda: render(loaded(down=True, slow=True), GRAPH),
-    "trace": lambda: trace.requests([SLOW, FELL]),
-    "a receipt": lambda: trace.way(SLOW),
+    "trace": lambda: trace.receipt_table([SLOW, FELL]),
+    "a receipt": lambda: trace.receipt_page(SLOW),
     "plan": _plan,
 }
 

@@ -132,7 +132,7 @@ async def _measure(plan: Plan, address: str) -> Finding:
     open."""
     folder = plan.config.security.credentials
     command = [sys.executable, "-m", "pdserve.kv.probe", address, *([str(folder)] if folder else [])]
-    found = await _answer_of(command, {**os.environ, **_ucx(plan)})
+    found = await _run_json(command, {**os.environ, **_ucx(plan)})
     if "bandwidth" in found:
         rate, latency = found["bandwidth"] / 1e9, found["latency"] * 1e6
         text = f"{address}: {rate:.3g} GB/s, {latency:.0f} us, connected in {_ms(found['connected'])}"
@@ -141,7 +141,7 @@ async def _measure(plan: Plan, address: str) -> Finding:
     return Finding("fail", "KV", f"{address}: its KV cannot be read: {found['error']}: {advice}")
 
 
-async def _answer_of(command: list[str], env: dict[str, str]) -> dict[str, Any]:
+async def _run_json(command: list[str], env: dict[str, str]) -> dict[str, Any]:
     """Return the JSON in the last line of the output: NIXL writes other lines before."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, env=env, stdout=pipe, stderr=pipe)

@@ -77,9 +77,9 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps(msgspec.to_builtins(one or receipts), indent=2))
     elif one:
-        show(way(one), pipe_width=140)
+        show(receipt_page(one), pipe_width=140)
     elif receipts:
-        show(requests(receipts), pipe_width=140)
+        show(receipt_table(receipts), pipe_width=140)
     else:
         print("No requests yet.")
     return 0 if one or not wanted else 1
@@ -106,7 +106,7 @@ def not_found(wanted: str, last: Iterable[Receipt]) -> str:
     return f"no frontend has a receipt of {wanted}. Each keeps {kept}: {hint}"
 
 
-def requests(receipts: Sequence[Receipt]) -> Table:
+def receipt_table(receipts: Sequence[Receipt]) -> Table:
     """Return a table with a row for each receipt, which come newest first; the newest is the last row. Pure."""
     numbers = ("came", "took", "TTFT", "prompt", "cached", "tokens")
     several = len({receipt.model for receipt in receipts}) > 1
@@ -135,7 +135,7 @@ def _places(receipt: Receipt) -> Iterable[str]:
     return dict.fromkeys([*places, *receipt.instances])
 
 
-def way(receipt: Receipt) -> RenderableType:
+def receipt_page(receipt: Receipt) -> RenderableType:
     """Return the receipt's fields that are set, and its hops. Pure."""
     facts = Table.grid(padding=(0, 2))
     for name, value in msgspec.structs.asdict(receipt).items():

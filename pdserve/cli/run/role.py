@@ -18,7 +18,7 @@ from pdserve.util import clock
 def role(
     context: typer.Context,
     file: File,
-    index: Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")] = 0,
+    index: Annotated[int, typer.Option(metavar="N", help="which process of this role on this host")] = 0,
     node_rank: Annotated[
         int, typer.Option(metavar="N", help="which host of a worker that spans hosts (nnodes); 0 leads")
     ] = 0,
