@@ -133,7 +133,7 @@ async def _never(asked: Asked, writer: asyncio.StreamWriter) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_hang_is_given_up_and_keeps_what_came() -> None:
+async def test_a_timeout_keeps_the_received_tokens() -> None:
     exchange = Exchange(STREAMED)
     async with tiny_server(_never) as server:
         await LoadClient(server.url).ask(exchange, 0.2, CHAT)

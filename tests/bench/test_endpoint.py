@@ -103,7 +103,7 @@ async def test_a_server_without_the_api_is_refused_with_its_answer(answer: bytes
             await find_endpoint(server.url)
 
 
-async def test_a_server_that_has_chats_alone() -> None:
+async def test_a_server_with_only_chats() -> None:
     async with tiny_server(without("/v1/completions")) as server:
         with pytest.raises(Unavailable, match=r"HTTP 404 Not Found\. Does it serve only chats \(--chat\)\?"):
             await find_endpoint(server.url)
@@ -138,7 +138,7 @@ async def test_without_usage_the_length_of_words_is_assumed() -> None:
         ("stop", 1, "an answer of 1 tokens, not 2, with finish_reason 'stop'"),
     ],
 )
-async def test_an_answer_that_is_cut_has_failed(end: str | None, tokens: int, error: str) -> None:
+async def test_an_incomplete_response_has_failed(end: str | None, tokens: int, error: str) -> None:
     choices = {"choices": [{"text": "a b", "finish_reason": end}], "usage": {"completion_tokens": tokens}}
     async with tiny_server(fixed(STREAM + event(choices) + DONE)) as server:
         endpoint = Endpoint(server.url, "tiny")

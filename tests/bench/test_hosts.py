@@ -150,7 +150,7 @@ USER = ("unshare", "--user", "--map-root-user")
 @pytest.mark.parametrize(
     ("before", "ending"), [(USER, None), ((), signal.SIGINT), ((), signal.SIGKILL), (USER, signal.SIGKILL)]
 )
-def test_nothing_is_left_however_it_ends(
+def test_hosts_leave_nothing_however_the_process_ends(
     net: Network, tmp_path: Path, before: tuple[str, ...], ending: signal.Signals | None
 ) -> None:
     """Also without root."""

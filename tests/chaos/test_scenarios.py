@@ -89,7 +89,7 @@ async def test_a_full_disk_has_no_room_for_a_byte_and_then_has(tmp_path: Path) -
     assert log.read_text() == "after\n", "logs are kept when the file system is gone"
 
 
-def test_other_weights_are_a_model_of_the_same_shape_and_go_again(tmp_path: Path) -> None:
+def test_other_weights_have_the_same_shape_and_are_restored(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     first = (MODEL / "model.safetensors").read_bytes()
     file.write_bytes(first)

@@ -64,7 +64,7 @@ def test_blocks_that_were_held_before_are_leaked_too() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_graph_is_where_it_was_after_requests_that_ended_in_every_way(graph: StartedGraph) -> None:
+async def test_a_graph_leaks_nothing_after_requests_that_ended_in_every_way(graph: StartedGraph) -> None:
     report = await soak(graph.graph, 150, 600, (8, 900), seed=7)
     assert report.problems == []
     assert sum(report.load.done.values()) == 600
@@ -93,7 +93,7 @@ async def test_a_wrong_answer_is_a_surprise(ending: Ending, seed: int, answer: b
     assert len(load.surprises) == 1
 
 
-def test_the_names_of_those_made_by_hand_are_unique() -> None:
+def test_names_of_handwritten_requests_are_unique() -> None:
     names = [request.name for request in hostile_requests("demo")]
     assert len(names) == len(set(names)) > 150
 
@@ -114,7 +114,7 @@ def test_a_stream_has_the_status_of_the_same_request_without(
     assert twin_problem(status, answer, without).partition(":")[0] == wrong
 
 
-def test_most_requests_made_by_hand_are_sent_as_streams_too() -> None:
+def test_most_handwritten_requests_are_also_sent_as_streams() -> None:
     assert len(list(streamed(hostile_requests("demo")))) > 100
 
 
@@ -197,7 +197,7 @@ async def test_requests_of_every_shape_leave_nothing(graph: StartedGraph, tmp_pa
 
 @pytest.mark.engines
 @pytest.mark.timeout(900)
-async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_path: Path) -> None:
+async def test_greedy_clients_do_not_starve_another(tmp_path: Path) -> None:
     """Unread streams, a large `n`, streams, and many long prompts: each greedy response takes half a minute, and the
     canary waits for none. With real engines, two frontends, https and keys."""
     kinds = ["unread", "many", "streams", "prompts"]

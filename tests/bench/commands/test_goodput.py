@@ -145,7 +145,7 @@ def test_a_request_that_was_refused_had_no_fast_first_token() -> None:
     assert made.ttfts == pytest.approx([0.4, 1.0, 1.0]), "the last one was cut before it was late"
 
 
-async def test_a_server_that_does_not_answer_is_said_to_be_so() -> None:
+async def test_a_server_without_responses_is_reported() -> None:
     result = GoodputResult(GoodputOptions())
     with pytest.raises(Unavailable, match="does not answer"):
         await find_goodput(Endpoint("http://127.0.0.1:1", "tiny"), USERS, result)

@@ -70,7 +70,7 @@ def test_a_server_that_carries_nothing_and_one_that_carries_everything() -> None
     assert (search.carried, search.broken, search.estimate, search.found) == (50.0, None, 50.0, False)
 
 
-def test_what_breaks_is_probed_twice_and_a_moment_of_noise_is_overruled() -> None:
+def test_a_broken_rate_is_probed_twice_and_a_noisy_moment_is_overruled() -> None:
     """At 4 requests/s the machine was busy; the limit is 10."""
     curve, search, dice = Curve(10, 60), GoodputSearch(start=4.0), random.Random(1)
     while (rate := search.next()) is not None:

@@ -26,7 +26,7 @@ def _load(users: int, rounds: int, qps: float, **more: Any) -> MultiRound:
     return MultiRound(num_users=users, num_rounds=rounds, qps=qps, **more)
 
 
-def test_as_many_users_as_were_asked_for_are_there_at_all_times() -> None:
+def test_the_number_of_active_users_is_constant() -> None:
     """Each asks once per interval, which gives the rate."""
     load, interval = _load(20, 6, 2, seed=7), 10.0
     assert (load.interval, load.joining, load.rate) == pytest.approx((interval, 2.5, 2.4))
@@ -113,7 +113,7 @@ async def test_a_server_that_does_not_keep_up() -> None:
     assert slow.most > 2
 
 
-async def test_what_is_not_answered_in_time_stays_unfinished() -> None:
+async def test_late_responses_stay_unfinished() -> None:
     """The generator itself stalls too, and reports it."""
     async with tiny_server(OpenAi(ttft=30)) as tiny:
         run, load = LoadRun(), _load(9, 1, 9, answer_len=1, seconds=1, patience=0.5)
@@ -127,7 +127,7 @@ async def test_what_is_not_answered_in_time_stays_unfinished() -> None:
     assert max(question.late for question in _questions(run)) > 0.25
 
 
-async def test_a_failed_question_is_as_if_it_had_not_been_asked() -> None:
+async def test_a_failed_question_leaves_no_trace_in_the_chat() -> None:
     """The server refuses every other request."""
     tiny = OpenAi()
     numbers = count()
@@ -197,7 +197,7 @@ def test_the_report_accounts_for_every_request() -> None:
     assert outcomes == [*["finished"] * 4, "failed", "unfinished"]
 
 
-def test_what_spoils_the_figures_is_told() -> None:
+def test_causes_of_wrong_figures_are_reported() -> None:
     run = LoadRun([_question(0, 0.1, late=0.4)], 100, 110, 110)
     run.exchanges[0].arrivals = run.exchanges[0].arrivals[:2]
     notes = " ".join(_result(run).report().notes)

@@ -62,7 +62,7 @@ def test_the_verdict_follows_from_the_results_that_it_comes_with(tmp_path: Path)
 
 
 @pytest.mark.timeout(2 * WITHIN)
-def test_broken_off_while_a_graph_starts_it_stops_it(tmp_path: Path) -> None:
+def test_interrupted_while_a_graph_starts_it_stops_the_graph(tmp_path: Path) -> None:
     with running(tmp_path) as process:
         asyncio.run(until(lambda: bool(processes_below(tmp_path)), within=WITHIN))
         process.send_signal(signal.SIGINT)

@@ -61,7 +61,7 @@ def test_the_best_of_each_kind() -> None:
     assert best_of([far, near], True) is far
 
 
-def test_figures_are_of_the_rate_that_was_asked_about_or_is_carried() -> None:
+def test_latencies_are_of_the_requested_or_the_carried_rate() -> None:
     found = entrant("a", True, r2=20, r4=5)
     assert [load and load.rate for load in (found.result().load, found.result(4.0).load)] == [2.0, 4.0]
     assert found.result(9.0).load is None
@@ -194,7 +194,7 @@ async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_
     assert found.recommendation().verdict in (Verdict.DISAGGREGATE, Verdict.UNKNOWN)
 
 
-async def test_one_that_does_not_come_up_and_what_there_is_no_time_for_are_named(tmp_path: Path) -> None:
+async def test_candidates_that_failed_or_had_no_time_are_named(tmp_path: Path) -> None:
     log: list[str] = []
     found = compared(tmp_path, log, 0.01, a1=0.01, a2=0.01, d1=0.0, d2=0.01)
     await found.run()
@@ -205,7 +205,7 @@ async def test_one_that_does_not_come_up_and_what_there_is_no_time_for_are_named
         await compared(tmp_path, log, 0.02, a1=0.0, d1=0.0).run()
 
 
-async def test_broken_off_it_stops_what_runs(tmp_path: Path) -> None:
+async def test_an_interrupted_comparison_stops_the_running_candidate(tmp_path: Path) -> None:
     log: list[str] = []
     task = asyncio.create_task(compared(tmp_path, log, 0.15, a1=0.01, d1=0.01).run())
     await until(lambda: len(log) == 3)

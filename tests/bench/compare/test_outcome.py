@@ -30,7 +30,7 @@ def comparison(tmp_path: Path) -> Comparison:
     return found
 
 
-def test_an_answer_in_doubt_says_so_wherever_it_is_written(comparison: Comparison) -> None:
+def test_a_doubtful_result_says_so_everywhere(comparison: Comparison) -> None:
     report, answer = report_of(comparison, complete=True), comparison.recommendation()
     assert report.verdict.startswith("In doubt: disaggregate: ")
     assert "Other programs took 50% of this machine's CPU during the probes." in report.notes
@@ -44,7 +44,7 @@ def test_an_answer_in_doubt_says_so_wherever_it_is_written(comparison: Compariso
         assert "The noise of this machine is unknown" in text
 
 
-def test_too_few_requests_are_no_answer_and_no_file(comparison: Comparison) -> None:
+def test_too_few_requests_give_no_result_and_no_file(comparison: Comparison) -> None:
     for entrant in comparison.entrants:
         del entrant.found.probes[1]
     report = report_of(comparison, complete=True)

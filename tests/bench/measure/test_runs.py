@@ -58,7 +58,7 @@ def test_every_request_is_accounted_for() -> None:
     assert figures["goodput"] == pytest.approx(0.2)
 
 
-def test_a_run_that_was_broken_off_is_as_long_as_it_was() -> None:
+def test_an_interrupted_run_has_its_actual_length() -> None:
     run = _run(_request(0, 0.2, 2.0), _request(1, 0.2, None), ended=4.0)
     figures = run.summary()
     assert (figures["window"], figures["requests/s"], figures["unfinished"]) == (4, 0.25, 1)
@@ -71,7 +71,7 @@ def test_errors_that_differ_in_numbers_alone_are_one() -> None:
     assert run.errors() == [("HTTP 400 has 4100 tokens", 2), ("HTTP 503 busy", 1)]
 
 
-async def test_an_open_loop_asks_at_its_moments_whatever_becomes_of_the_requests_before() -> None:
+async def test_an_open_loop_sends_on_time_whatever_happened_to_earlier_requests() -> None:
     """The server does not respond. Cancelled requests stay unfinished."""
     dues, run = (0.0, 0.1, 0.2, 0.3), LoadRun()
     async with tiny_server(OpenAi(ttft=30)) as server:

@@ -10,7 +10,7 @@ from pdserve_bench.measure.slo import Slo, Tally, read_slo
 SLO = Slo(0.5, 0.06)
 
 
-def test_what_is_not_given_is_as_the_file_promises_it(tmp_path: Path) -> None:
+def test_missing_bounds_come_from_the_files_slo(tmp_path: Path) -> None:
     file = tmp_path / "graph.yaml"
     file.write_text("Frontend: {}\nVllmWorker: {model: demo}\nSlo: {ttft: 2s, gap: 40ms}\n")
     assert read_slo(None, None, file) == Slo(2.0, 0.04)
@@ -46,7 +46,7 @@ def _exchange(*arrivals: float, **what: Any) -> Exchange:
         (_exchange(*(0.1 + 0.05 * n for n in range(38)), ended=0.0), "unfinished"),
     ],
 )
-def test_each_request_has_one_fate(exchange: Exchange, fate: str) -> None:
+def test_each_request_is_tallied_once(exchange: Exchange, fate: str) -> None:
     tally = Tally.of(SLO, [exchange], now=102.0)
     assert tally == Tally(**{fate: 1})
     assert tally.missed == (fate not in ("kept", "unfinished"))

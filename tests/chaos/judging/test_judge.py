@@ -43,7 +43,7 @@ def test_longest_pause(arrivals: list[float], ended: float, pause: float) -> Non
 
 
 @pytest.mark.parametrize(("pause", "amiss"), [(1.4, False), (4.9, False), (5.1, True), (17.0, True)])
-def test_a_pause_that_lasts_until_a_decode_worker_is_back_is_too_long(pause: float, amiss: bool) -> None:
+def test_a_pause_until_a_decode_worker_is_back_is_too_long(pause: float, amiss: bool) -> None:
     assert bool(too_long(pause, calm=1.0)) is amiss
 
 

@@ -93,7 +93,9 @@ async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
     ],
     ids=["the same", "all the other's", "a mixture", "no other"],
 )
-async def test_a_second_right_answer_is_right_as_a_whole(other: tuple[int, ...], result: Judgement) -> None:
+async def test_a_second_expected_output_counts_only_as_a_whole(
+    other: tuple[int, ...], result: Judgement
+) -> None:
     kind = "right" if other == ANSWER else "wrong"  # which says 7, 9, 9
     async with _server(kind) as url, JudgedLoad(url, "demo", _cases(), 1, 5) as load:
         load.also_right = {(1, 2): other}

@@ -103,7 +103,7 @@ def _beside(asked: dict[str, Any]) -> bool:
     ],
     ids=["always the same", "every third one differs in a batch"],
 )
-async def test_only_what_has_one_answer_is_used(answer: Answer, kept: int) -> None:
+async def test_only_prompts_with_one_output_are_used(answer: Answer, kept: int) -> None:
     async with _client(answer) as client:
         pool = await learn(client, "demo", (Case((n,), 2, n % 2 == 0, salt=f"1-{n}") for n in count()), 5)
     assert len(pool) == kept
@@ -124,7 +124,7 @@ def test_in_float32_hardly_a_prompt_may_be_left_out(left_out: int, dtype: str | 
     assert bool(disagreement(left_out, dtype)) is amiss
 
 
-async def test_an_engine_that_disagrees_with_itself_is_no_yardstick() -> None:
+async def test_an_engine_whose_output_depends_on_the_batch_is_no_reference() -> None:
     async with _client(lambda asked: [int(_beside(asked))]) as client:
         with pytest.raises(Unavailable, match="30 of 30 prompts have another output"):
             await learn(client, "demo", (Case((n,), 1, True, salt=str(n)) for n in count()), 5)

@@ -71,7 +71,7 @@ def test_choose(faults: tuple[Fault, ...], only: str, names: list[str]) -> None:
     assert [fault.name for fault in choose(only, faults=faults)] == names
 
 
-def test_choose_knows_no_others() -> None:
+def test_choose_refuses_unknown_names() -> None:
     with pytest.raises(ConfigError, match="no fault decode-melt; there are: prefill-kill"):
         choose("decode-kill,decode-melt")
 
@@ -155,7 +155,7 @@ def _all(victims: list[Victim], status: str) -> bool:
 
 
 @pytest.mark.parametrize("harm", [Harm.KILL, Harm.DRAIN])
-async def test_they_end(victims: list[Victim], tmp_path: Path, harm: Harm) -> None:
+async def test_victims_end(victims: list[Victim], tmp_path: Path, harm: Harm) -> None:
     async with injected(harm, victims, os.getpid(), tmp_path):
         await until(lambda: _all(victims, psutil.STATUS_ZOMBIE))
 
@@ -183,7 +183,7 @@ async def test_an_engine_core_is_killed_apart_from_its_worker(victims: list[Vict
         worker.kill()
 
 
-async def test_they_hang_and_go_on(victims: list[Victim], tmp_path: Path) -> None:
+async def test_victims_hang_and_continue(victims: list[Victim], tmp_path: Path) -> None:
     async with injected(Harm.HANG, victims, os.getpid(), tmp_path):
         await until(lambda: _all(victims, psutil.STATUS_STOPPED))
     await until(lambda: _all(victims, psutil.STATUS_SLEEPING))
@@ -223,7 +223,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 @pytest.mark.parametrize("error", [KeyError("status"), IndexError("pop"), LookupError("has ended by itself")])
-async def test_a_fault_that_breaks_off_is_amiss_and_only_what_cannot_be_done_is_skipped(
+async def test_an_unexpected_error_is_a_failure_and_an_impossible_fault_is_skipped(
     scene: Scene, error: Exception
 ) -> None:
     raised = [error, Cannot("needs root"), Cannot("needs root")]
@@ -240,7 +240,7 @@ async def test_a_fault_that_breaks_off_is_amiss_and_only_what_cannot_be_done_is_
         await _played(fault, scene)
 
 
-async def test_a_fault_that_meets_nothing_is_not_survived(
+async def test_a_fault_without_effect_is_a_failure(
     scene: Scene, victims: list[Victim], tmp_path: Path
 ) -> None:
     with pytest.raises(Cannot, match="decode-0 has no connection to cut"):

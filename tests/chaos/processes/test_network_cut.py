@@ -40,7 +40,7 @@ def _says(end: socket.socket, within: float = 0.3) -> bytes:
         return b""
 
 
-async def test_nothing_gets_through_until_it_is_healed(echo: tuple[int, int]) -> None:
+async def test_a_cut_connection_passes_nothing_until_healed(echo: tuple[int, int]) -> None:
     pid, port = echo
     with socket.create_connection(("127.0.0.1", port)) as old:
         old.sendall(b"before")
@@ -71,7 +71,7 @@ sys.stdin.readline()
 """
 
 
-async def test_what_it_opens_meanwhile_is_cut_too() -> None:
+async def test_new_connections_are_cut_too() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(5)
         command = [sys.executable, "-c", _CALLS_OUT, str(server.getsockname()[1])]
@@ -113,7 +113,7 @@ def two_ways() -> Iterator[tuple["subprocess.Popen[bytes]", list[socket.socket]]
         process.communicate()
 
 
-async def test_only_the_way_to_one_port_is_cut(
+async def test_only_connections_to_one_port_are_cut(
     two_ways: tuple["subprocess.Popen[bytes]", list[socket.socket]],
 ) -> None:
     process, (first, other) = two_ways

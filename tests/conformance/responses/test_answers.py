@@ -33,7 +33,7 @@ def stream(*chunks: dict[str, object]) -> object:
         ((FIRST, NEXT, LAST), (FIRST, NEXT, LATE), False),
     ],
 )
-def test_only_which_tokens_came_together_makes_no_difference(
+def test_the_grouping_of_tokens_makes_no_difference(
     ours: tuple[dict[str, object], ...], theirs: tuple[dict[str, object], ...], same: bool
 ) -> None:
     assert (not list(differences(stream(*ours), stream(*theirs)))) is same
@@ -58,7 +58,7 @@ WHOLE = (ROLE, TEXT, END, USAGE, "[DONE]")
         ((ROLE, END, TEXT, USAGE, "[DONE]"), False),
     ],
 )
-def test_what_comes_once_comes_once_and_nothing_after_the_finish(
+def test_events_are_not_repeated_and_nothing_follows_the_finish(
     events: tuple[object, ...], same: bool
 ) -> None:
     ours, theirs = (

@@ -23,7 +23,7 @@ async def fails_there_too(finding: FuzzFinding, vllm: str) -> bool:
 
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-async def test_real_engines_are_hard_to_upset(
+async def test_hostile_requests_do_not_break_real_engines(
     graph: RealGraph, vllm_server: Reference, tmp_path: Path
 ) -> None:
     record = state.read(graph.state_dir)

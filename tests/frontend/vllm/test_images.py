@@ -137,7 +137,7 @@ async def test_all_routes_read_large_images_on_another_loop(seeing: Graph) -> No
 async def test_what_is_no_image_is_refused(
     seeing: Graph, pages: ThreadingHTTPServer, url: str, text: str
 ) -> None:
-    """(More of these: tests/e2e/test_pictures.py.)"""
+    """(More of these: tests/e2e/test_images.py.)"""
     answer = await ask(seeing, part(url.format(port=pages.server_port), uuid="mine"))
     assert (answer.status_code, text in answer.text) == (400, True), answer.text
     assert not pages.asked, "nothing was fetched"  # type: ignore[attr-defined]

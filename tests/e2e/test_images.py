@@ -151,7 +151,7 @@ def test_conforms(
             same(request, alone(graph.url, request), said[1][request.name])
 
 
-async def test_a_preempted_request_is_computed_again_with_its_picture(
+async def test_a_preempted_request_is_computed_again_with_its_image(
     graph: RealGraph, expected: dict[str, list[int]]
 ) -> None:
     before = graph.metrics()
@@ -163,7 +163,7 @@ async def test_a_preempted_request_is_computed_again_with_its_picture(
     assert after("pdserve_migrations_total") == 0, "the engine has not died of it"
 
 
-async def test_a_stream_goes_on_at_a_stand_in(graph: RealGraph, expected: dict[str, list[int]]) -> None:
+async def test_a_stream_continues_at_a_stand_in(graph: RealGraph, expected: dict[str, list[int]]) -> None:
     stream = Exchange(body("stream") | {"stream": True})
     asking = asyncio.create_task(LoadClient(graph.url).ask(stream, 300, CHAT))
     await until(lambda: len(stream.tokens) > 20, 120)
