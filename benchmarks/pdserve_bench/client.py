@@ -148,8 +148,7 @@ class LoadClient:
         self._source = source
 
     async def ask(self, exchange: Exchange, timeout: float, path: str = COMPLETIONS) -> None:
-        """Send the request and fill in the exchange. Never raises for a failed request; if cancelled, the exchange
-        stays unfinished."""
+        """Send the request and fill in the exchange, without raising. If cancelled, it stays unfinished."""
         exchange.started = time.monotonic()
         bound = asyncio.timeout(timeout)
         try:
@@ -236,8 +235,7 @@ _NOTHING = _Message()
 
 
 def _read(exchange: Exchange, raw: bytes, now: float | None) -> _Answer:
-    """Decode a response or event and add it to the exchange. A first event with only the role has no token. Reasoning
-    counts as tokens."""
+    """Decode a response or event into the exchange. An event with only the role has no token; reasoning has."""
     answer = _decode(raw)
     if answer.error or answer.object == "error":
         raise BadAnswer(error_message(raw))
@@ -364,8 +362,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         await self._until(lambda: self._enough or self._over)
 
     async def rest(self, despite_reset: bool = False) -> bytes:
-        """Return the rest of the body. `despite_reset`: return what arrived if the server refused to read the whole
-        request."""
+        """Return the rest of the body. `despite_reset`: return what arrived before a reset."""
         with suppress(*([ConnectionResetError] if despite_reset else [])):
             await self._until(lambda: self._over)
         return bytes(self._body)
@@ -442,8 +439,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def send_unread(url: str, request: bytes, source: str = "") -> socket.socket:
-    """Send a request and return its socket, whose receive buffer is tiny, without reading the response. Raises
-    OSError."""
+    """Send a request and return its socket, with a tiny receive buffer and unread. Raises OSError."""
     target = urlsplit(url)
     sock = socket.socket()
     try:

@@ -77,8 +77,7 @@ def base_url(url: str) -> str:
 
 
 async def server_url(named: str | None, file: Path | None) -> str:
-    """Return the URL of `--base-url`, else of the running graph. Raises ConfigError, and Unavailable if no graph
-    runs."""
+    """Return `--base-url`, else the running graph's URL. Raises ConfigError, and Unavailable without a graph."""
     if named is not None:
         return base_url(named)
     try:

@@ -51,8 +51,7 @@ class Attempt(Exchange):
 
     @property
     def longest_wait(self) -> float:
-        """Longest wait for a token in seconds, including the first and, while it runs, the current one. Without any
-        token, the whole duration."""
+        """Longest wait for a token in seconds, with the first and the current one; all of it without any token."""
         last = [] if self.ended and self.arrivals else [self.ended or time.monotonic()]
         return max(after - before for before, after in pairwise([self.started, *self.arrivals, *last]))
 
@@ -111,9 +110,8 @@ async def known(
 
 
 async def learn(client: LoadClient, model: str, cases: Iterator[Case], timeout: float) -> list[Case]:
-    """Ask an undisturbed graph for the outputs of a pool of cases. Each is asked alone and in a batch; a case whose two
-    outputs differ is left out, because no fault can be blamed for it. Raises Unavailable if more than half are left
-    out."""
+    """Ask an undisturbed graph for the outputs of a pool of cases, each alone and in a batch. Cases whose outputs
+    differ are left out, because no fault can be blamed for them. Raises Unavailable if more than half are."""
     pool = list(islice(cases, POOL))
     alone = [await _answer(client, model, replace(case, salt=f"a{case.salt}"), timeout) for case in pool]
     gate = asyncio.Semaphore(AT_ONCE)

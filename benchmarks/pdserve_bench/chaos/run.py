@@ -157,8 +157,7 @@ class Chaos:
 
 
 async def _played(fault: Fault, scene: Scene) -> float | None:
-    """Inject the fault. An unexpected error is recorded in `amiss`, and the requests are still judged. Raises
-    Cannot."""
+    """Inject the fault. An unexpected error goes to `amiss`, and the requests are still judged. Raises Cannot."""
     try:
         return await fault.play(scene)
     except Exception as error:
@@ -183,8 +182,7 @@ async def learned(
 async def of_one_engine(
     file: Path, folder: Path, dtype: str, options: Options, say: Callable[[str], None]
 ) -> list[Case]:
-    """Return the pool with the outputs of a single engine, as reference for the graph of this file. Raises Unavailable
-    and ConfigError."""
+    """Return the pool with the reference outputs of a single engine. Raises Unavailable and ConfigError."""
     config = load_config(file, {})
     assert config.decode is not None
     if questions.simulated(config):

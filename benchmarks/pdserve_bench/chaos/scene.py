@@ -19,8 +19,7 @@ class Fault:
     name: str
     description: str
     play: "Callable[[Scene], Awaitable[float | None]]"
-    """Inject the fault, undo it, and return the result of `Scene.recovery`. Raises Cannot, before any harm, if it is
-    impossible here."""
+    """Inject the fault, undo it, return `Scene.recovery`. Raises Cannot, before any harm, if impossible here."""
     tags: tuple[str, ...] = ()
     """Further names for `--only`."""
     patient: bool = False
@@ -73,8 +72,7 @@ class Scene:
     """Sentences about failures that no client saw."""
 
     async def recovery(self) -> float | None:
-        """Wait until the graph is complete and prefills remotely again. Return the seconds, or None after
-        `recover_within`."""
+        """Wait until the graph is complete and prefills remotely. Return the seconds; None if too long."""
         ended, within = time.monotonic(), self.options.recover_within
         try:
             async with asyncio.timeout(within):

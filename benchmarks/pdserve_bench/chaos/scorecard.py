@@ -32,8 +32,7 @@ class Row:
     """Seconds."""
     slowest: str = ""
     recovered: float | None = None
-    """Seconds from the end of the fault until all processes were registered and a prompt was prefilled remotely; None
-    if too late."""
+    """Seconds from the fault's end until the graph was complete and prefilled remotely; None if too late."""
     leaked: int = 0
     """KV blocks still held after the load, when all leases had ended."""
     queued: int = 0

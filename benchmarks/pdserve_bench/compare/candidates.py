@@ -35,8 +35,7 @@ BATCHES: Mapping[HardwareKind, tuple[int, ...]] = {
     HardwareKind.GPU: (512, 2048, 8192),
     HardwareKind.SIM: (128, 512, 2048),
 }
-"""Tried max-num-batched-tokens of aggregated engines; small ones keep gaps short, large ones prefill faster. 0: vLLM's
-default."""
+"""Tried max-num-batched-tokens: small ones keep gaps short, large ones prefill faster; 0: vLLM's default."""
 W = TypeVar("W", bound=WorkerConfig)
 
 
@@ -161,8 +160,8 @@ class CandidateMaker:
 
     def aggregated(self) -> list[Candidate]:
         """Return aggregated candidates, the most promising first: one engine with all of the hardware (several batch
-        sizes, on a CPU also several thread counts), then a graph with as many engines as fit. If one engine is
-        impossible, only such graphs."""
+        sizes, on a CPU also thread counts), then as many engines as fit. If one engine is impossible, only the
+        latter."""
         first, *others = self._batches()
         if self.here.kind is HardwareKind.CPU:
             threads, *more = thread_counts(self.here.units)
@@ -175,8 +174,7 @@ class CandidateMaker:
         return [*found, self._engines(first)] if self._room > 1 else found
 
     def disaggregated(self) -> list[Candidate]:
-        """Return splits of the hardware: the file's own first, then those with unequal ranks, then the most similar
-        ones."""
+        """Return splits: the file's own first, then unequal ranks, then the most similar ones."""
         own = self.own_split
         order = sorted(
             splits(self.here, self.here.slots),

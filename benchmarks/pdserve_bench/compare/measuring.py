@@ -49,8 +49,6 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class UserLoad:
-    """The users' load."""
-
     described: str
     make: Callable[[Endpoint], Awaitable[Scalable]]
     """Learns from the first server what the load needs to know, such as tokens per word."""

@@ -28,8 +28,6 @@ MARGIN = 32
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """One line of the file."""
-
     input_length: Annotated[int, msgspec.Meta(ge=1)]
     output_length: Annotated[int, msgspec.Meta(ge=0)]
     timestamp: float | None = None

@@ -204,8 +204,7 @@ def _key(client: str) -> str:
 
 
 def add_statuses(report: FuzzReport, text: str) -> None:
-    """Add the last line printed by the attackers' process; a traceback may follow it. Without such a line, report a
-    finding."""
+    """Add the last line of the attackers' output, before any traceback. Without it, report a finding."""
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
             report.statuses.update(msgspec.json.decode(line, type=dict[str, int]))

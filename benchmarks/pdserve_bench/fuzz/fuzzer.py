@@ -42,8 +42,7 @@ KNOWN_CASES = 8
 MAX_CANARY_WAIT = 30.0
 """Seconds that the canary may wait for a token."""
 MAX_HOLD, POLL_INTERVAL = 2.0, 0.02
-"""CPU seconds that a frontend's event loop may be blocked by about 30 simultaneous requests; seconds between two
-checks."""
+"""CPU seconds that 30 requests may block a frontend's event loop; seconds between two checks."""
 PACE = 0.15
 """CPU seconds of the reference machine for a sum of five million numbers; MAX_HOLD scales with it."""
 TOLD_EVERY = 10.0
@@ -155,8 +154,7 @@ class Fuzzer:
         self.report.seconds = time.monotonic() - began
 
     async def _measure_holds(self, frontend: psutil.Process) -> None:
-        """Measure the frontend's CPU time before it responds to a trivial request, which excludes waiting for a busy
-        machine."""
+        """Measure the frontend's CPU time (not wall time) before it responds to a trivial request."""
         async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT) as http:
             while True:
                 began = sum(frontend.cpu_times()[:2])

@@ -1,5 +1,4 @@
-"""Run schemathesis on the graph's own OpenAPI description: it generates valid requests for each route and mutates
-them."""
+"""Run schemathesis on the graph's OpenAPI description: it generates valid requests per route and mutates them."""
 
 import asyncio
 import re
@@ -17,8 +16,7 @@ _GENERATED = re.compile(r"(\d+) generated")
 
 
 async def run(url: str, folder: Path, requests: int, seed: int) -> tuple[int, str]:
-    """Send about `requests` requests. Return how many were sent, and the failures with curl commands; empty without
-    any."""
+    """Send about `requests` requests. Return how many were sent, and failures with curl commands."""
     options = {
         "--checks": CHECKS,
         "--phases": "fuzzing",

@@ -84,8 +84,7 @@ class Probe:
 
     @property
     def ttfts(self) -> list[float]:
-        """Seconds to the first token, or of the wait if it exceeded the bound. Refused and earlier interrupted requests
-        do not count."""
+        """Seconds to the first token, or of a wait over the bound. Refused and interrupted requests do not count."""
         until = self.run.ended or time.monotonic()
         times = []
         for each in self.run.exchanges:

@@ -65,8 +65,7 @@ class GoodputSearch:
         highest: float = 1000.0,
         most: int = 24,
     ) -> None:
-        """Rates are requests per second. `precision` is the relative width of the final interval; `most` bounds the
-        number of probes."""
+        """Rates in requests per second. `precision`: relative width of the final interval; `most`: probes."""
         self.share, self.precision, self.probes = share, precision, 0
         self._start, self._lowest, self._highest, self._most = start, lowest, highest, most
         self._rates: dict[float, _Rate] = {}

@@ -315,8 +315,8 @@ async def plain_vllm(
 def derive(
     file: Path, workers: int, port: int, kv_port: int, dtype: str = "", model: Path | None = None
 ) -> Sections:
-    """Return the file's sections with at least `workers` of each role, the graph's own NATS and etcd, and `model` if
-    given. Raises ConfigError."""
+    """Return the file's sections with at least `workers` per role, own NATS and etcd, and `model`. Raises
+    ConfigError."""
     config = load(file, {})
     if config.frontend is None:
         raise ConfigError([f"{file} has no Frontend section, which the requests need."])
@@ -363,8 +363,7 @@ def _copied(model: Path, folder: Path) -> Path | None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Mount a file system in memory at `folder` if permitted, and return whether it is. Its logs are kept
-    afterwards."""
+    """Mount a file system in memory if permitted, and return whether it is. Its logs are kept afterwards."""
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "pdserve-chaos", folder]).returncode:
         yield False

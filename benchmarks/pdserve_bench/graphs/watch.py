@@ -137,7 +137,6 @@ def _count(instances: list[Instance]) -> Counter[str]:
 
 
 def held(instances: list[Instance], loads: Mapping[str, Load]) -> dict[str, int]:
-    """Return held KV blocks by worker. A worker with any usage, or one that does not reply, counts as at least one
-    block."""
+    """Return held KV blocks by worker: at least one for a worker with any usage, or one that does not reply."""
     found = {i.id: loads[i.id].kv_usage * i.kv_blocks if i.id in loads else 1 for i in instances}
     return {instance: max(1, round(blocks)) for instance, blocks in found.items() if blocks}

@@ -1,5 +1,4 @@
-"""A graph without `serve`: NATS, etcd and each role (`pdserve decode -f FILE`) in its own process, restarted on exit as
-by systemd."""
+"""A graph without `serve`: NATS, etcd and each role in its own process, restarted on exit as by systemd."""
 
 import asyncio
 import os
@@ -118,8 +117,7 @@ async def started_without_serve(
     variables: Mapping[str, str] | None = None,
     **_: Any,
 ) -> AsyncIterator[GraphWithoutServe]:
-    """Like `started`, for the options that it has. `frontends` 0: as many as workers. Raises Unavailable and
-    ConfigError."""
+    """`started` without `serve`. `frontends` 0: as many as workers. Raises Unavailable and ConfigError."""
     state_dir = folder / "state"
     os.environ.setdefault("GODEBUG", "multipathtcp=0")  # multipath TCP cannot be cut
     async with AsyncExitStack() as stack:

@@ -132,8 +132,7 @@ class HostsGraph(RunningGraph):
         return [place for place in self.places.values() if place.process.poll() is not None]
 
     async def stop(self) -> None:
-        """Stop as systemd does, frontends first. Raises Unavailable if a process exits with an error or leaves
-        processes."""
+        """Stop as systemd does, frontends first. Raises Unavailable after an error or if processes are left."""
         wrong = []
         for role in ROLES:
             places = self.of(role)

@@ -93,8 +93,7 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self._numbers = iter(range(2, 255))
         self._thread = ThreadPoolExecutor(1)
-        """Lives in the network's namespace to the end, because the kernel ends a host with the thread that started
-        it."""
+        """Lives in the network's namespace to the end: the kernel ends a host with its thread."""
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Run in a thread, because changing links takes several commands and must not block clients of this loop."""

@@ -16,8 +16,7 @@ class ForeignLoad:
         self._began, self._busy, self._ours = time.monotonic(), _busy(), _ours()
 
     def share(self) -> float | None:
-        """Share of all cores used by processes that are not descendants of this one. None if the machine reports less
-        than our own use."""
+        """Share of all cores used by other programs. None if the machine reports less than our own use."""
         whole = (time.monotonic() - self._began) * (psutil.cpu_count() or 1)
         foreign = (_busy() - self._busy) - (_ours() - self._ours)
         if whole <= 0 or foreign < -_IDLE * whole:

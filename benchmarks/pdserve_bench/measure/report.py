@@ -47,8 +47,6 @@ class Column:
 
 @dataclass(frozen=True)
 class Rows:
-    """A table."""
-
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]

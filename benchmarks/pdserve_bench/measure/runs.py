@@ -54,8 +54,7 @@ class LoadRun:
         return [exchange for exchange in self.exchanges if exchange.outcome is outcome]
 
     def errors(self) -> list[tuple[str, int]]:
-        """Return error texts and their counts, the most frequent first. Texts that differ only in numbers are counted
-        together."""
+        """Return error texts by count, the most frequent first; texts that differ only in numbers are one."""
         texts: dict[str, str] = {}
         counts: Counter[str] = Counter()
         for exchange in self.of(Outcome.FAILED):
@@ -113,8 +112,7 @@ class Scalable(Protocol):
     """A kind of load that can be sent at any rate."""
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Return a workload of `seconds` at `rate` requests per second on average. Another seed gives other prompts and
-        arrivals."""
+        """Return a workload at `rate` requests per second. Another seed gives other prompts and arrivals."""
 
 
 @dataclass
@@ -143,8 +141,7 @@ class OpenLoop:
 
 @dataclass
 class PoissonRequests:
-    """A `Scalable` with Poisson arrivals: prompts of `prompt_tokens`, each unlike any other, and responses of
-    `answer_tokens`."""
+    """A `Scalable` with Poisson arrivals of unique prompts."""
 
     prompts: Prompts
     """From `learn_prompts` of the measured model."""
@@ -168,8 +165,7 @@ def run_and_show(
     failed: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run the work until it ends or a signal arrives, then show and write the report, even after a failure. `report`
-    gets whether the work is complete; it returns None if nothing was measured. Returns the exit code; raises the work's
-    PdserveError."""
+    gets whether the work is complete, and returns None if nothing was measured. Returns the exit code."""
     complete, problem = False, None
     try:
         complete = run_until_stopped(work)
@@ -187,8 +183,7 @@ def run_and_show(
 
 
 def run_until_stopped(work: Callable[[], Coroutine[None, None, object]]) -> bool:
-    """Run the work and return True. On SIGINT or SIGTERM cancel it, wait for its cleanup, and return False. A second
-    signal ends this process."""
+    """Run the work and return True. On a signal cancel it, await its cleanup, and return False. A second one kills."""
 
     async def stoppable() -> bool:
         task = asyncio.current_task()

@@ -28,8 +28,7 @@ def wilson(hits: int, count: int, confidence: float = CONFIDENCE) -> tuple[float
 
 
 def falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return the non-increasing sequence nearest to `values` by weighted least squares (pool adjacent violators).
-    Weights are positive."""
+    """Return the non-increasing sequence nearest to `values` (weighted pool adjacent violators); weights > 0."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         count = 1

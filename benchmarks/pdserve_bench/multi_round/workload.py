@@ -107,7 +107,7 @@ class MultiRound:
             yield Visit(user, at, first_round)
 
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
-        """Exchanges are `Question`s. Sets `began`, `asks_until` and `ended` of the run."""
+        """Sends `Question`s. Sets `began`, `asks_until` and `ended` of the run."""
         users = _Users(self, replace(endpoint, chat=True), run)
         run.began = time.monotonic()
         run.asks_until = run.began + self.seconds

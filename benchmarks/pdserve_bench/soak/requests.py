@@ -110,8 +110,7 @@ class MixedLoad:
         return status
 
     async def _late(self) -> int:
-        """Set a deadline that may pass at once, before the first token, or during the stream; a hopeless one is
-        refused."""
+        """Set a deadline that passes at once, before the first token or during the stream, or is refused."""
         seconds = self._dice.choice((0.001, 0.02, 0.1, 0.4)) * (0.5 + self._dice.random())
         body = self._body(stream=self._dice.random() < 0.5, max_tokens=1000)
         status, answer = await self._ask(body, {"x-request-timeout": f"{seconds:.4f}"})

@@ -257,8 +257,7 @@ _kill_decode = partial(harm, target=Target.DECODE, how=Harm.KILL)
 _kill_prefill = partial(harm, target=Target.PREFILL, how=Harm.KILL)
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 _HOST = {"kv-offload": "512MiB", "num-gpu-blocks-override": 450}
-"""A prefix cache of 14,400 tokens, enough for all running requests, and host memory for 70,000 tokens of the demo
-model."""
+"""Prefix cache for 14,400 tokens, enough for all running requests; host memory for 70,000 of the demo model."""
 _ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 _FROM_HOST = ("vllm:prompt_tokens_cached_by_source_total", 'source="host"')
 _CONVERSATIONS = Trial(_conversations, _kill_decode, all, _begin_conversations, "kv-offload", _FROM_HOST)

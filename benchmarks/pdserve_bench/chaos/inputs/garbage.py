@@ -29,8 +29,7 @@ _TIMEOUT = 0.3
 
 
 def payloads(seed: int) -> list[bytes]:
-    """Return messages that no receiver expects: noise, truncated messages, messages of other kinds and protocols, huge
-    lengths."""
+    """Return messages that no receiver expects: noise, truncated messages, other protocols, huge lengths."""
     dice = random.Random(seed)
     whole = encode(Hello("0.0.0"))
     return [

@@ -90,8 +90,7 @@ class Victim:
 
 def find(target: Target, turn: int, instances: Sequence[Instance], supervisor: int) -> list[list[Victim]]:
     """Return rounds of victims: a round is hit at once, the next when the graph has recovered. `turn` selects among
-    several. Raises Cannot if the graph has no such process on this machine, and LookupError while etcd is
-    unreachable."""
+    several. Raises Cannot if there is no such process here, and LookupError while etcd is unreachable."""
     if target in _SERVERS:
         return [[_server(target, supervisor)]]
     roles = _ROLES.get(target, (target.value,))
@@ -168,9 +167,8 @@ async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
 async def injected(
     how: Harm, victims: Sequence[Victim], supervisor: int, state_dir: Path, beside: Sequence[int] = ()
 ) -> AsyncIterator[None]:
-    """Hang or cut the victims until the context exits; end the others first. `beside` are processes that the
-    supervisor did not start and that are cut from the victim too. Raises Cannot, and LookupError if a victim has
-    ended by itself."""
+    """Hang or cut the victims until the context exits; end the others first. `beside`: processes not started by the
+    supervisor, cut from the victim too. Raises Cannot, and LookupError if a victim has ended by itself."""
     match how:
         case Harm.KILL:
             _send(victims, signal.SIGKILL)

@@ -39,9 +39,8 @@ class Cannot(Exception):
 
 @asynccontextmanager
 async def cut_off(group: int, others: Iterable[int], port: int = 0) -> AsyncIterator["Cut"]:
-    """Cut the group until the context exits. `others` are the known processes at the far ends; this process is always
-    included. With `port`, cut only connections to that port, and let its listener accept none. Raises Cannot before
-    anything is cut."""
+    """Cut the group until the context exits. `others`: known processes at the far ends; this one is always included.
+    With `port`, cut only connections to it, and let its listener accept none. Raises Cannot before anything is cut."""
     cut = Cut(group, others, port)
     try:
         cut.extend()
