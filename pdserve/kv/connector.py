@@ -1,4 +1,18 @@
-"""pdserve's KV connector: vLLM's NIXL connector in pull mode with some changes (steps 4 and 5 of `kv/__init__.py`).
+"""pdserve's KV connector: reads a prompt's KV blocks from a prefill engine. It is vLLM's NIXL connector in pull mode
+with some changes.
+
+A read in a decode engine, in the order in which vLLM calls the connector:
+
+1. Scheduler: `get_num_new_matched_tokens` says how many prompt tokens have KV in the prefill engine. vLLM allocates
+   blocks for them, and the request waits.
+2. Scheduler: `build_connector_meta` gives each rank the ids of the local and the remote blocks with the next step.
+3. Rank: `start_load_kv` calls `_read_blocks_for_req`, which shakes hands with the engine before the first read from it.
+   NIXL then reads while the engine runs steps for other requests.
+4. Rank: `get_transfer_results` polls at each step. `_pop_done_transfers` finds the reads that have ended. `_confirm`
+   keeps each until the prefill engine says that it held the blocks.
+5. Scheduler: when all ranks have reported the read, the request runs. If it failed, its prompt is computed.
+
+The changes:
 
 **Idle CPU.** NIXL's progress thread sleeps between polls (`nixl.py`). The worker's main thread keeps its CPU affinity:
 on CPU hosts vLLM pins it, and with it the model, to the last core, which all engines would share.

@@ -1,10 +1,9 @@
-"""The ordinary chunks of a plain stream, written straight into the client's connection.
+"""Writes most chunks of a plain stream straight to the client's connection, without vLLM's app.
 
-vLLM's app makes every chunk of an answer from pydantic models, in a generator that is woken for it, and hands it down
-through starlette and uvicorn. Nearly all of these chunks differ in nothing but their text. So for a plain request the
-app makes the chunks around them: those before and with the first text, the last one, the usage, errors. From its first
-chunk with text the frame of the others is taken, and they are written here, in the turn of the event loop in which
-their tokens came (docs/decisions/0029-chunks-without-the-app.md).
+vLLM's app makes each chunk from pydantic models, in a generator, and passes it through starlette and uvicorn. Nearly
+all chunks of a plain stream differ only in their text. So vLLM's app makes the chunks up to the first text, the last
+one, the usage and errors. All others are copies of the first chunk with text, each with its own text. They are
+written in the event loop turn in which their tokens arrive (docs/decisions/0029-chunks-without-the-app.md).
 """
 
 import re
