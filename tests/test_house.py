@@ -363,19 +363,31 @@ def test_every_target_of_the_makefile_is_explained() -> None:
 
 
 READING = ROOT / "docs/reading.md"
-READING_LIMIT = 2840
-"""lines: what a reader takes in in an evening (2,700), and 5 %"""
+READING_LIMIT = 2700
+"""lines: what a reader takes in in an evening"""
 
 
-def _reading_list() -> dict[Path, int]:
-    rows = re.findall(r"^\| \d+ \| \[.*?\]\((.*?)\) \| (\d+) \|", READING.read_text(), re.M)
-    return {(READING.parent / target).resolve(): int(lines) for target, lines in rows}
+def _reading_list() -> dict[Path, tuple[int, int]]:
+    """File -> its lines to read, as the page states them and as they are."""
+    rows = re.findall(r"^\| \d+ \| \[.*?\]\((.*?)\) \| (.*?) \| (\d+) \|", READING.read_text(), re.M)
+    paths = [((READING.parent / target).resolve(), read, int(stated)) for target, read, stated in rows]
+    return {path: (stated, _lines_to_read(path, read)) for path, read, stated in paths}
+
+
+def _lines_to_read(path: Path, read: str) -> int:
+    """`all`, or the docstring and the functions and classes named in backticks. Raises KeyError for an unknown name."""
+    if read == "all":
+        return len(path.read_text().splitlines())
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {node.name: node for node in ast.walk(tree(path)) if isinstance(node, kinds)}
+    parts = [tree(path).body[0], *(found[each] for each in re.findall(r"`(\w+)`", read))]
+    return sum((part.end_lineno or 0) - part.lineno + 1 for part in parts)
 
 
 def test_the_reading_list_is_an_evening() -> None:
-    sizes = {path: len(path.read_text().splitlines()) for path in _reading_list()}
+    sizes = _reading_list()
     assert len(sizes) > 10
-    assert sum(sizes.values()) <= READING_LIMIT
+    assert sum(lines for _, lines in sizes.values()) <= READING_LIMIT
 
 
 def test_every_file_has_its_place_on_the_reading_page() -> None:
@@ -385,11 +397,10 @@ def test_every_file_has_its_place_on_the_reading_page() -> None:
 
 
 def test_the_reading_list_states_sizes() -> None:
-    """To within a tenth, so that not every commit has to touch it."""
-    found = {path: (stated, len(path.read_text().splitlines())) for path, stated in _reading_list().items()}
-    assert {
-        path.name: sizes for path, sizes in found.items() if abs(sizes[0] - sizes[1]) > sizes[1] / 10
-    } == {}
+    """To within a tenth or three lines, so that not every commit has to touch it."""
+    found = {name(path): sizes for path, sizes in _reading_list().items()}
+    wrong = {file: sizes for file, sizes in found.items() if abs(sizes[0] - sizes[1]) > max(3, sizes[1] / 10)}
+    assert wrong == {}
 
 
 def test_each_decision_has_a_status_below_its_title() -> None:
