@@ -174,7 +174,7 @@ async def injected(
             _send(victims, signal.SIGKILL)
             yield
         case Harm.CORE_KILL:
-            for core in [_core_of(victim) for victim in victims]:
+            for core in [core_of(victim) for victim in victims]:
                 _send([core], signal.SIGKILL, os.kill)
                 await asyncio.sleep(IN_A_ROW)
             yield
@@ -202,7 +202,7 @@ async def injected(
                 yield
 
 
-def _core_of(victim: Victim) -> Victim:
+def core_of(victim: Victim) -> Victim:
     for pid in process_tree(victim.group):
         with suppress(psutil.Error):
             if psutil.Process(pid).name().startswith(CORE):

@@ -9,21 +9,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
-import psutil
-
 from pdserve.config.schema import DecodeConfig, PrefillConfig
 from pdserve.contract.records import Role
 from pdserve.engine.sim.model import sim_model
 from pdserve.process.engine_checks import HANGS_AFTER, STALLS_AFTER
-from pdserve.supervisor.processes.exits import process_tree
 from pdserve_bench.chaos.judge import too_long
-from pdserve_bench.chaos.processes.faults import Target, Victim, find
+from pdserve_bench.chaos.processes.faults import Target, Victim, core_of, find
 from pdserve_bench.chaos.processes.network_cut import Cannot
 from pdserve_bench.chaos.questions import Attempt
 from pdserve_bench.chaos.scene import Fault, Scene
 
-CORE = "VLLM::EngineCor"
-"""The process name as Linux truncates it."""
 POLL_INTERVAL = 0.1
 AGAIN_WITHIN = 30.0
 """Seconds until the worker gets a request after its engine continues."""
@@ -65,10 +60,8 @@ async def stop_engine(scene: Scene, target: Target) -> float | None:
 
 def _engine_of(victim: Victim, section: DecodeConfig | PrefillConfig | None) -> tuple[int, int, int]:
     """Return a pid and the signals that stop and continue its engine. Raises Cannot."""
-    for pid in process_tree(victim.group):
-        with suppress(psutil.Error):
-            if psutil.Process(pid).name().startswith(CORE):
-                return pid, signal.SIGSTOP, signal.SIGCONT
+    with suppress(Cannot):
+        return core_of(victim).group, signal.SIGSTOP, signal.SIGCONT
     number = sim_model(section.engine_args).stop_signal if section and section.engine == "sim" else 0
     if not number:
         raise Cannot(f"{victim.name} has no engine core below it (`stop-signal` for a simulated engine)")
