@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from pdserve.cli.find import NoGraph, find_graph, frontend_url
+from pdserve.cli.find import GraphAddress, NoGraph, find_graph, view_of
+from pdserve.contract.records import Role
 from pdserve.util.errors import ConfigError, Unavailable
 from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, error_message, trusted
 
@@ -74,6 +75,17 @@ def base_url(url: str) -> str:
     if not good or parts.query or parts.fragment or parts.username:
         raise ConfigError([f"--base-url {url}: write it as http://127.0.0.1:8000/v1."])
     return found
+
+
+async def frontend_url(graph: GraphAddress) -> str:
+    """Return the URL of a frontend. Raises NoGraph without a frontend."""
+    if graph.url:
+        return graph.url
+    async with view_of(graph) as view:
+        urls = [frontend.address for frontend in view.instances(Role.FRONTEND)]
+    if not urls:
+        raise NoGraph(f"no frontend runs in namespace {graph.namespace} of {graph.etcd}.")
+    return urls[0]
 
 
 async def server_url(named: str | None, file: Path | None) -> str:

@@ -104,17 +104,6 @@ def _known(graph: GraphAddress) -> Snapshot | None:
     return state.read_snapshot(graph.state_dir) if graph.state_dir and running_here(graph) else None
 
 
-async def frontend_url(graph: GraphAddress) -> str:
-    """Return the URL of a frontend. Raises NoGraph without a frontend."""
-    if graph.url:
-        return graph.url
-    async with view_of(graph) as view:
-        urls = [frontend.address for frontend in view.instances(Role.FRONTEND)]
-    if not urls:
-        raise NoGraph(f"no frontend runs in namespace {graph.namespace} of {graph.etcd}.")
-    return urls[0]
-
-
 def _on(state_dir: Path) -> GraphAddress:
     graph = state.read(state_dir)
     if graph is None:

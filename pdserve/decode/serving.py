@@ -210,7 +210,9 @@ class RequestRunner:
                 self.links.read(step.transfers)
             self.links.unreachable(step.unreachable)
             self.workers.avoid(step.unreachable)
-            self._recompute_unread(step.unread)
+            for request_id, why in step.unread.items():
+                if request := self.requests.get(request_id):
+                    self.links.unread(request, why)
         for frontend, outputs in (await self._by_frontend(step.outputs)).items():
             with isolate_errors("outputs") as one:
                 await self.frontends.send_outputs(frontend, outputs)
@@ -249,11 +251,6 @@ class RequestRunner:
         if output.finished:
             self.requests.drop(request)
         return True
-
-    def _recompute_unread(self, unread: dict[str, str]) -> None:
-        for request_id, why in unread.items():
-            if request := self.requests.get(request_id):
-                self.links.unread(request, why)
 
     async def _first_step(self, request: DecodeRequest, first: Output | None = None) -> None:
         """Count and report how the prompt got its KV, which is certain only now: the engine has finished the request's

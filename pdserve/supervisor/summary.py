@@ -11,7 +11,7 @@ from pdserve.config.api_keys import requires_key
 from pdserve.config.schema import Config
 from pdserve.contract.live_settings import list_changes, merge_files
 from pdserve.contract.records import Instance
-from pdserve.demo import FILE
+from pdserve.demo import FILE, MODEL_DIR
 from pdserve.observe.graph_state import slot_name
 from pdserve.util.program import pdserve_command
 
@@ -56,8 +56,6 @@ def _facts(
 
 def curl(config: Config) -> str:
     """A shell command for a streaming chat."""
-    from pdserve.demo import MODEL_DIR
-
     prompt = _DEMO_PROMPT if config.model == str(MODEL_DIR) else _PROMPT
     body = {
         "model": config.served_model_name,

@@ -4,12 +4,12 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli.find import GraphAddress, find_graph, frontend_url
+from pdserve.cli.find import GraphAddress, find_graph
 from pdserve.cli.options import GraphFile
 from pdserve.contract.slo import parse_duration
 from pdserve.registry import connect
 from pdserve.util.errors import ConfigError
-from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
+from pdserve_bench.endpoint import find_endpoint, frontend_url, key_headers, learn_prompts
 from pdserve_bench.measure.report import check_outputs
 from pdserve_bench.measure.runs import PoissonRequests, run_and_show
 from pdserve_bench.measure.slo import Slo

@@ -41,7 +41,9 @@ class HealthPages(Plugin):
     async def _health(self, request: Request) -> Response:
         missing = self._models.why_unserved()
         degraded = {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
-        wrong = self._wrong()
+        if time.monotonic() >= self._until:
+            self._problems, self._until = known_problems(self._context), time.monotonic() + KEPT
+        wrong = self._problems
         status = "unavailable" if missing else "degraded" if degraded or wrong else "ok"
         health: dict[str, object] = {"status": status}
         if not is_local(request.scope) and not self._keys.knows(request.headers):
@@ -54,11 +56,6 @@ class HealthPages(Plugin):
         if wrong:
             health["problems"] = wrong
         return JSONResponse(health, 503 if missing else 200)
-
-    def _wrong(self) -> list[str]:
-        if time.monotonic() >= self._until:
-            self._problems, self._until = known_problems(self._context), time.monotonic() + KEPT
-        return self._problems
 
     async def _load(self, _: Request) -> Response:
         return JSONResponse({"server_load": self._models.load()})
