@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 from prometheus_client import make_wsgi_app
 
-from pdserve.contract.messages import Load, safe_decoder
+from pdserve.contract.messages import safe_decoder
 from pdserve.contract.records import Instance
 from pdserve.contract.reports import MAX_REPORTED_RECEIPTS, ProcessReport, Receipt, newest_receipts
 from pdserve.observe.metrics import TASKS
@@ -170,10 +170,6 @@ async def read_watched(
 ) -> dict[str, ProcessReport]:
     """By instance id, without processes that do not respond. Pass a client to keep connections between calls."""
     return await _read_all(instances, WATCH, _decode_watched, client)
-
-
-async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
-    return {name: watched.load for name, watched in (await read_watched(instances)).items()}
 
 
 async def read_receipts(

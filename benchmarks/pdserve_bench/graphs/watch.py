@@ -12,7 +12,7 @@ import httpx
 
 from pdserve.contract.messages import Load
 from pdserve.contract.records import Instance, Role, decode_instance
-from pdserve.observe.process_pages import read_loads
+from pdserve.observe.process_pages import read_watched
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.runtime.tasks import Lifetime
@@ -91,7 +91,8 @@ class GraphWatch(Lifetime):
         started = time.monotonic()
         while True:
             instances = await self.instances()
-            loads = await read_loads(instances)
+            watched = await read_watched(instances)
+            loads = {name: report.load for name, report in watched.items()}
             seconds = time.monotonic() - started
             queued = max((load.queue_depth for load in loads.values()), default=0)
             there = _count(instances)

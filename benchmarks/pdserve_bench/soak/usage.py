@@ -9,7 +9,7 @@ import httpx
 import psutil
 
 from pdserve.contract.records import Instance
-from pdserve.observe.process_pages import read_loads
+from pdserve.observe.process_pages import read_watched
 from pdserve.queue.jetstream.client import short_connection
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.graphs.watch import held, series
@@ -45,7 +45,8 @@ async def measure_usage(supervisor: int, instances: list[Instance], stored: Mapp
     """Measure all processes of the graph. `stored` is the data in each server."""
     found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
     roles = {instance.pid: instance for instance in instances}
-    blocks = held(instances, await read_loads(instances))
+    watched = await read_watched(instances)
+    blocks = held(instances, {name: report.load for name, report in watched.items()})
     async with httpx.AsyncClient(trust_env=False) as http:
         for child in psutil.Process(supervisor).children():
             if role := roles.get(child.pid):
