@@ -1,4 +1,4 @@
-"""The command line: what is printed, and the exit codes. Mostly in this process: to start one takes half a second."""
+"""Output and exit codes of the commands. Most run in this process, because starting one takes half a second."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def pdserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 def process(*args: object) -> Done:
-    """For commands that become a process of a graph: they change logging and signals."""
+    """For commands that run a process of a graph, which change logging and signals."""
     command = [sys.executable, "-m", "pdserve", *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
@@ -71,7 +71,7 @@ def python(script: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
-def test_every_command_is_listed_and_teaches_by_example(pdserve: Run) -> None:
+def test_help_lists_every_command_with_examples(pdserve: Run) -> None:
     listed = pdserve("--help").stdout
     assert [command for command in COMMANDS if f"\n  {command} " not in listed] == []
     for command in ALL:
@@ -86,7 +86,7 @@ def test_a_frontend_spans_no_hosts(pdserve: Run) -> None:
     assert (refused.returncode, "No such option" in refused.stderr) == (2, True)
 
 
-def test_users_are_sent_to_no_file_that_a_wheel_lacks(pdserve: Run, tmp_path: Path) -> None:
+def test_output_names_only_files_in_the_wheel(pdserve: Run, tmp_path: Path) -> None:
     for command in ALL:
         assert "configs/" not in pdserve(*command.split(), "--help").stdout, command
     for text in ("", "Frontend: {port: 8000}\n"):
@@ -95,7 +95,7 @@ def test_users_are_sent_to_no_file_that_a_wheel_lacks(pdserve: Run, tmp_path: Pa
         assert (result.returncode, "init graph.yaml" in result.stderr) == (2, True), result.stderr
 
 
-def test_help_and_plan_load_nothing_heavy() -> None:
+def test_help_and_plan_import_nothing_heavy() -> None:
     script = (
         "import sys; from pdserve.cli import main\n"
         "main(['--help'])\n"
@@ -111,8 +111,8 @@ def test_help_and_plan_load_nothing_heavy() -> None:
     assert python(script).stderr == "\n"
 
 
-def test_a_role_can_be_stopped_before_it_imports_anything_big() -> None:
-    """Its imports take a third of a second; in it, too, SIGTERM is answered with exit code 0."""
+def test_sigterm_stops_a_role_during_its_imports() -> None:
+    """The imports take a third of a second. The exit code is 0."""
     script = (
         "import signal, sys\n"
         "def handle(number, handler):\n"
@@ -125,7 +125,9 @@ def test_a_role_can_be_stopped_before_it_imports_anything_big() -> None:
     assert (result.returncode, result.stderr) == (1, "\n")
 
 
-def test_without_its_package_chaos_says_how_to_get_it(pdserve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_without_its_package_says_how_to_install_it(
+    pdserve: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.startswith("pdserve_bench")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pdserve_bench", None)
@@ -147,7 +149,7 @@ def test_without_its_package_chaos_says_how_to_get_it(pdserve: Run, monkeypatch:
         (["set", "router"], "not KEY=VALUE"),
     ],
 )
-def test_a_wrong_command_line_is_a_sentence_and_exit_code_2(
+def test_a_wrong_command_line_prints_a_sentence_and_exits_with_2(
     pdserve: Run, args: list[str], complaint: str
 ) -> None:
     result = pdserve(*args)
@@ -169,7 +171,7 @@ def test_a_plan_is_a_table_or_json(pdserve: Run) -> None:
         assert pdserve("plan", "-f", LOCAL, "--gpus", "2xA10").returncode == 0
 
 
-def test_plan_cannot_say_what_it_does_not_know(pdserve: Run, tmp_path: Path) -> None:
+def test_plan_reports_unknown_memory(pdserve: Run, tmp_path: Path) -> None:
     (tmp_path / "hub.yaml").write_text("VllmWorker: {model: nobody/nothing-of-the-kind}\n")
     result = pdserve("plan", "-f", tmp_path / "hub.yaml")
     said = " ".join(result.stdout.split())
@@ -218,7 +220,7 @@ def test_all_commands_refuse_the_same_files_before_anything_starts(
     assert not (tmp_path / "state").exists()
 
 
-def test_doctor_asks_of_a_host_what_its_roles_need(pdserve: Run, tmp_path: Path) -> None:
+def test_doctor_checks_only_the_roles_of_the_host(pdserve: Run, tmp_path: Path) -> None:
     file = tmp_path / "graph.yaml"
     file.write_text(
         f"Graph: {{kv-port: {free_port('127.0.0.1', 2)}}}\nFrontend: {{port: {free_port('127.0.0.1')}}}\n"
@@ -253,7 +255,7 @@ def test_an_empty_state_directory_in_the_environment_is_not_set(
     assert f"no graph runs on {tmp_path / '.pdserve'}" in pdserve("status").stderr
 
 
-def test_credentials_are_made_and_not_lost(pdserve: Run, tmp_path: Path) -> None:
+def test_credentials_are_made_and_never_overwritten(pdserve: Run, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "secrets"
     result = pdserve("credentials", folder, "--host", "nats.example.com", "--host", "10.0.0.5")
     assert result.returncode == 0
@@ -299,7 +301,7 @@ def test_a_role_that_cannot_run_alone_says_why(role: Role, index: int, complaint
         (RuntimeError("a bug"), 1, ["decode-0 failed"]),
     ],
 )
-def test_what_a_role_says_of_its_end(
+def test_a_role_logs_why_it_ends(
     error: Exception, code: int, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert life.exit_code("decode-0", error) == code
@@ -319,17 +321,17 @@ def test_the_last_requests_name_their_models_where_there_are_two() -> None:
     assert "model" not in [column.header for column in receipt_table(receipts[:1]).columns]
 
 
-def test_an_id_too_short_to_find_a_request_is_called_so() -> None:
+def test_a_short_request_id_is_refused() -> None:
     assert not_found("4c86", []).startswith("4c86 is too short: give at least 6 characters")
     assert not_found("4c86aa", []).startswith("no frontend has a receipt of 4c86aa.")
 
 
-def test_a_setting_is_not_set_and_unset_at_once(pdserve: Run) -> None:
+def test_setting_and_unsetting_a_key_is_refused(pdserve: Run) -> None:
     result = pdserve("set", "router=kv", "--unset", "router")
     assert (result.returncode, "router is both set and unset" in result.stderr) == (2, True)
 
 
-def test_a_list_of_faults_has_only_those_asked_for(pdserve: Run) -> None:
+def test_chaos_lists_only_the_selected_faults(pdserve: Run) -> None:
     assert [
         line.split()[0] for line in pdserve("chaos", "--list", "--only", "etcd-kill").stdout.splitlines()
     ] == ["etcd-kill"]

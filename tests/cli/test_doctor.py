@@ -120,7 +120,7 @@ async def hosts_of(*instances: Instance) -> list[Finding]:
     return [finding async for finding in check_hosts(Plan(config, machine(), (), ()), decoded(records))]
 
 
-async def test_each_closed_door_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doctor_names_each_closed_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "CONNECT_TIMEOUT", 0.5)
     nowhere = free_port("127.0.0.1")
     with (
@@ -199,7 +199,7 @@ def test_a_state_directory_that_cannot_be_used_fails(tmp_path: Path) -> None:
     assert unusable == f"The state directory {tmp_path / 'state'} cannot be written (Graph: state-dir)."
 
 
-def test_busy_ports_fail_but_those_of_this_graph_and_of_roles_that_run_here(tmp_path: Path) -> None:
+def test_busy_ports_fail_except_those_of_this_graph(tmp_path: Path) -> None:
     file = graph(tmp_path)
     plan = plan_of(file)
     role = Instance("decode-0-ab", Role.DECODE, host="127.0.0.1", pid=os.getpid())
@@ -221,7 +221,7 @@ def test_busy_ports_fail_but_those_of_this_graph_and_of_roles_that_run_here(tmp_
     )
 
 
-def test_the_ports_of_a_role_that_starts_here_and_is_not_registered_are_its_own(tmp_path: Path) -> None:
+def test_ports_of_an_unregistered_role_of_this_graph_are_ok(tmp_path: Path) -> None:
     plan = plan_of(file := graph(tmp_path))
     port = plan.workers[0].slot.kv_port
     listens = f"import socket; s = socket.create_server(('127.0.0.1', {port})); print(flush=True); input()"
@@ -236,7 +236,7 @@ def test_the_ports_of_a_role_that_starts_here_and_is_not_registered_are_its_own(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
-def test_a_graph_that_starts_holds_its_fixed_ports_against_others(tmp_path: Path, host: str) -> None:
+def test_a_starting_graph_claims_its_fixed_ports(tmp_path: Path, host: str) -> None:
     """Though none of its processes listens yet; `doctor` and `plan` say what `serve` says."""
     plan = plan_of(graph(tmp_path))
     config, slots = plan.config, [worker.slot for worker in plan.workers]

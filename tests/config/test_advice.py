@@ -1,4 +1,4 @@
-"""Advice converges: done word for word, the file is not worse than before, and that problem is gone."""
+"""Following the advice of a problem word for word solves it and adds no other problem."""
 
 import random
 import re
@@ -36,7 +36,7 @@ OFFERED = (
 
 
 def problems(folder: Path, text: str) -> list[str]:
-    """Of the file, or else of the plan on a host with four cards."""
+    """Return the problems of the file, or else of its plan on a host with four GPUs."""
     path = folder / "graph.yaml"
     path.write_text(text)
     try:
@@ -70,7 +70,7 @@ def mutated(text: str, chance: random.Random) -> str:
 
 
 def advised(text: str, problem: str) -> str | None:
-    """The text with the problem's first advice done; None if a person must choose."""
+    """Return the text with the problem's first advice followed; None if a person must choose."""
     place = re.search(r"graph\.yaml:(\d+): (\S+) (.*)", problem)
     if place is None:
         return None
@@ -98,7 +98,7 @@ def advised(text: str, problem: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_advice_that_is_followed_does_not_lead_to_worse(tmp_path: Path, name: str) -> None:
+def test_following_advice_adds_no_problem(tmp_path: Path, name: str) -> None:
     followed = 0
     for seed in range(MUTATIONS):
         text = mutated(TEXTS[name], random.Random(f"{name} {seed}"))
@@ -123,6 +123,6 @@ def test_advice_that_is_followed_does_not_lead_to_worse(tmp_path: Path, name: st
         ("max-remote-prefill-length", "max-local-prefill-length"),
     ],
 )
-def test_what_only_looks_alike_is_not_offered(tmp_path: Path, written: str, never: str) -> None:
+def test_a_similar_name_of_another_meaning_is_not_offered(tmp_path: Path, written: str, never: str) -> None:
     text = DEMO.replace("  max-num-seqs: 32\n", f"  {written}: 1\n", 1)
     assert f"did you mean {never}?" not in " ".join(problems(tmp_path, text))

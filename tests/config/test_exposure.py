@@ -1,4 +1,4 @@
-"""What other machines reach is refused where nothing protects it, with the line and what to do."""
+"""Unprotected addresses that other machines reach are refused, with the line and advice."""
 
 from pathlib import Path
 

@@ -247,7 +247,7 @@ def test_a_wrong_variable_is_named(tmp_path: Path) -> None:
     assert exposed.startswith("Environment variable PDSERVE_ETCD is h, on another machine")
 
 
-def test_the_variables_of_a_kubernetes_service_are_none_of_ours(tmp_path: Path) -> None:
+def test_kubernetes_service_variables_are_ignored(tmp_path: Path) -> None:
     env = {"PDSERVE_FRONTEND_PORT": "tcp://10.96.0.7:8000"}
     config = read(tmp_path, frontend("port: 9"), env)
     assert config.frontend is not None
@@ -284,7 +284,7 @@ def test_prefill_workers_have_the_adapters_of_decode_workers(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stand_in", [True, False])
-def test_prefill_workers_that_stand_in_have_what_answers_depend_on(tmp_path: Path, stand_in: bool) -> None:
+def test_stand_ins_get_the_arguments_that_change_responses(tmp_path: Path, stand_in: bool) -> None:
     text = GOOD.replace("VllmWorker:\n", "VllmWorker:\n  logprobs-mode: raw_logits\n  max-num-seqs: 3\n")
     text = text.replace("PrefillWorker:\n", f"PrefillWorker:\n  stand-in: {str(stand_in).lower()}\n")
     _, prefill = workers(read(tmp_path, text))
@@ -292,7 +292,7 @@ def test_prefill_workers_that_stand_in_have_what_answers_depend_on(tmp_path: Pat
     assert "max-num-seqs" not in prefill.engine_args
 
 
-def test_a_parser_that_is_never_asked_is_noted(tmp_path: Path) -> None:
+def test_an_unused_parser_is_noted(tmp_path: Path) -> None:
     (note,) = read(tmp_path, GOOD + "Processor: {tool-call-parser: hermes}\n").notes
     assert note.endswith("tool-call-parser has no effect without enable-auto-tool-choice: true.")
 
@@ -421,7 +421,7 @@ MISTAKES: Mistakes = [
 
 
 def named(folder: Path, text: str, start: str) -> list[str]:
-    """The problems, one of which begins so."""
+    """Return the problems; one must begin with the text."""
     found = problems(folder, text)
     assert any(problem.startswith(start) for problem in found), found
     assert all(problem.startswith("FILE") and problem.endswith((".", "?")) for problem in found), found
@@ -493,12 +493,12 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int)
     )
 
 
-def test_a_number_that_begins_with_0_is_told_once(tmp_path: Path) -> None:
+def test_a_number_that_begins_with_0_is_reported_once(tmp_path: Path) -> None:
     (told,) = problems(tmp_path, f"{GOOD}Graph: {{kv-port: 05600}}\n")
     assert told.endswith("(05600 begins with 0: write a number without it): put quotes round a word.")
 
 
-def test_dates_are_read_alike_whatever_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dates_do_not_depend_on_imported_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-format-enforcer, which vLLM imports, makes words of every YAML date in its process."""
     constructors = yaml.SafeLoader.yaml_constructors
     monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
@@ -506,7 +506,7 @@ def test_dates_are_read_alike_whatever_is_imported(tmp_path: Path, monkeypatch: 
 
 
 def test_all_problems_are_found_at_once_and_in_order(tmp_path: Path) -> None:
-    """One in Common is reported once, however many workers use it."""
+    """A problem in Common is reported once, even if several sections list its key."""
     text = GOOD.replace("8000", "0").replace("32", "x").replace("true", "maybe") + "Oops: 1\n"
     assert [problem.split(":")[1] for problem in problems(tmp_path, text)] == ["3", "5", "7", "11"]
 

@@ -1,4 +1,4 @@
-"""The loader and the plan answer any file with problems, never with a traceback."""
+"""Loader and plan report problems for any file, never a traceback."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`pdserve init --from`: what other tools start becomes a graph that loads, and what is left out is named."""
+"""`pdserve init --from` converts files of other tools to graphs that load, and names what it leaves out."""
 
 import json
 from pathlib import Path
@@ -223,7 +223,9 @@ def test_an_open_server_stays_as_open(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Left out: swap-space was removed by vLLM in 0.18.\n" in capsys.readouterr().out
 
 
-def test_what_cannot_load_yet_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_of_a_converted_graph_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "vllm.yaml").write_text("model: demo\nmax-num-seqs: -4\n")
     assert run(str(tmp_path / "out.yaml"), "--from", str(tmp_path / "vllm.yaml")) == 1
     assert "max-num-seqs is -4, but must be at least 1." in capsys.readouterr().out
@@ -264,7 +266,7 @@ def test_sources_without_a_server(tmp_path: Path, name: str, text: str, said: st
     ("text", "what"),
     [(FLAT, "a file of `vllm serve --config`"), (dynamo("v1beta1"), "a Kubernetes manifest")],
 )
-def test_a_file_of_another_tool_is_one_sentence(tmp_path: Path, text: str, what: str) -> None:
+def test_a_file_of_another_tool_is_reported_in_one_sentence(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "graph.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""`pdserve init --from`: every argument, role, number and port arrives, or is named."""
+"""`pdserve init --from` converts or names every argument, role, replica count and port."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_what_has_no_value_in_the_file_is_left_out() -> None:
         "python -m dynamo.frontend --http-port 80",
     ],
 )
-def test_these_start_no_server(tmp_path: Path, script: str) -> None:
+def test_scripts_that_start_no_server(tmp_path: Path, script: str) -> None:
     (tmp_path / "run.sh").write_text(script)
     with pytest.raises(ConfigError, match="starts no vLLM server"):
         servers_of(str(tmp_path / "run.sh"))

@@ -1,4 +1,4 @@
-"""Scripts as people write them: which words their commands have, and which words have no value in the script."""
+"""Words of commands in shell scripts, and words whose value the script does not set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Installing into an environment: what is done is known, and an install that failed is not taken for one."""
+"""Installing into an environment: finished steps are recorded, and failed ones run again."""
 
 import ast
 import os
@@ -40,12 +40,12 @@ def make_wheel(wheel: Path) -> None:
 
 
 def imported(folder: Path, name: str) -> str:
-    """Without bytecode (-B): it would hide a file of the same size that is installed within the same second."""
+    """Run without bytecode (-B), which would hide a file of the same size installed within the same second."""
     command = [str(python_of(folder)), "-B", "-c", f"import {name}; print({name}.version)"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_an_install_that_failed_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_failed_install_continues_where_it_stopped(tmp_path: Path) -> None:
     """Also one over an environment with another lock, or without its Python."""
     folder, wheels = (
         tmp_path / "env",
@@ -74,7 +74,7 @@ def test_an_install_that_failed_goes_on_where_it_stopped(tmp_path: Path) -> None
     assert imported(folder, "b") == "2"
 
 
-def test_two_installs_at_once_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_install_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, wheel = tmp_path / "env", tmp_path / "a-1-py3-none-any.whl"
     make_wheel(wheel)
     both = [threading.Thread(target=install, args=(folder, [step(wheel)], "gpu")) for _ in range(2)]
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         install(file / "env", [step(tmp_path / "a-1-py3-none-any.whl")], "gpu")
 
 
-def test_pip_s_settings_hold_in_an_environment_without_pip(tmp_path: Path) -> None:
+def test_pip_settings_apply_in_an_environment_without_pip(tmp_path: Path) -> None:
     """Where uv's own do not say otherwise."""
     index = "https://u:it's@index/simple"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
@@ -179,10 +179,10 @@ async def test_an_install_that_is_killed_leaves_nothing_behind() -> None:
     assert psutil.wait_procs([child], 20)[1] == []
 
 
-def test_only_what_the_sources_lack_is_looked_for_elsewhere(
+def test_the_torch_index_is_added_only_if_no_source_has_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no source answers, the install itself says so."""
+    """If no source answers, the install reports it."""
     folder = tmp_path / "env"
     venv.create(folder)
     uv = engine_venv._uv_install(folder)

@@ -1,4 +1,4 @@
-"""A new user: the wheel in an environment of its own, and `pdserve` in an empty folder with an empty home."""
+"""The wheel in an environment of its own, run in an empty folder with an empty home, as by a new user."""
 
 import json
 import os
@@ -29,7 +29,7 @@ SERVE = "Frontend: {served_model_name: demo, port: 8000}\n"
 
 
 class User:
-    """What a user has who has just installed the wheel."""
+    """A user who has just installed the wheel."""
 
     def __init__(self, folder: Path, environment: Path) -> None:
         self.home, self.folder = folder / "home", folder / "empty"
@@ -52,7 +52,7 @@ class User:
 
     @contextmanager
     def serving(self, *options: str) -> Iterator[tuple[str, Callable[[str], str]]]:
-        """A graph with its URL, and a function that waits for words in its output, and returns all of that."""
+        """Start a graph; yield its URL, and a function that waits for words in its output and returns the output."""
         port, log = free_port("127.0.0.1"), self.home.parent / "log"
         env = self.env | {"PDSERVE_KV_PORT": str(kv_ports())}
 
@@ -74,8 +74,8 @@ class User:
 
 
 class HostileFolder:
-    """A folder in which another user has put modules by the names of those that pdserve, vLLM and Python itself import,
-    a plugin of vLLM, and settings of uv that name an index. Whatever of it is used leaves its name in `seen`."""
+    """A hostile current folder: modules with names that pdserve, vLLM and Python import, a vLLM plugin, and uv settings
+    that name an index. Each writes its name to `seen` if it is used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.seen = folder, folder.with_name("seen")
@@ -97,7 +97,7 @@ class HostileFolder:
         return {path.name for path in self.folder.iterdir()}
 
     def check(self) -> None:
-        """Nothing of it was used, and nothing was left in it."""
+        """Check that nothing in it was used, and that it is unchanged."""
         assert self.seen.read_text() == ""
         assert self._names() == self._before
 

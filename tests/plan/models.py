@@ -12,7 +12,7 @@ FOLDERS = Path(__file__).parent / "families"
 
 
 def published(name: str) -> dict[str, Any]:
-    """A config of these."""
+    """Return the config.json of a family."""
     return dict(json.loads((FOLDERS / name / "config.json").read_text()))
 
 
@@ -43,7 +43,7 @@ def qwen_14b(folder: Path) -> Path:
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, int]], missing: int = 0) -> None:
-    """Zeros, by hand: `tensors` are dtype and bytes by name; `missing` bytes are left out at the end."""
+    """Write zeros. `tensors`: name -> dtype and bytes; the last `missing` bytes are left out."""
     header, end = {}, 0
     for name, (dtype, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + size]}

@@ -1,4 +1,4 @@
-"""Each file of configs/ is read and planned; what it names and is not here is all that is wrong with it."""
+"""Each file of configs/ loads and plans; its only problems are files that this machine lacks."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ EXAMPLES = {
     "local": ("decode-0 prefill-0 frontend-0", ""),
     "secure": ("decode-0 frontend-0", "keys.yaml|server.pem"),
 }
-"""processes, and the files that are missing"""
+"""File -> its processes, and the files that are missing."""
 
 
 def test_every_example_is_here() -> None:

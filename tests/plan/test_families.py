@@ -1,4 +1,4 @@
-"""What the plan says of models by their config.json: each folder has the fields of a published one, and no weights."""
+"""Explanations and problems of the plan for model families, by published config.json files without weights."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ FAMILIES = {
     "LFM2-1.2B": ("Hybrid: layers of conv", "", STATE),
     "falcon-mamba-7b": ("", "", "have a state and no attention"),
 }
-"""by folder: what is explained, and how a problem begins"""
+"""Folder -> words of the explanation, and the beginning of a problem."""
 
 
 def planned(tmp_path: Path, family: str, keys: str = "", remote: str = "true") -> Plan:
@@ -65,7 +65,7 @@ def test_each_folder_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_said_of_a_model(tmp_path: Path, family: str) -> None:
+def test_models_are_explained_or_refused(tmp_path: Path, family: str) -> None:
     *expected, refused = FAMILIES[family]
     found = planned(tmp_path, family)
     text = " ".join(found.explained)
@@ -99,7 +99,7 @@ def test_layers_of_an_unknown_kind_are_not_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Jamba-1.5-Mini", "Mistral-7B-v0.1"])
-def test_where_nothing_moves_all_are_served(tmp_path: Path, family: str) -> None:
+def test_all_families_are_served_without_remote_prefill(tmp_path: Path, family: str) -> None:
     assert planned(tmp_path, family, remote="false").problems == ()
 
 
@@ -127,7 +127,7 @@ def test_prompts_within_the_window_move(tmp_path: Path, keys: str) -> None:
         ("Qwen2.5-7B", {"num_experts": [8, 64]}, (0, False, ())),
     ],
 )
-def test_configs_that_are_written_otherwise(
+def test_older_and_unusual_configs(
     tmp_path: Path, family: str, changes: dict[str, object], expected: tuple[int, bool, tuple[str, ...]]
 ) -> None:
     config = published(family)

@@ -1,4 +1,4 @@
-"""The configuration and the slot that `serve` hands to its roles."""
+"""The configuration and slot that `serve` passes to its roles."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The plan: places, ports, environment, sizes, and why something does not fit."""
+"""The plan: placement, ports, environment, sizes, and problems."""
 
 import dataclasses
 import io
@@ -229,8 +229,8 @@ def test_workers_listen_on_the_hosts_device_alone(
         assert slot.env.get("NCCL_SOCKET_IFNAME") == (gloo and f"={gloo}")
 
 
-def test_fixed_ports_are_a_roles_own_where_it_runs_alone(tmp_path: Path) -> None:
-    """So that a probe or a firewall of one host need not know the rest of the graph."""
+def test_a_role_that_runs_alone_counts_fixed_ports_by_its_index(tmp_path: Path) -> None:
+    """So that probes and firewalls of a host do not depend on the rest of the graph."""
     ports = "Graph: {pages-port: 9100, stream-port: 9200}\n" + LOCAL
     together = plan(tmp_path, ports, machine())
     assert [slot.pages_port for slot in together.slots] == [9100, 9101, 9102, 9103, 9104]
@@ -249,7 +249,7 @@ def test_the_users_devices_win(tmp_path: Path) -> None:
     assert "UCX_NET_DEVICES" not in plan(tmp_path, ray, WIRED).slots[0].env
 
 
-def test_what_the_file_or_the_environment_says_wins_on_the_cpu(tmp_path: Path) -> None:
+def test_the_file_and_the_environment_win_on_the_cpu(tmp_path: Path) -> None:
     given = {"VLLM_CPU_KVCACHE_SPACE": "3", "OMP_NUM_THREADS": "5"}
     found = plan(tmp_path, decode("enforce-eager: false"), machine(), env=given)
     assert found.slots[0].env.items() >= given.items()
@@ -276,7 +276,7 @@ def test_gpus_are_used_where_the_file_does_not_say(tmp_path: Path) -> None:
     ],
 )
 def test_one_role_alone(tmp_path: Path, role: Role, index: int, expected: tuple[object, ...]) -> None:
-    """Ports as in the whole graph; GPUs beside the lower-numbered of its kind."""
+    """Ports as in the whole graph; GPUs after those of workers with a lower index."""
     found = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24)), {role}, index)
     assert found.problems == ()
     assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [expected]
@@ -384,14 +384,14 @@ def test_what_does_not_fit(tmp_path: Path, text: str, on: Machine, problem: str)
     assert all(each.endswith(".") for each in found)
 
 
-def test_dev_shm_is_only_that_of_workers_on_gpus_of_this_machine(tmp_path: Path) -> None:
+def test_dev_shm_is_checked_only_for_gpu_workers_of_this_machine(tmp_path: Path) -> None:
     for on in (dataclasses.replace(SHARED, imagined=True), dataclasses.replace(SHARED, gpus=(), build="cpu")):
         assert plan(tmp_path, offload("12GiB"), on).problems == ()
     assert plan(tmp_path, offload("3GiB"), SHARED).problems == ()
 
 
-def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path) -> None:
-    """Where cards differ the smallest is named."""
+def test_too_small_gpus_are_reported_with_the_missing_memory(tmp_path: Path) -> None:
+    """If GPUs differ, the smallest is named."""
     cards = machine(("A10", 24), ("T4", 15), *[("A10", 24)] * 2)
     (problem,) = plan(tmp_path, dynamo(tmp_path), dataclasses.replace(cards, imagined=True)).problems
     assert problem.startswith(
@@ -463,7 +463,7 @@ def test_with_arguments_that_the_sum_does_not_know_it_is_unknown(tmp_path: Path,
     )
 
 
-def test_a_folder_without_weights_is_a_problem_where_it_is_to_be_served(tmp_path: Path) -> None:
+def test_a_folder_without_weights_can_be_planned_but_not_served(tmp_path: Path) -> None:
     text, here = big(tmp_path, MIXTRAL, tensor=2), machine(*[("H100", 80)] * 4)
     (problem,) = plan(tmp_path, text, here).problems
     assert problem.startswith(f"{tmp_path / 'big'} has no weights: ")

@@ -1,4 +1,4 @@
-"""Files of Dynamo 0.1 to 0.3: what they set runs, what has no meaning here is said."""
+"""Files of Dynamo 0.1 to 0.3 load; keys without a meaning in pdserve are noted."""
 
 import os
 from pathlib import Path
@@ -58,7 +58,7 @@ def notes(folder: Path, text: str) -> list[str]:
     return [note.split("graph.yaml:", 1)[1] for note in read(folder, text).notes]
 
 
-def test_what_has_no_meaning_here_is_said_and_changes_nothing(tmp_path: Path) -> None:
+def test_keys_without_a_meaning_are_noted_and_change_nothing(tmp_path: Path) -> None:
     config = read(tmp_path, FILE)
     decode, prefill = workers(config)
     assert config.frontend is not None
@@ -240,12 +240,12 @@ def test_prefill_workers_may_take_shorter_prompts(tmp_path: Path) -> None:
         ("  remote-prefill: true\n", "", "set remote-prefill: true in VllmWorker, or remove this section."),
     ],
 )
-def test_what_stays_refused_says_what_to_write(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_refused_keys_say_what_to_write(tmp_path: Path, old: str, new: str, said: str) -> None:
     assert said in " ".join(problems(tmp_path, FILE.replace(old, new)))
 
 
 @pytest.mark.parametrize(("size", "said"), [(16, "set nnodes"), (3, "take --role")])
-def test_sizes_of_several_hosts_are_led_there(tmp_path: Path, size: int, said: str) -> None:
+def test_more_gpus_than_a_host_has_point_to_nnodes(tmp_path: Path, size: int, said: str) -> None:
     sized = FILE.replace("gpu: '1'", f"gpu: '{size}'").replace(
         "  router: kv", f"  tensor-parallel-size: {size}"
     )
