@@ -30,7 +30,7 @@ _CHOICES = {"policy": PREFILL_POLICIES, "router": POLICIES}
 
 
 def value_error(name: str, text: str) -> str:
-    """Return which values the setting takes, if `text` is none of them; else an empty text."""
+    """Return which values the setting takes if `text` is not one of them, else an empty text."""
     if name in _CHOICES:
         return "" if text in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
     if name in _SLO_NAMES:
@@ -84,7 +84,7 @@ def merge_files(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def explain_settings(file: Mapping[str, str], live: Mapping[str, str]) -> dict[str, str]:
-    """Return each setting's value, and as text the file's value if it differs and why a live value has no effect.
+    """Return a text for each setting: its value, the file's value if that differs, and why a live value has no effect.
     `file` is empty if no process runs."""
     now = effective_settings(file, live)
     return {name: _explain(name, now, file, live) for name in SETTINGS}

@@ -147,13 +147,15 @@ class Load(Struct, frozen=True):
     remote: int = 0
     """of `waiting`: requests in remote prefill, which need no slot yet"""
     backlog: float = 0.0
-    """seconds of work of one worker that is not begun: prompts (decode worker) or queued requests (frontend)"""
+    """seconds that one worker needs for work that no engine has begun: prompts of a decode worker, queued requests of a
+    frontend"""
     prompt_wait: float = 0.0
     """decode worker: expected seconds until a new prompt starts, locally or remotely"""
     token_seconds: float = 0.0
     """expected seconds per token of that prompt"""
     gap_seconds: float = 0.0
-    """measured seconds between two tokens of a stream, or from its KV to the first; decays while not measured"""
+    """measured seconds between two tokens of a stream, or from the arrival of its KV to its first token; decays while
+    not measured"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
@@ -162,7 +164,8 @@ class WorkerLoad(Struct, frozen=True, tag=True):
 
     load: Load
     make_way: int = 0
-    """requests to pause at this worker, of the clients with the most, because other clients' wait in the engine"""
+    """number of requests to pause at this worker, of the clients that run most, because other clients' requests wait in
+    the engine"""
 
 
 class PrefixesChanged(Struct, frozen=True, tag=True):
@@ -206,7 +209,7 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     """instance id of the decode worker that gets the reply"""
     prompt: list[int]
     timeout: float
-    """seconds from its storing in the queue after which the decode worker prefills locally"""
+    """seconds, from storing it in the queue, until the decode worker gives up and prefills locally"""
     block_size: int
     """the decode worker's tokens per KV block; must equal the prefill worker's"""
     body: list[bytes]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 NAME_BYTES = 8
 """Length of a name."""
 MAX_REPORTED = 4096
-"""Most names that a worker reports of its cache, and of the blocks only in host memory. Of a larger cache it reports
-every 2nd block, every 4th, and so on."""
+"""Most names that a worker reports for its cache, and as many for blocks that are only in host memory. Of a larger
+cache it reports every 2nd block, every 4th, and so on."""
 
 
 def root_name(salt: str | None, adapter: int = 0) -> bytes:

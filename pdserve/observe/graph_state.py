@@ -91,7 +91,7 @@ def graph_state(
     ordered = sorted(instances, key=lambda instance: sort_key(instance.role, instance.id))
     receipts = [receipt for reported in watched.values() for receipt in reported.receipts]
     receipts.sort(key=lambda receipt: receipt.age)
-    astray = [receipt for receipt in receipts[MAX_REPORTED_RECEIPTS:] if receipt.has_detour]
+    with_detours = [receipt for receipt in receipts[MAX_REPORTED_RECEIPTS:] if receipt.has_detour]
     return GraphState(
         queue_depth=max((load.queue_depth for load in loads), default=0),
         queue_limit=max((load.queue_limit for load in loads), default=0),
@@ -100,7 +100,7 @@ def graph_state(
         cards=dict(cards),
         settings=dict(settings),
         moments=moments([reported.ticks for reported in watched.values()]),
-        receipts=receipts[:MAX_REPORTED_RECEIPTS] + astray[:MAX_DETOURS],
+        receipts=receipts[:MAX_REPORTED_RECEIPTS] + with_detours[:MAX_DETOURS],
         outages={name: reported.outages for name, reported in watched.items() if reported.outages},
         gone=_gone(watched.values(), {each.id for each in ordered}),
     )

@@ -187,8 +187,8 @@ def parse(raw: str, name: str) -> LogLine:
     if raw.startswith('{"time":'):
         try:
             record = json.loads(raw)
-            said = [record[key] for key in ("time", "level", "role", "logger", "message")]
-            time_, level, own_name, logger, message = map(str, said)
+            values = [record[key] for key in ("time", "level", "role", "logger", "message")]
+            time_, level, own_name, logger, message = map(str, values)
             message = quoted("\n".join(filter(None, (message, record.get("trace")))))
             return LogLine(time_, _LETTERS[level], own_name, logger, message)
         except (ValueError, LookupError, TypeError):  # JSON of another program

@@ -26,7 +26,7 @@ END_WITHIN = 1.0
 LOG_INTERVAL = 600.0
 """Seconds after which lost spans are logged again."""
 _LOSSES = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
-"""Loggers of spans that the collector refuses, and of spans that exceed the SDK's queue."""
+"""The SDK's loggers of lost spans: those that the collector refuses, and those that exceed the SDK's queue."""
 
 
 @asynccontextmanager
@@ -69,8 +69,8 @@ class _Seldom(logging.Filter):
 
 
 def _log_only_losses() -> None:
-    """Silence the rest of the SDK, which logs values of clients' headers. It has logged wrong environment variables
-    already."""
+    """Silence the SDK's other loggers, because they log values of clients' headers. Call it after the SDK has been set
+    up, so that errors about environment variables are still logged."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     for logger in map(logging.getLogger, _LOSSES):
         logger.setLevel(logging.WARNING)

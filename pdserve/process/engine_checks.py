@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 PROBE_INTERVAL = 0.5
 """Seconds between two probes."""
 STALLS_AFTER = 2.0
-"""Seconds without a reply, almost without CPU time, and with idle GPUs after which an engine is stalled."""
+"""Seconds without a reply, with almost no CPU time and with idle GPUs, after which an engine is stalled."""
 HANGS_AFTER = 30.0
-"""Seconds without a reply and almost without CPU time after which an engine is killed. Engines reply between two steps.
+"""Seconds without a reply, with almost no CPU time, after which an engine is killed. Engines reply between two steps.
 A step may take longer (a long prompt on a CPU, a kernel that is compiled), but uses CPU time."""
 SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
 """Seconds without a reply after which an engine is killed even if it uses CPU time: vLLM's own bound for a step, which
@@ -40,12 +40,12 @@ REACH_INTERVAL = 10.0
 """Seconds between two probes of a prefill engine's side channel."""
 MAX_UNREACHED = 3
 """Failed probes of the side channel in a row after which the worker ends."""
-KILLS_WITHIN = 5.0
-"""Seconds within which the death of an engine is noticed."""
-SLOWEST = 500.0
-"""Prompt tokens per second, at least: a prompt may crash the engine at its end."""
+DEATH_NOTICED_WITHIN = 5.0
+"""Seconds from the death of an engine to its discovery, at most."""
+MIN_PROMPT_SPEED = 500.0
+"""Prompt tokens per second of the slowest engine, to bound the time of a prompt that crashes the engine at its end."""
 TOLERANCE = 0.2
-"""Share of the planned KV blocks by which the engine's may differ without a warning."""
+"""Relative difference between found and planned KV blocks above which a warning is logged."""
 STEPS = 3
 """Tokens of a self-test: the first comes from the prefill, the others from decode steps."""
 _IDS = range(16, 256)
@@ -97,7 +97,7 @@ async def self_test(engine: Engine) -> None:
 
 
 def unique_prompt(facts: EngineFacts) -> list[int]:
-    """A random prompt, so in no prefix cache, that is slightly longer than a KV block."""
+    """A random prompt, which is in no prefix cache and slightly longer than a KV block."""
     length = min(facts.block_size + 2, facts.max_model_len - STEPS - 1, facts.kv_tokens - STEPS - 1)
     chance = random.SystemRandom()
     return [chance.choice(_IDS) for _ in range(max(1, length))]
@@ -201,4 +201,4 @@ async def watch_side_channel(engine: Engine) -> None:
 def may_have_killed(prompt_tokens: int, since: float) -> bool:
     """Whether a request may have crashed an engine that is found dead now. `since`: monotonic time of the request's
     start or last token."""
-    return time.monotonic() - since < KILLS_WITHIN + prompt_tokens / SLOWEST
+    return time.monotonic() - since < DEATH_NOTICED_WITHIN + prompt_tokens / MIN_PROMPT_SPEED

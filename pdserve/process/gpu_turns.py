@@ -20,7 +20,7 @@ async def gpu_turns(gpus: Iterable[int], folder: Path) -> AsyncIterator[None]:
     """Lock these GPUs for the start of an engine, by files in the state directory (`folder`), which the services of a
     host share, unlike /tmp. The kernel unlocks them when the process dies."""
     with ExitStack() as held:
-        for gpu in sorted(gpus):  # in the same order everywhere
+        for gpu in sorted(gpus):  # the same order in all processes prevents deadlocks
             await _lock(folder / f"gpu-{gpu}.lock", held)
         yield
 
@@ -30,7 +30,7 @@ async def _lock(file: Path, held: ExitStack) -> None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        logger.warning("cannot lock the GPU, starting beside other engines: %s", error)
+        logger.warning("cannot lock the GPU; starting without waiting for other engines: %s", error)
         return
     held.callback(os.close, number)
     held.callback(fcntl.flock, number, fcntl.LOCK_UN)  # a forked engine has the descriptor too

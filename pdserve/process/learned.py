@@ -11,10 +11,10 @@ WEIGHT = 0.2
 """Weight of the newest measurement in the mean."""
 FAR_OFF = 3.0
 """Factor from the mean beyond which a measurement is a change of speed or an outlier, not noise."""
-LONGEST_ROW = 8
-"""Prompts of average length that are measured together, at most."""
+MAX_ROW = 8
+"""Most prompts that are measured together, in prompts of average length."""
 SHORTEST = 256
-"""Tokens of a measurement, at least: with fewer, the fixed cost of a step dominates."""
+"""Fewest tokens of a measurement: with fewer, the fixed cost of a step dominates."""
 HALF_LIFE = 10.0
 """Seconds in which a value moves halfway to a better alternative."""
 
@@ -52,16 +52,16 @@ class PrefillSpeed:
         self._free = 0.0
         """Monotonic seconds of the end of the last prompt."""
         self._tokens, self._seconds = 0, 0.0
-        """Of the prompts computed in a row, without a pause."""
+        """Tokens and seconds of the row: prompts that were computed without a pause between them."""
         self._whole = False
-        """The row began with an idle engine, so that its seconds have all of its computation."""
+        """Whether the engine was idle before the row, so that the row's seconds contain all of its computation."""
 
     def done(self, tokens: int, since: float, now: float) -> None:
         """Record that prompts of `tokens` in total were done at `now`; the first of them arrived at `since`. Prompts in
         a row are measured together, because each may have been computed in part beside the one before."""
         self._usual += (WEIGHT if self._usual else 1.0) * (tokens - self._usual)
         in_a_row = since < self._free
-        if not in_a_row or self._tokens > LONGEST_ROW * self._usual:
+        if not in_a_row or self._tokens > MAX_ROW * self._usual:
             self._tokens, self._seconds = 0, 0.0
             self._whole = not in_a_row
         self._tokens += tokens
@@ -72,8 +72,8 @@ class PrefillSpeed:
 
 
 def decayed(value: float | None, age: float, other: float | None) -> float | None:
-    """A value measured `age` seconds ago, moved towards `other`, the time of the alternative, if it is worse: the path
-    may have become as good meanwhile, which only a try shows. A better value stays."""
+    """Move a value that was measured `age` seconds ago towards `other`, the time of the alternative path, if it is
+    worse. The path may have become faster since, and only another try shows it. A better value stays."""
     if value is None or other is None or value <= other:
         return other if value is None else value
     return other + (value - other) * float(0.5 ** (age / HALF_LIFE))

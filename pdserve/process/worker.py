@@ -37,9 +37,9 @@ class EngineWorker(Service):
     follows: Sequence[str]
     """Prefixes of the registry keys that this role reads."""
     work: ClassVar[Role]
-    """The role whose work it does, if only at times."""
+    """The role whose work this worker does, permanently or as a stand-in."""
     without_nats: str
-    """What an outage of NATS means for this role, for the log."""
+    """Effect of a NATS outage on this role, for the log."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Registry(Lifetime):
 
     @property
     def refusal(self) -> str:
-        """Why a reachable server accepts no new process; empty if it does, or is not reachable."""
+        """Why a reachable server accepts no new process; empty if it accepts them, or is unreachable."""
         return ""
 
     @abstractmethod

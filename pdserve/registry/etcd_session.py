@@ -36,8 +36,8 @@ FULL = (
     "its database is full (alarm NOSPACE): make space by `etcdctl compact REVISION` and `etcdctl defrag`, then "
     "`etcdctl alarm disarm`"
 )
-"""Reason of a refused write or lease until the alarm is disarmed, even after space was freed."""
-UNMET = "what it depends on has changed"
+"""Why etcd refuses writes and leases until the alarm is disarmed, even after space was freed."""
+UNMET = "a key that it depends on has changed"
 """Reason of a conditional write whose condition was false."""
 
 
@@ -131,7 +131,7 @@ class EtcdSession:
         return _Lease(key.encode()) == self.lease
 
     async def read(self, root: str, *prefixes: str) -> tuple[dict[str, bytes], int]:
-        """Return the keys without the root, and a revision that is not newer than any of them."""
+        """Return the values by key without the root, and the revision after which a watch misses no change."""
         values, revisions = dict[str, bytes](), []
         for prefix in prefixes:
             read = await self._call(self._client.get_prefix((root + prefix).encode()))

@@ -74,9 +74,9 @@ class RegistryView(Lifetime):
         self.replaced = Counter[tuple[str, Role]]()
         """by model and role: number of lost workers that another has replaced"""
         self._lost: dict[str, tuple[Instance, float, int]] = {}
-        """by id: a worker whose lease ended while it was not draining, the monotonic time of that, and the number of
-        workers of its model and role before. It counts as replaced when there are as many again, because the pod that
-        replaces another has another address"""
+        """by id: a worker whose lease ended while it was not draining, the monotonic time of that end, and the number
+        of workers of its model and role before it. The worker counts as replaced when that number is reached again.
+        Ids cannot tell, because a new pod has another id and address"""
         self._cached: dict[tuple[Role | None, str | None], list[Instance]] = {}
         """results of `instances` until the next change"""
         self._changed = asyncio.Condition()
@@ -227,7 +227,7 @@ class RegistryView(Lifetime):
             replaced = counts[_kind(worker)] >= before
             if replaced or time.monotonic() - since > LOST_WORKER_LIFETIME:
                 del self._lost[worker.id]
-                # the same id again: only its lease had expired
+                # not if the id is registered again: only its lease had expired
                 self.replaced[_kind(worker)] += replaced and worker.id not in ids
 
 

@@ -32,7 +32,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([\w-]*\w)?(\.[A-Za-z0-9_]([\w-]*\w)?)*", re.ASCII)
 VALIDITY = timedelta(days=3650)
 EXPIRY_WARNING = timedelta(days=30)
-"""Time before its expiry from which on a certificate is warned of."""
+"""Time before the expiry of a certificate at which warnings begin."""
 _ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)
 """Start of validity, before any clock's time."""
 _FOR_EVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
@@ -105,8 +105,8 @@ class Credentials:
 def _open_to_others(key: os.stat_result) -> bool:
     """Whether other users can read or replace the key. A group may read a file that root or another user owns, as in
     Kubernetes' Secrets (root:fsGroup, mode 0440)."""
-    given = key.st_uid != os.geteuid() or (key.st_uid == 0 and key.st_gid != 0)
-    return bool(key.st_mode & (0o037 if given else 0o077))
+    may_have_group = key.st_uid != os.geteuid() or (key.st_uid == 0 and key.st_gid != 0)
+    return bool(key.st_mode & (0o037 if may_have_group else 0o077))
 
 
 def expiry_warning(certificates: Path) -> str | None:

@@ -74,7 +74,7 @@ class FramedConnection(asyncio.Protocol):
         self._partial = bytearray()
         """the first bytes of an incomplete frame"""
         self._sent_at = 0.0
-        self._asked_at = 0.0
+        self._beat_sent_at = 0.0
         """monotonic time of the unanswered heartbeat; 0: none"""
         self._round_trip: float | None = None
         self._reading_paused = False
@@ -122,9 +122,9 @@ class FramedConnection(asyncio.Protocol):
     @property
     def round_trip(self) -> float | None:
         """Seconds from the last heartbeat to its answer, or to now if that is longer. None: not measured."""
-        if not self._asked_at or self.answers:
+        if not self._beat_sent_at or self.answers:
             return self._round_trip
-        return max(self._round_trip or 0.0, time.monotonic() - self._asked_at)
+        return max(self._round_trip or 0.0, time.monotonic() - self._beat_sent_at)
 
     def beat(self, silence: float, *, stalled: bool) -> None:
         """End the connection after `silence` seconds without received bytes, else send a heartbeat. The side that
@@ -136,15 +136,15 @@ class FramedConnection(asyncio.Protocol):
         if now - self.heard > silence:
             self.cut(f"was silent for {silence:g} s")
         elif not self.answers:
-            self._asked_at = self._asked_at or now
+            self._beat_sent_at = self._beat_sent_at or now
             self.write(b"")
         elif now - self._sent_at >= 1.5 * HEARTBEAT_INTERVAL:
             self.write(b"")
 
     def _beat_received(self) -> None:
-        if self._asked_at:
-            self._round_trip = time.monotonic() - self._asked_at
-            self._asked_at = 0.0
+        if self._beat_sent_at:
+            self._round_trip = time.monotonic() - self._beat_sent_at
+            self._beat_sent_at = 0.0
         elif self.answers and self._transport is not None and not self._transport.get_write_buffer_size():
             self.write(b"")
 
@@ -170,7 +170,7 @@ class FramedConnection(asyncio.Protocol):
         lost."""
         if self._transport is None:
             return
-        self._end("was closed here")
+        self._end("was closed by this side")
         try:
             # OSError, RuntimeError: the connection is already broken
             with suppress(TimeoutError, OSError, RuntimeError):

@@ -44,17 +44,18 @@ CHECKED = b" crc32"
 WORKER_SILENCE = 4.0
 """Seconds without a byte after which a worker counts as gone."""
 FRONTEND_SILENCE = 8.0
-"""The same for a frontend. Longer, because a frontend that stalls (loading a tokenizer) would lose all its requests."""
+"""The same for a frontend. It is longer, because a frontend that stalls, as it loads a tokenizer, must not lose all its
+requests."""
 CONNECT_TIMEOUT = 3.0
 """Seconds for the connection, TLS and the worker's greeting."""
 GREETING_TIMEOUT = 5.0
-"""Seconds of a new connection for TLS and its greeting."""
+"""Seconds for TLS and the greeting of a new connection, after which it is closed."""
 
 MAX_GREETING = 1 << 10
 MAX_UNGREETED = 256
 """Connections without a greeting; beyond that the oldest is closed."""
 MAX_UNREAD = 10_000, 64 << 20
-"""Received and unread messages, and their bytes; beyond either, reading from the sender pauses."""
+"""Most unread messages, and most bytes of them. Beyond either, reading from the sender pauses."""
 _BATCH = 64
 """Messages that are read in a row before other tasks run."""
 _MAX_ADDRESSES = 1000
@@ -243,11 +244,11 @@ class TcpStreamServer(Lifetime):
         logger.info("frontend %s connected", name)
 
     def _log_refused(self, connection: FramedConnection) -> None:
-        """Log a connection that is no frontend's; a warning once for each address, because of port scans."""
+        """Log a connection that is not of a frontend: the first of each address as a warning, because of port scans."""
         count = self._refused[connection.host] = self._refused.get(connection.host, 0) + 1
         logger.log(
             logging.DEBUG if count > 1 else logging.WARNING,
-            "connection %d from %s, which is no frontend's, %s (logged once for each address)",
+            "connection %d from %s, not of a frontend, %s (logged once for each address)",
             count,
             connection.host,
             connection.ended,

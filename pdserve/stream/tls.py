@@ -35,8 +35,9 @@ class Tls:
         return self._unsent.read()
 
     def decrypt(self, received: bytes) -> bytes:
-        """Return the decrypted data. Call `encrypt` afterwards, if only with b"", because TLS may have to answer.
-        Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or rejects this side."""
+        """Return the decrypted data. Then call `encrypt`, with b"" if there is no data, and send the result, because
+        TLS may have to reply. Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or
+        rejects this side."""
         self._received.write(received)
         parts = []
         if self._shake_hands():

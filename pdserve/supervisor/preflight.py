@@ -56,8 +56,8 @@ def running_graph(config: Config) -> tuple[set[int], str]:
 def hold_ports(config: Config, slots: Sequence[Slot]) -> Iterator[None]:
     """Reserve the graph's fixed ports on this machine by an abstract Unix socket named after each, because its
     processes listen on them only seconds later, the frontends with SO_REUSEPORT. Raises ConfigError where a port is
-    busy or reserved, or the disk full. All graphs reserve in one order, so that of two that start together one gets
-    all."""
+    busy or reserved, or the disk full. All graphs reserve in the same order, so that one of two that start together
+    gets all ports."""
     if refused := [text for _, text in _refused_now(config, slots)]:
         raise ConfigError(refused)
     with ExitStack() as held:
@@ -85,7 +85,8 @@ def _refused_now(
 
 
 def _disk(config: Config) -> str:
-    """A sentence where the disk is too full for etcd. Data of an earlier etcd count as free: `serve` removes them."""
+    """Why the disk is too full for etcd; empty if it is not. Data of an earlier etcd count as free, because `serve`
+    removes them."""
     left = [path for path in (config.state_dir / "servers").rglob("*") if path.is_file()]
     _, free = free_disk(config.state_dir) or (0, ETCD_SPACE)
     room = free + sum(path.stat().st_blocks * 512 for path in left)
@@ -118,7 +119,7 @@ def _fixed_ports(config: Config, slots: Iterable[Slot]) -> list[FixedPort]:
 
 
 def slot_ports(config: Config, slot: Slot) -> list[FixedPort]:
-    """The fixed ports of a slot. (Without its side channel's, an engine hangs at its start for ever.)"""
+    """The fixed ports of a slot. An engine whose `kv` port is in use would hang for ever at its start."""
     ports = {"kv": slot.kv_port, "stream": slot.stream_port, "pages": slot.pages_port}
     use = "Graph.{}-port, {}".format
     return [FixedPort(port, config.host, use(kind, slot.name)) for kind, port in ports.items() if port]
@@ -145,7 +146,7 @@ def standalone_roles(config: Config) -> set[int]:
             words = process.cmdline()
             files = {Path(process.cwd(), word.removeprefix("--file=")).resolve() for word in words}
             ours = "doctor" not in words and any("pdserve" in word for word in words) and file in files
-            # the variable marks roles and orphans of `serve`
+            # `serve` sets the variable for its roles
             if ours and not set(words).isdisjoint(Role) and SLOT_VARIABLE not in process.environ():
                 found |= process_tree(process.pid)
     return found

@@ -64,7 +64,7 @@ class SupervisedRole(SupervisedProcess):
 
     @property
     def patience(self) -> float:
-        """A role that is missing in etcd may be serving requests, and only unable to reach etcd."""
+        """A role that is missing in etcd gets time to drain, because it may serve requests and only not reach etcd."""
         return self.drains_within
 
     def spawn(self) -> Child:

@@ -159,7 +159,7 @@ async def test_a_dead_engine_ends_the_worker_and_what_may_have_killed_it_goes_ba
     scene.engine.faults.going.clear()
     await scene.ask_and_run()
     if end == "crashed long after":
-        monkeypatch.setattr("pdserve.process.engine_checks.KILLS_WITHIN", -60.0)
+        monkeypatch.setattr("pdserve.process.engine_checks.DEATH_NOTICED_WITHIN", -60.0)
     scene.engine.die(killed=end == "killed")
     with pytest.raises(EngineDead):
         await scene.life

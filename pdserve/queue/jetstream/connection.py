@@ -125,8 +125,8 @@ class NatsConnection(Lifetime):
         return self._client if self.connected else None
 
     def leave(self, client: Client) -> None:
-        """Connect to the next server of the cluster, because this client's server answers but is cut off from the
-        others."""
+        """Connect to the next server of the cluster, because this client's server answers pings but cannot reach
+        the other servers."""
         if self.of_cluster and client is self._client and self.lost is not None and not self.lost.done():
             self.lost.set_result(None)
             self._client = None

@@ -23,7 +23,7 @@ WITHDRAW_FOR = 30.0
 LEADER_CHANGE_PAUSE = 0.1
 """Seconds between two attempts while the stream changes its leader."""
 MIN_TIMEOUT = 0.1
-"""Least timeout of an attempt in seconds."""
+"""Shortest timeout of an attempt in seconds."""
 
 
 class Publisher:

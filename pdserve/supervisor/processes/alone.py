@@ -147,7 +147,7 @@ class _Parent:
 
 
 def _child_has(info: signal.struct_siginfo) -> bool:
-    """Whether the kernel sent the signal to the child too, as at Ctrl-C. SIGHUP goes to the session's leader alone."""
+    """Whether the child got the signal too: Ctrl-C goes to the whole foreground group, SIGHUP to the session leader."""
     return info.si_code == _FROM_TERMINAL and info.si_signo != signal.SIGHUP
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 CONFIG_ERROR = 2
 """Exit code of a role with a wrong configuration, which a restart would not change."""
 TAIL = 30
-"""Last lines of output to keep, for the report why a process ended."""
+"""Last lines of output to keep, to report why a process ended."""
 _LONGEST_LINE = 1 << 20
 """Characters; a longer line is split."""
 _CAUSE_LIMIT = 300
@@ -66,8 +66,10 @@ class Exit:
         """The last lines without noise; none for a killed child, which had no time to log the cause."""
         if self.code == -signal.SIGKILL:
             return []
-        said = takewhile(lambda raw: not raw.startswith("goroutine "), self.last_lines)  # without Go's stacks
-        lines = [logs.parse(raw, "") for raw in said]
+        printed = takewhile(
+            lambda raw: not raw.startswith("goroutine "), self.last_lines
+        )  # without Go's stacks
+        lines = [logs.parse(raw, "") for raw in printed]
         return [line for line in lines if not line.noise and line.message.strip()]
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ CHECK_INTERVAL = 1.0
 FRONTEND_CHECK_INTERVAL = 0.25
 """Seconds between two checks while frontends are not ready."""
 KNOWN_FRONTEND_DELAY = 0.02
-"""Seconds to the next check when a frontend answered that is known to be ready."""
+"""Seconds to the next check after the answer of a frontend that is already known to be ready."""
 
 
 async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], interval: float, limit: float) -> float:
@@ -84,8 +84,8 @@ class RegisteredInstances:
 
 
 async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
-    """Yield what frontends report as missing, until `processes` different frontends have reported to be ready. They
-    share one port, so a random one of them answers."""
+    """Yield what frontends report as missing, until `processes` different frontends have reported that they are ready.
+    They share one port, so that each check reaches a random one."""
     ready: set[str] = set()
     # they run on this machine: no proxy, and their certificate may be for other names
     async with httpx.AsyncClient(
