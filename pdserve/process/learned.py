@@ -13,7 +13,7 @@ FAR_OFF = 3.0
 """Factor from the mean beyond which a measurement is a change of speed or an outlier, not noise."""
 MAX_ROW = 8
 """Most prompts that are measured together, in prompts of average length."""
-SHORTEST = 256
+MIN_MEASURED_TOKENS = 256
 """Fewest tokens of a measurement: with fewer, the fixed cost of a step dominates."""
 HALF_LIFE = 10.0
 """Seconds in which a value moves halfway to a better alternative."""
@@ -67,7 +67,9 @@ class PrefillSpeed:
         self._tokens += tokens
         self._seconds += now - max(since, self._free)
         self._free = now
-        if self._seconds > 0 and self._tokens >= max(SHORTEST, (0.5 if self._whole else 3) * self._usual):
+        if self._seconds > 0 and self._tokens >= max(
+            MIN_MEASURED_TOKENS, (0.5 if self._whole else 3) * self._usual
+        ):
             self.token_seconds.learn(self._seconds / self._tokens, now)
 
 

@@ -17,7 +17,7 @@ from pdserve.decode.remote.publisher import PromptPublisher
 from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, Outcome
 from pdserve.engine.base import Engine
 from pdserve.kv.handles import check_handle, prefix_hit, source
-from pdserve.process.learned import SHORTEST
+from pdserve.process.learned import MIN_MEASURED_TOKENS
 from pdserve.queue.base import PrefillQueue
 from pdserve.util.errors import ProtocolError, QueueFull, QueueUnavailable
 
@@ -118,7 +118,7 @@ class RemotePrefill:
                 request.prefiller = handle.engine_id
                 request.hops.answered(handle.engine_id, done.queued, seconds, now, done.engine_queued)
                 if not request.warm_up_with:  # a warm-up's prompt is too short to measure the worker's speed
-                    self.timeout.learn(max(SHORTEST, tokens - prefix_hit(handle)), seconds)
+                    self.timeout.learn(max(MIN_MEASURED_TOKENS, tokens - prefix_hit(handle)), seconds)
                 await self._check(handle, request.submit)
                 return done
             case PrefillFailed(reason=reason, message=text, engine_died=died):

@@ -15,7 +15,7 @@ from pdserve.decode.policy.cost import Estimates, SeenLoad, estimate
 from pdserve.decode.policy.slo_risk import SloRisk, chunk_of, chunk_without_slo, longest_step
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.decode.scheduling.prompt_queue import is_late
-from pdserve.process.learned import SHORTEST, WEIGHT, LearnedMean, PrefillSpeed, decayed
+from pdserve.process.learned import MIN_MEASURED_TOKENS, WEIGHT, LearnedMean, PrefillSpeed, decayed
 from pdserve.queue.base import PrefillQueue
 from pdserve.util.lru import LruDict
 
@@ -169,7 +169,7 @@ class Estimator:
             tokens += prompt_tokens
             seconds += ended - self._ended - self._plain.value
             self._chunks = tokens, seconds
-            if tokens >= SHORTEST:
+            if tokens >= MIN_MEASURED_TOKENS:
                 self._chunk_token.learn(max(MIN_CHUNK_TOKEN, seconds / tokens), ended)
                 self._chunks = 0, 0.0
         self._was_disturbed = is_disturbed
@@ -231,7 +231,7 @@ class Estimator:
         ways = [(local_tokens * local_token, local_token)]
         if remote:
             spread = 1 / sum(1 / seconds for _, seconds in remote)
-            remote_tokens = self._queued(requests, SHORTEST) + sum(tokens for tokens, _ in remote)
+            remote_tokens = self._queued(requests, MIN_MEASURED_TOKENS) + sum(tokens for tokens, _ in remote)
             ways.append((remote_tokens * spread, spread * len(remote)))
         backlog = local_token * sum(each.local_tokens for each in requests if not each.since)
         backlog += ways[-1][1] * sum(each.remote_tokens for each in requests if not each.prefiller)
@@ -249,7 +249,7 @@ class Estimator:
         if request.decision is None or request.decision.mode == "local":
             return
         tokens, done = len(request.submit.prompt), request.outcome
-        if isinstance(done, PrefillDone) and tokens >= SHORTEST:
+        if isinstance(done, PrefillDone) and tokens >= MIN_MEASURED_TOKENS:
             self._answered[request.prefiller] = done.compute_seconds / tokens, now
         if not any(other.local_tokens for other in self.requests):  # else the request waited for those
             self._handover.learn(now - request.since, now)
