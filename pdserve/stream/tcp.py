@@ -44,8 +44,7 @@ CHECKED = b" crc32"
 WORKER_SILENCE = 4.0
 """Seconds without a byte after which a worker counts as gone."""
 FRONTEND_SILENCE = 8.0
-"""The same for a frontend. It is longer, because a frontend that stalls, as it loads a tokenizer, must not lose all its
-requests."""
+"""The same for a frontend: longer, so that a short stall (loading a tokenizer) does not lose all its requests."""
 CONNECT_TIMEOUT = 3.0
 """Seconds for the connection, TLS and the worker's greeting."""
 GREETING_TIMEOUT = 5.0
