@@ -49,8 +49,9 @@ class StandIn(BothWorker):
         return None
 
     async def _keep_card(self) -> None:
-        """Keep a copy of a decode worker's model card, by which frontends know the model while no decode worker is
-        available. Read another when that worker is gone: it may be newer. The first may be another stand-in's copy."""
+        """Keep a copy of a decode worker's model card, from which frontends know the model while no decode worker is
+        available. The first may be another stand-in's copy. When the card's worker is gone, copy another worker's card,
+        because it may be newer."""
         await self._presence.announced.wait()
         model, fingerprint, source = self._config.served_model_name, self._engine.facts.fingerprint, ""
         for owner, card in await self._cards(""):

@@ -66,7 +66,8 @@ class RequestHops:
         self._remote(now)
 
     def _remote(self, end: float, engine_queued: float = 0.0) -> None:
-        """Add the hops of a remote prefill. The time of its messages is a gap before the next hop."""
+        """Add the hops of a remote prefill. Time that its messages take belongs to no hop: it is a gap before the next
+        one."""
         marks = [min(end, self._published + max(0.0, queued)) for _, queued in self._pulls] + [end]
         self.add("queue", self._asked, marks[0], why=self._why)
         for (worker, _), (start, until) in zip(self._pulls[:-1], pairwise(marks[:-1]), strict=True):

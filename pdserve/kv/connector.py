@@ -67,7 +67,7 @@ logger = init_logger(__name__)
 
 _KEYS = (STALLED, FAILED, READS, RELEASED, UNREACHABLE, COMPLETE)
 FLOOR, RATE = 3.0, 50e6
-"""Seconds, and bytes per second, within which a read is not stalled."""
+"""Seconds, and bytes per second: a read that takes longer than both together is stalled (`StallWatch`)."""
 HANDSHAKE_PAUSE = 10.0
 """Seconds from a failed handshake to the next attempt with that engine."""
 
@@ -164,7 +164,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self.xfer_stats = TransferStats()
         self._stalls = StallWatch(FLOOR, RATE)
         self._no_handshake_before: dict[str, float] = {}
-        """monotonic time, by engine id"""
+        """Monotonic time, by engine id."""
         self._reads = ReadTimes()
         self.report = RankReport()
 

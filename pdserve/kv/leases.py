@@ -16,7 +16,7 @@ class Leases:
     def __init__(self) -> None:
         self._held: set[str] = set()
         self._read: LruDict[None] = LruDict(REMEMBERED)
-        """prefills whose blocks were freed because all ranks had read them"""
+        """Prefills whose blocks were freed because all ranks had read them."""
 
     def begin(self, prefill: str) -> None:
         """The prefill starts. Its blocks change only if it is preempted, which its handle says."""

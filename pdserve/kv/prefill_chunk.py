@@ -13,13 +13,13 @@ class PrefillChunk:
         """`config`: vLLM's SchedulerConfig; `block`: tokens in a KV block."""
         self._config, self._block = config, block
         self._tokens = self._default = int(config.long_prefill_token_threshold)
-        """0: no limit. The default applies to each prompt, any other limit to all prompts of a step together"""
+        """0: no limit. The default applies to each prompt, any other limit to all prompts of a step together."""
         self._prompts: dict[str, Any] = {}
-        """vLLM's requests, from admission until their prompt is computed"""
+        """vLLM's requests, from admission until their prompt is computed."""
         self._short_steps, self._is_short = 0, False
 
     def set_limit(self, tokens: int) -> None:
-        """From the next step on."""
+        """Set the limit from the next step on."""
         self._tokens = tokens
         self._apply()
 
@@ -35,7 +35,7 @@ class PrefillChunk:
         self._apply()
 
     def on_step(self, tokens: Mapping[str, int]) -> None:
-        """A step was scheduled, with so many tokens of each request."""
+        """Record that a step was scheduled. `tokens`: of each request, by its id."""
         self._short_steps = self._short_steps + 1 if self._is_short else 0
         self._is_short = False
         for name, request in list(self._prompts.items()):

@@ -172,7 +172,7 @@ class Source:
     """A prefill whose KV was read."""
 
     path: str
-    """of its engine's side channel"""
+    """ZeroMQ address of its engine's side channel."""
     engine: str
     prefill: str
 
@@ -183,7 +183,7 @@ class _Question:
     path: str
     asked: float
     held: bool | None = None
-    """the answer; None: not yet known"""
+    """The answer; None: not yet known."""
 
 
 @dataclass
@@ -198,9 +198,9 @@ class Confirmations:
 
     key: CurveKey | None
     _questions: dict[str, _Question] = field(default_factory=dict)
-    """by read"""
+    """By read."""
     _peers: dict[str, _Peer] = field(default_factory=dict)
-    """by path"""
+    """By path."""
     _numbers: Iterator[int] = field(default_factory=count)
     _context: zmq.Context["zmq.Socket[bytes]"] = field(default_factory=zmq.Context)
 

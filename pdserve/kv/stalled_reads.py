@@ -5,14 +5,14 @@ from collections.abc import Mapping, Set
 
 
 class StallWatch:
-    """A read is due `floor` seconds after its begin, plus the time that all bytes then being read take at `rate` bytes
-    per second, because concurrent reads share the link."""
+    """Finds overdue reads. A read may take `floor` seconds plus the time of all bytes that are being read at its begin,
+    at `rate` bytes per second, because concurrent reads share the link."""
 
     def __init__(self, floor: float, rate: float) -> None:
         self._floor = floor
         self._rate = rate
         self._due: dict[str, float] = {}
-        """by request; infinite once it was returned"""
+        """By request; infinite once it was returned."""
 
     def update(self, sizes: Mapping[str, int], now: float) -> list[str]:
         """Pass the bytes of all running reads, by request. Return the reads that became overdue, each once."""
@@ -30,7 +30,7 @@ class ReadTimes:
         self._begun: dict[str, tuple[str, float, int]] = {}
 
     def begin(self, request: str, source: str, size: int) -> None:
-        """A read of `size` bytes from engine `source` begins."""
+        """Record that a read of `size` bytes from engine `source` begins."""
         self._begun[request] = source, time.monotonic(), size
 
     def end(self, ended: Set[str], failed: Set[str]) -> list[list[str | float]]:

@@ -26,7 +26,7 @@ POLL_INTERVAL = 0.5
 REPEAT_AFTER = 2.0
 """Seconds after which an answer whose KV was not read is repeated; a read takes milliseconds."""
 FORGET_AFTER = 2.0
-"""Leases after which KV counts as freed even if the engine did not report it."""
+"""KV counts as freed after this many times its lease, even if the engine did not report it."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class AnswerSender:
                     await unless_away(self._queue.answer(decode, answer))
 
     def to_repeat(self) -> Iterator[tuple[str, PrefillDone]]:
-        """Yield decode worker and answer of those to repeat now, and count them as repeated."""
+        """Yield the answers to repeat now, each with its decode worker, and count them as repeated."""
         now = time.monotonic()
         for request_id, kept in list(self._kept.items()):
             if now > kept.since + FORGET_AFTER * kept.answer.handle.lease:
@@ -91,7 +91,8 @@ class AnswerSender:
 
     async def warm(self, decode_workers: Callable[[], set[str]]) -> None:
         """Wait until each of these has ended its warm-up with this worker, successful or not
-        (docs/decisions/0008-warm-up.md). Of many, only some warm up with this worker: half of MAX_PAIRS are enough."""
+        (docs/decisions/0008-warm-up.md). Of more than `MAX_PAIRS`, only some warm up with this worker; half of
+        `MAX_PAIRS` are enough."""
 
         def enough() -> bool:
             workers = decode_workers()
@@ -110,7 +111,7 @@ def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
 
 
 async def unless_away(message: Awaitable[None]) -> None:
-    """Send a message; drop it while NATS is away, because requests that were not acked are delivered again, and answers
+    """Send a message; drop it while NATS is disconnected, because unacked requests are delivered again, and answers
     whose KV was not read are repeated."""
     with suppress(QueueUnavailable):
         await message

@@ -117,7 +117,7 @@ class PromptRunner:
     async def _start(self, delivery: Delivery) -> None:
         with isolate_errors("prompts") as one:
             await self._begin(delivery)
-        if one.error is not None:  # in the queue, the prompt would cause it at each worker
+        if one.error is not None:  # delivered again, the prompt would cause the error at each worker
             request = delivery.request
             if running := self._running.of_request(request.request_id):
                 self._running.drop(running, failed=True)
@@ -141,9 +141,7 @@ class PromptRunner:
             await delivery.ack()
             return
         if delivery.redelivered:
-            logger.info(
-                "request %s: delivered again, the worker that had it did not ack it", request.request_id
-            )
+            logger.info("request %s: delivered again; another worker did not ack it", request.request_id)
         if not request.warm_up and not delivery.redelivered:
             QUEUE_WAIT.labels(self._config.served_model_name).observe(request.held + delivery.queued)
         if refusal := self._refusal(delivery):
@@ -163,7 +161,7 @@ class PromptRunner:
     def _refusal(self, delivery: Delivery) -> PrefillFailed | None:
         request, facts = delivery.request, self._engine.facts
         if request.block_size != facts.block_size:
-            message = f"KV blocks of {facts.block_size} tokens here, of {request.block_size} there"
+            message = f"KV blocks have {facts.block_size} tokens, the decode worker's {request.block_size}"
             return PrefillFailed(request.request_id, "block-size", message)
         if len(request.prompt) >= min(facts.max_model_len, facts.kv_tokens):
             return PrefillFailed(request.request_id, "too-long", f"{len(request.prompt)} tokens")
@@ -172,7 +170,7 @@ class PromptRunner:
     # from the engine to the decode workers
 
     async def read_step(self, step: Step) -> None:
-        """Answer the prompts that the engine has finished. Role `both`: a step has the decode half's, too."""
+        """Answer the prompts that the engine has finished. Role `both`: the step also has the decode half's outputs."""
         self.pulling.measure(step.outputs)
         for kv in step.complete:
             if running := self._running.of_engine(kv.request_id):
@@ -218,7 +216,7 @@ class PromptRunner:
         await self._answers.send(request.decode, answer, warm_up=request.warm_up)
         await delivery.ack()
 
-    # beside the path
+    # cancellations and progress
 
     async def _read_notices(self) -> None:
         async for notice in self._queue.notices():

@@ -17,7 +17,7 @@ from pdserve.util.errors import EngineDead
 class PrefillWorker(EngineWorker):
     work = Role.PREFILL
     follows = (*keys.instances(Role.DECODE), keys.NEWCOMERS)
-    without_nats = "no prompt comes, decode workers prefill theirs"
+    without_nats = "no prompts arrive; decode workers prefill locally"
 
     def _assemble(self, engine: Engine) -> None:
         self._prompts = PromptRunner(self.id, self._config, engine, self._queue, self.view, self.tracer)

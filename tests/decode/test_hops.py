@@ -91,7 +91,7 @@ async def test_a_timeout(
         ways, waited = ["prefill prefill-0", "fallback prefill-0 timeout"], "no answer of prefill-0"
     else:
         acted = await graph.act_prefill()
-        ways, waited = ["fallback timeout"], "no worker took it"
+        ways, waited = ["fallback timeout"], "no worker pulled it"
     with failing("timeout"):
         hops = hops_of(await frontend.ask(LONG))
     assert shown(hops) == ["queue long", *ways, "prefill decode-0 fallback"]

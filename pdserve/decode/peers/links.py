@@ -28,7 +28,7 @@ class _Link:
     failure: str = ""
     bytes: float = 0.0
     seconds: float = 0.0
-    """Seconds of reads, and their `bytes`: decaying sums, so that the speed follows recent and large reads."""
+    """Both are decaying sums over reads, so that the speed follows recent and large reads."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class KvLinks:
     """By prefill worker."""
 
     def read(self, transfers: Transfers) -> None:
-        """Record what the engine read, for requests, warm-ups, or ahead of a prefill's end."""
+        """Record the engine's reads: for requests, for warm-ups, and ahead of a prefill's end."""
         KV_TRANSFER_BYTES.labels(self.workers.model).inc(transfers.bytes)
         for read in transfers.reads:
             link = self._of(read.source)
@@ -79,7 +79,7 @@ class KvLinks:
             REMOTE_PREFILL_FAILURES.labels(self.workers.model, why.partition(":")[0]).inc()
 
     def unreachable(self, workers: Iterable[str]) -> None:
-        for worker in filter(self.workers.known, workers):
+        for worker in filter(self.workers.is_known, workers):
             self._of(worker)
             HANDSHAKE_FAILURES.labels(self.workers.model, worker).inc()
 
@@ -95,7 +95,7 @@ class KvLinks:
         return LinkState(
             worker,
             "kv",
-            up=not self.workers.avoided(worker),
+            up=not self.workers.is_avoided(worker),
             requests=requests,
             pulls=link.pulls,
             pull_seconds=link.pull_seconds,
@@ -112,9 +112,9 @@ class KvLinks:
             HANDSHAKE_FAILURES.remove(self.workers.model, worker)
 
     def _of(self, worker: str) -> _Link:
-        """The link's counts; not kept for a worker that is gone, whose last reads may end later."""
+        """The link's counts. Counts of a worker that is gone are not kept, even if its last reads end later."""
         if worker not in self._links:
-            if not self.workers.known(worker):
+            if not self.workers.is_known(worker):
                 return _Link()
             self._links[worker] = _Link()
             # the counter must exist at 0, because Prometheus sees no increase in a series that begins at 1

@@ -35,34 +35,36 @@ MAX_UNHEARD = 2
 MAX_UNTAKEN = 2
 """Prompts in a row that no prefill worker pulled, after which all of them count as gone."""
 RETRY_AFTER = 30.0
-"""Seconds until remote prefill is tried again then, because a worker without prompts sends nothing."""
+"""Seconds after which remote prefill is tried again, because a worker that gets no prompts sends no messages."""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
 UNREACHABLE, LOST, STALLED = "unreachable", "queue-lost", "stalled"
 """Why no answer will come, as labels of the failure metric."""
 
 
 class UntakenPrompts:
-    """Detects that prefill workers are registered but pull nothing: prompts in a row that none pulled, and no message
-    of any meanwhile. Pure: callers pass the time."""
+    """Detects that registered prefill workers pull nothing: several prompts in a row were not pulled, and no worker
+    sent a message. Pure: callers pass the time."""
 
     def __init__(self) -> None:
-        self.news = 0.0
+        self.last_message = 0.0
         """Time of the last message of a prefill worker."""
         self.count = 0
         self._last = 0.0
         """When the last untaken prompt was given up."""
 
     def heard(self, at: float) -> None:
-        if at > self.news:
-            self.news, self.count = at, 0
+        if at > self.last_message:
+            self.last_message = at
+            self.count = 0
 
     def untaken(self, asked: float, now: float) -> None:
-        """Record that a prompt, asked for at `asked`, is given up, and that no worker pulled it."""
-        if asked > self.news and now - asked >= decision.MIN_TIMEOUT:
-            self.count, self._last = self.count + 1, now
+        """Record that a prompt, asked for at `asked`, is given up because no worker pulled it."""
+        if asked > self.last_message and now - asked >= decision.MIN_TIMEOUT:
+            self.count += 1
+            self._last = now
 
-    def silent(self, now: float) -> bool:
-        """Whether to prefill locally: until there is a message of a worker, or `RETRY_AFTER` is over."""
+    def is_silent(self, now: float) -> bool:
+        """Whether to prefill locally, until a worker sends a message or `RETRY_AFTER` is over."""
         return self.count >= MAX_UNTAKEN and now - self._last < RETRY_AFTER
 
 
@@ -91,18 +93,18 @@ class PrefillWorkers:
 
     def available(self) -> list[Instance]:
         """Workers that pull prompts and whose KV can be read."""
-        if self._silent():
+        if self._is_silent():
             return []
         ready = [worker for worker in self.registered() if not worker.draining and self._reachable(worker)]
-        return [worker for worker in ready if not self.avoided(worker.id)] if self._avoided else ready
+        return [worker for worker in ready if not self.is_avoided(worker.id)] if self._avoided else ready
 
     def to_warm_up(self) -> set[str]:
-        """Ids of the workers to warm up with, ready or not yet, but not draining. Of many, each decode worker takes the
-        first by an order of its own, which hardly changes as workers come and go."""
+        """Ids of the workers to warm up with, ready or not yet, but not draining; at most `MAX_PAIRS`, chosen by
+        rendezvous hashing, so that the choice hardly changes as workers come and go."""
         peers = [peer.id for peer in self.peers() if not peer.draining]
         return set(nsmallest(MAX_PAIRS, peers, key=lambda peer: crc32(f"{self.instance} {peer}".encode())))
 
-    def known(self, worker: str) -> bool:
+    def is_known(self, worker: str) -> bool:
         """Whether it is registered, draining or not ready yet. Answers of other workers are not trusted."""
         return any(peer.id == worker for peer in self.peers())
 
@@ -136,14 +138,14 @@ class PrefillWorkers:
         """Avoid workers whose KV cannot be read. Requests that such a worker has, or still pulls from the shared queue,
         are prefilled locally at once."""
         for worker in workers:
-            if not self.avoided(worker):
+            if not self.is_avoided(worker):
                 logger.error("KV of %s cannot be read: avoiding it for %g s", worker, AVOID_FOR)
             self._avoided[worker] = time.monotonic() + AVOID_FOR
             for request in self.requests:
                 if request.prefiller == worker:
                     request.resolve(UNREACHABLE)
 
-    def avoided(self, worker: str) -> bool:
+    def is_avoided(self, worker: str) -> bool:
         if (until := self._avoided.get(worker)) is None:
             return False
         if time.monotonic() >= until:
@@ -157,29 +159,29 @@ class PrefillWorkers:
         self._untaken.heard(time.monotonic())
 
     def heard_since(self, when: float) -> bool:
-        """Whether a prefill worker has answered, or pulled from the queue."""
+        """Whether a prefill worker has answered, or pulled from the queue, since then."""
         self._untaken.heard(max((at for _, at in self.queue.loads.values()), default=0.0))
-        return self._untaken.news > when
+        return self._untaken.last_message > when
 
     def left_untaken(self, request: DecodeRequest) -> None:
         """Record that no worker pulled this request in time."""
-        before = self._silent()
+        before = self._is_silent()
         self._untaken.untaken(request.asked, time.monotonic())
-        if self._silent() and not before:
+        if self._is_silent() and not before:
             logger.warning("no prefill worker pulls prompts: prefilling locally until one sends a message")
             self._give_up(list(self.requests))
 
-    def _silent(self) -> bool:
+    def _is_silent(self) -> bool:
         if self._untaken.count:  # a pull is reported to all decode workers
             self._untaken.heard(max((at for _, at in self.queue.loads.values()), default=0.0))
-        return self._untaken.silent(time.monotonic())
+        return self._untaken.is_silent(time.monotonic())
 
     def _reachable(self, worker: Instance) -> bool:
         return worker.is_working and self._unheard[worker.id] < MAX_UNHEARD
 
     async def watch(self) -> None:
         """Check with NATS, while requests wait for prefill workers, whether these are still connected; for ever. The
-        registry shows that only when a lease ends."""
+        registry shows a lost worker only when its lease ends."""
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             workers = [worker.id for worker in self.registered()]
@@ -211,15 +213,15 @@ class PrefillWorkers:
     # requests that no prefill worker will answer
 
     def give_up_lost(self) -> None:
-        """Prefill locally what was queued, and not pulled yet, when the server lost its queue."""
+        """Prefill locally the prompts that were queued and not pulled yet when NATS lost its queue."""
         for request in self.requests:
             queued = request.published and request.awaits_answer and not request.prefiller
             if queued and request.losses != self.queue.losses:
                 request.resolve(LOST)
 
     def give_up_gone(self) -> None:
-        """Prefill locally what a worker that is gone had pulled, and everything if no worker is left. Wait
-        `LAST_ANSWERS` before: the worker's last message may say that its engine died of a request."""
+        """Prefill locally the prompts that a worker that is gone had pulled, and all if no worker is left. First wait
+        `LAST_ANSWERS`, because the worker's last message may say that its engine died of a request."""
         if lost := [request for request, _ in self._gone(self.requests)]:
             asyncio.get_running_loop().call_later(LAST_ANSWERS, self._give_up, lost)
 
@@ -234,7 +236,7 @@ class PrefillWorkers:
         registered = [worker for worker in self.registered() if worker.id in peers]
         answering = {worker.id for worker in registered}
         stalled = {worker.id for worker in self.registered() if worker.stalled}
-        pulling = any(not worker.draining for worker in registered) and not self._silent()
+        pulling = any(not worker.draining for worker in registered) and not self._is_silent()
         for request in requests:
             if not request.awaits_answer:
                 continue

@@ -55,9 +55,9 @@ class AnswerReader:
         worker = request.prefiller = started.worker
         if request.awaits_answer:
             request.hops.pulled(worker, started.queued)
-        if not self.workers.known(worker):
+        if not self.workers.is_known(worker):
             request.resolve(UNKNOWN)
-        elif self.workers.avoided(worker):
+        elif self.workers.is_avoided(worker):
             request.resolve(UNREACHABLE)
         self.publisher.publish_next()
 
@@ -65,7 +65,7 @@ class AnswerReader:
         """Read the KV that is computed so far. It is used only if the prefill's answer confirms it
         (`kv/read_ahead/blocks.py`)."""
         worker, facts = handle.engine_id, self.engine.facts
-        if not request.awaits_answer or not self.workers.known(worker) or self.workers.avoided(worker):
+        if not request.awaits_answer or not self.workers.is_known(worker) or self.workers.is_avoided(worker):
             return
         try:
             fingerprint = self.engine.kv_fingerprint(request.submit.body)
@@ -86,12 +86,12 @@ class AnswerReader:
         Never reject KV that a live request took, because it may be read right now while the answer is repeated. Nor
         that of an unknown worker, which repeats its answer until it is known or the lease is over."""
         worker = answer.handle.engine_id
-        if not self.workers.known(worker):
+        if not self.workers.is_known(worker):
             logger.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
             if request is not None:
                 request.resolve(UNKNOWN)
             return
-        if request is not None and self.workers.avoided(worker):
+        if request is not None and self.workers.is_avoided(worker):
             request.resolve(UNREACHABLE)
         if request is not None and request.awaits_answer and request.published:
             request.resolve(answer)

@@ -52,7 +52,7 @@ def _why_none(reason: str, worker: str, seconds: float) -> str:
     """Say why a request gets no answer. Pure."""
     if text := _NO_ANSWER.get(reason):
         return text.format(worker=worker or "a prefill worker") + f" ({seconds:.1f} s)"
-    return f"{f'no answer of {worker}' if worker else 'no worker took it'} within {seconds:.1f} s"
+    return f"{f'no answer of {worker}' if worker else 'no worker pulled it'} within {seconds:.1f} s"
 
 
 @dataclass(eq=False)
@@ -163,7 +163,7 @@ class RemotePrefill:
                 await self.queue.warm_up(request.warm_up_with, message)
             else:
                 await self.queue.publish(message)
-        except QueueUnavailable as error:  # no effect where the message arrived and was answered already
+        except QueueUnavailable as error:  # no effect if the message arrived after all and was answered
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
 
     async def _check(self, handle: KvHandle, submit: Submit) -> None:
@@ -178,4 +178,6 @@ class RemotePrefill:
         try:
             await self.queue.cancel([request_id])
         except QueueUnavailable:
-            logger.info("request %s: not withdrawn, the queue is away; it ends at its deadline", request_id)
+            logger.info(
+                "request %s: NATS is disconnected; its prompt stays queued to its deadline", request_id
+            )

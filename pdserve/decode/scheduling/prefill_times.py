@@ -20,15 +20,15 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.util.lru import LruDict
 
 FIRST_TOKEN_SECONDS = 1 / 5000
-"""Seconds per prompt token until an engine was measured."""
+"""Seconds per prompt token to assume before an engine is measured."""
 MIN_CHUNK_TOKEN = 1e-6
-"""Seconds; the least that a prompt token is taken to add to a step with streams."""
+"""Lower bound of the seconds that a prompt token adds to a step with streams."""
 MIN_SPACING = 0.001
-"""Seconds; the least that two prompts are taken to be apart."""
+"""Lower bound of the mean seconds between two prompts."""
 FIRST_HANDOVER = 0.02
-"""Seconds until a handover was measured."""
+"""Seconds of a handover to assume before one is measured."""
 MIN_SLOWDOWN = 1.5
-"""Steps that are longer during remote prefills by less than this factor are noise."""
+"""Factor from which on longer steps during remote prefills count; less is noise."""
 
 
 def _passed(
@@ -45,14 +45,14 @@ class Outlook:
     """In seconds."""
 
     backlog: float
-    """One worker's time for the prompts of this worker's requests that no engine has yet."""
+    """Time that one worker needs for this worker's prompts that no engine has yet."""
     wait: float
-    """Until the start of a prompt that comes now, by the way where that is sooner."""
+    """Until a prompt that arrives now starts: locally or remotely, whichever is sooner."""
     token: float
-    """Per token of the prompt, by that way."""
+    """Per prompt token, where the prompt starts sooner."""
     gap: float
-    """Between two tokens of a stream without prompts, or from KV to the next token, whichever is longer. It decays
-    while none is measured: the worker may have become faster, which only requests show."""
+    """A step without prompts, or the time from KV to the next token, whichever is longer. It decays while neither is
+    measured, because the worker may have become faster."""
 
 
 @dataclass(eq=False)
@@ -82,8 +82,8 @@ class Estimator:
     """Prompt tokens, and the seconds that they added to steps, since `_chunk_token` was learned last."""
     _ended: float = 0.0
     """When the last step ended; 0: no stream waits for the next one."""
-    _came: float = 0.0
-    """When the last prompt came."""
+    _last_arrival: float = 0.0
+    """When the last prompt arrived."""
     _spacing: float = 1.0
     """Mean seconds between two prompts."""
     _handover: LearnedMean = field(default_factory=lambda: LearnedMean(FIRST_HANDOVER))
@@ -93,7 +93,7 @@ class Estimator:
 
     def of(self, asked: DecodeRequest, compute: int, prompt: int, workers: Sequence[str]) -> Estimates | None:
         """Return the costs of the prompt of a new request, which is in `requests` already; None without a prefill
-        worker. Call it once per prompt: it also measures how often they come."""
+        worker. Call it once per prompt, because it also measures how often prompts arrive."""
         if not workers:
             return None
         now = self.clock()
@@ -138,9 +138,9 @@ class Estimator:
 
     def _arrived(self, now: float) -> float:
         """Record the arrival of a prompt; return the mean seconds between two."""
-        if self._came:
-            self._spacing += WEIGHT * (now - self._came - self._spacing)
-        self._came = now
+        if self._last_arrival:
+            self._spacing += WEIGHT * (now - self._last_arrival - self._spacing)
+        self._last_arrival = now
         return max(self._spacing, MIN_SPACING)
 
     @property
@@ -157,8 +157,8 @@ class Estimator:
         return chunk_of(min(steps, default=math.inf), plain, token, self.usual, self.block())
 
     def stepped(self, ended: float, prompt_tokens: int) -> None:
-        """Learn from an engine step whose outputs are recorded how long streams wait for a step, and for each prompt
-        token in it."""
+        """Learn from an engine step, whose outputs are recorded, how long a plain step takes and how many seconds each
+        prompt token adds."""
         is_disturbed = any(each.remote_tokens and each.prefiller for each in self.requests)
         if self._ended and not prompt_tokens:
             self._plain.learn(ended - self._ended, ended)
@@ -176,7 +176,7 @@ class Estimator:
         self._ended = ended if any(request.has_first_step for request in self.requests) else 0.0
 
     def _slowdown(self, now: float) -> float:
-        """Part of its time that a stream loses during remote prefills, because both engines share a core."""
+        """Share of its time that a stream loses during remote prefills, because both engines share a core."""
         alone = self._undisturbed.value
         beside = decayed(self._disturbed.value, now - self._disturbed.at, alone)
         return 1 - alone / beside if alone and beside and beside > MIN_SLOWDOWN * alone else 0.0
@@ -192,7 +192,7 @@ class Estimator:
         self, requests: Iterable[DecodeRequest], workers: Sequence[str], now: float
     ) -> tuple[float, list[tuple[float, float]]]:
         """Return the local seconds per token, and for each prefill worker its tokens left and seconds per token. A
-        speed that was not measured lately may have become as good as the other side's."""
+        speed that was not measured lately decays towards the other side's."""
         own = Counter[str]()
         for request in requests:
             own[request.prefiller] += request.remote_tokens
@@ -208,8 +208,8 @@ class Estimator:
         return local, left
 
     def _queued(self, requests: Collection[DecodeRequest], prompt: int) -> float:
-        """Tokens that no prefill worker has pulled. Of other decode workers' prompts only the number is known: they
-        count as long as this worker's."""
+        """Tokens that no prefill worker has pulled. Only the number of other decode workers' prompts is known; each
+        counts as many tokens as this worker's average prompt."""
         own = [each.remote_tokens for each in requests if each.remote_tokens and not each.prefiller]
         others = max(0, self.queue.depth - len(own))
         return sum(own) + others * (sum(own) / len(own) if own else prompt)
@@ -223,7 +223,7 @@ class Estimator:
         ]
 
     def outlook(self) -> Outlook:
-        """Estimate what a prompt that comes now would wait for."""
+        """Estimate the wait of a prompt that arrives now."""
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
         requests = self._before(False)
         local_token, remote = self._speeds(requests, workers, now)

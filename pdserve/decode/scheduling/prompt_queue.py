@@ -29,9 +29,6 @@ class _Waiting(Generic[T]):
     due: float
     needs: float
 
-    def is_late(self, now: float) -> bool:
-        return is_late(self.due, self.needs, now)
-
 
 class PromptQueue(Generic[T]):
     def __init__(self) -> None:
@@ -78,7 +75,7 @@ class PromptQueue(Generic[T]):
         queues = list(self._regular()) or list(self._queues.items())
         for client, queue in queues:
             for waiting in queue:
-                if not waiting.is_late(now):
+                if not is_late(waiting.due, waiting.needs, now):
                     return client, waiting
         client, queue = queues[0]
         return client, queue[0]

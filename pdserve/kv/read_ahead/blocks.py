@@ -14,7 +14,7 @@ from typing import Any, Protocol
 Source = tuple[str, str]
 """Ids of the prefill engine and of the prefill in it."""
 MIN_PIECE_BYTES = 8 << 20
-"""A smaller read is not worth its cost, some milliseconds of the decode engine."""
+"""Smallest read ahead, because each read costs the decode engine some milliseconds."""
 MIN_FREE_SHARE = 0.25
 """Share of the pool that must stay free for requests."""
 KEEP_SECONDS = 30.0
@@ -34,7 +34,7 @@ class Pool(Protocol):
 @dataclass
 class Piece:
     name: str
-    """PREFIX and a number; the connector's worker takes it for a request id"""
+    """PREFIX and a number; the connector's worker takes it for a request id."""
     local: list[int]
     remote: list[int]
 
@@ -44,12 +44,12 @@ class _Prompt:
     """The blocks of a prompt that were or are being read ahead."""
 
     first: int
-    """index in the prompt of the first block to read"""
+    """Index in the prompt of the first block to read."""
     is_valid: bool = True
     remote: list[int] = field(default_factory=list)
     blocks: list[Any] = field(default_factory=list)
     reads: dict[str, int] = field(default_factory=dict)
-    """running piece -> number of ranks that still read it"""
+    """Running piece -> number of ranks that still read it."""
     expires: float = 0.0
 
 
@@ -85,7 +85,7 @@ class ReadAhead:
         return piece
 
     def end_reads(self, piece: str, ranks: int, pool: Pool) -> None:
-        """So many more ranks have ended their reads of the piece, successfully or not."""
+        """Record that `ranks` more ranks have ended their reads of the piece, successfully or not."""
         for prompt in [*self._prompts.values(), *self._dropped]:
             if piece in prompt.reads:
                 prompt.reads[piece] -= ranks
@@ -94,7 +94,7 @@ class ReadAhead:
         self._free(pool)
 
     def invalidate(self, piece: str) -> None:
-        """A read of the piece failed or is overdue."""
+        """Record that a read of the piece failed or is overdue."""
         for prompt in self._prompts.values():
             if piece in prompt.reads:
                 prompt.is_valid = False

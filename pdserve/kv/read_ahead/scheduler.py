@@ -24,11 +24,11 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
-        """piece -> number of ranks whose reads of it have ended"""
+        """Piece -> number of ranks whose reads of it have ended."""
         self.bad: set[str] = set()
-        """pieces whose read failed or is overdue on any rank; request ids among them are ignored"""
+        """Pieces whose read failed or is overdue on any rank; request ids among them are ignored."""
         self.expired: set[str] = set()
-        """prefills whose KV a rank will free unread"""
+        """Prefills whose KV a rank will free although it was not read."""
 
     def move(self, results: Any) -> None:
         """Move pieces from vLLM's results to this report, because vLLM's scheduler does not know them."""
@@ -51,9 +51,9 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     cache_manager: Any
-    """vLLM's KVCacheManager"""
+    """vLLM's KVCacheManager."""
     pool: Any
-    """its BlockPool"""
+    """Its BlockPool."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -65,7 +65,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         sizes = (tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         self._block_bytes = self.transfer_tp_size * sum(sizes) // kv_cache_config.num_blocks
         self._prefills: dict[str, tuple[Any, int]] = {}
-        """prefill for another engine -> its request, and the number of its blocks that were named"""
+        """Prefill for another engine -> its request, and the number of its blocks that were reported as complete."""
         self._pieces: list[tuple[Any, dict[str, Any]]] = []
 
     def bind(self, kv_cache_manager: Any) -> None:

@@ -47,7 +47,7 @@ from pdserve.kv.tiers.host_memory import HostManager, HostWorker
 logger = init_logger(__name__)
 
 READ_THREADS, WRITE_THREADS = 4, 2
-"""Each does the other work when it has none."""
+"""A thread of one kind does the work of the other kind when it has none of its own."""
 MAX_PENDING_WRITES = 0.5
 """Share of host memory that blocks waiting to be written may hold, because they cannot be evicted meanwhile. Further
 blocks are not written."""
@@ -58,7 +58,7 @@ not use the disk."""
 
 @dataclass(eq=False)
 class FilePlace:
-    """Of a block in the file."""
+    """Where a block is in the file."""
 
     number: int
     checksum: int = 0
@@ -76,13 +76,13 @@ class BlockFile:
         self._unused = iter(range(blocks))
         self._free: list[int] = []
         self.places: OrderedDict[bytes, FilePlace] = OrderedDict()
-        """by key, the least recently used first: the blocks that can be read"""
+        """Blocks that can be read, by key, the least recently used first."""
         self.removed: list[bytes] = []
-        """keys of blocks that were evicted or lost; the caller empties it"""
+        """Keys of blocks that were evicted or lost; the caller empties it."""
         self.disabled = False
 
     def allocate(self) -> FilePlace | None:
-        """A place for a block to write, evicting another if need be. None: all places are being written."""
+        """Return a place for a block to write; evict another block if no place is free. None: all are being written."""
         if self.disabled:
             return None
         if not self._free:
@@ -139,7 +139,7 @@ class Transfer:
     key: bytes
     place: FilePlace
     row: int
-    """the block's place in host memory"""
+    """The block's place in host memory."""
     done: bool = False
 
 
@@ -156,10 +156,10 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         self._pool = DualQueueThreadPool(READ_THREADS, WRITE_THREADS, "kv-disk")
         self._jobs: dict[int, tuple[TransferJob, list[Transfer]]] = {}
         self._reading: dict[int, float] = {}
-        """read job -> when it began; the oldest first"""
+        """Read job -> when it began; the oldest first."""
         self._writing: set[bytes] = set()
         self._finished: list[JobResult] = []
-        """jobs that had nothing to transfer"""
+        """Jobs that had nothing to transfer."""
         self._error: OSError | None = None
 
     @property
@@ -237,10 +237,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         return finished
 
     def _finish_read(self, transfer: Transfer) -> None:
-        if (
-            self.file.places.get(transfer.key) is not transfer.place
-        ):  # evicted: its place may hold another block
-            transfer.done = False
+        if self.file.places.get(transfer.key) is not transfer.place:
+            transfer.done = False  # evicted: its place may hold another block
         elif not transfer.done:
             self.file.remove(transfer.key)
             if not self._error:
@@ -257,7 +255,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
         self._pool.wait_idle()
 
     def shutdown(self) -> None:
-        """Threads that the disk does not answer end with the process, and the file with them."""
+        """Do not wait for threads that the disk does not answer; they and the file end with the process."""
         is_late = self.is_late
         self._pool.shutdown(wait=not is_late)
         if not is_late:
@@ -265,7 +263,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class WaitingSince(float):
-    """Monotonic time from which a request waits for blocks that are on their way into host memory."""
+    """Monotonic time since which a request waits for blocks that are being read into host memory."""
 
 
 class TieredManager(TieringOffloadingManager):  # type: ignore[misc]

@@ -3,7 +3,7 @@
 
 vLLM's scheduler asks both connectors for each request, NIXL first: a prompt whose KV another engine has is read whole
 from there. A block is stored in the step after it was computed or read, and found by vLLM's hash of it (tokens,
-adapter, salt). A block that is still being stored is waited for.
+adapter, salt). A request waits for a block that is still being stored.
 
 The private parts of vLLM that this relies on are in `tools/vllm_surface.py`, which a test compares with vLLM."""
 
@@ -26,7 +26,7 @@ class PdserveConnectors(MultiConnector):  # type: ignore[misc]
     block counts."""
 
     _allocated: set[int]
-    """blocks that the pool gave away since the last step"""
+    """Blocks that the pool allocated since the last step."""
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -54,7 +54,7 @@ class PdserveConnectors(MultiConnector):  # type: ignore[misc]
 
 
 class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's host memory, on CPUs too, which vLLM refuses."""
+    """vLLM's host memory tier, also on CPUs, where vLLM refuses it."""
 
     _manager: OffloadingManager | None
     _worker: OffloadingWorker | None
@@ -87,9 +87,9 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
 
     def __init__(self, caches: CanonicalKVCaches, host: list[torch.Tensor]) -> None:
         self._caches = [each.tensor for each in caches.tensors]
-        """of shape (blocks, bytes of a layer's block)"""
+        """Of shape (blocks, bytes of a layer's block)."""
         self._host = host
-        """the same with other numbers of blocks"""
+        """The same shape, with other numbers of blocks."""
         self._groups = [[ref.tensor_idx for ref in refs] for refs in caches.group_data_refs]
         self._done: list[TransferResult] = []
 

@@ -25,13 +25,13 @@ def test_two_untaken_prompts_in_a_row_are_silence_until_there_is_news(
     prompts = UntakenPrompts()
     for event, *times in events:
         getattr(prompts, event)(*times)
-    assert prompts.silent(15.0) is silent
+    assert prompts.is_silent(15.0) is silent
 
 
 def test_after_a_silence_one_more_untaken_prompt_is_enough() -> None:
     prompts = UntakenPrompts()
     prompts.untaken(10, 13)
     prompts.untaken(10, 14)
-    assert not prompts.silent(14 + RETRY_AFTER)
+    assert not prompts.is_silent(14 + RETRY_AFTER)
     prompts.untaken(50, 53)
-    assert prompts.silent(54)
+    assert prompts.is_silent(54)
