@@ -19,22 +19,22 @@ class EngineFacts:
 
     kv_blocks: int
     block_size: int
-    """tokens in a KV block"""
+    """Tokens in a KV block."""
     max_model_len: int
     max_num_seqs: int
     max_batched_tokens: int
     max_concurrency: float
-    """requests of max_model_len tokens that fit the KV cache at once"""
+    """Requests of max_model_len tokens that fit the KV cache at once."""
     vllm_version: str
     supported_tasks: list[str]
     fingerprint: str = ""
-    """of the loaded model (`engine/fingerprint.py`); the engine cannot use KV of another fingerprint"""
+    """Of the loaded model (`engine/fingerprint.py`). The engine cannot use KV of another fingerprint."""
     host_blocks: int = 0
     """KV blocks that fit in host memory (`kv-offload`)"""
     disk_blocks: int = 0
     """KV blocks that fit on disk (`kv-offload-disk`)"""
     side_channel: str = ""
-    """host:port at which other engines ask how to read its KV; empty: there is none"""
+    """host:port at which other engines ask how to read its KV; empty: its KV cannot be read."""
 
     @property
     def kv_tokens(self) -> int:
@@ -46,9 +46,9 @@ class EngineUsage:
     running: int = 0
     waiting: int = 0
     queued: int = 0
-    """waiting requests that lack only a slot or KV blocks"""
+    """Waiting requests that lack only a slot or KV blocks."""
     kv_usage: float = 0.0
-    """share of the KV blocks held by requests, 0 to 1"""
+    """Share of the KV blocks that requests hold, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Read:
     """A finished KV transfer from another engine: all of a request's KV, or a piece that was read ahead."""
 
     source: str
-    """the `engine_id` of the KV handle"""
+    """`engine_id` of the KV handle."""
     seconds: float
-    """of the transfer, without the handshake"""
+    """Duration without the handshake."""
     bytes: int
 
 
@@ -80,21 +80,22 @@ class Output:
 
     request_id: str
     tokens: list[int]
-    """of a `prefill`: the request's first token if it may be sampled apart from the tokens after it; else empty"""
+    """Of a `prefill`: the request's first token if another engine may sample the tokens after it; else empty."""
     finished: bool
     handle: KvHandle | None = None
-    """where the KV lies; on the finishing output of a `prefill`"""
+    """Where the KV lies; on the finishing output of a `prefill`."""
     failed: bool = False
-    """an error inside the engine ended the request; no more outputs come"""
+    """Whether an error inside the engine ended the request; no more outputs come."""
     refused: str = ""
-    """with `failed`: why every engine would fail the request; empty if the request is not at fault"""
+    """With `failed`: why every engine would fail the request; empty if the request is not at fault."""
     recomputed: bool = False
-    """on the first output of a request with `kv`: its KV could not be read, so the prompt was computed here"""
+    """On the first output of a request with `kv`: whether this engine computed the prompt, because its KV could not be
+    read."""
     begun: float | None = None
-    """on the first output of a request: monotonic time at which the engine, having room and the KV, began to compute;
-    None: unknown"""
+    """On the first output of a request: monotonic time at which the engine, with room and the KV, began to compute;
+    None: unknown."""
     raw: Any = None
-    """the engine's own output, for `pack`"""
+    """The engine's own output, for `pack`."""
 
 
 @dataclass
@@ -104,19 +105,19 @@ class Step:
     outputs: list[Output]
     transfers: Transfers | None = None
     unread: dict[str, str] = field(default_factory=dict)
-    """request id -> why its KV could not be read and is computed here; named once, before the request's first output"""
+    """Request id -> why its KV could not be read and is computed instead; once, before the request's first output."""
     released: list[str] = field(default_factory=list)
-    """`request_id` of the handles whose KV is kept no longer (read, rejected, or past its lease), after its finishing
-    output; each is named once by each rank"""
+    """`request_id` of the handles whose KV was freed (read, rejected, or past its lease), after the finishing output;
+    each rank names each once."""
     unreachable: list[str] = field(default_factory=list)
-    """`engine_id` of the handles whose prefill engine does not answer on its side channel"""
+    """`engine_id` of the handles whose prefill engine does not answer on its side channel."""
     complete: list[KvHandle] = field(default_factory=list)
-    """running prefills: what can be read of them already, in whole blocks from the start of the prompt. The blocks are
-    kept as long as the prefill runs; only the handle of its finishing output proves that it ran to the end"""
+    """Of running prefills: the whole blocks from the start of the prompt that can be read already. They are kept as
+    long as the prefill runs; only the handle of its finishing output proves that it ran to the end."""
     ended: float = 0.0
-    """monotonic time at which the engine had the outputs"""
+    """Monotonic time at which the engine had the outputs."""
     prompt_tokens: int = 0
-    """computed in this step; of a prompt whose KV was read, its end alone"""
+    """Prompt tokens computed in this step; of a prompt whose KV was read, only the tokens after that KV."""
 
 
 class Engine(Lifetime, AdapterEngine):
@@ -129,9 +130,9 @@ class Engine(Lifetime, AdapterEngine):
     """
 
     facts: EngineFacts
-    """set when the engine is entered"""
+    """Set when the engine is entered."""
     prefixes: CachedPrefixes
-    """names of the blocks in the prefix cache, a moment late; empty before the engine is entered"""
+    """Names of the blocks in the prefix cache, a moment late; empty before the engine is entered."""
 
     @abstractmethod
     async def generate(
@@ -174,8 +175,9 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def limit_chunk(self, tokens: int) -> None:
-        """From the next step on, compute at most so many tokens of prompts in a step with other requests, of several
-        prompts together, but not less than a KV block of each. As many as the configuration says: of each prompt."""
+        """From the next step on, compute at most `tokens` prompt tokens in a step with other requests: of all prompts
+        together, but at least a KV block of each. The limit of the engine's configuration applies to each prompt
+        instead."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:
@@ -214,7 +216,8 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     async def probe(self) -> None:
-        """Return when the engine has answered a trivial question, as it does between two steps unless it hangs."""
+        """Ask the engine a trivial question and wait for the answer, which it gives between two steps unless it
+        hangs."""
 
     @abstractmethod
     async def reach(self) -> None:
@@ -222,7 +225,7 @@ class Engine(Lifetime, AdapterEngine):
 
     @abstractmethod
     def cpu_seconds(self) -> float:
-        """CPU time that the engine's processes have used so far: a long step uses some, a hang hardly any."""
+        """CPU time that the engine's processes have used so far. A long step uses some, a hang hardly any."""
 
 
 class Ranks(Lifetime):

@@ -19,40 +19,40 @@ class EngineNode:
     """A host of an engine that spans hosts (vLLM's `nnodes`)."""
 
     rank: int
-    """0: the leader, which has the engine core; the other hosts have only ranks of the model"""
+    """0: the leader, which has the engine core; the other hosts have only ranks of the model."""
     host: str
-    """the leader's"""
+    """The leader's address."""
     port: int
-    """the leader's, for torch's store"""
+    """The leader's port for torch's store."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     role: Role
-    """a decode engine reads KV blocks, a prefill engine hands them out"""
+    """A decode engine reads KV blocks; a prefill engine lets others read them."""
     instance: str
-    """the worker's instance id, new at each start; it is in KV handles"""
+    """The worker's instance id, new at each start; it is in KV handles."""
     model: str
     served_model_name: str = ""
-    """for the labels of vLLM's own metrics"""
+    """For the labels of vLLM's own metrics."""
     engine_args: Mapping[str, object] = field(default_factory=dict)
-    """vLLM's own arguments in kebab-case"""
+    """vLLM's own arguments in kebab-case."""
     disaggregated: bool = True
-    """false: an engine that never transfers KV"""
+    """Whether the engine transfers KV."""
     host: str = "127.0.0.1"
-    """address at which other engines reach this engine"""
+    """Address at which other engines reach this engine."""
     credentials: Credentials | None = None
-    """they prove to other engines that this engine belongs to the graph"""
+    """They prove to other engines that this engine belongs to the graph."""
     kv_offload: int = 0
-    """bytes of host memory, for all its ranks, for KV blocks that leave its cache"""
+    """Bytes of host memory, for all ranks together, for KV blocks that leave the engine's cache."""
     kv_offload_disk: int = 0
-    """bytes of disk for KV blocks that leave host memory"""
+    """Bytes of disk for KV blocks that leave host memory."""
     kv_offload_folder: str = ""
-    """folder on that disk"""
+    """Folder on that disk."""
     kv_port: int = 0
-    """port of the KV side channel, the same for all ranks of the engine; 0: a free one"""
+    """Port of the KV side channel, the same for all ranks of the engine; 0: a free one."""
     node: EngineNode | None = None
-    """None: the engine is on this host only"""
+    """None: the engine is on this host only."""
 
 
 def make_engine(kind: str, spec: EngineSpec) -> Engine:

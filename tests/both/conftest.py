@@ -1,4 +1,4 @@
-"""What tests of workers share."""
+"""Fixtures that tests of workers share."""
 
 from tests.decode.conftest import frontend, graph
 

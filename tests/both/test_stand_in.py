@@ -24,7 +24,7 @@ from tests.memory.registry import MemoryRegistry, MemoryServer
 
 
 async def start(graph: WorkerGraph, number: int = 0, args: Mapping[str, object] = {}) -> Decoding[StandIn]:
-    """A prefill worker that is registered, its engine with these arguments, and a frontend of it."""
+    """A registered prefill worker whose engine has these arguments, and a frontend connected to it."""
     graph.config = dataclasses.replace(graph.config, decode=None, prefill=PrefillConfig(engine_args=args))
     started = await graph.start_decoding(graph.make(StandIn, f"prefill-{number}"))
     key = "/t/" + keys.instance(started.worker._presence.instance)
@@ -55,7 +55,7 @@ def standing_in(graph: WorkerGraph) -> set[str]:
 async def test_a_prefill_worker_stands_in_where_its_answers_would_not_differ(
     graph: WorkerGraph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They would, as of a file without VllmWorker, by which nothing else compares them."""
+    """They may differ, because a file without VllmWorker gives nothing to compare the arguments with."""
     await start(graph)
     await graph.prefill("prefill-1")
     await start(graph, 2, {"logprobs-mode": "raw_logits", "max-logprobs": 20, "max-num-seqs": 3})
@@ -65,7 +65,7 @@ async def test_a_prefill_worker_stands_in_where_its_answers_would_not_differ(
 
 
 @pytest.mark.parametrize(("logprobs", "names"), [(20, {"prefill-0", "prefill-1"}), (5, {"prefill-0"})])
-async def test_while_no_decode_worker_is_there_it_compares_with_what_stands_in(
+async def test_while_no_decode_worker_is_available_it_compares_with_what_stands_in(
     graph: WorkerGraph, caplog: pytest.LogCaptureFixture, logprobs: int, names: set[str]
 ) -> None:
     await start(graph)
@@ -91,7 +91,7 @@ async def test_a_worker_stands_in_again_for_a_decode_worker_that_answers_alike(g
         await graph.registry.kill(other)
 
 
-async def test_a_frontend_that_starts_while_no_decode_worker_is_there_gets_the_archive_from_a_stand_in(
+async def test_a_frontend_that_starts_while_no_decode_worker_is_available_gets_the_archive_from_a_stand_in(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -112,7 +112,7 @@ def test_the_file_chooses(stand_in: bool) -> None:
 async def test_its_answers_are_those_of_a_decode_worker_and_it_prefills_for_others_beside(
     stand_in: Decoding[StandIn], frontend: FrontendStream
 ) -> None:
-    """When it ends, it finishes its streams before."""
+    """It finishes its streams before it ends."""
     for prompt in (SHORT, LONG):
         assert (await stand_in.frontend.ask(prompt, 20)).way == ("local", "stand-in")
     stream = await stand_in.frontend.stream()
@@ -161,7 +161,7 @@ async def test_a_stand_in_keeps_the_card_of_decode_workers_that_are_gone(graph: 
 async def test_a_stand_in_gives_up_the_card_for_other_weights_and_keeps_it_when_its_writer_is_back(
     graph: WorkerGraph,
 ) -> None:
-    """That one had only lost its lease for a moment."""
+    """The writer had only lost its lease for a moment."""
     await start(graph)
     await until(lambda: card_in(graph.registry) is not None)
     other, instance = await graph.registry_of_another(), graph.decode._presence.instance

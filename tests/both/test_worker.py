@@ -41,7 +41,7 @@ async def test_a_prompt_waits_for_no_other_where_its_worker_is_idle_or_alone(
 
 
 async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one() -> None:
-    """KV has crossed both ways before the first request."""
+    """Each worker has read KV of the other before the first request."""
     before = counted("pdserve_warm_ups_total", result="ok")
     async with BothWorkers() as pair:
         await until(lambda: counted("pdserve_warm_ups_total", result="ok") == before + 2)
@@ -62,7 +62,9 @@ async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: BothWor
     assert {answered.way for answered in answers} <= {("remote", "long"), ("local", "own")}
 
 
-async def test_a_prompt_that_comes_back_is_prefilled_here_and_counts_as_no_failure(pair: BothWorkers) -> None:
+async def test_a_prompt_that_comes_back_is_prefilled_locally_and_counts_as_no_failure(
+    pair: BothWorkers,
+) -> None:
     pair.b.engine.faults.going.clear()
     await pair.b.frontend.submit(SHORT, 100)
     await until(lambda: len(pair.b.worker.requests.occupying()) == 1)

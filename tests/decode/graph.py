@@ -49,7 +49,7 @@ W = TypeVar("W", bound=EngineWorker)
 SHORT = list(range(3, 23))
 LONG = list(range(103, 603))
 MOST = 8192
-"""tokens of a request, at most"""
+"""Most tokens of a request."""
 _numbers = count()
 
 
@@ -59,7 +59,7 @@ def counted(name: str, **labels: str) -> float:
 
 @contextmanager
 def failing(reason: str, times: int = 1) -> Iterator[None]:
-    """Meanwhile so many remote prefills fail for this reason."""
+    """Assert that `times` remote prefills fail for this reason in the block."""
     name = "pdserve_remote_prefill_failures_total"
     before = counted(name, reason=reason)
     yield
@@ -68,7 +68,7 @@ def failing(reason: str, times: int = 1) -> Iterator[None]:
 
 @dataclass
 class Answered:
-    """What a frontend got for one request, which asked for `most` tokens."""
+    """A frontend's messages for one request, which asked for `most` tokens."""
 
     prompt: list[int]
     most: int
@@ -189,7 +189,7 @@ def config(decode: DecodeConfig | None = None, drain_timeout: float = 5.0, model
 
 
 def shared_queue(broker: MemoryBroker) -> MemoryQueue:
-    """As the workers of `spec` have it: for a test that acts another process."""
+    """Return the queue of the workers of `spec`, for a test that acts as another process."""
     queue = MemoryQueue(broker)
     queue.bind(LOADED)
     return queue
@@ -271,7 +271,7 @@ class Seams(AsyncExitStack):
         return await self.enter_async_context(FrontendStream(address, name))
 
     async def queue(self) -> MemoryQueue:
-        """One more process on the queue: a test that acts a prefill worker by hand."""
+        """Connect one more process to the queue, for a test that acts as a prefill worker."""
         return await self.enter_async_context(shared_queue(self.broker))
 
     async def registry_of_another(self) -> MemoryRegistry:
@@ -335,7 +335,7 @@ class WorkerGraph(Seams):
 
 @dataclass
 class ActedPrefill:
-    """A prefill worker that the decode worker believes in, and that a test acts by hand."""
+    """A registered prefill worker whose messages the test sends itself."""
 
     graph: WorkerGraph
     name: str

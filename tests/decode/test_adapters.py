@@ -1,4 +1,4 @@
-"""LoRA adapters in workers: what the file names, what is loaded at run time, and that KV of one is never another's."""
+"""LoRA adapters in workers: named in the file, loaded at run time; no request reads KV of another adapter."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -83,7 +83,7 @@ def test_the_number_is_that_of_the_files_and_of_what_changes_the_adapter(tmp_pat
 
 
 class LoraGraph(Seams):
-    """A decode and a prefill worker, each with places for two adapters, and a frontend's store."""
+    """A decode and a prefill worker that each hold two adapters, and a frontend's store."""
 
     def __init__(self) -> None:
         decode = DecodeConfig(remote_prefill=True, max_local_prefill_length=32, engine_args=LORA)
@@ -126,7 +126,7 @@ async def test_a_worker_does_not_start_with_an_adapter_that_is_not_there() -> No
 
 
 async def test_an_adapter_is_loaded_by_all_workers_and_by_those_that_come_later(tmp_path: Path) -> None:
-    """Loaded again by the same name with other weights, it is another adapter."""
+    """A name that is loaded again with other weights is another adapter."""
     async with LoraGraph() as graph:
         path = adapter_in(tmp_path, "red")
         await graph.load("red", str(path))
@@ -174,7 +174,7 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
         await until(lambda: not graph.view.loading("demo"))
 
 
-async def test_a_request_whose_adapter_is_not_there_may_go_elsewhere() -> None:
+async def test_a_request_whose_adapter_is_not_loaded_may_be_retried_elsewhere() -> None:
     async with LoraGraph() as graph:
         failed = (await graph.ask(RED)).failed
         assert failed is not None
@@ -213,7 +213,7 @@ class Refusing(SimEngine):
 
 
 class Alone:
-    """The adapters of one worker, and what it has said of them."""
+    """The adapters of one worker, and its messages about them."""
 
     def __init__(self, engine: Refusing, path: Path) -> None:
         self.engine = engine
@@ -275,7 +275,9 @@ async def test_a_kept_adapter_that_failed_is_tried_again(
     assert (await alone.have("a", id=id))[0].id == id
 
 
-async def test_what_could_not_be_said_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_could_not_be_sent_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pdserve.process.worker_adapters.RETRY_AFTER", 0.05)
     said: list[list[Adapter] | None] = []
 

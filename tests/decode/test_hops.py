@@ -1,4 +1,4 @@
-"""The hops of a request that a decode worker reports: where they were, and why."""
+"""The hops of a request that a decode worker reports: their workers and reasons."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from tests.engine.sims import body
 
 
 def hops_of(answered: Answered) -> list[Hop]:
-    """One after the other."""
+    """Return the hops; assert that they follow one another."""
     assert answered.placed is not None
     hops = answered.placed.hops
     assert {hop.name for hop in hops} <= set(HOPS)
@@ -120,7 +120,7 @@ async def test_a_transfer_that_fails(graph: WorkerGraph, prefill: Prefill, front
 
 
 async def held_back(engine: SimEngine) -> None:
-    """Give the engine no place for the next request, until that has waited for longer than `MIN_HOP_SECONDS`."""
+    """Give the engine no slot for the next request until it has waited for more than `MIN_HOP_SECONDS`."""
     model = engine._model
     engine._model = replace(model, max_num_seqs=0)
     await until(lambda: bool(engine._waiting))
@@ -142,7 +142,7 @@ async def test_a_prompt_that_waits_in_an_engine(
 
 
 async def test_a_prompt_that_is_delivered_again(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    """From one prefill worker, which had it for a while, to another one."""
+    """First to one prefill worker, which has it for a while, then to another."""
     acted = await graph.act_prefill()
     before = counted("pdserve_prefill_queue_wait_seconds_count")
     request = await frontend.submit(LONG)

@@ -1,5 +1,5 @@
-"""KV that is read while the rest of its prompt is computed: what the workers send and do, on simulated engines. That
-nothing is believed before the prefill is done is the connector's (`tests/kv/read_ahead`, `tests/engine`)."""
+"""Workers on simulated engines read KV while the rest of its prompt is computed. That the KV is used only after the
+prefill is done is tested with the connector (`tests/kv/read_ahead`, `tests/engine`)."""
 
 import msgspec
 import pytest
@@ -10,7 +10,7 @@ from tests.conditions import until
 from tests.decode.graph import LONG, ActedPrefill, FrontendStream, Prefill, WorkerGraph, counted, handle
 
 PER_TOKEN = MIN_PIECE_BYTES // 64
-"""bytes: a step of 64 tokens is worth a read"""
+"""Bytes; small enough that a step of 64 tokens is worth a read."""
 BLOCK = 16
 
 

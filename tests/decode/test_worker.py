@@ -1,4 +1,4 @@
-"""The decode worker among simulated engines: where prompts are prefilled, and what happens when that goes wrong."""
+"""The decode worker on simulated engines: local and remote prefill, and their failures."""
 
 import asyncio
 from typing import Any
@@ -52,7 +52,7 @@ async def prefilled(engine: SimEngine, request_id: str = "p") -> KvHandle:
 
 
 LIMIT = 30_000
-"""bytes of a message"""
+"""Bytes of a message."""
 
 
 class TensorEngine(SimEngine):
@@ -66,7 +66,7 @@ class TensorEngine(SimEngine):
 async def test_outputs_that_no_message_can_hold_end_their_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The frontend would cut the link, and with it all requests on it."""
+    """An oversized message would make the frontend close the connection, with all its requests."""
     monkeypatch.setattr("pdserve.stream.framing.MAX_MESSAGE", LIMIT)
     async with WorkerGraph(engine=TensorEngine) as graph:
         frontend = await graph.frontend()
@@ -79,7 +79,7 @@ async def test_outputs_that_no_message_can_hold_end_their_request_alone(
         await graph.frees_all()
 
 
-async def test_a_prompt_that_the_queue_lost_is_computed_here(
+async def test_a_prompt_that_the_queue_lost_is_prefilled_locally(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     lost = await frontend.submit(LONG)
@@ -97,11 +97,11 @@ ANSWERS: list[tuple[str, PrefillAnswer | dict[str, Any]]] = [
     ("unknown-engine", PrefillStarted("", "prefill-y")),
     ("too-long", PrefillFailed("", "too-long")),
 ]
-"""label of the failure metric; the answer, or what is wrong with the handle in it"""
+"""Label of the failure metric; the answer, or the wrong fields of its handle."""
 
 
 @pytest.mark.parametrize(("reason", "answer"), ANSWERS)
-async def test_an_answer_without_kv_that_can_be_read_is_computed_here(
+async def test_an_answer_without_kv_that_can_be_read_is_prefilled_locally(
     acted: ActedPrefill, frontend: FrontendStream, pulled: str, reason: str, answer: Any
 ) -> None:
     done = PrefillDone("", handle(LONG, **answer)) if isinstance(answer, dict) else answer
@@ -110,7 +110,7 @@ async def test_an_answer_without_kv_that_can_be_read_is_computed_here(
         assert (await frontend.end_of(pulled)).way == ("local", "fallback")
 
 
-async def test_a_prompt_that_is_longer_than_prefill_workers_take_is_computed_here(
+async def test_a_prompt_that_is_longer_than_prefill_workers_take_is_prefilled_locally(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     await acted.register(max_model_len=len(LONG))
@@ -156,7 +156,7 @@ def _fallbacks(answered: Answered) -> list[str]:
     return [hop.why for hop in answered.placed.hops if hop.name == "fallback"]
 
 
-async def test_a_prompt_that_no_message_can_hold_or_for_which_the_queue_is_full_is_computed_here(
+async def test_a_prompt_that_no_message_can_hold_or_for_which_the_queue_is_full_is_prefilled_locally(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MemoryQueue, "max_payload", 3000)
@@ -182,7 +182,7 @@ async def test_a_late_answer_is_rejected_so_that_its_blocks_are_free(
         await until(prefill.all_blocks_free)
 
 
-async def test_prompts_of_a_prefill_worker_that_died_are_computed_here_at_once(
+async def test_prompts_of_a_prefill_worker_that_died_are_prefilled_locally_at_once(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
     other = await graph.act_prefill("prefill-y")
@@ -199,10 +199,10 @@ async def test_prompts_of_a_prefill_worker_that_died_are_computed_here_at_once(
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["the last worker", "one of two"])
-async def test_the_last_words_of_a_prefill_worker_are_waited_for(
+async def test_requests_wait_for_the_last_messages_of_a_lost_prefill_worker(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, pulled: str, last: bool
 ) -> None:
-    """They come by another connection than the word that it is gone: an engine that died of a request must count."""
+    """They use another connection than the registry. An engine that died of a request must count."""
     if not last:
         await graph.act_prefill("prefill-y")
     await acted.start(pulled)
@@ -215,7 +215,7 @@ async def test_the_last_words_of_a_prefill_worker_are_waited_for(
 
 
 async def test_kv_of_an_unknown_worker_is_rejected_when_it_is_known(graph: WorkerGraph) -> None:
-    """A prefill worker that lost its lease in etcd, and is back."""
+    """The prefill worker lost its lease in etcd and registers again."""
     async with sim(Role.PREFILL, "prefill-x") as prefill:
         other = await graph.act_prefill("prefill-y")
         lost = PrefillDone("a request of long ago", await prefilled(prefill))
@@ -297,7 +297,7 @@ async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
 async def test_cancel_at_once_and_while_the_request_is_queued(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream
 ) -> None:
-    """Of the first both messages lie there when the worker reads: it is cancelled before it has had its first turn."""
+    """Both messages of the first arrive together: it is cancelled before its task first runs."""
     at_once = await frontend.submit(LONG)
     await frontend.cancel(at_once)
     queued = await frontend.submit(LONG[1:])
@@ -312,7 +312,7 @@ async def test_cancel_at_once_and_while_the_request_is_queued(
     assert graph.decode.load().backlog == counted("pdserve_backlog_seconds", role="prefill") == 0
 
 
-async def test_kv_whose_lease_ends_before_it_is_read_is_computed_here(
+async def test_kv_whose_lease_ends_before_it_is_read_is_prefilled_locally(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The answer took longer than the lease, which this worker's clock does not show."""

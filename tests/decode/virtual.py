@@ -28,11 +28,11 @@ from pdserve.process.learned import PrefillSpeed
 from tests.frontend.sequence.test_pacing import left, longest
 
 SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00015)
-"""about that of the demo model on one core"""
+"""About the speed of the demo model on one core."""
 TRANSFER, PUBLISH = 0.012, 0.002
 BLOCK = 32
 PULL_BELOW = 2048
-"""tokens from which on a prefill worker pulls no more; twice as many if it has `FEW_PROMPTS` prompts"""
+"""Tokens from which on a prefill worker pulls no more; twice as many if it has `FEW_PROMPTS` prompts."""
 THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
 LOCAL = Decision("local", "")
 ALL_LOCAL = DecodeSection(remote_prefill=False)
@@ -51,7 +51,7 @@ NO_PROMISE = Promised(math.inf, math.inf)
 
 @dataclass(eq=False)
 class VirtualRequest:
-    """What the estimator wants to know of a request, and what became of it."""
+    """The fields of a request that the estimator reads, and the times of its tokens."""
 
     prompt: int
     answer_tokens: int
@@ -84,13 +84,13 @@ class VirtualRequest:
         return self.decode.graph.promised.gap
 
     def came(self) -> None:
-        """A token came."""
+        """Record a token."""
         now, last = self.decode.graph.now, self.times[-1:]
         self.missed_slo |= now - last[0] > self.gap if last else now > self.due
         self.times.append(now)
 
     def keeps(self, promised: Promised) -> bool:
-        """As its tokens leave the frontend, which paces them if it knows of a promise."""
+        """Judge its tokens as they leave the frontend, which paces them if there is a promise."""
         slo, times = self.decode.graph.promised, self.times
         if slo.gap < math.inf:
             times = left(Pacing(slo.ttft, slo.gap), times, started=self.begun)
@@ -102,7 +102,7 @@ class VirtualRequest:
 
     @property
     def turn(self) -> Any:
-        """The decode worker may publish it."""
+        """Setting its result publishes the prompt."""
 
         def publish(_: None) -> None:
             self.published = True
@@ -126,7 +126,7 @@ class VirtualEngine:
     def __init__(self, graph: "VirtualGraph", chunk: int = 2048) -> None:
         self.graph, self.usual, self.slow = graph, chunk, 1.0
         self.prompt_tokens = 0
-        """in the last step"""
+        """Prompt tokens of the last step."""
         self.requests: list[VirtualRequest] = []
         self._busy, self._with_kv = False, 0
 
@@ -168,7 +168,7 @@ class VirtualEngine:
         return self.usual
 
     def ended(self) -> None:
-        """A step has ended."""
+        """Called at the end of a step."""
 
     def token(self, request: VirtualRequest) -> None:
         raise NotImplementedError
@@ -321,7 +321,7 @@ class VirtualGraph:
 
     @property
     def sharing(self) -> int:
-        """Engines that share a core now."""
+        """Number of engines that share a core now."""
         return sum(bool(each.requests) for each in (*self.prefill, *self.decode)) if self.one_core else 1
 
     def noise(self) -> float:
@@ -346,7 +346,7 @@ class VirtualGraph:
         self.now = until
 
     def closed(self, clients: int, seconds: float) -> list[VirtualRequest]:
-        """So many clients, each of which asks again when it has its answer."""
+        """Run a closed loop: each of `clients` sends its next request when it has its response."""
 
         def again(request: VirtualRequest) -> None:
             self.done.append(request)
@@ -361,7 +361,7 @@ class VirtualGraph:
     def poisson(
         self, rate: float, seconds: float, prompts: tuple[int, ...] = (1300,)
     ) -> list[VirtualRequest]:
-        """So many requests a second, at random."""
+        """Run Poisson arrivals at `rate` requests per second."""
         at = self.random.expovariate(rate)
         while at < seconds:
             self.after(at, lambda: self.ask(self.random.choice(prompts)))
@@ -372,14 +372,14 @@ class VirtualGraph:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the requests that began after the first `skip` seconds; milliseconds."""
+    """Percentiles of the requests that began between `begin` and `end`, in milliseconds."""
 
     ttft50: float
     ttft99: float
     itl99: float
     gap99: float
     local: float
-    """share of the prompts"""
+    """Share of the prompts that were prefilled locally."""
 
     @classmethod
     def of(cls, requests: list[VirtualRequest], begin: float = 3.0, end: float = 1e9) -> "Figures":

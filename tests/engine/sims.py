@@ -1,4 +1,4 @@
-"""Simulated engines for tests: small, quick, and asked through the contract only."""
+"""Simulated engines for tests: small, fast, and used through the engine contract only."""
 
 import json
 from pathlib import Path
@@ -15,12 +15,12 @@ from pdserve.engine.sim.wire import CoreOutputs, Sampling, write_request
 from pdserve.engine.spec import EngineSpec
 
 LOADED = fingerprint("demo", {"block-size": 16}, VLLM_VERSION)
-"""the fingerprint of all engines of `spec`, unless their arguments change the model"""
+"""Fingerprint of all engines of `spec`, unless their arguments change the model."""
 FAST = {"prefill-rate": 1e6, "step-seconds": 0.001, "bandwidth": 1e12, "transfer-timeout": 5.0}
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    """The tokens of any healthy engine."""
+    """The tokens that any healthy engine generates."""
     return SimModel().answer(prompt, count)
 
 
@@ -49,7 +49,7 @@ def sim(role: Role, name: str, **arguments: object) -> SimEngine:
 
 
 async def collect(engine: SimEngine, request_id: str) -> list[Output]:
-    """All of a request's outputs, when it is alone in the engine."""
+    """All outputs of a request that is alone in the engine."""
     outputs: list[Output] = []
     while not outputs or not outputs[-1].finished:
         outputs += [output for output in (await engine.step()).outputs if output.request_id == request_id]
@@ -61,7 +61,7 @@ def tokens(outputs: list[Output]) -> list[int]:
 
 
 def generated(prompt: list[int], count: int, adapter: int) -> list[int]:
-    """What a simulated engine answers with this LoRA adapter; 0: with none."""
+    """The tokens that a simulated engine generates with this LoRA adapter; 0: without one."""
     return SimModel().answer(prompt, count, adapter)
 
 

@@ -83,7 +83,7 @@ def test_blocks_only_in_host_memory_are_no_hit_in_the_cache() -> None:
     assert (cache._blocks, cache.prefixes.known()) == ({}, [])
 
 
-def test_events_of_pictures() -> None:
+def test_events_of_images() -> None:
     """One from token 4 to 12, and one from token 13 to 15."""
     extra = [[["red", 4], "salt"], [["red", -4], ["blue", 5]], None]
     cache = mirror(stored([1, 2, 3], PROMPT[:24], extra_keys=extra))
@@ -107,7 +107,7 @@ def test_engines_of_workers_that_decode_publish_their_events(role: Role, publish
 
 
 @pytest.mark.parametrize(("engine_args", "size"), [({}, 0), ({"mm-processor-cache-gb": 2}, 2)])
-def test_an_engine_keeps_no_pictures_that_frontends_send_each_time(
+def test_an_engine_keeps_no_images_that_frontends_send_each_time(
     engine_args: dict[str, object], size: int
 ) -> None:
     argv = VllmProcess(EngineSpec(Role.DECODE, "d", "demo", engine_args=engine_args))._argv("ipc:///events")

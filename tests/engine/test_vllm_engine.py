@@ -761,7 +761,7 @@ async def test_a_read_during_which_the_decode_engine_hung_is_used_while_its_kv_i
     assert await pair.decode.generate("awake", prompt) == slept
 
 
-async def test_a_broken_connection_is_made_anew(pair: Engines) -> None:
+async def test_a_broken_connection_is_replaced(pair: Engines) -> None:
     """After a long silence UCX gives up an endpoint for good."""
     prompt = prompt_of(700, seed=15)
     handle = await pair.prefill.prefill("p-broken", prompt)

@@ -1,4 +1,4 @@
-"""How an engine with processes of its own ends: as one of its ranks does, and without its model."""
+"""How a vLLM engine ends when one of its ranks does; without loading a model."""
 
 import asyncio
 import faulthandler

@@ -66,7 +66,7 @@ def asking(key: CurveKey | None) -> Iterator[Confirmations]:
 
 
 async def outcome(confirmations: Confirmations, ended: dict[str, Source]) -> dict[str, bool]:
-    """Of each read, as engine steps would learn it."""
+    """Return the result of each read as engine steps would learn it."""
     found: dict[str, bool] = {}
 
     def update() -> bool:
@@ -93,7 +93,7 @@ async def test_each_read_is_confirmed_by_the_engine_that_was_read(
 
 
 async def test_an_answer_does_not_confirm_a_later_read(leases: Leases, key: CurveKey | None) -> None:
-    """Of the same prefill, and under the same name: a request that was cancelled and asked again."""
+    """The later read has the same prefill and name, as of a request that was cancelled and sent again."""
     with engine(leases, key) as path, asking(key) as confirmations:
         ended = {"r": Source(path, "prefill-0-a", "p")}
         assert await outcome(confirmations, ended) == {"r": True}

@@ -87,7 +87,7 @@ def test_a_port_that_does_not_answer_is_a_timeout() -> None:
 
 
 def test_only_a_process_of_the_graph_is_answered(tmp_path: Path) -> None:
-    """Not one without a key, not one of another graph, and not one that has a key of its own but not the graph's."""
+    """A peer without a key, of another graph, or with only a key of its own gets no answer."""
     ours, other = (CurveKey.of(create(tmp_path / name)) for name in ("ours", "other"))
     assert ours
     assert other
@@ -102,7 +102,7 @@ def test_only_a_process_of_the_graph_is_answered(tmp_path: Path) -> None:
 
 
 def test_the_key_depends_on_the_graphs_credentials_only(tmp_path: Path) -> None:
-    """Equal for all copies of a folder, and not readable from what is sent or from another purpose's."""
+    """It is equal for all copies of a folder, and cannot be derived from sent data or from keys of other purposes."""
     graph = create(tmp_path / "graph")
     copied = Credentials(shutil.copytree(graph.folder, tmp_path / "copy"))
     assert CurveKey.of(copied) == CurveKey.of(graph)

@@ -8,12 +8,12 @@ from pdserve.prefill.pull_policy import POLL_INTERVAL, TICK, pause
     [
         (0, 0.1, 0, 0.0),  # idle: at once
         (0, 100.0, 5, 0.0),
-        (1, 0.1, 0, POLL_INTERVAL),  # none is known to wait: a look now and then
+        (1, 0.1, 0, POLL_INTERVAL),  # no prompt is known to wait: it polls
         (32, 0.0, 0, POLL_INTERVAL),
-        (2, 0.2, 1, 0.05),  # a quarter of its places: a quarter of what a prompt takes
+        (2, 0.2, 1, 0.05),  # a quarter of its slots: a quarter of a prompt's time
         (4, 0.08, 3, 0.04),
         (8, 0.08, 1, 0.08),  # full
-        (8, 0.0, 1, TICK),  # no prompt was computed here so far
+        (8, 0.0, 1, TICK),  # no prompt was measured yet
         (8, 100.0, 1, POLL_INTERVAL),  # nothing starves
     ],
 )

@@ -89,7 +89,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def test_an_answer_says_where_the_kv_lies(scene: Scene) -> None:
-    """Nor does an engine see one id twice, where the answer got out and the ack did not."""
+    """If the answer was sent and the ack was lost, the prompt comes again and gets a new id in the engine."""
     await scene.ask()
     done = await scene.done()
     assert done.handle.engine_id == "prefill-0"
@@ -155,7 +155,7 @@ async def test_a_prompt_is_computed_once_however_long_it_takes(
 async def test_a_dead_engine_ends_the_worker_and_what_may_have_killed_it_goes_back(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Another worker takes over what the engine had for minutes, or when something outside killed it."""
+    """Another worker takes over a prompt that ran for minutes, or whose engine was killed from outside."""
     scene.engine.faults.going.clear()
     await scene.ask_and_run()
     if end == "crashed long after":
@@ -216,7 +216,7 @@ async def test_the_drain_has_an_end() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_answer_is_said_again_until_its_kv_is_released(scene: Scene) -> None:
+async def test_an_answer_is_repeated_until_its_kv_is_released(scene: Scene) -> None:
     await scene.ask()
     await until(lambda: len(scene.answers.get("r", [])) == 3)
     first, *again = scene.answers["r"]
@@ -245,8 +245,8 @@ async def test_an_answer_given_while_the_queue_is_away_comes_later(scene: Scene)
 async def test_a_prefill_that_was_cancelled_too_late_is_answered(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its KV is there, and only the decode worker can have it freed. It is kept in mind without its prompt: a thousand
-    long ones would take gigabytes."""
+    """Its KV exists, and only the decode worker can have it freed. It is remembered without its prompt, because a
+    thousand long ones would take gigabytes."""
 
     async def too_late(request_ids: list[str]) -> None: ...
 

@@ -27,7 +27,7 @@ from pdserve.util.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.util.lru import LruDict
 
 _MAX_CATCH_UP = 0.005
-"""Seconds by which a step is shortened if the one before ended late, because timers are coarse."""
+"""Most seconds by which a step is shortened if the one before ended late, because timers are coarse."""
 
 
 class SimEngine(SimAdapters, Engine):
@@ -45,15 +45,17 @@ class SimEngine(SimAdapters, Engine):
         self._running: list[SimRequest] = []
         self._tasks = TaskOwner()
         self._ahead: dict[tuple[str, str], int] = {}
-        """by `handles.source`: how many blocks of a running prefill were read"""
+        """By `handles.source`: number of blocks of a running prefill that were read."""
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
         self._seen: LruDict[None] = LruDict(100_000)
         self._work = asyncio.Event()
         self._stepping = asyncio.Lock()
-        self._computed, self._step = 0.0, (0.0, 0.0)
-        """seconds of the steps that have ended; begin and length of the current step"""
+        self._computed = 0.0
+        """Seconds of the steps that have ended."""
+        self._step = (0.0, 0.0)
+        """Begin and length of the current step."""
         self._due = 0.0
-        """when the last step should have ended; 0 before the first step and after a pause"""
+        """When the last step should have ended; 0 before the first step and after a pause."""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
     @asynccontextmanager
@@ -77,7 +79,7 @@ class SimEngine(SimAdapters, Engine):
             fingerprint=fingerprint,
         )
         if model.stop_signal:
-            asyncio.get_running_loop().add_signal_handler(model.stop_signal, self.faults.stop_or_go)
+            asyncio.get_running_loop().add_signal_handler(model.stop_signal, self.faults.toggle_hang)
         async with self._kv_server:
             try:
                 async with self._tasks:
@@ -197,7 +199,8 @@ class SimEngine(SimAdapters, Engine):
 
     def _check_alive(self) -> None:
         if self.faults.dead:
-            raise EngineDead("the simulated engine died on command", **self.faults.cause)
+            killed = self.faults.killed
+            raise EngineDead("the simulated engine died on command", crashed=not killed, killed=killed)
 
     def _refuse_reuse(self, request_id: str) -> None:
         if request_id in self._seen:
@@ -276,12 +279,13 @@ class SimEngine(SimAdapters, Engine):
             begin = max(self._due, now - _MAX_CATCH_UP) if self._due else now
             self._step, self._due = (begin, seconds), begin + seconds
             await asyncio.sleep(self._due - now)
-            self._computed, self._step = self._computed + seconds, (0.0, 0.0)
+            self._computed += seconds
+            self._step = (0.0, 0.0)
             await self.faults.going.wait()
 
     def _schedule(self) -> list[tuple[SimRequest, int]]:
-        """How many tokens each request computes in the next step, within the budget: first decoding requests, then
-        prompts in chunks, by arrival. (vLLM goes by arrival only, which is nearly the same order.)"""
+        """Tokens that each request computes in the next step, within the budget: first decoding requests, then prompts
+        in chunks, by arrival. (vLLM orders all by arrival, which is nearly the same.)"""
         budget = self._model.max_batched_tokens
         pulled = [request.pulled for request in self._running if request.prefilling]
         self._with_kv = self._with_kv + 1 if any(pulled) else 0

@@ -22,10 +22,10 @@ _MAX_LINE = 64 << 20
 
 class ReadBlocks(msgspec.Struct, frozen=True):
     engine_id: str
-    """of the prefill engine that has the KV; new at each start"""
+    """Of the prefill engine that has the KV; new at each start."""
     request_id: str
     done: bool = False
-    """free the blocks, which were read or will not be read"""
+    """Whether to free the blocks, which were read or will not be read."""
     block_ids: list[int] = []
 
 
@@ -33,7 +33,7 @@ class BlockContents(msgspec.Struct, frozen=True):
     contents: list[int] = []
     refused: str = ""
     held: bool = False
-    """with `done`: whether the blocks were held for this request until now"""
+    """With `done`: whether the blocks were held for this request until now."""
 
 
 @dataclass
@@ -51,9 +51,7 @@ class KvServer(Lifetime):
 
             def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 task = tasks.start(self._serve(reader, writer), "sim side channel")
-                task.add_done_callback(
-                    lambda _: writer.close()
-                )  # also where it is cancelled before it begins
+                task.add_done_callback(lambda _: writer.close())  # even if it is cancelled before it begins
 
             server = await asyncio.start_server(begin, self.host, 0, limit=_MAX_LINE)
             self.port = server.sockets[0].getsockname()[1]
@@ -65,7 +63,7 @@ class KvServer(Lifetime):
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             line = await reader.readline()
-            if self.faults.silent():
+            if self.faults.is_silent():
                 await reader.read()
             elif line and not self.faults.deaf:
                 answer = self._answer(msgspec.json.decode(line, type=ReadBlocks))

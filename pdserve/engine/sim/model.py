@@ -26,36 +26,36 @@ class SimModel:
     max_num_seqs: int = 64
     max_batched_tokens: int = 2048
     prompt_chunk: int = 0
-    """tokens of one prompt in a step that it shares with other requests; 0: as many as fit"""
+    """Tokens of one prompt in a step that it shares with other requests; 0: as many as fit."""
     prefill_rate: float = 20_000.0
-    """prompt tokens per second, without attention"""
+    """Prompt tokens per second, without attention."""
     attention_seconds: float = 0.0
-    """for each million pairs of a prompt token and an earlier token, which makes long prompts slower per token"""
+    """Seconds for each million pairs of a prompt token and an earlier token; they make long prompts slower."""
     step_seconds: float = 0.005
-    """fixed part of each step"""
+    """Fixed seconds of each step."""
     sequence_seconds: float = 0.0
-    """for each sequence in a step"""
+    """Seconds for each sequence in a step."""
     context_seconds: float = 0.0
-    """for each 1,000 tokens of context of all decoding sequences in a step"""
+    """Seconds for each 1,000 tokens of context of all decoding sequences in a step."""
     bytes_per_token: int = 4096
-    """of KV"""
+    """Bytes of a token's KV."""
     bandwidth: float = 1e9
-    """bytes per second between two engines"""
+    """Bytes per second between two engines."""
     transfer_seconds: float = 0.0
-    """fixed part of each transfer between two engines"""
+    """Fixed seconds of each transfer between two engines."""
     transfer_timeout: float = 3.0
-    """as the real connector's: `FLOOR` in `pdserve/kv/connector.py`"""
+    """As the real connector's: `FLOOR` in `pdserve/kv/connector.py`."""
     lease: float = 30.0
-    """seconds that a prefill engine keeps blocks for the decode engine"""
+    """Seconds that a prefill engine keeps blocks for the decode engine."""
     fatal_token: int = 0
-    """a prompt with this token id kills the engine that computes it; 0: no token does"""
+    """A prompt with this token id kills the engine that computes it; 0: no token does."""
     stop_signal: int = 0
-    """number of the signal that makes the engine hang, and the next time go on; 0: none"""
+    """Number of the signal that makes the engine hang or, if it hangs, continue; 0: none."""
     load_seconds: float = 0.0
-    """until the engine is ready, in a thread that cannot be stopped, as vLLM's imports"""
+    """Seconds until the engine is ready, in a thread that cannot be stopped, like vLLM's imports."""
     first_token: int = 300
     tokens: int = 700
-    """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are whole words"""
+    """The token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are whole words."""
 
     def step_time(self, decoding: int, context: int, chunks: Iterable[tuple[int, int]] = ()) -> float:
         """Seconds of a step in which `decoding` sequences with `context` tokens in all get their next token, and these
@@ -68,7 +68,7 @@ class SimModel:
         return seconds
 
     def chunk(self, limit: int, prompts: int, with_kv: int) -> int:
-        """Tokens of each of so many prompts in a step with other requests, as in vLLM (`kv/prefill_chunk.py`).
+        """Tokens of each of `prompts` prompts in a step with other requests, as in vLLM (`kv/prefill_chunk.py`).
         `with_kv`: number of successive steps, including this one, with a request whose KV was read."""
         if not limit:
             return self.max_batched_tokens
@@ -83,7 +83,7 @@ class SimModel:
         return self.first_token + seed_of([salt], seed) % self.tokens
 
     def answer(self, prompt: Sequence[int], count: int, salt: int = 0) -> list[int]:
-        """The tokens of any healthy engine."""
+        """The tokens that any healthy engine generates for the prompt."""
         seed, tokens = seed_of(prompt), list[int]()
         for _ in range(count):
             tokens.append(self.next_token(seed, salt))
@@ -102,36 +102,31 @@ class Faults:
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
-        """cleared while the engine hangs: no step ends, no request for KV is answered"""
+        """Cleared while the engine hangs: no step ends, and no request for KV is answered."""
         self.going.set()
         self.dead = False
-        """every method raises EngineDead; set by `SimEngine.die`"""
+        """Whether every method raises EngineDead; set by `SimEngine.die`."""
         self.killed = False
-        """it is dead because it was killed from outside"""
+        """Whether it is dead because it was killed from outside."""
         self.slow = 1.0
-        """factor on the time of each step"""
+        """Factor on the time of each step."""
         self.drop_transfers = False
-        """the prefill engine accepts requests for KV but never answers, as if the network dropped packets"""
+        """The prefill engine accepts requests for KV but never answers, as if the network dropped packets."""
         self.no_grammars = False
-        """no structured output can be compiled"""
+        """No structured output can be compiled."""
         self.fatal_pulls = False
-        """a read of KV kills the decode engine, as a missing permission for AMX did"""
+        """A read of KV kills the decode engine, as a missing permission for AMX did."""
         self.deaf = False
-        """the prefill engine's side channel closes every connection without an answer"""
+        """The prefill engine's side channel closes every connection without an answer."""
 
     def kills(self, prompt: list[int], pulled: int, fatal_token: int) -> bool:
         """Whether this request kills the engine. `pulled`: tokens whose KV it read; `fatal_token`: 0 for none."""
         return (self.fatal_pulls and pulled > 0) or (fatal_token > 0 and fatal_token in prompt)
 
-    @property
-    def cause(self) -> dict[str, bool]:
-        """The cause of its death, as arguments of EngineDead."""
-        return {"crashed": not self.killed, "killed": self.killed}
-
-    def stop_or_go(self) -> None:
+    def toggle_hang(self) -> None:
         (self.going.clear if self.going.is_set() else self.going.set)()
 
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         return self.dead or self.drop_transfers or not self.going.is_set()
 
 

@@ -22,11 +22,11 @@ from pdserve.engine.sim.model import SimModel, seed_of
 from pdserve.util.errors import ProtocolError
 
 LENGTH, ERROR = 1, 3
-"""values of vLLM's FinishReason"""
+"""Values of vLLM's FinishReason."""
 _RAW = 3
 """vLLM's extension type for the bytes of an array"""
 _UNLIKELY = -9999.0
-"""logprob of each token but the generated one"""
+"""Logprob of each token but the generated one."""
 
 
 class Sampling(Struct, frozen=True):
@@ -86,7 +86,7 @@ class CoreRequest(Struct, array_like=True, frozen=True):
 
     @property
     def salt(self) -> int:
-        """A number for what its tokens depend on besides the tokens before them."""
+        """Hash of adapter and images, on which generated tokens depend besides the tokens before them."""
         return self.adapter ^ crc32("".join(image.name for image in self.images).encode())
 
     @property
@@ -186,33 +186,33 @@ def refused(request_id: str) -> Output:
 class SimRequest:
     request_id: str
     prompt: list[int]
-    """including tokens that another engine sampled"""
+    """Including tokens that another engine sampled."""
     max_tokens: int
     asked: CoreRequest
     whole: list[int]
-    """contents of the prompt's full blocks once they are computed"""
+    """Contents of the prompt's full blocks once they are computed."""
     kv: KvHandle | None = None
-    """where to read the prompt's KV"""
+    """Where to read the prompt's KV."""
     keep: bool = False
-    """a prefill, whose blocks are kept until the lease ends"""
+    """Whether it is a prefill, whose blocks are kept until the lease ends."""
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    """prompt tokens whose KV is in this engine"""
+    """Prompt tokens whose KV is in this engine."""
     cached: int = 0
     named: int = 0
-    """blocks of a prefill that were reported as complete"""
+    """Blocks of a prefill that were reported as complete."""
     pulled: int = 0
     begun: float | None = None
-    """monotonic time at which it had its blocks, and its KV was read or could not be read"""
+    """Monotonic time at which it had its blocks and its KV read had ended."""
     tokens: list[int] = field(default_factory=list)
     unread: bool = False
-    """the KV could not be read"""
+    """Whether the KV could not be read."""
     salt: int = 0
-    """`CoreRequest.salt`, changed if the KV that was read is another prompt's"""
+    """`CoreRequest.salt`, changed if the KV that was read is another prompt's."""
     seed: int = 0
-    """hash of all tokens so far"""
+    """Hash of all tokens so far."""
     gone: bool = False
-    """cancelled, so that the current step has no output for it"""
+    """Whether it is cancelled, so that the current step has no output for it."""
 
     def __post_init__(self) -> None:
         self.salt, self.seed = self.asked.salt, seed_of(self.prompt)
@@ -223,7 +223,7 @@ class SimRequest:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a prefill whose token is not the request's first token."""
+        """Whether it is a prefill whose token is not the first of the client's request."""
         return self.keep and self.sampling.structured_outputs is not None
 
     @property
@@ -276,7 +276,7 @@ class SimRequest:
 
 
 def load_of(share: list[tuple[SimRequest, int]]) -> tuple[int, int, list[tuple[int, int]]]:
-    """The arguments of `SimModel.step_time` for a step that computes these numbers of tokens."""
+    """Arguments of `SimModel.step_time` for a step that computes `share`: requests with their numbers of tokens."""
     decoding = [request for request, _ in share if not request.prefilling]
     context = sum(len(request.prompt) + len(request.tokens) for request in decoding)
     return (

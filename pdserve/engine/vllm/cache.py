@@ -20,15 +20,15 @@ _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 
 class CacheMirror(Lifetime):
-    """Enter it before the engine starts; call `follow` once the engine has started, before its first request. It lags
-    by the time that an event takes. A lost event makes it wrong until the block is stored or removed again."""
+    """Enter it before the engine starts, and call `follow` after the start, before the first request. It lags behind
+    the engine by the time of an event. A lost event makes it wrong until the block is stored or removed again."""
 
     def __init__(self) -> None:
         self.prefixes = CachedPrefixes()
         self._blocks: dict[Any, tuple[bytes, int]] = {}
-        """vLLM's hash of a block -> its name, and its position in the prompt from 1"""
+        """vLLM's hash of a block -> its name, and its position in the prompt from 1."""
         self.endpoint = api.get_open_zmq_ipc_path()
-        """where the engine publishes its events: a socket that only this user can reach"""
+        """Where the engine publishes its events: a socket that only this user can reach."""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:

@@ -43,11 +43,11 @@ class VllmEngine(Engine):
         self._adapters: dict[int, api.LoRARequest] = {}
         self._usage = EngineUsage()
         self._reported = 0.0
-        """monotonic time of the last report"""
+        """Monotonic time of the engine's last report."""
         self._unread: dict[str, str] = {}
-        """request id -> why its KV could not be read; since the last step"""
+        """Request id -> why its KV could not be read; since the last step."""
         self._timestamp = 0.0
-        """when the engine had the outputs of the last step"""
+        """When the engine had the outputs of the last step."""
         self._uses_prefill_token = not SAMPLING_ARGUMENTS & spec.engine_args.keys()
         self._spans_hosts = spec.node is not None
         self._offloads = spec.kv_offload > 0
@@ -214,8 +214,8 @@ class VllmEngine(Engine):
 
     @property
     def usage(self) -> EngineUsage:
-        """The engine reports before it frees the last blocks, and again as long as a block is held. So no report means
-        that none is held."""
+        """The engine reports before it frees the last blocks, and repeatedly while a block is held. So without reports
+        no block is held."""
         if not len(self._requests) and time.monotonic() > self._reported + IDLE_AFTER:
             return EngineUsage()
         return self._usage

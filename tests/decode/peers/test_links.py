@@ -20,7 +20,7 @@ def handshake_failures(worker: str) -> float | None:
     return REGISTRY.get_sample_value("pdserve_kv_handshake_failures_total", labels)
 
 
-async def test_requests_that_are_there_and_what_was_read(
+async def test_links_count_requests_and_reads(
     graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream
 ) -> None:
     prefill.engine.faults.going.clear()
@@ -57,7 +57,7 @@ async def test_a_worker_whose_side_channel_is_broken_is_avoided_until_it_is_trie
 
 
 async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, frontend: FrontendStream) -> None:
-    """Within a few requests, beside one that was as slow before."""
+    """Within a few requests, although earlier transfers were fast."""
     for number in range(3):
         await frontend.ask([number, *LONG])
     before = links(graph)["prefill-0"]
@@ -72,7 +72,7 @@ async def test_a_slow_link_stands_out(graph: WorkerGraph, prefill: Prefill, fron
 async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """Which is given up a moment after its link was forgotten."""
+    """The request is given up a moment after the worker's link was forgotten."""
     acted = await graph.act_prefill("prefill-left")
     assert links(graph) == {"prefill-left": LinkState("prefill-left", "kv")}, "nothing before it is used"
     request = await frontend.submit(LONG)

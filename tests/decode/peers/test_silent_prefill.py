@@ -1,4 +1,4 @@
-"""Prefill workers that are registered, and take no prompts or cannot answer."""
+"""Registered prefill workers that pull no prompts or cannot answer."""
 
 import pytest
 
@@ -77,7 +77,7 @@ async def test_a_worker_that_cannot_answer_is_not_waited_for(
 
 
 @pytest.mark.usefixtures("patient", "quick_watch")
-async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts_are_computed_here(
+async def test_a_prefill_worker_whose_engine_hangs_pulls_nothing_and_its_prompts_are_prefilled_locally(
     graph: WorkerGraph, frontend: FrontendStream, prefill: Prefill
 ) -> None:
     """Until its engine works again."""

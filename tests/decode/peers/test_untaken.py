@@ -19,7 +19,7 @@ from pdserve.decode.policy.decision import MIN_TIMEOUT
         ([("heard", 9), ("untaken", 10, 13), ("untaken", 10, 14), ("heard", 9)], True),
     ],
 )
-def test_two_untaken_prompts_in_a_row_are_silence_until_there_is_news(
+def test_workers_are_silent_after_two_untaken_prompts_until_a_message(
     events: list[Any], silent: bool
 ) -> None:
     prompts = UntakenPrompts()
@@ -28,7 +28,7 @@ def test_two_untaken_prompts_in_a_row_are_silence_until_there_is_news(
     assert prompts.is_silent(15.0) is silent
 
 
-def test_after_a_silence_one_more_untaken_prompt_is_enough() -> None:
+def test_after_a_retry_one_more_untaken_prompt_is_enough() -> None:
     prompts = UntakenPrompts()
     prompts.untaken(10, 13)
     prompts.untaken(10, 14)

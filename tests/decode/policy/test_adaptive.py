@@ -1,4 +1,4 @@
-"""What the policy `adaptive` makes of loads, in virtual time: no clock of this machine is in it."""
+"""TTFT and gaps under the policy `adaptive`, in virtual time, so that this machine's speed does not count."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_without_a_promise_no_way_alone_is_better(slow: tuple[float, float], loa
 
 
 @pytest.mark.parametrize("load", [0.1, 0.2])
-def test_on_one_core_for_all_a_prompt_elsewhere_costs_the_streams_as_much(load: float) -> None:
+def test_on_one_shared_core_a_remote_prefill_delays_streams_as_much(load: float) -> None:
     (local, _), (remote, _), (median, _) = (
         finish(settings, (1.0, 1.0), load, one_core=True) for settings in (ALL_LOCAL, ALL_REMOTE, ADAPTIVE)
     )
@@ -65,7 +65,7 @@ def test_several_workers_of_each_kind() -> None:
 
 
 def test_a_prefill_worker_that_gets_slow_and_fast_again() -> None:
-    """Ten times as slow from 20 to 60 s: it is left alone, tried now and then, and used again."""
+    """Ten times as slow from 20 to 60 s: it is avoided, tried occasionally, and used again."""
     graph = VirtualGraph(ADAPTIVE)
     graph.after(20, lambda: setattr(graph.prefill[0], "slow", 10.0))
     graph.after(60, lambda: setattr(graph.prefill[0], "slow", 1.0))

@@ -1,11 +1,11 @@
-"""Prompts that are cancelled while they wait for their turn in the engine."""
+"""Prompts that are cancelled while they wait for a slot in the engine."""
 
 from tests.conditions import until
 from tests.decode.graph import WorkerGraph
 
 
-async def test_they_leave_the_line_and_are_no_turns_of_their_client() -> None:
-    """A client that gives up and tries again waits behind none of its own."""
+async def test_cancelled_prompts_leave_the_queue_and_cost_their_client_no_turn() -> None:
+    """A client that cancels its requests and tries again does not wait behind them."""
     chunk = {"long-prefill-token-threshold": 512}
     async with WorkerGraph(max_local_prefill_length=8000, engine_args=chunk) as graph:
         graph.decode_engine.faults.slow = 30.0

@@ -15,7 +15,7 @@ REMOTE = DecodeSection(
 
 
 async def flood(graph: WorkerGraph, frontend: FrontendStream, count: int = 4) -> list[str]:
-    """Send so many prompts of a client; return their ids when they wait for a prefill worker."""
+    """Send prompts of a client; return their ids when they wait for a prefill worker."""
     names = [await frontend.submit(LONG[number:], client="greedy") for number in range(count)]
     await until(lambda: graph.depth == count)
     return names
@@ -87,7 +87,7 @@ async def test_a_held_prompt_that_is_cancelled_never_enters_the_queue(
 
 
 @pytest.mark.parametrize("reason", ["queue-down", "no-prefill-worker"])
-async def test_held_prompts_are_computed_here_when_none_will_take_them(
+async def test_held_prompts_are_prefilled_locally_when_none_will_take_them(
     graph: WorkerGraph, acted: ActedPrefill, frontend: FrontendStream, reason: str
 ) -> None:
     names = await flood(graph, frontend)
@@ -101,7 +101,7 @@ async def test_held_prompts_are_computed_here_when_none_will_take_them(
 async def test_held_prompts_do_not_wait_one_after_the_other_for_a_worker_that_hangs(
     graph: WorkerGraph, frontend: FrontendStream
 ) -> None:
-    """Each has the time that it would have had in the queue."""
+    """Each may wait as long as if it were in the queue."""
     for name in await flood(graph, frontend):
         assert (await frontend.end_of(name)).way == ("local", "fallback")
     [queue] = [queue for queue in graph.broker._queues.values() if queue.ids]

@@ -1,4 +1,4 @@
-"""Workers are tested, and warm with each other, before they can be asked for anything."""
+"""Workers test their engines and warm up with each other before they get requests."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ def impatient_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that waits for a bound and not for what it should wait for takes too long."""
+    """Make bounds long, so that a test that waits for a bound instead of its event takes too long."""
     monkeypatch.setattr(presence, "WARM_UP_WITHIN", 60.0)
 
 
@@ -68,7 +68,7 @@ async def test_workers_are_warm_with_all_before_the_first_request_and_nothing_el
         assert [counted(name) for name in names] == [waits + 1, transfers + 1]
 
 
-async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
+async def test_a_prefill_worker_waits_for_all_registered_decode_workers(
     slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until its KV was read."""
@@ -133,7 +133,7 @@ async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_requ
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
 async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, role: Role) -> None:
-    """It came as a newcomer, hangs, and goes."""
+    """It registered as a newcomer, hangs, and disappears."""
     graph, other = WorkerGraph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
     key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", wire=WIRE, fingerprint=LOADED)
     worker = graph.decode if role is Role.DECODE else graph.make(PrefillWorker, "prefill-0")
@@ -196,7 +196,7 @@ async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest is lazy: both prefill workers serve, and a request finds either."""
+    """The other pairs connect at their first request: both prefill workers serve."""
     monkeypatch.setattr(prefill_workers, "MAX_PAIRS", 1)
     monkeypatch.setattr(answer_sender, "MAX_PAIRS", 0)
     before = warm("ok")

@@ -1,4 +1,4 @@
-"""Host memory of engines on the CPU: what is loaded was stored. With real engines: `tests/e2e/test_offload.py`."""
+"""Host memory of engines on the CPU returns the stored blocks. With real engines: `tests/e2e/test_offload.py`."""
 
 import json
 from types import SimpleNamespace
