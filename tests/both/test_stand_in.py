@@ -65,7 +65,7 @@ async def test_a_prefill_worker_stands_in_where_its_answers_would_not_differ(
 
 
 @pytest.mark.parametrize(("logprobs", "names"), [(20, {"prefill-0", "prefill-1"}), (5, {"prefill-0"})])
-async def test_while_no_decode_worker_is_available_it_compares_with_what_stands_in(
+async def test_without_a_decode_worker_a_stand_in_compares_with_another_stand_in(
     graph: WorkerGraph, caplog: pytest.LogCaptureFixture, logprobs: int, names: set[str]
 ) -> None:
     await start(graph)

@@ -54,7 +54,7 @@ async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one() -> None
             await pair.b.frees_all()
 
 
-async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: BothWorkers) -> None:
+async def test_a_prompt_does_not_wait_long_when_all_workers_are_busy(pair: BothWorkers) -> None:
     for worker in (pair.a, pair.b):
         await worker.frontend.stream()
         worker.worker._prompts.pulling.prompt_seconds = 1000.0

@@ -241,7 +241,7 @@ async def alone(tmp_path: Path) -> AsyncIterator[Alone]:
         (None, "~nosuchuser/x", "Loading lora red failed: No adapter found for ~nosuchuser/x"),
     ],
 )
-async def test_whatever_fails_is_a_short_problem_of_that_adapter(
+async def test_any_failure_is_a_short_problem_of_its_adapter(
     alone: Alone, raised: Exception | None, path: str, problem: str
 ) -> None:
     alone.engine.problem = raised

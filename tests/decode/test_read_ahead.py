@@ -106,7 +106,7 @@ async def test_kv_of_a_wrong_handle_is_not_read_ahead(
     assert request.read_ahead is None
 
 
-async def test_what_only_host_memory_has_is_read_too(
+async def test_blocks_only_in_host_memory_are_read_from_the_prefill_worker_too(
     graph: WorkerGraph, frontend: FrontendStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await chunked(graph)

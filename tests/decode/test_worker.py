@@ -391,8 +391,8 @@ async def test_outputs_of_a_step_come_in_one_message(graph: WorkerGraph, fronten
     assert sum(isinstance(message, Outputs) for message in frontend.messages) <= 8
 
 
-async def test_what_cannot_be_served_fails_alone(graph: WorkerGraph, frontend: FrontendStream) -> None:
-    """An id that was used before, no tokens, too many of them, a deadline that has passed, and one that passes."""
+async def test_an_impossible_request_fails_alone(graph: WorkerGraph, frontend: FrontendStream) -> None:
+    """A used id, an empty prompt, one that is too long, a deadline in the past, and one that passes later."""
     used = await frontend.submit(SHORT)
     (await frontend.end_of(used)).finished = False
     await frontend.submit(SHORT, request_id=used)

@@ -50,10 +50,8 @@ class SimEngine(SimAdapters, Engine):
         self._seen: LruDict[None] = LruDict(100_000)
         self._work = asyncio.Event()
         self._stepping = asyncio.Lock()
-        self._computed = 0.0
-        """Seconds of the steps that have ended."""
-        self._step = (0.0, 0.0)
-        """Begin and length of the current step."""
+        self._computed, self._step = 0.0, (0.0, 0.0)
+        """Seconds of the steps that have ended; begin and length of the current step."""
         self._due = 0.0
         """When the last step should have ended; 0 before the first step and after a pause."""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
@@ -199,8 +197,7 @@ class SimEngine(SimAdapters, Engine):
 
     def _check_alive(self) -> None:
         if self.faults.dead:
-            killed = self.faults.killed
-            raise EngineDead("the simulated engine died on command", crashed=not killed, killed=killed)
+            raise EngineDead("the simulated engine died on command", **self.faults.cause)
 
     def _refuse_reuse(self, request_id: str) -> None:
         if request_id in self._seen:
@@ -279,8 +276,7 @@ class SimEngine(SimAdapters, Engine):
             begin = max(self._due, now - _MAX_CATCH_UP) if self._due else now
             self._step, self._due = (begin, seconds), begin + seconds
             await asyncio.sleep(self._due - now)
-            self._computed += seconds
-            self._step = (0.0, 0.0)
+            self._computed, self._step = self._computed + seconds, (0.0, 0.0)
             await self.faults.going.wait()
 
     def _schedule(self) -> list[tuple[SimRequest, int]]:

@@ -123,6 +123,11 @@ class Faults:
         """Whether this request kills the engine. `pulled`: tokens whose KV it read; `fatal_token`: 0 for none."""
         return (self.fatal_pulls and pulled > 0) or (fatal_token > 0 and fatal_token in prompt)
 
+    @property
+    def cause(self) -> dict[str, bool]:
+        """The cause of its death, as arguments of EngineDead."""
+        return {"crashed": not self.killed, "killed": self.killed}
+
     def toggle_hang(self) -> None:
         (self.going.clear if self.going.is_set() else self.going.set)()
 

@@ -55,7 +55,7 @@ def test_a_local_prompt_waits_for_earlier_prompts_and_delays_streams() -> None:
     ],
     ids=["idle", "queued", "in hand", "two workers", "one is busy", "slow", "fast and slow"],
 )
-def test_prefill_workers_share_what_is_before_a_prompt(
+def test_prefill_workers_share_the_prompts_before_a_prompt(
     queued: float, there: Sequence[tuple[float, float]], wait: float, compute: float
 ) -> None:
     costs = found(queued=queued, there=there)

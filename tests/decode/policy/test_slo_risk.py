@@ -22,11 +22,11 @@ NO_RISK = SloRisk(left=INF, gap=INF, plain=0.01, step=0.05)
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(1.0, 0.0), (1.0, -1.0), (1.0, 0.5)])
-def test_what_cannot_come_in_time_is_late(seconds: float, left: float) -> None:
+def test_a_token_that_cannot_come_in_time_misses_its_deadline(seconds: float, left: float) -> None:
     assert ttft_miss_probability(seconds, left) == 1.0
 
 
-def test_what_is_not_promised_does_not_break() -> None:
+def test_no_slo_no_misses() -> None:
     assert ttft_miss_probability(1e9, INF) == gap_miss_probability(1e9, INF) == 0.0
     assert NO_RISK.local_misses(9.0, 9.0) == NO_RISK.remote_misses(9.0) == 0.0
 

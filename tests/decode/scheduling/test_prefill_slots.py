@@ -57,8 +57,8 @@ from pdserve.decode.scheduling.prefill_slots import PromptSlots
     ],
 )
 async def test_which_prompts_are_in_the_engine(story: list[str]) -> None:
-    """`a1:40`: a prompt of client `a` comes, with so many tokens; `-a1`: leaves the engine; `!a1`: is given up; `=25`:
-    the chunk is so long. Usually it is 100."""
+    """`a1:40`: a prompt of client `a` with 40 tokens arrives; `-a1`: leaves the engine; `!a1`: is cancelled; `=25`:
+    the chunk is 25 tokens. Usually it is 100."""
     chunk, inside = 100, list[str]()
     ends, tasks = dict[str, asyncio.Event](), dict[str, asyncio.Task[None]]()
     slots = PromptSlots(lambda: chunk, chunk)

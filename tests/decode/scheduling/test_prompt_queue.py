@@ -41,7 +41,7 @@ def test_order(waiting: list[tuple[str, float]], served: str) -> None:
     assert in_order(waiting) == served.split()
 
 
-def test_clients_that_come_and_go_do_not_starve_another() -> None:
+def test_new_clients_do_not_starve_an_older_client() -> None:
     queue: PromptQueue[str] = PromptQueue()
     queue.add("patient", "first")
     queue.add("patient", "second")

@@ -23,8 +23,8 @@ from pdserve.decode.scheduling.quarantine import Quarantine
         ),
     ],
 )
-async def test_what_enters_the_engine(story: list[str]) -> None:
-    """`a`: comes; `A`: a suspect; `-a`: is proven; `!a`: is cancelled."""
+async def test_requests_that_enter_the_engine(story: list[str]) -> None:
+    """`a`: arrives; `A`: a suspect arrives; `-a`: has a token; `!a`: is cancelled."""
     quarantine, requests, entered = Quarantine(), dict[str, DecodeRequest](), list[str]()
 
     async def enter(request: DecodeRequest) -> None:
