@@ -51,7 +51,7 @@ _RECORDS = {"Struct", "StrEnum"}
 
 
 class Protocol(NamedTuple):
-    """The definitions of a version."""
+    """The message classes of a version of pdserve."""
 
     version: str
     wire: int
