@@ -28,7 +28,7 @@ minute to start."""
 
 APART = {
     "adapter-unload",
-    "picture-kill",
+    "image-kill",
     "draft-kill",
     "offload-decode-kill",
     "offload-prefill-kill",

@@ -61,9 +61,9 @@ def request(name: str, *parts: dict[str, Any], differs: str = "", **more: Any) -
 SOURCE = {"type": "base64", "media_type": "image/png", "data": RED.partition(",")[2]}
 NO_IMAGE = part("data:image/png;base64,AAAA")
 AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
-ELSEWHERE = "`image_url` without a picture in it"
+ELSEWHERE = "`image_url` without an image in it"
 REQUESTS = [
-    request("a picture", part(RED)),
+    request("an image", part(RED)),
     request("a stream", part(RED), stream=True, stream_options={"include_usage": True}),
     request("with detail", {"type": "image_url", "image_url": {"url": RED, "detail": "low"}}),
     request("two with logprobs", part(BLUE), part(RED), logprobs=True, top_logprobs=2),
@@ -82,11 +82,11 @@ REQUESTS = [
     request("audio", AUDIO),
     request("embeddings", {"type": "image_embeds", "image_embeds": "AAAA"}),
     request("a stream of no image", NO_IMAGE, stream=True),
-    request("too many", *[part(RED)] * 17, differs="pictures of a prompt"),
-    request("too large", part(data(png("red", (8000, 5000)))), differs="pixels of a request's pictures"),
+    request("too many", *[part(RED)] * 17, differs="images of a prompt"),
+    request("too large", part(data(png("red", (8000, 5000)))), differs="pixels of a request's images"),
     request("fetched", part("http://127.0.0.1:9/red"), differs=ELSEWHERE),
     request("named", part(RED, uuid="mine")),
-    request("another of that name", part(BLUE, uuid="mine"), differs="`uuid` of a picture"),
+    request("another of that name", part(BLUE, uuid="mine"), differs="`uuid` of an image"),
 ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ async def test_the_graph_answers_as_one_server(graph: RealGraph, expected: dict[
     """One after the other, then together, then again with prefix hits."""
     names = list(CASES)[:8]
     alike = [name for name in names if "short" not in name]
-    assert len({tuple(expected[name]) for name in alike}) == len(alike), "each picture is answered for itself"
+    assert len({tuple(expected[name]) for name in alike}) == len(alike), "each image is answered for itself"
     first = [answer for name in names for answer in await ask(graph, name)]
     assert {name: answer.tokens for name, answer in zip(names, first, strict=True)} == {
         name: expected[name] for name in names

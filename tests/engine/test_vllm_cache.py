@@ -89,8 +89,8 @@ def test_events_of_images() -> None:
     cache = mirror(stored([1, 2, 3], PROMPT[:24], extra_keys=extra))
     red, blue = PromptImage("red", 4, 8), PromptImage("blue", 13, 2)
     cases = [((red, blue), 24), ((), 0), ((red,), 8), ((blue, red), 8), ((red, blue._replace(start=12)), 8)]
-    for pictures, hit in [*cases, ((red._replace(tokens=4), blue), 8), ((red._replace(start=3), blue), 0)]:
-        assert cache.prefixes.hit(PROMPT, "salt", 0, pictures) == hit, pictures
+    for images, hit in [*cases, ((red._replace(tokens=4), blue), 8), ((red._replace(start=3), blue), 0)]:
+        assert cache.prefixes.hit(PROMPT, "salt", 0, images) == hit, images
     assert cache.prefixes.hit(PROMPT, None, 0, (red, blue)) == 0
 
 

@@ -27,7 +27,7 @@ from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.fuzz.responses import is_excused, problem, twin_problem
 from pdserve_bench.graphs.watch import GraphWatch
 from pdserve_bench.measure.load import side_by_side
-from pdserve_bench.soak.usage import Picture, leaks, measure_usage
+from pdserve_bench.soak.usage import UsageSnapshot, leaks, measure_usage
 
 CONCURRENCY = 32
 TIMEOUT = 60.0
@@ -225,7 +225,7 @@ class Fuzzer:
 
     # leftovers
 
-    async def _look_after(self, watch: GraphWatch, before: Picture, ids: set[str]) -> None:
+    async def _look_after(self, watch: GraphWatch, before: UsageSnapshot, ids: set[str]) -> None:
         left = await watch.leftovers(SETTLE)
         if left.blocks:
             self._found(f"KV blocks are still held: {dict(left.blocks)}")

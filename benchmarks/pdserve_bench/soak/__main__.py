@@ -27,7 +27,7 @@ from pdserve_bench.graphs.simulated import simulated, write
 from pdserve_bench.graphs.watch import GraphWatch
 from pdserve_bench.options import program
 from pdserve_bench.soak.requests import MixedLoad
-from pdserve_bench.soak.usage import MARGINS, Picture, leaks, measure_usage, nats_keeps
+from pdserve_bench.soak.usage import MARGINS, UsageSnapshot, leaks, measure_usage, nats_keeps
 
 SIMULATED = simulated(
     {"step-seconds": 0.005, "prefill-rate": 20000}, common={"num-gpu-blocks-override": 1024}
@@ -42,8 +42,8 @@ LEASE = 40.0
 
 @dataclass
 class SoakReport:
-    before: Picture
-    after: Picture
+    before: UsageSnapshot
+    after: UsageSnapshot
     load: MixedLoad
     seconds: float
     """Seconds until everything was back, or the timeout."""
@@ -61,7 +61,7 @@ async def soak(
         GraphWatch() as watch,
     ):
 
-        async def look() -> Picture:
+        async def look() -> UsageSnapshot:
             stored = {"nats": await nats_keeps(graph), "etcd": len(await registry.read(""))}
             return await measure_usage(graph.pid, await watch.instances(), stored)
 

@@ -38,10 +38,12 @@ class Usage:
     """Data stored by a server: NATS messages and consumers, etcd keys."""
 
 
-Picture = Mapping[str, Usage]
+UsageSnapshot = Mapping[str, Usage]
 
 
-async def measure_usage(supervisor: int, instances: list[Instance], stored: Mapping[str, int]) -> Picture:
+async def measure_usage(
+    supervisor: int, instances: list[Instance], stored: Mapping[str, int]
+) -> UsageSnapshot:
     """Measure all processes of the graph. `stored` is the data in each server."""
     found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
     roles = {instance.pid: instance for instance in instances}
@@ -94,7 +96,7 @@ async def nats_keeps(graph: GraphRecord) -> int:
         return sum(stream.state.messages + stream.state.consumer_count for stream in streams)
 
 
-def leaks(before: Picture, after: Picture, allowed: Mapping[str, int] = MARGINS) -> list[str]:
+def leaks(before: UsageSnapshot, after: UsageSnapshot, allowed: Mapping[str, int] = MARGINS) -> list[str]:
     """Return a sentence for each growth beyond its margin and for each missing process."""
     found = [f"{name} is gone" for name in before.keys() - after.keys()]
     found += [f"{name} is new" for name in after.keys() - before.keys()]

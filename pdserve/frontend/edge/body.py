@@ -260,18 +260,18 @@ def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
     bound, n = next(filter(None, bounds), None), _count(fields.get("n")) or 1
     several, kind = _SEVERAL.get(path, ("prompt", str | list))
     prompts = max(_several(fields.get(several), kind), _several(fields.get("messages"), list))
-    pictures, picture_bytes = _pictures(fields) if b"image" in raw else (0, 0)
-    size = len(raw) - picture_bytes
+    images, image_bytes = _images(fields) if b"image" in raw else (0, 0)
+    size = len(raw) - image_bytes
     if several == "items":
         bound, n, size = 1, 1, size + (prompts - 1) * _length(fields.get("query"))
-    tokens = size // _BYTES_PER_TOKEN + pictures * IMAGE_TOKENS
+    tokens = size // _BYTES_PER_TOKEN + images * IMAGE_TOKENS
     asked = fields.get("logprobs") if fields.get("echo") else None
     logprobs = tokens * n * (_count(fields.get("prompt_logprobs") or asked) or 0)
     return RequestSize(tokens, bound, prompts * n, n, min(logprobs, _LARGEST), several)
 
 
-def _pictures(fields: Mapping[str, object]) -> tuple[int, int]:
-    """Count the pictures of a request, and the characters of their URLs or base64."""
+def _images(fields: Mapping[str, object]) -> tuple[int, int]:
+    """Count the images of a request, and the characters of their URLs or base64."""
     count = length = 0
     left: list[object] = [fields.get("messages"), fields.get("input")]
     while left:
@@ -279,11 +279,11 @@ def _pictures(fields: Mapping[str, object]) -> tuple[int, int]:
         if isinstance(part, list):
             left += part
         elif isinstance(part, dict):
-            picture = part.get("source") if part.get("type") == "image" else part.get("image_url")
-            if isinstance(picture, dict):
-                picture = picture.get("data") or picture.get("url")
-            if isinstance(picture, str):
-                count, length = count + 1, length + len(picture)
+            image = part.get("source") if part.get("type") == "image" else part.get("image_url")
+            if isinstance(image, dict):
+                image = image.get("data") or image.get("url")
+            if isinstance(image, str):
+                count, length = count + 1, length + len(image)
             else:
                 left += part.values()
     return count, length

@@ -188,7 +188,7 @@ class RequestState:
     client: str = ""
     """as `client_of` names it"""
     pixels: int = 0
-    """of its pictures that are read"""
+    """of its images that are decoded"""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """called by `release`"""
     hops: SequenceHops = field(init=False)

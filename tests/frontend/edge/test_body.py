@@ -56,7 +56,7 @@ DATA = "A" * 400_000
         ("messages", {"type": "tool_result", "content": [{"type": "image", "source": {"data": DATA}}]}),
     ],
 )
-def test_a_picture_counts_as_what_it_becomes(path: str, part: dict[str, object]) -> None:
+def test_an_image_counts_as_its_tokens(path: str, part: dict[str, object]) -> None:
     """And not as its base64, which had more tokens than some keys have a minute."""
     fields = {"input" if path == "responses" else "messages": [{"role": "user", "content": [part, part]}]}
     size = parse_body(f"/v1/{path}", json.dumps(fields).encode()).size
@@ -66,7 +66,7 @@ def test_a_picture_counts_as_what_it_becomes(path: str, part: dict[str, object])
 @pytest.mark.parametrize(
     "part", [{"type": "text", "text": DATA}, {"source": DATA}, {"type": "image", "source": 1}]
 )
-def test_what_is_no_picture_counts_as_text(part: dict[str, object]) -> None:
+def test_what_is_no_image_counts_as_text(part: dict[str, object]) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": [part, "image"]}]}).encode()
     assert parse_body(CHAT, body).size.prompt_tokens == len(body) // 4
 

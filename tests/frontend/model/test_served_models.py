@@ -240,10 +240,8 @@ async def test_health_says_what_is_missing(graph: Graph) -> None:
 
 
 async def test_health_says_what_else_is_wrong_by_the_registry_and_is_200(graph: Graph) -> None:
-    """No supervisor says it; a key that is not known gets the status alone."""
-
     async def told(*texts: str) -> bool:
-        """Whether these are told, and no others of this test: earlier ones left workers that are gone."""
+        """Whether the response names these problems and none of this test's others."""
         answer = await graph.http.get("/health")
         problems = "; ".join(answer.json().get("problems", []))
         assert answer.status_code == 200
@@ -252,6 +250,7 @@ async def test_health_says_what_else_is_wrong_by_the_registry_and_is_200(graph: 
 
     without, lost, gone = "no prefill worker", "NATS does not answer prefill-7", "prefill-7 of h7 is gone"
     prefill = Instance("prefill-7-p", Role.PREFILL, "demo", host="h7")
+    graph.context.view._lost.clear()  # lost workers of earlier tests would fill the list, which is bounded
     async with graph.worker() as worker, MemoryRegistry(graph.registry) as registry:
 
         async def put(instance: Instance) -> None:

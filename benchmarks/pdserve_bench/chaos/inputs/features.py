@@ -163,10 +163,10 @@ async def _kill_rank(scene: Scene) -> float | None:
     raise Cannot("no decode worker has a second rank (tensor-parallel-size: 2)")
 
 
-# pictures
+# images
 
 
-def _of_pictures(scene: Scene) -> list[Body]:
+def _of_images(scene: Scene) -> list[Body]:
     """Return requests with an image of noise each, in PPM format."""
     bodies: list[Body] = []
     for number in range(AT_ONCE):
@@ -295,9 +295,9 @@ FEATURES: tuple[Fault, ...] = (
         {"VllmWorker": {"tensor-parallel-size": 2}},
     ),
     _fault(
-        "picture-kill",
-        "one prefill worker: SIGKILL while pictures are prefilled",
-        Trial(_of_pictures, _kill_prefill, any),
+        "image-kill",
+        "one prefill worker: SIGKILL while images are prefilled",
+        Trial(_of_images, _kill_prefill, any),
         {},
     ),
 )
