@@ -161,7 +161,7 @@ async def test_an_adapter_is_on_all_workers_or_on_none(tmp_path: Path, what: str
             await graph.start(graph.make(PrefillWorker, "prefill-1", engine))
             await until(lambda: len(graph.view.instances(Role.PREFILL)) == 2)
         else:
-            problem = "has not the same files on the hosts of"
+            problem = "differ between the hosts of"
             await graph.start(graph.worker(PrefillWorker, "prefill-1", **{"lora-dtype": "float16"}))
             graph.config = replace(graph.config, prefill=PrefillConfig(engine_args={"lora-dtype": "float16"}))
             await graph.start(graph.worker(PrefillWorker, "prefill-2"))

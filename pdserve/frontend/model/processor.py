@@ -44,9 +44,9 @@ Workers = Callable[[], list[Instance]]
 FETCH_TIMEOUT = 10.0
 """Seconds to fetch a model's archive from a worker."""
 ASK_INTERVAL = 1.0
-"""Seconds until a further round over the workers starts."""
+"""Seconds after which another round of requests to the workers starts, beside those that still wait."""
 WORKER_POLL_INTERVAL = 0.2
-"""Seconds between two looks at the registered workers."""
+"""Seconds between two rounds of one task."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Processor:
 
 @asynccontextmanager
 async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) -> AsyncIterator[Processor]:
-    """Serve the card while entered; `workers` lists the workers with an equal card. Entering takes a second or two,
-    most of it in a thread. Raises ConfigError or Unavailable if this host cannot serve the card."""
+    """Serve the model card while entered; `workers` returns the workers with this card. Entering takes one or two
+    seconds, mostly in a thread. Raises ConfigError or Unavailable if this host cannot serve the card."""
     if card.vllm_version != VERSION:
         theirs = card.vllm_version or "an unknown version"
         raise ConfigError(
@@ -99,9 +99,8 @@ async def serve_model(card: ModelCard, context: ModelContext, workers: Workers) 
 
 
 async def model_folder(card: ModelCard, context: ModelContext, workers: Workers) -> str:
-    """Return a folder with config, tokenizer and chat template as the worker loaded them, or the hub id. Uses the
-    worker's archive if this host has another model, or none, at the card's path. Raises Unavailable if there is no
-    archive."""
+    """Return the model's folder or hub id. If this host lacks the card's folder, or has other files in it, fetches the
+    worker's archive and returns its folder. Raises Unavailable if there is no archive."""
     folder = context.state_dir.expanduser() / "models"
     if not card.model.startswith("/") or await asyncio.to_thread(_is_in_place, card):
         return card.model
@@ -113,9 +112,8 @@ async def model_folder(card: ModelCard, context: ModelContext, workers: Workers)
 
 
 async def _archive(card: ModelCard, context: ModelContext, workers: Workers) -> bytes:
-    """Get the archive that the card names from one of the workers, which may register a moment after their card. Asks
-    them in random order, and starts one more round beside the others every `ASK_INTERVAL`, because a worker may
-    hang."""
+    """Fetch the card's archive from any worker. Asks the workers in random order, again and again, because they may
+    register after their card. Starts one more task for this every `ASK_INTERVAL`, because a worker may hang."""
     archive: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     asked: set[str] = set()
 
@@ -147,9 +145,8 @@ def _is_in_place(card: ModelCard) -> bool:
     return folder.is_dir() and (not card.blob or archive_name(pack_model(folder)) == card.blob)
 
 
-# Arguments that only an engine reads, or whose work the edge does. All others (tokenizer, templates, parsers, limits,
-# sampling defaults) are passed on. Most engine arguments would do no harm here, but some start processes or check for
-# hardware.
+# Arguments left out here, because only an engine reads them or the edge handles them; some would start processes or
+# check for hardware. All others (tokenizer, templates, parsers, limits, sampling defaults) are passed to vLLM's app.
 _ENGINE_ONLY = re.compile(
     r"kv-.*|ec-.*|.*-parallel.*|data-parallel-.*|pipeline-.*|tensor-.*|gpu-.*|num-gpu-.*|cpu-.*|swap-.*|enforce-eager"
     r"|block-size|max-num-.*|.*prefix-caching.*|.*chunked-prefill|scheduling-policy|async-scheduling|stream-interval"
@@ -169,7 +166,7 @@ def frontend_argv(card: ModelCard, model: str) -> list[str]:
         "served-model-name": [card.name],
         "max-model-len": card.max_model_len,
         "allowed-origins": [],
-        "mm-processor-cache-gb": 0,  # the cache omits images that it takes the engine to have
+        "mm-processor-cache-gb": 0,  # the cache would omit images, assuming that the one engine has them
     }
     # 2: while one thread tokenizes a long text, the other serves short prompts
     return to_argv({"renderer-num-workers": 2, "limit-mm-per-prompt": LIMITS, **kept, **ours})

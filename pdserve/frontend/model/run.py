@@ -26,7 +26,7 @@ from pdserve.frontend.model.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 LONG_TEXT = 64 << 10
-"""Bytes of a body to be tokenized; the admission control limits how many longer ones run at once."""
+"""Bytes of a tokenization request's body above which the admission control limits how many run at once."""
 GRACE = 0.3
 """Seconds after the deadline in which the model's app may still send its own, more exact error."""
 _END_TIMEOUT = 5.0
@@ -35,7 +35,7 @@ _END_TIMEOUT = 5.0
 
 @contextmanager
 def admitted(model: ServedModel, body: ParsedBody, client: str, state: RequestState) -> Iterator[Admission]:
-    """Enter the model's admission control, for which `run` waits. Raises HttpError and Overloaded."""
+    """Enter the model's admission control; `run` then waits for its turn. Raises HttpError and Overloaded."""
     most = max_body(model.card.max_model_len, tokenizing=state.path in TOKENIZING)
     if len(body.raw) > most:
         raise HttpError(413, f"the request body is larger than {most} bytes")

@@ -35,11 +35,11 @@ class ServedModel:
         self.settled = asyncio.Event()
         """set once there is a processor or a problem"""
         self.retired = asyncio.Event()
-        """set once its name belongs to another model or to none"""
+        """set once the model is removed, or another model has its name"""
         self.removal: asyncio.TimerHandle | None = None
         """timer that removes the model; set while its card is not in the registry"""
         self.lost_last_worker = False
-        """its last worker went without draining: the metric of usable workers stays at 0 for alerts"""
+        """the last worker was lost without a drain; then the metric of usable workers stays at 0, for alerts"""
         self.promised = NO_SLO
         self.adapters: dict[str, Adapter] = {}
         """adapters that requests may name, by name"""
@@ -58,13 +58,14 @@ class ServedModel:
         raise HttpError(503, message, retry_after=RETRY_AFTER)
 
     def retire(self) -> None:
-        """Send requests that wait for its processor to the model that has its name now."""
+        """Redirect requests that wait for the processor to the model that now has this name."""
         self.retired.set()
         self.settled.set()
         self.admission.redirect()
 
     def replace(self, replaced: bool) -> None:
-        """Set whether another model has its name and no worker is left; then requests that have not begun go there."""
+        """Set whether another model has this name and no worker of this one is left. If so, requests without a token
+        are redirected to the other model."""
         if replaced:
             self.admission.redirect()
         if self.processor is not None:
@@ -77,7 +78,7 @@ class ServedModel:
 
     @property
     def waiting(self) -> int:
-        """Number of requests in the admission queue, and of those that lost their worker and wait for another."""
+        """Number of requests in the admission queue plus sequences that lost their worker and wait for another."""
         lost = len(self.processor.core.waiting) if self.processor is not None else 0
         return lost + len(self.admission)
 

@@ -57,11 +57,11 @@ async def serve_models(
 
 
 class ServedModels:
-    """A model whose card is gone is no longer listed. For `request_timeout` seconds its requests still wait for a
-    worker, which may be restarting; then the model is unknown, once it is idle.
+    """A model without a card in the registry is no longer listed. Its requests wait `request_timeout` seconds for a
+    worker, which may be restarting; then the model is removed. Its running requests finish.
 
     `expected` is the model of this frontend's configuration. Until its first worker registers, requests for it and its
-    adapters wait in the queue of a model without a card."""
+    adapters wait in the queue of a placeholder (`_starting`)."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ServedModels:
         self._mixed: dict[str, set[str]] = {}
         """by model: fingerprints of its workers"""
         self._ready: dict[tuple[str, str], bool] = {}
-        """by names of slot and host, as exported"""
+        """by slot and host: the exported readiness"""
         self._replaced = Counter[tuple[str, Role]]()
         """`view.replaced` as of the last update of the metric"""
         USABLE_WORKERS.labels(expected, Role.DECODE).set(0)
@@ -107,8 +107,8 @@ class ServedModels:
         if model is not None:
             message = f"{name} is not being served: {self.why_unserved(name)}"
             raise HttpError(503, message, retry_after=RETRY_AFTER)
-        there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
-        raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
+        hint = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
+        raise HttpError(404, f"The model `{name}` does not exist. {hint}", "model")
 
     def _is_kept(self, name: str) -> bool:
         """Whether it is an adapter of `expected` that was loaded at run time, and `expected` has no card yet."""
@@ -145,7 +145,7 @@ class ServedModels:
     # for reports
 
     def why_unserved(self, name: str | None = None) -> str:
-        """Why this model is not being served; without a name, why none is. Empty if one is."""
+        """Why this model, or without a name every model, is not being served. Empty if it, or any model, is."""
         if name is None:
             if any(model.usable_workers for model in self._models.values()):
                 return ""

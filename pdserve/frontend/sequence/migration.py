@@ -40,7 +40,7 @@ MAX_ENGINE_DEATHS = 2
 was in the engine is retried without other suspects beside it (`decode/scheduling/quarantine.py`), so the second
 death identifies the request that kills engines."""
 MAX_PARAMETER_BYTES = 32 << 20
-"""Bytes of sampling parameters, summed over all sequences of a request, each of which sends them to a worker."""
+"""Bytes of sampling parameters per request. Each sequence sends them to a worker, so they count once for each."""
 RETRY_DELAY = 0.5
 """Seconds before a worker that failed a request gets it again, if there is no other worker."""
 
@@ -58,7 +58,7 @@ _SEED_SPACE = 1 << 63
 
 
 def seeded_for_replay(request: EngineCoreRequest) -> EngineCoreRequest:
-    """Return the request; if it samples and may have to be replayed, with a seed, so that a replay gives equal
+    """Return the request with a seed if it has none, samples, and may be replayed, so that a replay gives equal
     tokens."""
     params = request.sampling_params
     if params.seed is not None or params.temperature == 0 or not stateful_parameter(params):
@@ -91,8 +91,8 @@ def next_attempt(generation: Generation) -> Submit:
 
 
 def promise_left(generation: Generation) -> Promise | UnsetType:
-    """Return the time left until the next token is due. After the first token it is due one promised gap after the
-    tokens before, of which some may still be held back."""
+    """Return the time left until the next token is due by the promise. After the first token, that is one promised gap
+    after the last token sent to the client, plus one gap for each output that is held back."""
     promised, state = generation.state.promised, generation.state
     if not promised:
         return UNSET
@@ -131,7 +131,7 @@ def _continued(params: SamplingParams, done: int) -> dict[str, object]:
 
 
 def _without_transfers(extra: dict[str, object] | None) -> dict[str, object] | None:
-    """Only the decode worker decides where KV comes from."""
+    """Remove KV transfer parameters of the client, because only the decode worker decides where KV comes from."""
     kept = {key: value for key, value in (extra or {}).items() if not key.endswith("_transfer_params")}
     return kept or None
 
@@ -221,7 +221,7 @@ class Migration:
         same = output.new_token_ids[:again] == generation.tokens[start : start + again]
         generation.replay_left -= again
         if not same or (output.finished and generation.replay_left):
-            why = f"{generation.last_loss}, and another worker's answer began differently; send it again"
+            why = f"{generation.last_loss}, and another worker generated other tokens; send the request again"
             self._core.fail(generation, RequestFailure(503, why, 1.0))
             return False
         drop_tokens(output, again)
@@ -230,8 +230,8 @@ class Migration:
     # the worker was a stand-in and a decode worker is back, or the worker is stalled
 
     def hand_over(self, generation: Generation, *, begun: bool, stalled: bool) -> None:
-        """Move a generation to another worker. If it has tokens of this attempt, only if `begun` and without a replay;
-        and never if it has left `MAX_STALLS` stalled workers."""
+        """Move a generation to another worker. One with tokens of this attempt moves only if `begun`, and never if it
+        would be replayed. None leaves more than `MAX_STALLS` stalled workers."""
         stays = generation.last_token_at > generation.sent_at and (generation.must_replay or not begun)
         stays |= stalled and generation.stalls >= MAX_STALLS
         if (link := generation.link) is not None and not stays:
@@ -245,7 +245,8 @@ class Migration:
     # no worker is available
 
     def wait(self, generation: Generation, *, retry: bool) -> None:
-        """Wait for a worker until the deadline. With `retry`, also try the workers that lost it after `RETRY_DELAY`."""
+        """Wait for a worker until the deadline. With `retry`, after `RETRY_DELAY` also the workers that lost it may get
+        it."""
         loop, timers = asyncio.get_running_loop(), self.waiting.setdefault(generation, [])
         if not timers:
             left = max(0.0, generation.state.deadline - time.monotonic())

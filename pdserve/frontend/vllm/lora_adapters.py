@@ -24,9 +24,9 @@ CLAIM_TIMEOUT = 10.0
 def servable_adapters(
     kept: Mapping[str, Adapter], workers: Sequence[Instance], before: Mapping[str, Adapter] = {}
 ) -> dict[str, Adapter]:
-    """Return the adapters that clients may name: those loaded at run time, and those of the workers' files unless
-    unloaded. If workers disagree on an adapter, the version of most workers counts. While there is no worker, returns
-    those of `before`, because their requests wait as the model's own do. Pure."""
+    """Return the adapters that clients may name: those loaded at run time (`kept`), and those of the workers' files
+    unless unloaded. If workers have different versions of an adapter, the most frequent one is returned. Without
+    workers, the adapters of `before` stay, because requests for them wait for a worker. Pure."""
     found: dict[str, Counter[Adapter]] = {}
     theirs = (each for worker in workers for each in worker.adapters or ())
     for each in theirs if workers else before.values():
@@ -44,16 +44,16 @@ class AdapterStore:
 
     @asynccontextmanager
     async def claimed(self, model: str, name: str) -> AsyncIterator[None]:
-        """Hold a lock on an adapter name, for all frontends and models; the view then has all earlier changes. Raises
-        BadRequest if the name is taken or locked, and Unavailable.
+        """Hold a lock on an adapter name against all frontends and models. Raises BadRequest if the name is taken or
+        locked, and Unavailable.
 
-        The lock is a key under this frontend's lease. Registry changes arrive in the server's order, so a view with the
-        key has everything that was written before it."""
+        The lock is a key under this frontend's lease. Changes arrive in the order in which etcd made them, so once the
+        view has the key, it also has every earlier change."""
         claim, mine = keys.claim(name), secrets.token_hex(8)
         if not await self._registry.create(claim, mine.encode()):
             raise BadRequest(f"The lora adapter '{name}' is being loaded by another call.", "lora_name")
         try:
-            await self._seen(name, mine)
+            await self._wait_for_claim(name, mine)
             if name in self._view.cards().keys() - {model} or name in self._names_beside(model):
                 taken = f"'{name}' is the name of another model, or of its adapter: choose another name."
                 raise BadRequest(taken, "lora_name")
@@ -61,7 +61,7 @@ class AdapterStore:
         finally:
             await self._registry.delete(claim)
 
-    async def _seen(self, name: str, mine: str) -> None:
+    async def _wait_for_claim(self, name: str, mine: str) -> None:
         try:
             async with asyncio.timeout(CLAIM_TIMEOUT):
                 async for _ in self._view.changes():
@@ -77,11 +77,11 @@ class AdapterStore:
         await self._registry.put(keys.loading(asked), encode_record(asked))
         try:
             async with asyncio.timeout(LOAD_TIMEOUT):
-                id = await self._loaded(asked)
+                id = await self._wait_for_load(asked)
             await self._keep(replace(asked, id=id), keys.claim(name))
         except TimeoutError:
             silent = _silent(self._workers(model), asked)
-            left = ", ".join(silent) or f"the workers of {model}, of which none is there,"
+            left = ", ".join(silent) or f"the workers of {model} (none is registered)"
             raise Unavailable(f"{left} did not load adapter {name} within {LOAD_TIMEOUT:g} s") from None
         finally:
             await self._registry.delete(keys.loading(asked))
@@ -112,7 +112,7 @@ class AdapterStore:
             if done():
                 return
 
-    async def _loaded(self, asked: Adapter) -> int:
+    async def _wait_for_load(self, asked: Adapter) -> int:
         async for _ in self._view.changes():
             workers = self._workers(asked.model)
             if workers and not _silent(workers, asked):
@@ -120,8 +120,8 @@ class AdapterStore:
         raise AssertionError("a view ends with its frontend")
 
     def _names_beside(self, model: str) -> set[str]:
-        """Names of the adapters of other models, also while these have no workers. Engines may hold more: an unloaded
-        adapter until its last request is done."""
+        """Names of the adapters of other models, with or without workers. Unloaded adapters are left out, although an
+        engine holds one until its last request ends."""
         found = set[str]()
         models = {each.model for each in self._view.instances()} | {
             each.model for each in self._view.all_adapters()
@@ -138,22 +138,22 @@ class AdapterStore:
 
 def _silent(workers: Iterable[Instance], asked: Adapter) -> list[str]:
     """Ids of the workers that have not reported on the adapter."""
-    return [each.id for each in workers if each.adapters is not None and not _answer(each, asked)]
+    return [each.id for each in workers if each.adapters is not None and not _report(each, asked)]
 
 
-def _answer(worker: Instance, asked: Adapter) -> Adapter | None:
+def _report(worker: Instance, asked: Adapter) -> Adapter | None:
     return next((each for each in worker.adapters or () if each.asked == asked.asked), None)
 
 
 def _agreed(workers: Iterable[Instance], asked: Adapter) -> int:
     """Return the adapter's number if all workers loaded it. Raises ConfigError."""
-    answers = {worker.id: _answer(worker, asked) for worker in workers}
-    for worker, answer in answers.items():
-        if answer is None:
+    reports = {worker.id: _report(worker, asked) for worker in workers}
+    for worker, report in reports.items():
+        if report is None:
             raise ConfigError([f"{worker} runs without enable-lora: set it in the sections of all workers"])
-        if answer.problem:
-            raise ConfigError([f"{worker}: {answer.problem}"])
-    ids = {answer.id for answer in answers.values() if answer}
+        if report.problem:
+            raise ConfigError([f"{worker}: {report.problem}"])
+    ids = {report.id for report in reports.values() if report}
     if len(ids) > 1:
-        raise ConfigError([f"{asked.path} has not the same files on the hosts of {', '.join(answers)}"])
+        raise ConfigError([f"the files in {asked.path} differ between the hosts of {', '.join(reports)}"])
     return ids.pop()

@@ -14,8 +14,8 @@ MAX_PROMPT_LOGPROBS = 500_000
 VOCABULARY_SIZE = 100_000
 """Assumed number of logprobs per token for -1, which asks for the whole vocabulary."""
 MIN_UPPER_BOUND = -9.2e18
-"""Lowest upper bound of an integer range. vLLM uses llguidance if xgrammar refuses a schema, and llguidance crashes the
-process by endless recursion if the bound is next to the smallest 64-bit integer, to which it clips lower bounds."""
+"""Smallest upper bound of an integer range that a schema may set. If xgrammar refuses a schema, vLLM uses llguidance,
+which recurses until the process crashes if the bound is near the smallest 64-bit integer."""
 _UPPER = ("maximum", "exclusiveMaximum")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -41,8 +41,8 @@ def _schema_problem(*schemas: object) -> str:
 
 
 def _lark_problem(grammar: object) -> str:
-    """The same for a Lark grammar, which may hold schemas (`%json`). Checks only numbers, because a client may write
-    everything else with escapes."""
+    """Why a Lark grammar must be refused; empty if it need not be. It may contain schemas (`%json`). Checks all numbers
+    rather than the bounds, because escapes can hide the bounds' names."""
     numbers = _NEGATIVE.findall(grammar) if isinstance(grammar, str) else ()
     if any(float(number) < MIN_UPPER_BOUND for number in numbers):
         return f"a grammar's numbers must not be below {MIN_UPPER_BOUND:g}"
@@ -58,21 +58,21 @@ def _read(schema: object) -> object:
 
 def _bounds(schema: object) -> Iterator[tuple[str, int | float]]:
     """Yield all upper bounds in a schema. Does not recurse, because a client may nest it arbitrarily deep."""
-    left = [schema]
-    while left:
-        part = left.pop()
+    unread = [schema]
+    while unread:
+        part = unread.pop()
         if isinstance(part, Mapping):
-            left += part.values()
+            unread += part.values()
             for name in _UPPER:
                 value = part.get(name)
                 if isinstance(value, int | float):
                     yield name, value
         elif isinstance(part, list):
-            left += part
+            unread += part
 
 
 def unsupported(request: EngineCoreRequest, prompt_tokens: int, n: int) -> str | None:
-    """Why no worker can serve the request; None if one can. `prompt_tokens`: of all its prompts so far."""
+    """Why no worker can serve the request; None if one can. `prompt_tokens`: sum over its prompts so far."""
     kinds = {feature.modality for feature in request.mm_features or ()} - {"image"}
     if kinds or request.prompt_embeds is not None:
         return "only text and images are served: audio, video and prompt embeddings are not"

@@ -1,8 +1,8 @@
 """Report errors of vLLM's streams to the edge, with the status that the same request gets without `stream`.
 
-vLLM sends a stream's status 200 before the engine client checks the parameters; an error follows as an event, and
-Anthropic's route removes its status. `edge/response.py` makes the event the whole response if nothing was sent before;
-logs, metrics and receipts get its status.
+vLLM starts a stream with status 200 before it checks the parameters; an error follows as an event, from which
+Anthropic's route removes the status. Here the error is recorded in the request state. If the client has got nothing
+yet, `edge/response.py` responds with the error's status; logs, metrics and receipts always get that status.
 """
 
 import json
@@ -67,5 +67,5 @@ def _recorded(make: Callable[..., str]) -> Callable[..., str]:
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """Drop the tracebacks of client errors that vLLM logs, because they quote the request."""
+    """Log filter: drops client errors with a traceback, because vLLM's tracebacks quote the request."""
     return not record.exc_info or create_error_response(cast(Exception, record.exc_info[1])).error.code >= 500

@@ -1,5 +1,5 @@
-"""The decode workers of one model, as a frontend uses them: `pool` keeps a `link` to each, and picks one for a request
-among the `candidates` by the `router`'s policy."""
+"""A frontend's connections to the decode workers of one model: `pool` keeps a `link` to each worker. For each request
+it picks one of the `candidates` by the `router`'s policy."""
 
 from collections.abc import Callable
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Set
 from pdserve.frontend.admission.capacity import Capacity
 
 WINDOW = 16
-"""Workers that the router compares for one request. The best of 16 is nearly as good as the best of all, and several
-frontends, each with its own turn, do not all choose the same worker."""
+"""Workers that the router compares for one request. The best of 16 is nearly as good as the best of all. Frontends
+compare different windows, so that they do not all choose the same worker."""
 
 
 class Candidates:
@@ -19,7 +19,7 @@ class Candidates:
         self._capacities: dict[str, Capacity] = {}
         self._all: list[str] = []
         self._free: list[str] = []
-        """with capacity for one more request"""
+        """workers with capacity for one more request"""
         self._requests = 0
         self._free_requests = 0
         self._free_tokens = 0.0
@@ -34,7 +34,7 @@ class Candidates:
 
     @property
     def capacity(self) -> Capacity:
-        """The sum over all workers. A full worker adds neither its free requests nor its free tokens."""
+        """The sum over all workers. A full worker adds only its maximum of requests."""
         # the running sum has rounding errors, which must not hide a free worker
         tokens = float("inf") if self._unbounded else max(self._free_tokens, 1e-6)
         return Capacity(self._requests, self._free_requests, tokens if self._free else 0.0)
@@ -64,8 +64,8 @@ class Candidates:
         avoid: Set[str] = frozenset(),
         preferred: Iterable[str] = (),
     ) -> list[str]:
-        """Return the next `WINDOW` workers in turn after `last`, then those of `preferred` that qualify as well.
-        Workers in `avoid` are returned only if there is no other, and full workers only if none has capacity."""
+        """Return the next `WINDOW` workers in round-robin order after `last`, then the others of `preferred`. Workers
+        in `avoid` are returned only if there is no other, and full workers only if none has capacity."""
         for skipped in (never | avoid, never):
             for workers in (self._free, self._all):
                 if found := _next(workers, last, skipped):

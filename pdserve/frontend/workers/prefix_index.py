@@ -7,12 +7,12 @@ from pdserve.contract.prefixes import PromptImage, block_names, image_keys, root
 
 
 class PrefixIndex:
-    """Holds names of prefixes (`contract/prefixes.py`), not tokens. It is only as new as the workers' last reports,
+    """Holds names (hashes) of prefixes (`contract/prefixes.py`), not tokens. It may lag behind the workers' caches,
     which at worst makes a request slower."""
 
     def __init__(self) -> None:
         self._holders: dict[tuple[int, int], dict[bytes, tuple[str, ...]]] = {}
-        """by block size and stride, which are the same at equal workers, and by name: the workers with that prefix"""
+        """by block size and stride, then by name: the workers with that prefix"""
         self._reported: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
         """by worker: block size and stride, and the names in its reports"""
 
@@ -67,7 +67,8 @@ class PrefixIndex:
                         break
                     levels.append(holders[name])
             count = 0
-            # a worker with a block has all blocks before it: new workers appear only where the number of workers grows
+            # A worker with a block has all blocks before it. So the list of holders only grows from the longest prefix
+            # to the shortest, and a list of equal length has the same workers.
             for depth in range(len(levels), 0, -1):
                 if len(levels[depth - 1]) > count:
                     count = len(levels[depth - 1])

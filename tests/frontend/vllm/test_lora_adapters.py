@@ -339,7 +339,7 @@ async def test_a_name_of_another_model_or_its_adapter_is_taken(
             await registry.put(keys.adapter(kept), encode_record(kept), leased=False)
         await until(lambda: len(view.adapters("other")) == 2 and bool(view.cards() and view.instances()))
         store = AdapterStore(registry, view)
-        with pytest.raises(error, match=r"choose another name|demo, of which none is there, did not load"):
+        with pytest.raises(error, match=r"choose another name|demo \(none is registered\) did not load"):
             async with store.claimed("demo", name):
                 await store.load("demo", name, "/x")
         await until(lambda: view.loading("demo") == [])
