@@ -1,5 +1,4 @@
-"""The frontend: an HTTP server on the port that all frontends of this machine share, and what it does in each part of
-its life (`process/life.py`)."""
+"""The frontend process: start, serve HTTP, drain (`process/life.py`). All frontends of a machine share a port."""
 
 import asyncio
 import itertools
@@ -45,14 +44,14 @@ from pdserve.util.net import url_host
 logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 60.0
-"""seconds that a frontend beside others takes to load its models before it takes requests nevertheless"""
+"""Seconds to wait for the models before serving, if other frontends serve meanwhile."""
 OTHER_FILES = 256
-"""file descriptors that clients do not get: workers, etcd and logs need some"""
+"""File descriptors kept for workers, etcd and logs."""
 EXHAUSTED = 1.0
-"""seconds without new connections where this process has no file descriptors left for them"""
+"""Seconds without accepting after file descriptors ran out."""
 KEEP_ALIVE = 125
-"""seconds that an idle connection stays open: clearly longer than clients keep theirs (httpx, and so OpenAI's, 5) and
-reverse proxies (nginx 60, Traefik 90, Caddy 120). A server that closes first loses the request that is just sent"""
+"""Seconds that an idle connection stays open. Longer than in clients (httpx 5) and reverse proxies (nginx 60, Traefik
+90, Caddy 120), because a server that closes first loses a request that was just sent."""
 
 
 class Frontend(Service):
@@ -61,7 +60,7 @@ class Frontend(Service):
         return cls(config, slot, new_instance_id(slot), metrics_url)
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Raises ConfigError where the port, the certificate or the API keys cannot be used."""
+        """Raises ConfigError if the port, the certificate or the API keys are unusable."""
         config, frontend = self._config, self._config.frontend
         assert frontend is not None, f"{config.path} has no section for a frontend"
         assert config.etcd is not None
@@ -83,7 +82,7 @@ class Frontend(Service):
             serve_models(view, context, config.served_model_name, frontend)
         )
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-        if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
+        if view.instances(Role.FRONTEND):  # they serve this port meanwhile
             with suppress(TimeoutError):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
         self._models, self._view = models, view
@@ -153,7 +152,7 @@ class Frontend(Service):
             raise RuntimeError("the HTTP server ended by itself")
 
     async def drain(self) -> None:
-        """Stop accepting, and let running requests finish within the drain timeout."""
+        """Stop accepting; let running requests finish within the drain timeout."""
         logger.info("stopping: running requests may finish")
         self._connections.draining = True
         self._server.should_exit = True
@@ -166,8 +165,8 @@ class Frontend(Service):
     ) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
-            # a name of its own for each connection: a worker takes a second connection of the same name for the
-            # successor of the first, and while a model's card changes there are two
+            # each connection has its own name, because a second one of the same name replaces the first in a worker,
+            # and there are two while a model's card changes
             connect=lambda address: TcpStreamClient(address, f"{self.id}.{next(serial)}", credentials),
             state_dir=config.state_dir,
             router=frontend.router,
@@ -193,9 +192,12 @@ class Frontend(Service):
 
 
 class QuietServer(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again at the end, and the exit code would not be 0. So is accepting
-    connections: uvloop accepts one in each turn of its loop, and where tokens make turns long, requests would wait in
-    the kernel's queue, neither admitted nor refused; and a client counts before its TLS handshake."""
+    """A uvicorn server that leaves signals alone and accepts connections itself.
+
+    uvicorn would raise a signal again at the end, and the exit code would not be 0. uvloop accepts one connection per
+    turn of its loop: in long turns, requests would wait in the kernel's backlog, neither admitted nor refused. A
+    connection counts before its TLS handshake.
+    """
 
     def __init__(
         self,
@@ -214,7 +216,7 @@ class QuietServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """In place of uvicorn's, which would listen with servers of asyncio's."""
+        """Listen without asyncio's servers, unlike uvicorn."""
         self.servers = []
         self._listening = sockets or ()
         for sock in self._listening:
@@ -228,8 +230,7 @@ class QuietServer(uvicorn.Server):
                 asyncio.get_running_loop().add_reader(sock, self._accept)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take also the connections that the kernel has made and this process has not accepted yet: closing the
-        listening socket would reset them."""
+        """Accept the connections in the kernel's backlog first, because closing the socket would reset them."""
         self._accept()
         for sock in self._listening:
             asyncio.get_running_loop().remove_reader(sock)
@@ -263,7 +264,7 @@ class QuietServer(uvicorn.Server):
                 ssl_handshake_timeout=self._connections.header_timeout if tls else None,
                 ssl_shutdown_timeout=SHUTDOWN_WITHIN if tls else None,
             )
-        except (OSError, TimeoutError):  # it is gone already, or its handshake failed or did not come
+        except (OSError, TimeoutError):  # the client left, or its handshake failed or timed out
             CONNECTIONS_CLOSED.labels("handshake").inc()
         finally:
             if protocol.transport is None:
@@ -280,7 +281,7 @@ def http_config(app: ASGIApp, connections: ClientConnections, drain_timeout: flo
         lifespan="off",
         ws="none",
         server_header=False,
-        proxy_headers=False,  # a client on this host could pass for many
+        proxy_headers=False,  # a client on this host could pose as many clients
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=max(1, round(drain_timeout)),
     )

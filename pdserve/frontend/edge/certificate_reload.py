@@ -14,7 +14,7 @@ CHECK_INTERVAL = 10.0
 
 
 def stamp(file: Path) -> tuple[int, ...]:
-    """A value that differs whenever the file may have changed."""
+    """Return a value that changes when the file may have changed."""
     try:
         stat = file.stat()
     except OSError as error:
@@ -23,22 +23,22 @@ def stamp(file: Path) -> tuple[int, ...]:
 
 
 class RenewedCertificate:
-    """A certificate that cannot be used raises ConfigError at the start; later it is logged, and the one before stays.
-    `watch` must run."""
+    """A TLS certificate that `watch` reloads. An unusable one raises ConfigError at the start; later it is logged, and
+    the previous one stays in use."""
 
     def __init__(self, files: ServerCertificate, every: float = CHECK_INTERVAL) -> None:
         self._files = files
         self._every = every
         self._loaded = self._seen = self._stamps()
         self._error = ""
-        """that was logged last"""
+        """The last logged error, so that it is not repeated."""
         self.context = files.context()
-        """for new connections"""
+        """TLS context of new connections."""
         logger.info("TLS with %s, valid until %s", files.chain, files.valid_until().date())
 
     async def watch(self) -> None:
-        """Check the files until cancelled. Changed files are loaded when two checks find them the same, because they
-        are written one after the other. Files that cannot be loaded are tried again at each check."""
+        """Check the files until cancelled. Load changed files once two checks in a row find the same ones, because
+        chain and key are written one after the other. Retry files that cannot be loaded at each check."""
         while True:
             await asyncio.sleep(self._every)
             stamps = self._stamps()

@@ -19,18 +19,17 @@ _PLAIN = {
     "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "response_format", "structured_outputs", "user",
 }  # fmt: skip
-"""fields of a request that change nothing in its chunks but their text"""
+"""Fields of a request that change only the text of its chunks."""
 _CHUNK = re.compile(
     rb'(data: .*?(?:"delta":\{"content":|"choices":\[\{"index":0,"text":))"(?:[^"\\]|\\.)*+"(.*)', re.DOTALL
 )
-"""quotes within JSON strings are escaped: the marks are found nowhere else"""
+"""Matches no text of a token, because JSON strings escape quotes."""
 _json = msgspec.json.Encoder().encode
 
 
 def is_plain(fields: Mapping[str, object]) -> bool:
-    """Whether a request, as decoded from its JSON, asks for a stream of a single text and for nothing that would be
-    sent beside it. False for every field that is not known here, and for a tool_choice of null, with which a tool
-    parser looks at the text."""
+    """Whether the decoded JSON of a request asks for one stream of text and nothing else. False for an unknown field,
+    and for `tool_choice: null`, because a tool parser then reads the text."""
     given = {name: value for name, value in fields.items() if value is not None or name == "tool_choice"}
     options, prompt = given.pop("stream_options", {}), given.get("prompt")
     return (
@@ -44,17 +43,17 @@ def is_plain(fields: Mapping[str, object]) -> bool:
 
 
 class ChunkWriter(Protocol):
-    """The client's connection, below the HTTP server's own `send`, with which it shares the order."""
+    """Writes to the client's connection, in order with the HTTP server's `send`."""
 
     def ready(self) -> bool:
-        """Return whether a body of unknown length has begun and the client takes what is sent."""
+        """Return whether a chunked body has begun and the client reads it fast enough."""
 
     def write(self, part: bytes) -> None:
         """Write a part of that body; call only when ready."""
 
 
 class CycleChunks(ChunkWriter):
-    """Do what uvicorn's `send` does for a part of a chunked body, without a message and a coroutine."""
+    """Writes a part of a chunked body as uvicorn's `send` does, without a message and a coroutine."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -71,21 +70,21 @@ class CycleChunks(ChunkWriter):
 
 
 class DeltaStream:
-    """The answer to one plain request. An output goes either to vLLM's app or is written here, and nothing is written
-    here while the app has outputs whose chunk is not written yet: so all come in their order."""
+    """The response to a plain request. vLLM's app or `write` gets each output. `write` must wait until the app has
+    written its chunks, because chunks must stay in order."""
 
     def __init__(self, connection: ChunkWriter) -> None:
         self._connection = connection
         self._frame: tuple[bytes, bytes] | None = None
         self._with_app = 0
-        """outputs that the app has, or will read next"""
+        """Outputs for the app whose chunks are not written yet."""
 
     def passed(self) -> None:
-        """Note an output that the app gets, which makes one chunk with text of it."""
+        """Count an output that the app gets and makes one chunk of."""
         self._with_app += 1
 
     def sent(self, part: bytes) -> None:
-        """Note a part of the answer that the app has written."""
+        """Count a chunk that the app has written; take the template from the first one with text."""
         if chunk := _CHUNK.fullmatch(part):
             self._with_app -= 1
             if self._frame is None and b'"finish_reason":null' in chunk[2]:

@@ -1,4 +1,4 @@
-"""The paths of requests that a model's app answers."""
+"""Paths that vLLM's app of a model answers."""
 
 import os
 import re
@@ -13,14 +13,14 @@ GENERATING = frozenset(
         "/generative_scoring",
     }
 )
-"""POST, with a JSON body that may name its model; a decode worker has to work for them"""
+"""POST requests with a JSON body that may name a model; they need a decode worker."""
 TOKENIZING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
-"""likewise, but no decode worker works for them"""
+"""POST requests with a JSON body that may name a model; they need no decode worker."""
 _ALLOWED = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").strip().lower() in ("1", "true")
 ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}) if _ALLOWED else frozenset()
-"""as vLLM has them: not unless the environment says so"""
+"""Empty unless the environment allows them, as in vLLM."""
 WITH_BODY = GENERATING | TOKENIZING | ADAPTERS
 BY_ID = re.compile(r"/v1/responses/[^/]+(/cancel)?")
-"""nothing is stored: each model gives the same answer"""
+"""Any model may answer, because responses are not stored."""
 BY_QUERY = re.compile(rf"{BY_ID.pattern}|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
-"""without a body: answered by the model of the query parameter `model`, or by the only one"""
+"""Requests without a body. The query parameter `model` chooses the model; a single model needs none."""

@@ -1,4 +1,4 @@
-"""What became of one HTTP request."""
+"""The record and the receipt of a finished HTTP request: status, error, hops, SLO."""
 
 import time
 from collections.abc import Sequence
@@ -17,16 +17,15 @@ _WRONG_REQUEST = (400, 404, 422)
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """Made once, when the request is over, for all that watches requests (`frontend/plugins.py`)."""
+    """A finished request, as plugins get it (`frontend/plugins.py`)."""
 
     receipt: Receipt
-    """what may be shown of it, beside its key and its text"""
     failure: RequestFailure | None
-    """why it failed; None also where only the model's app knows"""
+    """Why it failed. None also if only vLLM's app knows why."""
     begun: bool
-    """whether it got past its key and its path, to a model that generates"""
+    """Whether its key and path were accepted and a model that generates got it."""
     started: float
-    """monotonic: what the receipt's hops count from"""
+    """Monotonic time of its arrival; the receipt's hops are relative to it."""
     span: TracedSpan | None
 
     @classmethod
@@ -36,7 +35,7 @@ class RequestRecord:
 
     @property
     def code(self) -> int:
-        """The receipt's status, or 499 where the client left within the answer."""
+        """The receipt's status, or 499 if the client left during the response."""
         return self.failure.status if self.failure is not None else self.receipt.status
 
 
@@ -44,11 +43,11 @@ def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: 
     """`frontend`: instance id; `now`: monotonic."""
     state = response.state
     age, failure = now - state.started, response.failure
-    # an error about a wrong request may quote it, and its client has it
+    # the receipt omits errors about invalid requests, because they may quote the request's text
     shown = failure is not None and failure.status not in _WRONG_REQUEST
     status, hops = response.status or (0 if running else CLIENT_LEFT), state.hops.until(now)
     if failure is not None and status and failure.status != CLIENT_LEFT:
-        status = failure.status  # also of an error within a stream
+        status = failure.status  # a stream that failed began with 200
     promise = promise_of(state, failure.status if failure is not None else status, now, running=running)
     return Receipt(
         request_id=state.request_id,
@@ -78,8 +77,8 @@ def receipt_of(response: ResponseWriter, frontend: str, now: float, *, running: 
 
 
 def promise_of(state: RequestState, code: int, now: float, *, running: bool) -> str:
-    """Return what became of the request's promise, as `Receipt.promise`. A request that is wrong, or whose client has
-    left in time, has neither kept nor broken it."""
+    """Return the request's `Receipt.promise`. It is empty for an invalid request, and for one whose client left before
+    the promise was broken."""
     promised, generates = state.promised, state.path in GENERATING
     if not promised or not generates or (400 <= code < CLIENT_LEFT and code != 429):
         return ""
@@ -93,13 +92,13 @@ def promise_of(state: RequestState, code: int, now: float, *, running: bool) -> 
 
 
 def _first_token_took(state: RequestState, now: float) -> float:
-    """Seconds until the first token, or so far."""
+    """Seconds to the first token; without one, seconds until now."""
     return now - state.started if state.ttft is None else state.ttft
 
 
 def _broken_by(promise: str, state: RequestState, hops: Sequence[Hop], now: float) -> str:
-    """Return the hop that took most of the time until the first token, or of the longest gap. The hop `decode` is there
-    in all gaps: it counts where no other took half."""
+    """Return the hop that took most of the TTFT or of the longest gap. `decode` counts half, because it overlaps every
+    gap."""
     if promise == "ttft":
         since, until = 0.0, _first_token_took(state, now)
     elif promise == "gap":
@@ -109,7 +108,7 @@ def _broken_by(promise: str, state: RequestState, hops: Sequence[Hop], now: floa
         return ""
 
     def took(hop: Hop) -> float:
-        if hop.name == "migration":  # it takes no time itself
+        if hop.name == "migration":  # it has no duration: it accounts for the whole interval
             return until - since if since <= hop.start <= until else 0.0
         within = min(hop.start + hop.seconds, until) - max(hop.start, since)
         return within / 2 if hop.name == "decode" else within

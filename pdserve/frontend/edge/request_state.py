@@ -19,31 +19,31 @@ from pdserve.observe.tracing import TracedSpan
 from pdserve.util.errors import BadRequest
 
 MAX_HOPS = 32
-"""of one request: a worker that fails it at once may do so twice a second"""
+"""Most recorded hops of a request, because a request may be retried twice a second."""
 MAX_WHY = 300
-"""characters"""
+"""Most characters of an error or a reason."""
 LONGEST = 1e6
-"""seconds of a hop, and of its start: a worker that reports more, or no number, is not believed"""
+"""Most seconds of a hop's start and duration; a worker's larger or non-numeric values are rejected."""
 NO_WORKER = "no decode worker is available"
 PAUSED = "preempted for another client"
 CLIENT_LEFT = 499
-"""in place of a status, where the client left before an answer"""
+"""Status of a request whose client left before the response."""
 RETRY_AFTER = 5.0
-"""seconds after which a client may try again where no worker can serve it now"""
+"""Seconds after which a client may retry when no worker can serve it."""
 
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """Why a request ended without an answer."""
+    """Why a request failed."""
 
     status: int
     message: str
     retry_after: float = 0.0
-    """seconds; 0 where trying again makes no sense"""
+    """Seconds; 0 if a retry is pointless."""
     redirect: bool = False
-    """whether nothing was generated and another model of the same name, which is there by now, can answer it"""
+    """Whether the new model of the same name can answer it, because nothing was generated yet."""
     param: str | None = None
-    """the field of the request that is at fault"""
+    """The invalid field of the request."""
 
     @classmethod
     def no_worker(cls, model: str, why: str = "") -> Self:
@@ -54,7 +54,7 @@ class RequestFailure:
 
     @classmethod
     def model_replaced(cls, model: str, redirect: bool) -> Self:
-        """The request waits for a decode worker that has what is no longer served."""
+        """The request waits for a decode worker of a model that was replaced."""
         why = f"{model} was replaced by another model of this name, and no worker of the one before is left"
         return cls(503, f"{why}; send the request again", RETRY_AFTER, redirect)
 
@@ -63,22 +63,22 @@ SHUTTING_DOWN = RequestFailure(503, "the frontend is shutting down", RETRY_AFTER
 
 
 class SequenceHops:
-    """The hops of one sequence: held back by the frontend, at a decode worker, held back again... Each method says
-    where the sequence is from then on; none is called for each token."""
+    """The hops of one sequence: in the frontend, at a decode worker, in the frontend again... Each method records a
+    change of place; none is called per token."""
 
     def __init__(self, started: float) -> None:
         self._started = started
-        """monotonic, as all times here"""
+        """Monotonic, as all times of this class."""
         self._past: list[Hop] = []
         self._held: tuple[float, str] | None = None
-        """since when, and why"""
+        """Time and reason of the frontend's hold."""
         self._sent: float | None = None
-        """when it was sent to the worker that has it; None: no worker has it"""
+        """Time of sending it to its worker; None if no worker has it."""
         self._instance = ""
         self._reported: list[Hop] = []
-        """the hops that this worker reported last"""
+        """The hops in this worker's last report."""
         self._first_output: float | None = None
-        """when this worker's first output came"""
+        """Time of this worker's first output."""
 
     def held(self, why: str = "") -> None:
         """The frontend holds the sequence back. A later reason does not replace the first."""

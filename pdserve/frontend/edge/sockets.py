@@ -1,4 +1,4 @@
-"""The frontend's listening socket, which all frontend processes of this machine share, and what is accepted on it."""
+"""Bind and accept on the port that all frontends of this machine share (SO_REUSEPORT)."""
 
 import errno
 import os
@@ -13,9 +13,9 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind with SO_REUSEPORT: the kernel spreads connections over the processes that listen, which this socket does
-    not yet: a frontend that still loads must not get any. Raises ConfigError, naming what holds the port, where it is
-    not one of our siblings: with SO_REUSEPORT another program would otherwise get a part of our requests."""
+    """Bind with SO_REUSEPORT, so that the kernel spreads connections over the frontends. Do not listen yet, because a
+    frontend that loads must get none. Raises ConfigError with the name of another program on the port, because it
+    would get a part of the requests."""
     if others := _other_listeners(port):
         raise ConfigError([f"Frontend.port: {port} is in use by {others}. Stop it or choose another port."])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -32,21 +32,21 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
-    """Accept the connections that wait in the kernel; yields them non-blocking. Raises OSError where this process or
-    machine can have no more of them now."""
+    """Yield all connections in the kernel's backlog, non-blocking. Raises OSError if file descriptors or memory are
+    exhausted."""
     for sock in listening:
         try:
             while True:
                 connection, _ = sock.accept()
                 connection.setblocking(False)
                 yield connection
-        except OSError as error:  # BlockingIOError: there are no more; or a connection that is gone already
+        except OSError as error:  # BlockingIOError (the backlog is empty), or the client has left
             if error.errno in _EXHAUSTED:
                 raise
 
 
 def _other_listeners(port: int) -> str:
-    """Name the processes that listen there and were not started as we were, by the same process; empty for none."""
+    """Name the processes that listen on the port and are no siblings of this one; empty for none."""
     if port == 0:
         return ""
     try:
@@ -67,7 +67,7 @@ def _is_sibling(pid: int | None) -> bool:
 
 
 def _starter(pid: int) -> int:
-    """The parent; of a role that runs alone, the parent of the small process above it, which has its command line."""
+    """Return the parent's pid. A role that runs alone has a guard process with its command line between them."""
     process = psutil.Process(pid)
     above = process.parent()
     alone = above is not None and above.cmdline() == process.cmdline()

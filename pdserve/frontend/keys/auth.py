@@ -1,4 +1,4 @@
-"""API keys at the HTTP edge: which one a request came with. Where none are configured, every request is allowed."""
+"""Authenticate HTTP requests by API key. Without configured keys, every request is allowed."""
 
 import asyncio
 import logging
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 CHECK = 2.0
 """Seconds between two checks of the files."""
 OWNER = "pdserve.owner"
-"""extension of the scope of a request that this process makes itself: the name of the key for which it does"""
+"""ASGI scope extension of a request that this process makes itself (a batch line): the name of its key."""
 
 
 class Viewer(Struct, frozen=True):
     key: str = ""
-    """name of its API key"""
+    """Name of the viewer's API key."""
     everything: bool = True
-    """whether it may see the receipts of all keys, and addresses"""
+    """Whether the viewer may see addresses and the receipts of all keys."""
 
 
 class ApiKeys:
@@ -55,11 +55,11 @@ class ApiKeys:
         return len(self._keys)
 
     def find(self, headers: Mapping[str, str]) -> ApiKey | None:
-        """Return the key that a request came with: `Authorization: Bearer KEY` as OpenAI's clients send it, or
-        `x-api-key` as Anthropic's; None where none are configured. Raises HttpError for a request without one."""
+        """Return the request's key, from `Authorization: Bearer KEY` (OpenAI) or `x-api-key` (Anthropic); None if no
+        keys are configured. Raises HttpError for a missing or unknown key."""
         if not self._keys:
             return None
-        # looked up by a hash that no client can steer, so that the time tells nothing about the keys
+        # look up a hash, so that the time of the look-up reveals nothing about the keys
         key = self._keys.get(digest_of(_given(headers)))
         if key is None:
             raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY")

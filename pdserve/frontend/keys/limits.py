@@ -17,7 +17,7 @@ _ALMOST = 1e-6
 
 
 class LimitReached(HttpError):
-    """`limit` is `requests` or `tokens`, as OpenAI calls them; without `retry_after` it would not help to wait."""
+    """`limit` is `requests` or `tokens`, as in OpenAI's API. Without `retry_after`, waiting does not help."""
 
     def __init__(self, limit: str, message: str, retry_after: float) -> None:
         super().__init__(429, message, None, retry_after)
@@ -41,7 +41,7 @@ class Bucket:
         return min(self.limit, self._level + (now - self._at) * self._rate)
 
     def take(self, amount: float, now: float) -> None:
-        """A negative amount is given back."""
+        """Subtract an amount; a negative one is returned to the bucket."""
         self._level, self._at = min(self.limit, self.level(now) - amount), now
 
     def change(self, limit: int, shares: int, now: float) -> None:
@@ -50,13 +50,13 @@ class Bucket:
         self.limit, self._shares, self._level, self._at = limit, shares, limit - used, now
 
     def wait(self, amount: float, now: float) -> float:
-        """Return the seconds until it holds so much; 0 if it does."""
+        """Return the seconds until the bucket holds this amount; 0 if it does now."""
         missing = amount - self.level(now)
         return missing / self._rate if missing > _ALMOST else 0.0
 
 
 class KeyQuota:
-    """The limits of one key, and what this frontend knows of their use."""
+    """The limits of one key and their use at this frontend."""
 
     def __init__(self, limits: KeyLimits, now: float) -> None:
         self.running = 0
@@ -76,13 +76,13 @@ class KeyQuota:
                 self.buckets[kind] = Bucket(limit, self._frontends, now)
 
     def divide(self, frontends: int, now: float) -> None:
-        """Take the share of one of so many frontends from now on."""
+        """Divide the limits by this number of frontends from now on."""
         if frontends != self._frontends:
             self._frontends = frontends
             self.change(self.limits, now)
 
     def begin(self, now: float) -> None:
-        """Count a request that begins. Raises LimitReached."""
+        """Count a new request. Raises LimitReached."""
         most = self.limits.concurrent_requests
         if most is not None and self.running >= math.ceil(most / self._frontends):
             raise LimitReached("requests", f"this API key may have {most} requests at a time", 1.0)
@@ -102,13 +102,13 @@ class KeyQuota:
         self.count(kind, amount, now)
 
     def count(self, kind: str, amount: float, now: float) -> None:
-        """Take it, whatever is left; a negative amount is given back."""
+        """Subtract the amount even below zero; a negative one is returned."""
         if kind in self.buckets:
             self.buckets[kind].take(amount, now)
             self.used[kind] += amount
 
     def state(self, now: float) -> Iterator[tuple[str, int, int, float]]:
-        """Yield each kind with its limit, what is left of it, and the seconds until it is full again."""
+        """Yield each kind with its limit, the rest, and the seconds until it is full again."""
         for kind, bucket in self.buckets.items():
             left = max(0, math.floor(bucket.level(now) + _ALMOST))
             yield kind, bucket.limit, left, bucket.wait(bucket.limit, now)
@@ -119,11 +119,11 @@ class KeyLedger:
 
     def __init__(self) -> None:
         self.frontends: Callable[[], int] = lambda: 1
-        """the number of frontends that share the limits, this one included"""
+        """Number of frontends that share the limits, this one included."""
         self._quotas: dict[str, KeyQuota] = {}
 
     def replace(self, keys: Iterable[ApiKey], now: float) -> None:
-        """Take the limits of these keys from now on. What they have used stays used."""
+        """Replace the limits of all keys; their use so far stays counted."""
         limits = {key.name: key.limits for key in keys if key.limits != KeyLimits()}
         for name in self._quotas.keys() - limits.keys():
             del self._quotas[name]
@@ -134,14 +134,14 @@ class KeyLedger:
                 self._quotas[name].change(limit, now)
 
     def quota(self, name: str, now: float) -> KeyQuota | None:
-        """Return the quota of a key, by the number of frontends of now; None for a key without limits."""
+        """Return the key's quota for the current number of frontends; None for a key without limits."""
         if quota := self._quotas.get(name):
             quota.divide(max(1, self.frontends()), now)
         return quota
 
 
 def in_words(seconds: float) -> str:
-    """Write a time as OpenAI does that until a limit is reset: 6m0s, 1.5s, 20ms."""
+    """Format seconds until a limit's reset as OpenAI does: 6m0s, 1.5s, 20ms."""
     milliseconds = math.ceil(seconds * 1000 - _ALMOST)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

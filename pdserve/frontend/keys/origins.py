@@ -1,4 +1,4 @@
-"""Which web pages may use the frontend from a browser.
+"""CORS: which web pages may use the frontend from a browser.
 
 Where requests need a key any page may: it has to bring one. Where they need none, the browser of a user of this machine
 could be made to ask by any page that this user visits. So a page has to be of this machine, or named in
@@ -22,7 +22,7 @@ _HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\
 
 
 class CrossOrigin:
-    """Middleware that refuses the requests of pages that may not ask."""
+    """Middleware that refuses requests of pages from other origins that are not allowed."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class CrossOrigin:
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> str:
-        """Return why a request without a key is not answered; empty if it is."""
+        """Return why a request without a key is refused; empty if it is allowed."""
         host, origin = headers.get("host", ""), headers.get("origin", "")
         hint = "list it in Frontend.allowed-origins, or let requests need an API key"
         if self._check_host and host and not is_local_host_header(host) and _name(host) not in self._hosts:
@@ -72,5 +72,5 @@ def _name(host: str) -> str | None:
 
 
 def _cors(app: ASGIApp, origins: Sequence[str], pattern: str | None = None) -> CORSMiddleware:
-    """Let pages read all headers of an answer: its request's id, what is left of its key's limits."""
+    """Let pages read all response headers, such as the request's id and the rest of its key's limits."""
     return CORSMiddleware(app, origins, ["*"], ["*"], allow_origin_regex=pattern, expose_headers=["*"])

@@ -1,4 +1,4 @@
-"""What a request uses of its API key's limits."""
+"""Count a request against the rate limits of its API key."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""`/health`, for probes and for `pdserve serve`, and the pages beside it that say what runs here."""
+"""The pages `/health` and `/ping` for probes and `pdserve serve`, `/load` and `/version`."""
 
 import time
 from functools import cache
@@ -17,12 +17,12 @@ from pdserve.observe.graph_state import graph_state
 from pdserve.observe.problems import nodes, problems
 
 KEPT = 1.0
-"""seconds for which problems are given again: of hundreds of processes they take milliseconds, and anyone may ask"""
+"""Seconds that found problems are cached, because anyone may ask and hundreds of processes take milliseconds."""
 
 
 class HealthPages(Plugin):
     open_paths = frozenset({"/health", "/ping"})
-    """a probe from elsewhere, without a key, gets the status alone"""
+    """A remote probe without a key gets only the status."""
     local_paths = frozenset({"/load", "/version"})
 
     def __init__(self, context: PluginContext) -> None:
@@ -30,7 +30,7 @@ class HealthPages(Plugin):
         self._keys, self._view, self._context = context.keys, context.view, context
         self._problems: list[str] = []
         self._until = 0.0
-        """monotonic, when these are to be looked for again"""
+        """Monotonic time until which `_problems` is cached."""
         self.routes = [
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
@@ -65,8 +65,8 @@ class HealthPages(Plugin):
 
 
 def known_problems(context: PluginContext) -> list[str]:
-    """What is wrong with the graph by the registry and by this process's connections alone, since a probe must not wait
-    for other processes; without addresses and causes, which should not be public."""
+    """List the graph's problems, without addresses and causes, which are not public. Uses only the registry and this
+    process's connections, because a probe must not wait for other processes."""
     view = context.view
     lost = ProcessReport(outages=[Outage("NATS", "", 0.0)])
     others = {each.id: lost if each.queue_lost else ProcessReport() for each in view.instances()}

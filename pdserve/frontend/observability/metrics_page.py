@@ -16,17 +16,17 @@ from pdserve.frontend.plugins import Plugin, PluginContext
 from pdserve.observe.metrics import MergedPage, SlotMetrics
 
 FETCH_WITHIN = 0.5
-"""seconds for the pages of all other processes: what does not answer is left out"""
+"""Seconds to wait for the pages of all other processes; the page omits those that do not respond."""
 KEPT = 1.0
-"""seconds for which a page is given again: many scrapers must not multiply the work in every process"""
+"""Seconds that the page is cached, because many scrapers must not multiply the work of every process."""
 MAX_MERGED = 100
-"""other processes whose pages are merged into one: with more, reading and parsing them would take a frontend seconds,
-and each has its own page (`Instance.metrics`) for a scraper that finds them all"""
+"""Most other processes whose pages are merged, because more would take a frontend seconds. In larger graphs,
+scrape each process (`Instance.metrics`)."""
 
 
 class MetricsPage(Plugin):
-    """Of this process and of every other one that the registry has, with hosts and the use of each key: from elsewhere
-    it needs a key that may see everything."""
+    """`/metrics`: the merged metrics of all registered processes. A remote reader needs an admin key, because the page
+    shows hosts and the use of each key."""
 
     local_paths = frozenset({"/metrics"})
 
@@ -37,7 +37,7 @@ class MetricsPage(Plugin):
         self._making = asyncio.Lock()
         self._page = b""
         self._made = float("-inf")
-        """monotonic"""
+        """Monotonic time of `_page`."""
 
     async def get(self) -> bytes:
         async with self._making:
@@ -62,14 +62,14 @@ class MetricsPage(Plugin):
         return page.text()
 
     def _slots(self) -> str:
-        """Supervisors have no page of their own: what they know is in the registry."""
+        """Metrics of supervisors, from the registry, because supervisors have no page."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(SlotMetrics(self._view.slots()))
         return generate_latest(registry).decode()
 
     async def _fetch(self, instance: Instance, page: MergedPage) -> bool:
-        """A process that does not answer is left out. Its page is merged when it comes and in the event loop, where a
-        page takes a fraction of a millisecond; a thread for all of them would hold the GIL for several at a time."""
+        """Merge the page of a process; leave it out if it does not respond. Merging runs in the event loop, page by
+        page, because one takes under a millisecond; a thread for all would hold the GIL for several."""
         try:
             async with asyncio.timeout(FETCH_WITHIN):
                 answer = await self._client.get(instance.metrics)

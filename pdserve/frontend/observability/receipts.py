@@ -1,5 +1,5 @@
-"""The receipts of this frontend's requests, running and lately ended, the pages `/requests`, and ticks that count what
-it served. That costs a record for each request, and nothing for a token."""
+"""Receipts of this frontend's running and recent requests, the pages `/requests`, and ticks that count served tokens.
+The cost is a record per request and nothing per token."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from pdserve.observe.metrics import ITL, TTFT
 from pdserve.observe.process_pages import read_receipts
 
 MAX_ASKING = 4
-"""requests for receipts that ask the other frontends at the same time"""
+"""Most requests for receipts that poll the other frontends at a time."""
 
 
 class Receipts(Plugin):
@@ -45,13 +45,13 @@ class Receipts(Plugin):
         self._asking = asyncio.Semaphore(MAX_ASKING)
         self._ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
         self._over: deque[tuple[float, Receipt]] = deque(maxlen=MAX_RECEIPTS)
-        """with the monotonic time of arrival; in the order of their ends"""
+        """Receipts with their monotonic time of arrival, in the order of their ends."""
         self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_DETOURS)
-        """the last receipts of requests that went astray"""
+        """The last receipts of requests with problems."""
         self._counts = Counter[str]()
-        """of the current tick"""
+        """Counts of the current tick."""
         self._tokens = 0
-        """output tokens of all requests that are over"""
+        """Output tokens of all finished requests."""
 
     def end(self, record: RequestRecord) -> None:
         if not record.begun:
@@ -89,7 +89,7 @@ class Receipts(Plugin):
         ]
 
     def _reported(self) -> list[Receipt]:
-        """Return what dashboards and `status` get: the newest, and older ones of requests that went astray."""
+        """Return the newest receipts and older ones with problems, for dashboards and `status`."""
         now, newest_ones = time.monotonic(), self.receipts(MAX_REPORTED_RECEIPTS)
         since = now - newest_ones[-1].age if len(newest_ones) == MAX_REPORTED_RECEIPTS else 0.0
         astray = [
@@ -112,7 +112,7 @@ class Receipts(Plugin):
             self._forget(time.monotonic())
 
     def _sent(self) -> int:
-        """Count the output tokens of all requests so far."""
+        """Return the output tokens of all requests so far."""
         return self._tokens + sum(response.state.output_tokens for response in self._running)
 
     def _forget(self, now: float) -> None:
@@ -135,7 +135,7 @@ class Receipts(Plugin):
         raise HttpError(404, f"there is no receipt of the request {request_id}: they are kept {kept}")
 
     async def _find(self, request: Request, limit: int, request_id: str = "") -> list[Receipt]:
-        """Receipts that the request's key may see, of all frontends; of one id, of this frontend if it has it."""
+        """Return the receipts of all frontends that the key may see. For one id, this frontend's own is enough."""
         viewer = self._keys.viewer(request.headers)
         asked = limit, None if viewer.everything else viewer.key, request_id
         receipts = self.receipts(*asked)
@@ -152,7 +152,7 @@ def _since(before: list[int], now: list[int]) -> list[int]:
 
 
 def _observed(histogram: Histogram) -> list[int]:
-    """Count the observations in each bucket so far, of all models."""
+    """Return the observations in each bucket so far, summed over models."""
     below = Counter[float]()
     for metric in histogram.collect():
         for sample in metric.samples:

@@ -1,4 +1,4 @@
-"""The log line of a request, and what is counted of it."""
+"""Log and count each finished request."""
 
 import logging
 

@@ -1,7 +1,6 @@
-"""`/dashboard`: a page without data of its own, which is open to all, and the state that it asks for each second.
+"""`/dashboard`: static files of this folder, open to all, and the state that they poll each second.
 
-The page is the static files of this folder. Scripts and styles come from there alone, nothing from other hosts, and
-whatever the state or a model says is shown as text."""
+Scripts and styles come only from this folder. All data is shown as text."""
 
 import asyncio
 import time
@@ -31,17 +30,17 @@ from pdserve.observe.process_pages import read_watched
 from pdserve.util import clock
 
 KEPT = 1.0
-"""seconds for which a state is given again, however many pages are open"""
+"""Seconds that the state is cached for all open pages."""
 PER_SECOND = 50
-"""processes that are asked, at most; so the state of a larger graph is kept for longer"""
+"""Most processes polled per second; the state of a larger graph is cached for longer."""
 MAX_LINKS = 400
-"""that the page gets; those that are down or fail come first"""
+"""Most links in a state; links that are down or fail come first."""
 
 _PAGE, _STATE = "/dashboard", "/dashboard/state"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _FILES = sorted(file for file in Path(__file__).parent.iterdir() if file.suffix in _KINDS)
 SHELL = {_PAGE if file.name == "index.html" else f"{_PAGE}/{file.name}": file for file in _FILES}
-"""files by path, which need no API key: the page asks for one"""
+"""Files by path. They need no API key, because the page asks for one."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -56,14 +55,14 @@ class DashboardState(Struct, frozen=True):
     """What the page shows."""
 
     frontend: str
-    """instance id of the frontend that answers"""
+    """Instance id of the responding frontend."""
     key: str
     everything: bool
     models: list[str]
     settings: list[str]
-    """those that are not as in the file, a line each"""
+    """Live settings that differ from the file, one line each."""
     promise: str
-    """how many requests kept theirs; empty: none had one"""
+    """How many requests kept their promise; empty if none had one."""
     queue_depth: int
     queue_limit: int
     nodes: list[Node]
@@ -82,7 +81,7 @@ class Dashboard(Plugin):
         self._state: GraphState
         self._answers: dict[Viewer, bytes] = {}
         self._until = 0.0
-        """monotonic, when the state is to be read again"""
+        """Monotonic time until which `_state` is cached."""
         self.routes = [
             *(Route(path, _shell(file)) for path, file in SHELL.items()),
             Route(_STATE, self._answer),
@@ -113,8 +112,8 @@ class Dashboard(Plugin):
 
 
 def shown_to(state: GraphState, viewer: Viewer, own: str, now: float, model: str) -> DashboardState:
-    """Return what this viewer may see. `now`: Unix seconds, for people. `model`: the frontend's, which has a name also
-    while no worker of it is there. Pure."""
+    """Return the part of the state that the viewer may see. Pure. `now`: Unix seconds. `model`: the frontend's model,
+    which is shown even without a worker."""
     if not viewer.everything:
         state = _public(state, viewer.key)
     processes = nodes(state, now)
@@ -155,7 +154,7 @@ def _public(state: GraphState, key: str) -> GraphState:
 
 
 def _placeless(node: Node) -> Node:
-    """Leave out where the process runs: why a link failed may name addresses."""
+    """Remove host, addresses, GPUs and links' errors, which may name addresses."""
     instance = node.instance and replace(node.instance, address="", metrics="", host="", pid=0, gpus=[])
     return replace(node, host="", instance=instance, links=[replace(link, failure="") for link in node.links])
 
