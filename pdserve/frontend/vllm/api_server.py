@@ -128,8 +128,8 @@ def in_our_time(output: EngineCoreOutput, offset: float) -> None:
 
 
 def count_prefix_hit(stats: PrefillStats, elsewhere: int, block_size: int) -> None:
-    """Set `cached_tokens` of the usage to the larger prefix hit of decode worker and prefill worker (`elsewhere`).
-    Tokens that a prefill worker computed for this request count as written into a cache."""
+    """Set `cached_tokens` of the usage to the larger of two prefix hits: the decode worker's and the prefill worker's
+    (`elsewhere`). Tokens that a prefill worker computed for this request count as written into a cache."""
     stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, elsewhere), stats.num_prompt_tokens)
     if stats.num_external_cached_tokens and block_size:
         whole = stats.num_prompt_tokens // block_size * block_size
@@ -284,7 +284,7 @@ class OutputHandler:
             try:
                 over += self._processor.process_outputs(left, outputs.timestamp, stats).reqs_to_abort
             except Exception:
-                logger.exception("an output could not be processed: its request fails")
+                logger.exception("cannot process an output; failing its request")
                 over += self._fail_last(outputs.outputs[: len(outputs.outputs) - length_hint(left)])
         if not self._unrecorded:
             asyncio.get_running_loop().call_later(RECORD_EVERY, self._record)

@@ -37,8 +37,8 @@ _DEFAULTS = {
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": False,
     "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": 32,
 }
-"""Defaults of environment variables, stricter than vLLM's: its 179 million pixels fit into 20 KB and cost 6 s of CPU;
-an allowed host may redirect to a forbidden one; and 16 URLs might fetch 4 GiB."""
+"""Defaults of environment variables, stricter than vLLM's. With vLLM's, an image of 20 KB may have 179 million pixels,
+which cost 6 s of CPU; an allowed host may redirect to a forbidden one; and 16 URLs may fetch 4 GiB."""
 
 for name, value in _DEFAULTS.items():
     if name not in os.environ:
@@ -61,11 +61,11 @@ budget."""
 
 @MEDIA_CONNECTOR_REGISTRY.register("pdserve")
 class ImageReader(MediaConnector):  # type: ignore[misc]
-    """Fetches nothing unless `allowed-media-domains` names hosts: vLLM would fetch from any host, internal ones too."""
+    """Fetches only from hosts in `allowed-media-domains`. Without that list, vLLM would fetch from any host."""
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
         if not self.allowed_media_domains and url[:5].lower() not in ("data:", "file:"):
-            raise _refusal("it must be a data: URL; none is fetched, for allowed-media-domains names no host")
+            raise _refusal("it must be a data: URL, because allowed-media-domains names no host")
         alone = copy(self)
         alone.connection = (
             HTTPConnection()

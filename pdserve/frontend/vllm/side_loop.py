@@ -41,7 +41,7 @@ _validated: ContextVar[tuple[object, bool | None]] = ContextVar("validated", def
 """Parameters that were validated in the thread, and the result of vLLM's validation."""
 
 SHORT_PROMPT = 1000
-"""Characters, which are tokenized in some 0.2 ms."""
+"""Characters of the longest prompt that is tokenized in the event loop; that takes about 0.2 ms."""
 
 
 class SideLoop(Lifetime):
@@ -134,8 +134,8 @@ def _make_logprobs(output: RequestOutput) -> None:
 
 
 class LaterLogprobs:
-    """Prompt logprobs as the engine sent them, made into objects only when the response is written. vLLM would do so at
-    once for each of `n` outputs, at 7 µs for each logprob, and use only those of the last."""
+    """Prompt logprobs as the engine sent them, made into objects only when the response is written. vLLM would make
+    them at once for each of `n` outputs, at 7 µs per logprob, and use only the last output's."""
 
     def __init__(self, tokenizer: TokenizerLike | None, count: int) -> None:
         self._tokenizer = tokenizer

@@ -46,8 +46,8 @@ HAND_OVER_POLL = 0.5
 """Seconds between two checks whether a stand-in is still needed."""
 SILENCE_CHECK_INTERVAL = 0.25
 MAX_SILENT_CHECKS = 9
-"""Seconds between two checks for new bytes of each worker, and checks without any after which it counts as stalled.
-Workers answer heartbeats."""
+"""Seconds between two checks whether a worker has sent bytes, and checks in a row without any after which it counts as
+stalled. A working worker answers heartbeats."""
 
 
 class HandedOver(Exception):
@@ -214,8 +214,7 @@ class WorkerPool:
                 raise BadRequest(gone, "model")
 
     def has_capacity(self, generation: Generation, *, full: bool = False) -> bool:
-        """Whether a usable worker has the generation's adapter and capacity for one more request. With `full`, it needs
-        no capacity."""
+        """Whether a usable worker has the generation's adapter and, unless `full`, capacity for one more request."""
         ready = self._ready()
         found = ready.next_in_turn(self._last, never=self._lacking(generation))
         return bool(found) and (full or not ready.is_full(found[0]))

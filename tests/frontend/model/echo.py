@@ -1,5 +1,5 @@
-"""A decode worker in this process, on the in-memory stream. Each token is a pure function of the tokens before it, so
-that a request goes on with the same tokens at another worker. Steps are made by a task, or by hand."""
+"""A decode worker in this process, without an engine. Each token is a pure function of the tokens before it, so that a
+migrated request gets the same tokens. A task makes the steps, or a test calls `step`."""
 
 import asyncio
 import zlib

@@ -1,4 +1,4 @@
-"""A rolling change of what a model's workers have loaded, as the frontend goes through it."""
+"""A rolling update of a model's weights or settings, as the frontend sees it."""
 
 import asyncio
 import dataclasses

@@ -19,7 +19,7 @@ PREFILL = 0.1
 def left(
     promised: SloTargets, arrivals: Sequence[float], deadline: float = math.inf, started: float = STARTED
 ) -> list[float]:
-    """When each output leaves that comes at these times; the last of them ends the answer."""
+    """Return when each output leaves, for these arrival times. The last output ends the response."""
     reserve = Reserve[int].of(promised, started, deadline)
     assert reserve is not None
     leaves, times = list[int](), list[float]()
@@ -52,8 +52,7 @@ def longest(times: Sequence[float]) -> float:
 def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
     promised: SloTargets, stall: float, speed: float
 ) -> None:
-    """At the speed of the demo model (10 ms a token), and at 10 times less and more: where no token comes within the
-    promised gap there is no reserve, nor anything to keep."""
+    """`speed` 1 is the demo model's: 10 ms per token. A stream slower than the promised gap has no reserve."""
     assert promised.gap is not None
     interval = 0.01 / speed
     arrivals = come(interval, 128, {100: stall})
