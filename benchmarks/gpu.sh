@@ -138,7 +138,8 @@ for part in "${PARTS[@]}"; do
   fi
   echo "== $part"
   export OUT PYTHON PORT SIZE MINUTES SIM MODEL URL DEMO
-  timeout -k 90 "$LIMIT" bash -c "set -o pipefail; $(declare -f); $part" > "$OUT/$part.log" 2>&1 & running=$!
+  : > "$OUT/$part.log"  # `tail` must find it
+  timeout -k 90 "$LIMIT" bash -c "set -o pipefail; $(declare -f); $part" >> "$OUT/$part.log" 2>&1 & running=$!
   trap 'kill "$running"; wait "$running"; exit 130' HUP INT TERM  # as where its time is over: it stops what it started
   tail -n +1 -s 0.2 -f --pid "$running" "$OUT/$part.log" & shown=$!
   wait "$running" || failed="$failed $part"
