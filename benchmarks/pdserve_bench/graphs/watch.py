@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -91,8 +91,7 @@ class GraphWatch(Lifetime):
         started = time.monotonic()
         while True:
             instances = await self.instances()
-            watched = await read_watched(instances)
-            loads = {name: report.load for name, report in watched.items()}
+            loads = await read_loads(instances)
             seconds = time.monotonic() - started
             queued = max((load.queue_depth for load in loads.values()), default=0)
             there = _count(instances)
@@ -116,6 +115,11 @@ class GraphWatch(Lifetime):
                 with suppress(httpx.HTTPError):
                     pages[instance.id] = series((await http.get(instance.metrics)).text)
         return pages
+
+
+async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
+    """Return what each instance reports of its load, by instance id."""
+    return {name: report.load for name, report in (await read_watched(instances)).items()}
 
 
 def listed(counts: Mapping[str, int]) -> str:

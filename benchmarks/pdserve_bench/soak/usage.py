@@ -9,10 +9,9 @@ import httpx
 import psutil
 
 from pdserve.contract.records import Instance
-from pdserve.observe.process_pages import read_watched
 from pdserve.queue.jetstream.client import short_connection
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.graphs.watch import held, series
+from pdserve_bench.graphs.watch import held, read_loads, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
 """Tolerated growth. Threads: pools (asyncio, gRPC) fill on demand. MiB: allocators; a leak of 10 KB per request over
@@ -47,8 +46,7 @@ async def measure_usage(
     """Measure all processes of the graph. `stored` is the data in each server."""
     found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
     roles = {instance.pid: instance for instance in instances}
-    watched = await read_watched(instances)
-    blocks = held(instances, {name: report.load for name, report in watched.items()})
+    blocks = held(instances, await read_loads(instances))
     async with httpx.AsyncClient(trust_env=False) as http:
         for child in psutil.Process(supervisor).children():
             if role := roles.get(child.pid):
