@@ -67,7 +67,13 @@ class Findings:
             raise ConfigError([self._problems[place] for place in places])
 
 
-_OPPOSITES = ("enable disable", "allow disallow", "min max", "local remote", "cpu gpu")
+_OPPOSITES = (
+    {"enable", "disable"},
+    {"allow", "disallow"},
+    {"min", "max"},
+    {"local", "remote"},
+    {"cpu", "gpu"},
+)
 
 
 def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
@@ -85,7 +91,7 @@ def did_you_mean(name: str, valid: Iterable[str], otherwise: str) -> str:
 def _misspells(name: str, valid: str) -> bool:
     """Whether each word of `valid` is in `name`, perhaps misspelt, and none of them as its opposite."""
     written, meant = ({word.lower() for word in re.findall(r"[A-Za-z0-9]+", each)} for each in (name, valid))
-    for pair in map(set, map(str.split, _OPPOSITES)):
+    for pair in _OPPOSITES:
         if written & pair and written & pair != meant & pair:
             return False
     whole = "".join(sorted(written - meant))
