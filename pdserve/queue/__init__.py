@@ -22,7 +22,9 @@ def connect(
     log's text for what an outage means to this process. `replicas` is `Graph.queue-replicas`."""
     from pdserve.queue.jetstream.queue import JetStreamQueue
 
-    return JetStreamQueue(nats, namespace, model, None, credentials, outage_effect, replicas)
+    return JetStreamQueue(
+        nats, namespace, model, credentials=credentials, outage_effect=outage_effect, replicas=replicas
+    )
 
 
 async def check(nats: str, credentials: Credentials | None = None, of_cluster: bool = False) -> None:
