@@ -20,9 +20,9 @@ _MAX_HEADER = 100 * 2**20
 _TOWERS = {"text_config", "vision_config", "audio_config"}
 _ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 _STATE = re.compile("mamba_|ssm_|linear_(attn|conv|key|num)|conv_L_cache$|hybrid_override_pattern$")
-"""Config keys of models that have layers with a state."""
+"""Matches config keys of models whose layers (some or all) have a state of fixed size instead of KV."""
 _STATEFUL = re.compile("mamba|linear|conv|recurrent|ssm|delta|rwkv|lightning", re.IGNORECASE)
-"""Kinds of layers with a state."""
+"""Matches the kinds of such layers."""
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _ALTERNATING = {"gemma2", "gemma3_text", "gpt_oss"}
 """Architectures that mix layers with and without a sliding window, which older configs do not say."""
@@ -109,13 +109,14 @@ def read_model(folder: Path) -> ModelFacts:
         text = f"{path} cannot be read ({reason}): give a folder with a whole Hugging Face model."
         raise ConfigError([text]) from error
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        text = f"{folder} is not a model that pdserve can read ({type(error).__name__}: {error}): correct it."
+        why = f"{type(error).__name__}: {error}"
+        text = f"{folder} is not a model that pdserve can read ({why}): correct it or choose another one."
         raise ConfigError([text]) from error
 
 
 def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFacts:
     if "num_attention_heads" not in config and "state_size" in config:
-        raise ValueError("its layers have a state and no attention, which only vLLM without pdserve serves")
+        raise ValueError("its layers have a state and no attention; only vLLM by itself can serve it")
     heads = int(config["num_attention_heads"])
     window = _window(config)
     return ModelFacts(
@@ -152,7 +153,7 @@ def _largest(count: Any) -> int:
 
 
 def _odd_layers(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return unusual kinds of layers, by the config's list of layers, or else by the sizes of a state."""
+    """Return unusual kinds of layers: from `layer_types` or, without it, from keys that match `_STATE`."""
     if kinds := config.get("layer_types"):
         return tuple(sorted(set(map(str, kinds)) - _ATTENTION))
     sizes = (key for key, value in config.items() if value and _STATE.match(key))

@@ -24,7 +24,7 @@ from pdserve.util.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 ENDS_WITHIN = 15.0
-"""Seconds beyond its drain timeout for a leader to end."""
+"""Seconds beyond the drain timeout to wait for the leader's end."""
 
 
 class FollowerService(Service):
@@ -77,7 +77,7 @@ class FollowerService(Service):
             logger.warning("leader %s has not ended in time; ending without it", self._node.leader.id)
 
     async def _watch_ranks(self) -> None:
-        """During the drain, the ranks may end with the leader's."""
+        """Watch the ranks. During the drain their end is no failure, because they end with the leader."""
         try:
             await self._ranks.watch()
         except EngineDead:

@@ -31,7 +31,7 @@ def init(
 ) -> int:
     """Write a graph for this machine into FILE, a YAML with comments, with the bundled demo model. Half of the GPUs
     prefill, the others decode. A single GPU does both, without remote prefill. Without GPUs, one worker of each kind
-    runs on the CPU. With --gpu on a machine without GPUs, the graph is for two.
+    runs on the CPU. With --gpu on a machine without GPUs, the graph is for two GPUs.
 
     With --from, the graph serves the same as SOURCE: a YAML of `vllm serve --config`, a shell script or a manifest with
     `vllm serve` (Kubernetes, Compose), a DynamoGraphDeployment, or a command after `--`. Arguments that the graph

@@ -25,7 +25,8 @@ Route = Callable[..., Awaitable[ErrorResponse | str]]
 
 class AppAdapters:
     """The adapters of one model in its app. `set` replaces the list. The routes keep vLLM's checks, responses and
-    errors; `store` does the work between. Replaces private parts of vLLM's OpenAIServingModels and engine client."""
+    errors; `store` loads and unloads on the workers. Replaces private parts of vLLM's OpenAIServingModels and engine
+    client."""
 
     def __init__(self, models: OpenAIServingModels, model: str, store: AdapterStore | None) -> None:
         self.refresh: Callable[[], None] = lambda: None
@@ -53,7 +54,7 @@ class AppAdapters:
         return True
 
     def _route(self, work: Route) -> Route:
-        """Run a route on the frontend's loop, also for requests of the side loop, and return errors in vLLM's form."""
+        """Run a route on the frontend's loop, also if called on the side loop, and return errors in vLLM's form."""
 
         async def at_home(request: Any) -> ErrorResponse | str:
             try:

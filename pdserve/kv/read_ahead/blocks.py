@@ -2,9 +2,10 @@
 
 A prefill engine names the blocks that are complete after each step. The decode engine reads them into free blocks of
 its pool, which belong to no request and are not in the prefix cache. It uses them only if the finished prefill's handle
-names the same blocks, the prefill was never preempted, and all reads have ended while its lease ran. Then the blocks
-enter the prefix cache, where the request finds them. Otherwise they go back to the pool once all reads into them have
-ended, because a read cannot be aborted (docs/decisions/0004-stalled-reads.md, 0028-read-ahead.md).
+names the same blocks, the prefill was never preempted, and the prefill engine confirmed after each read that it still
+held the KV. Then the blocks enter the prefix cache, where the request finds them. Otherwise they go back to the pool
+once all reads into them have ended, because a read cannot be aborted (docs/decisions/0004-stalled-reads.md,
+0028-read-ahead.md).
 
 Pure: callers pass the pool and the time."""
 
@@ -18,7 +19,7 @@ MIN_PIECE_BYTES = 8 << 20
 MIN_FREE_SHARE = 0.25
 """Share of the pool that must stay free for requests."""
 KEEP_SECONDS = 30.0
-"""Seconds after the last piece at which its blocks are freed if no handle has come."""
+"""Seconds after a prompt's last piece until its blocks are dropped, unless the handle came."""
 
 
 class Pool(Protocol):
@@ -65,11 +66,11 @@ class ReadAhead:
     def next_piece(
         self, source: Source, skip: int, complete: list[int], pool: Pool, now: float
     ) -> Piece | None:
-        """Allocate blocks for the next piece, if there is one worth reading. `complete`: the prefill's complete blocks,
-        of which the prefix cache has the first `skip`."""
+        """Allocate blocks for the next piece, if there is one worth reading. `complete`: the prefill's complete blocks.
+        This engine's prefix cache has the first `skip` of them."""
         prompt = self._prompts.setdefault(source, _Prompt(skip))
         begun = prompt.first + len(prompt.remote)
-        if complete[prompt.first : begun] != prompt.remote:  # it was preempted, and has other blocks
+        if complete[prompt.first : begun] != prompt.remote:  # the prefill was preempted, and has other blocks
             prompt.is_valid = False
         fresh = complete[begun:]
         room = pool.get_num_free_blocks() - MIN_FREE_SHARE * pool.num_gpu_blocks
@@ -105,8 +106,8 @@ class ReadAhead:
         return prompt is not None and prompt.is_valid and bool(prompt.reads)
 
     def take(self, source: Source, blocks: list[int], pool: Pool) -> tuple[int, list[Any]] | None:
-        """Hand over what was read of the prompt whose KV lies in `blocks` of the prefill engine: index of the first
-        block, and this engine's blocks, which the caller has to free. None if nothing can be used."""
+        """Return this engine's blocks with a prompt's KV, which the caller has to free, after the first one's index in
+        the prompt. None if nothing can be used. `blocks`: the prefill engine's, by the handle."""
         prompt = self._prompts.get(source)
         if (
             prompt is not None

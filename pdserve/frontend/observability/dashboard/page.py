@@ -140,7 +140,7 @@ def shown_to(state: GraphState, viewer: Viewer, own: str, now: float, model: str
 
 
 def _public(state: GraphState, key: str) -> GraphState:
-    """Return what any key may see."""
+    """Keep only this key's receipts, and remove causes, addresses and hosts."""
     return replace(
         state,
         receipts=[receipt for receipt in state.receipts if receipt.key == key],
@@ -154,7 +154,7 @@ def _public(state: GraphState, key: str) -> GraphState:
 
 
 def _placeless(node: Node) -> Node:
-    """Remove host, addresses, GPUs and links' errors, which may name addresses."""
+    """Remove host, pid, addresses, GPUs and links' errors, which may name addresses."""
     instance = node.instance and replace(node.instance, address="", metrics="", host="", pid=0, gpus=[])
     return replace(node, host="", instance=instance, links=[replace(link, failure="") for link in node.links])
 
