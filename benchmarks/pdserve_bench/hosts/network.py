@@ -57,7 +57,8 @@ _time, _time_ns = time.time, time.time_ns
 time.time = lambda: _time() + _ahead()
 time.time_ns = lambda: _time_ns() + int(_ahead() * 10**9)
 """
-"""Only for Python: gRPC passes its deadlines to C, which reads the machine's clock."""
+"""`sitecustomize.py` of a host with a wrong clock: shifts Python's time of day by {0} seconds. Not for gRPC, because
+it passes deadlines to C code, which reads the machine's clock."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -93,7 +94,8 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self._numbers = iter(range(2, 255))
         self._thread = ThreadPoolExecutor(1)
-        """Lives in the network's namespace to the end: the kernel ends a host with its thread."""
+        """Is in the network's namespace. It lives until `close`, because the kernel kills a host when the thread that
+        started it ends."""
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Run in a thread, because changing links takes several commands and must not block clients of this loop."""
@@ -152,7 +154,7 @@ class Host:
         assert self._holder.stdout
         assert self._holder.stderr
         if self._holder.stdout.readline() != b"ready\n":
-            raise Unavailable(f"no host on this machine: {self._holder.stderr.read().decode().strip()}")
+            raise Unavailable(f"cannot start a host: {self._holder.stderr.read().decode().strip()}")
         (first,) = psutil.Process(self._holder.pid).children()
         return int(first.pid)
 

@@ -1,4 +1,4 @@
-"""Report how many requests kept each SLO. Each SLO judges all arms alike; only its own arm was set to keep it."""
+"""Report how many requests kept each SLO: in the arm that was set to keep it, and in the arms without an SLO."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -39,7 +39,7 @@ def figures(slo: Slo, probes: Sequence[Probe]) -> dict[str, float | None]:
 
 
 def goodput(slo: Slo, arm: Arm, result: ArmsRun) -> GoodputSearch:
-    """Estimate the rate at which 90 % of the requests keep it."""
+    """Estimate the rate at which 90 % of an arm's requests keep the SLO."""
     search = GoodputSearch()
     for rate in result.rates:
         if probes := result.of(arm, rate):
@@ -87,7 +87,7 @@ def _goodput_raw(search: GoodputSearch) -> dict[str, float | None]:
 
 
 def _judged(promise: str, result: ArmsRun) -> list[Arm]:
-    """Return the windows without arms of other SLOs."""
+    """Return the SLO's own arm and the arms without an SLO."""
     return [arm for arm in result.arms if arm in (OFF, *WAYS) or arm.name == promise]
 
 
@@ -121,7 +121,7 @@ def _table(promise: str, result: ArmsRun, cells: Sequence[tuple[str, float, Arm,
 
 
 def _lead(result: ArmsRun) -> str:
-    """Return the goodput of each SLO in all arms."""
+    """Return a sentence with the goodput of each SLO in each of its arms."""
     parts = []
     for name, slo in result.promises.items():
         found = [(arm, goodput(slo, arm, result)) for arm in _judged(name, result)]

@@ -20,11 +20,11 @@ from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene
 
 MAX_LOG_LINES = 2000
-"""Log lines that all of it may cause, beyond those of the load."""
+"""Most log lines that the garbage may cause, beyond those of the load."""
 LOOPBACK = ("127.", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 _HANDSHAKE = 2.0
-"""Seconds for the peer's greeting, without which nothing is sent; long, for busy machines."""
+"""Seconds to wait for a ZeroMQ peer's handshake, without which nothing is sent; long, for busy machines."""
 _TIMEOUT = 0.3
 
 
@@ -105,13 +105,13 @@ def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
     )
     _send(
         host, port, lambda end: _as_zeromq(end, [], b"\x02" + b"\x7f" + b"\xff" * 7)
-    )  # a frame of 2^63 bytes
+    )  # a frame of 2^63 - 1 bytes
     _as_frontend(host, port, everything)
 
 
 def _as_frontend(host: str, port: int, everything: Sequence[bytes]) -> None:
-    """Speak the stream's protocol: half a greeting, a wrong version, each payload after a good greeting, a frame of
-    2^32 bytes before and after it, and a greeting that stops midway."""
+    """Speak the stream's protocol: half a greeting (at once, and byte by byte), a wrong version, the length of a
+    frame of 2^32 - 1 bytes, and all payloads after a good greeting, then such a length or a frame that is cut short."""
     greeting = _framed(GREETING + b" garbage")
     endless = b"\xff" * 4
     for raw in (greeting[: len(greeting) // 2], _framed(b"pdserve-stream/0 garbage"), endless):
