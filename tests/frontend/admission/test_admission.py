@@ -1,4 +1,4 @@
-"""Admission control by itself: the capacity is a number that the test sets."""
+"""Admission control without workers: the test sets the capacity."""
 
 import asyncio
 import time
@@ -18,15 +18,15 @@ LIMITS = AdmissionLimits()
 
 
 class Model:
-    """As the decode workers: so many places, some of them taken."""
+    """Admission control of a model whose decode workers have `places` slots."""
 
     def __init__(self, places: int, limits: AdmissionLimits = LIMITS, *, pauses: bool = False) -> None:
         self.places, self.tokens = places, float("inf")
         self.running: list[SequencePermit] = []
         self.order: list[str] = []
-        """the clients whose sequences began"""
+        """clients of the sequences that began, in order"""
         self.paused: list[SequencePermit] = []
-        """in order; None can pause where `pauses` is False"""
+        """in order; stays empty unless `pauses`"""
         self.pauses = pauses
         self.estimate = RequestEstimate()
         self.control = AdmissionControl(limits, self.capacity, lambda: self.estimate)
@@ -40,7 +40,7 @@ class Model:
         return self.control.enter(client, size, time.monotonic() + left, is_flex=is_flex)
 
     def take(self, *admissions: Admission) -> None:
-        """As the engine core: all of their sequences ask for a permit."""
+        """Request a permit for each of their sequences, as the engine core does."""
         for admission in admissions:
             for _ in range(admission.size.sequences):
                 self.sequence(admission)
@@ -59,11 +59,11 @@ class Model:
         if self.pauses:
             self.running.remove(permit)
             self.paused.append(permit)
-            assert len(self.paused) < 1000, "places go back and forth"
+            assert len(self.paused) < 1000, "slots go back and forth"
         return self.pauses
 
     def refuses(self, client: str, left: float = 600.0) -> float:
-        """Whether a further request would be refused: after how many seconds it may come again."""
+        """Assert that a further request is refused, and return after how many seconds to retry it."""
         with pytest.raises(Overloaded) as caught:
             self.ask(client, left=left)
         return caught.value.retry_after
@@ -71,7 +71,7 @@ class Model:
     def streams(
         self, client: str, count: int, *, can_pause: bool = True, is_flex: bool = False
     ) -> list[SequencePermit]:
-        """So many requests for one sequence, each of which goes on as soon as it may: those that do."""
+        """Submit `count` requests for one sequence each. Return the permits of those that are admitted at once."""
         admissions = [self.ask(client, is_flex=is_flex) for _ in range(count)]
         return [
             self.sequence(admission, can_pause=can_pause) for admission in admissions if not admission.waiting
@@ -82,7 +82,7 @@ class Model:
         self.order.append(permit.admission.client)
 
     def end(self, permit: SequencePermit | None = None) -> None:
-        """This one is done, or the first one that runs; with its last one a request is."""
+        """End this or the first running sequence. A request ends with its last sequence."""
         permit = permit or self.running[0]
         self.running.remove(permit)
         permit.release()
@@ -93,7 +93,7 @@ class Model:
             self.control.leave(admission)
 
     def serve(self, waiting: list[Admission]) -> list[str]:
-        """Serve all of them, one after another; returns the clients in order."""
+        """Serve all of these requests, one after another. Return their clients in that order."""
         order = []
         while waiting:
             self.end()
@@ -112,7 +112,7 @@ def full(places: int = 1, limits: AdmissionLimits = LIMITS) -> Model:
 
 
 def paced(limits: AdmissionLimits, seconds: float) -> Model:
-    """Full, and for some time 100 tokens were admitted every so many seconds."""
+    """Return a full model that has admitted 100 tokens every `seconds` for some time."""
     model = full(1, limits)
     rate = model.control._rate
     now = time.monotonic()
@@ -127,7 +127,7 @@ def test_requests_are_admitted_while_there_are_places_and_kv_tokens() -> None:
     model = Model(2)
     assert [model.ask("a").waiting for _ in range(3)] == [False, False, True], "none has begun"
     model = Model(8)
-    model.tokens = 150.0  # of the second's 100 there are 50: it may be shorter
+    model.tokens = 150.0  # a request needs 100: the second one may begin with the other 50
     assert [model.ask("a").waiting for _ in range(3)] == [False, False, True]
 
 
@@ -199,12 +199,12 @@ def test_one_large_request_lets_others_of_its_client_pass() -> None:
 
 def test_a_client_with_its_share_of_the_places_gets_no_more_while_others_wait() -> None:
     model = full(4)
-    for _ in range(4):  # the crowd holds every place
+    for _ in range(4):  # the crowd has every slot
         model.end()
         model.take(model.ask("crowd"))
     crowd = [
         model.ask("crowd", RequestSize(9, 0)) for _ in range(50)
-    ]  # small ones, whose turns would come first
+    ]  # small ones, which are first in the queue
     singles = [model.ask("single", RequestSize(999, 0)) for _ in range(3)]
     model.end()
     assert not singles[0].waiting
@@ -212,7 +212,7 @@ def test_a_client_with_its_share_of_the_places_gets_no_more_while_others_wait() 
     model.end()
     assert not singles[1].waiting
     model.take(singles[1])
-    model.end(model.running[0])  # two each now
+    model.end(model.running[0])  # then each client runs two
     assert singles[2].waiting
     assert sum(not admission.waiting for admission in crowd) == 1
 
@@ -225,10 +225,10 @@ def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_by_how_muc
     assert model.refuses("a", left=8.0) == pytest.approx(12.0 - 8.0 / 2, abs=0.6)
     model.estimate.record(100, ttft=4.0, decode_seconds=0.0)
     assert model.refuses("a", left=8.0) == pytest.approx(12.0 - (8.0 - 4.0) / 2, abs=0.6)
-    model.estimate.ttft = 0.5  # what runs now ends sooner than its likes have lately: come again at once
+    model.estimate.ttft = 0.5  # the running requests end sooner than the rate says: retry after the minimum
     assert model.refuses("a", left=8.0) == 1.0
     assert len(model.control) == 6
-    assert model.ask("b").waiting  # its turn is the next but one
+    assert model.ask("b").waiting  # it is the second in the queue
 
 
 async def test_a_deadline_that_cannot_be_met_any_more() -> None:
@@ -248,7 +248,7 @@ def test_before_the_rate_is_known_the_wait_is_estimated_from_places_and_run_time
     model.estimate.record(100, ttft=20.0, decode_seconds=0.0)
     for _ in range(2):
         model.ask("a")
-    assert model.refuses("a") == pytest.approx(100 / 3 - 30)  # after 5, in rounds of 3, 20 s each
+    assert model.refuses("a") == pytest.approx(100 / 3 - 30)  # 5 before it, 3 slots, 20 s each; max_wait 30 s
     assert model.ask("b").waiting
 
 
@@ -261,7 +261,7 @@ async def test_a_full_queue_makes_place_for_a_client_with_less(limits: Admission
     with pytest.raises(Overloaded):
         await crowd[-1].wait()
     assert all(admission.waiting for admission in crowd[:-1])
-    other = model.ask("single")  # two each
+    other = model.ask("single")  # now two requests of each client wait
     assert other.waiting
     model.refuses("single")
 
@@ -297,7 +297,7 @@ async def test_idle_when_all_have_left() -> None:
     idle = asyncio.create_task(model.control.idle())
     model.control.leave(waits)
     model.control.leave(passing)
-    model.places = 0  # so that the flex one waits on
+    model.places = 0  # so that the flex request keeps waiting
     leaving: list[Callable[[], None]] = [model.end, lambda: model.control.leave(flex)]
     for leave in leaving:
         for _ in range(9):
@@ -325,18 +325,18 @@ def test_a_client_that_waits_is_never_forgotten() -> None:
     other = model.ask("b", RequestSize(499, 0))
     model.end()
     assert not other.waiting
-    model.control.leave(first)  # the second one moves up, to a place that has been served
+    model.control.leave(first)  # the second one moves up, to a tag below the virtual time
     for number in range(2000):
         model.control.leave(model.ask(f"client {number}"))
     model.control.leave(second)
     assert not len(model.control)
 
 
-# places that are taken back
+# preemption
 
 
 def greedy(places: int = 8) -> Model:
-    """A client has every place, and more of its requests wait."""
+    """Return a model with a client that has every slot, and three more requests in the queue."""
     model = Model(places, pauses=True)
     model.streams("greedy", places + 3)
     return model
@@ -385,7 +385,7 @@ def test_a_client_gets_places_until_no_other_has_more_than_twice_as_many(
 ) -> None:
     model = greedy(places)
     model.streams("honest", asked)
-    for _ in range(50):  # nor do they take places from each other for ever
+    for _ in range(50):  # clients do not preempt each other for ever
         model.control.advance()
     assert clients(model).count("h") == expected
     assert len(model.running) == places
@@ -393,8 +393,8 @@ def test_a_client_gets_places_until_no_other_has_more_than_twice_as_many(
 
 
 def test_a_place_that_is_made_goes_to_the_client_for_which_it_was_made() -> None:
-    """Also where that one runs its share already, since there are nearly as many clients as places: what has paused is
-    before it in the queue, and would get the place back, again and again."""
+    """Also if that client runs its share already (17 slots, 14 clients). The paused sequence is before its request in
+    the queue, and would otherwise get the slot back, again and again."""
     model = Model(17, pauses=True)
     model.streams("greedy", 4)
     for client in ("small", *"abcdefghijkl"):
@@ -420,7 +420,7 @@ def test_an_unread_stream_pauses_first_and_until_it_is_read() -> None:
     model = Model(3, pauses=True)
     unread = [model.streams(client, 1)[0] for client in "abc"]
     unread[2].admission.set_unread(True)
-    assert not model.paused, "nobody waits"
+    assert not model.paused, "no request waits"
     unread[2].admission.set_unread(False)
     other = model.ask("honest")
     assert other.waiting
@@ -463,10 +463,10 @@ def test_another_frontend_gets_its_part() -> None:
     model.streams("modest", 2)
     permits = [*model.running, *model.streams("greedy", 6)]
     model.places = 5
-    there = {permit: number < 6 for number, permit in enumerate(permits)}
-    model.control.yield_slots(3, there)
+    has_slot = {permit: number < 6 for number, permit in enumerate(permits)}
+    model.control.yield_slots(3, has_slot)
     assert clients(model) == "gggmm"
-    assert model.paused == [permits[5], permits[4], permits[3]], "the last two wait in the engine"
+    assert model.paused == [permits[5], permits[4], permits[3]], "the last two have no slot in the engine"
     model.places = 8
     model.control.advance()
     assert clients(model) == "ggggggmm"

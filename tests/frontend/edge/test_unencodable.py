@@ -1,4 +1,4 @@
-"""What cannot travel to a worker is the fault of one request, and nobody else's."""
+"""A request that cannot be encoded for a worker, or whose grammar cannot be compiled, fails without harm to others."""
 
 import asyncio
 import json
@@ -31,8 +31,8 @@ FATAL: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"grammar": "start: %json " + json.dumps(RANGE).replace("max", "m\\u0061x")}}, "below"),
     ({"structured_outputs": {"json": {"type": "string", "maxLength": SMILES, "minLength": SMILES}}}, ""),
 ]  # fmt: skip
-"""found by `pdserve_bench.fuzz`: llguidance ends the frontend with SIGSEGV, or panics"""
-HALVES: list[tuple[dict[str, Any], str]] = [
+"""Grammars found by `pdserve_bench.fuzz`: llguidance would end the frontend with SIGSEGV, or panics."""
+SURROGATES: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "\ud800"}, ""),
     ({"bad_words": ["\ud800"]}, "bad_words"),
 ]
@@ -44,21 +44,19 @@ REFUSED_AS_STREAMS = [
 ]
 REFUSED = [
     *REFUSED_AS_STREAMS,
-    *(("/v1/completions", changes, 400, said) for changes, said in FATAL + HALVES),
+    *(("/v1/completions", changes, 400, said) for changes, said in FATAL + SURROGATES),
 ]
-"""of the latter, a stream says so in an error within"""
+"""The last two groups are sent without `stream` only."""
 JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_travel_is_refused_by_name_and_reaches_no_worker(
-    graph: Graph, stream: bool
-) -> None:
-    """Also as a stream, which has begun by then."""
+async def test_refused_requests_reach_no_worker(graph: Graph, stream: bool) -> None:
+    """A stream gets the same status, because the start of its response is held back until its first part."""
     async with graph.worker() as worker:
         for path, changes, status, said in REFUSED_AS_STREAMS if stream else REFUSED:
             body = completion() if path == "/v1/completions" else {"model": "demo", "input": "hello"}
-            # httpx writes no half of a surrogate pair
+            # httpx cannot encode half of a surrogate pair
             content = json.dumps({**body, "stream": stream, **changes})
             answer = await graph.http.post(path, content=content, headers=JSON)
             assert answer.status_code == status, (changes, answer.text)
@@ -66,11 +64,11 @@ async def test_what_cannot_travel_is_refused_by_name_and_reaches_no_worker(
         assert not worker.seen
 
 
-async def test_many_take_nothing_from_others(graph: Graph) -> None:
-    """Neither a place nor tokens of a worker, and when a link is lost the others go on elsewhere."""
+async def test_refused_requests_hold_no_capacity(graph: Graph) -> None:
+    """They keep no slot and no KV tokens of a worker. A request beside them still migrates when its worker is lost."""
     async with graph.worker(pace=None, at_once=8) as first:
         before = graph.processor().workers.capacity
-        for _ in range(3):  # no more at once than there are places: 429 would be right for more
+        for _ in range(3):  # fewer sequences than slots: a request that has to wait may get a 429
             bad = [post(graph, **changes, n=2) for changes, _ in BAD]
             assert {answer.status_code for answer in await asyncio.gather(*bad)} == {400}
         await graph.processor().core.idle()
@@ -83,8 +81,8 @@ async def test_many_take_nothing_from_others(graph: Graph) -> None:
     assert second.seen[0].prompt[: len(PROMPT)] == PROMPT
 
 
-async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(graph: Graph) -> None:
-    """It is found out when the link comes up; the link holds, and the request behind it is served."""
+async def test_a_waiting_request_that_cannot_be_encoded_fails_alone(graph: Graph) -> None:
+    """It fails when a worker's link comes up. The link stays up and serves the request behind it."""
     async with graph.worker(pace=None) as first:
         waiting = [post(graph, presence_penalty=0.5, request_id="a"), post(graph, request_id="b")]
         await first.until(lambda: len(first.jobs) == 2)
@@ -107,7 +105,7 @@ async def test_a_grammar_without_finite_text_is_a_400_after_one_try(graph: Graph
     async with sim_engines(graph, 2) as both:
         for engine in both:
             engine.faults.no_grammars = True
-        before = sum(len(engine._seen) for engine in both)  # the self-tests'
+        before = sum(len(engine._seen) for engine in both)  # prompts of the self-tests
         asked = completion(structured_outputs={"regex": "[a-z]+"}, stream=stream)
         answer = await graph.http.post("/v1/completions", json=asked)
         tries = sum(len(engine._seen) for engine in both) - before
