@@ -1,4 +1,4 @@
-"""The page of all keys is what the schema says."""
+"""`docs/configuration.md` is up to date with the schema of the configuration."""
 
 import re
 

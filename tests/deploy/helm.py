@@ -1,4 +1,4 @@
-"""The chart of deploy/helm, rendered by the real helm with several values, as data."""
+"""Renders the chart of deploy/helm with the real helm, for several sets of values."""
 
 import json
 import re
@@ -19,7 +19,7 @@ TOOLS = Path(sys.prefix) / "tools/kubernetes"
 CONFIGS = FOLDER.parent / "configs"
 Object = dict[str, Any]
 SECRETS = {"credentials": {"existingSecret": "graph-certificates"}, "apiKeys": {"existingSecret": "keys"}}
-"""what every install names"""
+"""Values of every rendering that does not set its own."""
 OPEN = "\nSecurity: {allow: [plain-http]}\n"
 TLS = "\nSecurity: {tls-certificate: /etc/pdserve/tls/tls.crt, tls-key: /etc/pdserve/tls/tls.key}\n"
 PEM = dict.fromkeys(("ca.pem", "node.pem", "node-key.pem"), "PEM")
@@ -64,15 +64,15 @@ COMBINATIONS: dict[str, Object] = {
     "joined": {"join": "first"},
     "hosts": {"config": SPANS + OPEN},
 }
-"""of values, beside those of `SECRETS`; together they set every one"""
+"""Sets of values beside `SECRETS`; together they set most values of the chart."""
 
 
 @dataclass(frozen=True)
 class Container:
     owner: Object
-    """the Deployment, StatefulSet or Job"""
+    """the Deployment, LeaderWorkerSet, StatefulSet or Job"""
     pod: Object
-    """its template: metadata and spec"""
+    """the owner's pod template: metadata and spec"""
     spec: Object
 
     @property
@@ -102,12 +102,12 @@ class Rendering(list[Object]):
                 yield Container(owner, pod, spec)
 
     def roles(self) -> dict[str, Container]:
-        """The processes of pdserve, by role."""
+        """Return the containers of pdserve, by role."""
         return {each.name: each for each in self.containers() if each.owner["kind"] in _OF_ROLES}
 
 
 def template(owner: Object) -> Object:
-    """Of the owner's pods."""
+    """Return the owner's pod template."""
     spec: Object = owner["spec"]
     found: Object = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["workerTemplate"]
     return found
@@ -124,9 +124,9 @@ def render(values: Mapping[str, Any]) -> Rendering:
 
 
 def refusal(values: Mapping[str, Any]) -> str:
-    """Why helm refuses the values."""
+    """Return helm's error for values that it must refuse."""
     refused = helm("template", values)
-    assert refused.returncode != 0, "it was taken"
+    assert refused.returncode != 0, "helm accepted the values"
     return re.sub(r"\s+", " ", refused.stderr)
 
 

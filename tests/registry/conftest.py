@@ -1,4 +1,4 @@
-"""Fixtures of both registry implementations. Each registry stands for a process."""
+"""Fixtures of both registry implementations, etcd and memory. Each registry stands for a process."""
 
 import asyncio
 import shutil
@@ -22,11 +22,11 @@ TTL = 2
 class Stage(ABC):
     @abstractmethod
     def registry(self) -> Registry:
-        """Of a new process."""
+        """Return the registry of a new process."""
 
 
 class Outage(Stage):
-    """Its server can be taken away."""
+    """A stage whose server can be stopped and started again."""
 
     @abstractmethod
     async def down(self) -> None: ...
@@ -50,7 +50,7 @@ class MemoryStage(Outage):
 
 
 class EtcdStage(Outage):
-    """With TLS, as in most graphs; the etcd that all tests share is without."""
+    """An etcd of one test. It uses TLS, as in most graphs; the etcd that all tests share does not."""
 
     def __init__(self, state_dir: Path, credentials: Credentials) -> None:
         self.server = etcd_server(state_dir, credentials=credentials)
@@ -78,7 +78,7 @@ class SharedEtcd(Stage):
 
 @pytest.fixture(params=["memory", "etcd"])
 def stage(request: pytest.FixtureRequest, namespace: str) -> Stage:
-    """For the registry in memory no server is started."""
+    """A registry in memory, or the etcd that all tests share."""
     if request.param == "memory":
         return MemoryStage()
     return SharedEtcd(request.getfixturevalue("etcd_url"), namespace)
@@ -86,13 +86,13 @@ def stage(request: pytest.FixtureRequest, namespace: str) -> Stage:
 
 @pytest.fixture
 def shared(etcd_url: str, namespace: str) -> SharedEtcd:
-    """Of which a test may harm its own keys and leases, which are short."""
+    """The etcd that all tests share. A test may harm only its own keys and its leases, which last `TTL` seconds."""
     return SharedEtcd(etcd_url, namespace, TTL)
 
 
 @pytest.fixture
 async def etcd_stage(tmp_path: Path, credentials: Credentials) -> AsyncIterator[EtcdStage]:
-    """An etcd of its own, to be harmed."""
+    """An etcd of one test, which may stop it and delete its data."""
     real = EtcdStage(tmp_path, credentials)
     async with real.server:
         yield real
@@ -123,7 +123,7 @@ class Following:
 
 @asynccontextmanager
 async def following(registry: Registry, prefix: str = "") -> AsyncIterator[Following]:
-    """Entered when the present state has been read."""
+    """Follow a prefix in the background. Entering returns when its present state has been read."""
     followed = Following()
     task = asyncio.create_task(followed.follow(registry, prefix))
     try:

@@ -42,7 +42,7 @@ class Wire:
 
 @pytest.fixture(scope="session")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
-    """Of another graph."""
+    """Credentials of another graph."""
     return create(tmp_path_factory.mktemp("credentials") / "other-graph")
 
 

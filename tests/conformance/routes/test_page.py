@@ -1,4 +1,4 @@
-"""`docs/api.md`: its table of differences is the tests', its table of receipts that of the code."""
+"""`docs/api.md` lists the differences from vLLM that the tests allow, and all fields of a receipt."""
 
 import re
 
