@@ -106,8 +106,8 @@ class ReadAhead:
         return prompt is not None and prompt.is_valid and bool(prompt.reads)
 
     def take(self, source: Source, blocks: list[int], pool: Pool) -> tuple[int, list[Any]] | None:
-        """Return this engine's blocks with a prompt's KV, which the caller has to free, after the first one's index in
-        the prompt. None if nothing can be used. `blocks`: the prefill engine's, by the handle."""
+        """Return what was read of a prompt: index of the first block in the prompt, and this engine's blocks, which the
+        caller has to free. None if nothing can be used. `blocks`: those of the handle, in the prefill engine."""
         prompt = self._prompts.get(source)
         if (
             prompt is not None
