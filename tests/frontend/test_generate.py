@@ -94,7 +94,7 @@ async def test_usage_and_header_agree_on_cached_tokens(graph: Graph, stream: boo
     asked = completion(prompt=prompt, n=2, temperature=1, stream=stream)
     if stream:
         asked["stream_options"] = {"include_usage": True}
-    async with sim_engines(graph, 1, places=1, args=given):
+    async with sim_engines(graph, 1, slots=1, args=given):
         for cached in (0, 592):
             answer = await graph.http.post("/v1/completions", json=asked)
             usage = (events(answer)[-1] if stream else answer.json())["usage"]

@@ -18,10 +18,10 @@ LIMITS = AdmissionLimits()
 
 
 class Model:
-    """Admission control of a model whose decode workers have `places` slots."""
+    """Admission control of a model whose decode workers have `slots` slots."""
 
-    def __init__(self, places: int, limits: AdmissionLimits = LIMITS, *, pauses: bool = False) -> None:
-        self.places, self.tokens = places, float("inf")
+    def __init__(self, slots: int, limits: AdmissionLimits = LIMITS, *, pauses: bool = False) -> None:
+        self.slots, self.tokens = slots, float("inf")
         self.running: list[SequencePermit] = []
         self.order: list[str] = []
         """clients of the sequences that began, in order"""
@@ -32,7 +32,7 @@ class Model:
         self.control = AdmissionControl(limits, self.capacity, lambda: self.estimate)
 
     def capacity(self) -> Capacity:
-        return Capacity(self.places, self.places - len(self.running), self.tokens)
+        return Capacity(self.slots, self.slots - len(self.running), self.tokens)
 
     def ask(
         self, client: str, size: RequestSize = SIZE, left: float = 600.0, *, is_flex: bool = False
@@ -104,9 +104,9 @@ class Model:
         return order
 
 
-def full(places: int = 1, limits: AdmissionLimits = LIMITS) -> Model:
-    model = Model(places, limits)
-    for _ in range(places):
+def full(slots: int = 1, limits: AdmissionLimits = LIMITS) -> Model:
+    model = Model(slots, limits)
+    for _ in range(slots):
         model.take(model.ask("early"))
     return model
 
@@ -123,15 +123,15 @@ def paced(limits: AdmissionLimits, seconds: float) -> Model:
     return model
 
 
-def test_requests_are_admitted_while_there_are_places_and_kv_tokens() -> None:
+def test_requests_are_admitted_while_slots_and_kv_tokens_are_free() -> None:
     model = Model(2)
-    assert [model.ask("a").waiting for _ in range(3)] == [False, False, True], "none has begun"
+    assert [model.ask("a").waiting for _ in range(3)] == [False, False, True], "counted before they begin"
     model = Model(8)
     model.tokens = 150.0  # a request needs 100: the second one may begin with the other 50
     assert [model.ask("a").waiting for _ in range(3)] == [False, False, True]
 
 
-def test_turns_go_round_the_clients_and_one_that_was_away_saves_nothing() -> None:
+def test_turns_are_round_robin_over_clients_and_an_idle_client_saves_none() -> None:
     model = full()
     model.serve([model.ask("a") for _ in range(10)])
     waiting = [model.ask(client) for client in "aaaabbc"]
@@ -155,7 +155,7 @@ def several(model: Model, client: str, sequences: int) -> Admission:
     return admission
 
 
-def test_several_outputs_are_paid_for() -> None:
+def test_a_client_is_charged_for_every_sequence() -> None:
     model = full()
     first = several(model, "a", 4)
     second = model.ask("a", RequestSize(0, 100))
@@ -169,7 +169,7 @@ def test_several_outputs_are_paid_for() -> None:
     assert not model.control.queue.tokens
 
 
-def test_the_rest_of_a_request_that_leaves_is_not_charged() -> None:
+def test_sequences_that_a_leaving_request_never_began_are_not_charged() -> None:
     model = full()
     crowd, later = several(model, "a", 100), model.ask("a")
     model.end()
@@ -197,14 +197,12 @@ def test_one_large_request_lets_others_of_its_client_pass() -> None:
     assert len(crowd.requested) == 100 - GROUP
 
 
-def test_a_client_with_its_share_of_the_places_gets_no_more_while_others_wait() -> None:
+def test_a_client_with_its_share_of_the_slots_gets_no_more_while_others_wait() -> None:
     model = full(4)
     for _ in range(4):  # the crowd has every slot
         model.end()
         model.take(model.ask("crowd"))
-    crowd = [
-        model.ask("crowd", RequestSize(9, 0)) for _ in range(50)
-    ]  # small ones, which are first in the queue
+    crowd = [model.ask("crowd", RequestSize(9, 0)) for _ in range(50)]  # small, so first in the queue
     singles = [model.ask("single", RequestSize(999, 0)) for _ in range(3)]
     model.end()
     assert not singles[0].waiting
@@ -231,7 +229,7 @@ def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_by_how_muc
     assert model.ask("b").waiting  # it is the second in the queue
 
 
-async def test_a_deadline_that_cannot_be_met_any_more() -> None:
+async def test_a_waiting_request_is_refused_once_its_deadline_cannot_be_met() -> None:
     model = full()
     late, fine = model.ask("a", left=2.0), model.ask("a")
     model.estimate.record(100, ttft=5.0, decode_seconds=0.0)
@@ -241,7 +239,7 @@ async def test_a_deadline_that_cannot_be_met_any_more() -> None:
     await fine.wait()
 
 
-def test_before_the_rate_is_known_the_wait_is_estimated_from_places_and_run_times() -> None:
+def test_before_the_rate_is_known_the_wait_is_estimated_from_slots_and_run_times() -> None:
     model = full(3)
     for _ in range(3):
         model.ask("a")  # nothing is known yet
@@ -253,7 +251,7 @@ def test_before_the_rate_is_known_the_wait_is_estimated_from_places_and_run_time
 
 
 @pytest.mark.parametrize("limits", [AdmissionLimits(max_waiting=4), AdmissionLimits(max_waiting_tokens=400)])
-async def test_a_full_queue_makes_place_for_a_client_with_less(limits: AdmissionLimits) -> None:
+async def test_a_full_queue_drops_the_newest_request_of_the_largest_client(limits: AdmissionLimits) -> None:
     model = Model(0, limits)
     crowd = [model.ask("crowd") for _ in range(4)]
     single = model.ask("single")
@@ -266,7 +264,7 @@ async def test_a_full_queue_makes_place_for_a_client_with_less(limits: Admission
     model.refuses("single")
 
 
-def test_a_request_that_is_over_a_bound_by_itself() -> None:
+def test_one_request_may_exceed_the_token_bound_and_not_the_bound_of_outputs() -> None:
     model = Model(0, AdmissionLimits(max_waiting_tokens=50, max_waiting=8))
     assert model.ask("a").waiting
     with pytest.raises(BadRequest, match="129 outputs") as caught:
@@ -289,7 +287,7 @@ def test_unread_answers_are_bounded() -> None:
         model.control.bypass("b")
 
 
-async def test_idle_when_all_have_left() -> None:
+async def test_admission_is_idle_when_all_requests_have_left() -> None:
     model = full()
     waits, flex = model.ask("a"), model.ask("batch", is_flex=True)
     passing = model.control.bypass("b")
@@ -297,7 +295,7 @@ async def test_idle_when_all_have_left() -> None:
     idle = asyncio.create_task(model.control.idle())
     model.control.leave(waits)
     model.control.leave(passing)
-    model.places = 0  # so that the flex request keeps waiting
+    model.slots = 0  # so that the flex request keeps waiting
     leaving: list[Callable[[], None]] = [model.end, lambda: model.control.leave(flex)]
     for leave in leaving:
         for _ in range(9):
@@ -307,7 +305,7 @@ async def test_idle_when_all_have_left() -> None:
     await idle
 
 
-def test_clients_are_forgotten() -> None:
+def test_clients_without_requests_are_forgotten() -> None:
     model = full()
     waiting = [model.ask("crowd") for _ in range(3)]
     for number in range(3000):  # some request waits all the time
@@ -335,10 +333,10 @@ def test_a_client_that_waits_is_never_forgotten() -> None:
 # preemption
 
 
-def greedy(places: int = 8) -> Model:
+def greedy(slots: int = 8) -> Model:
     """Return a model with a client that has every slot, and three more requests in the queue."""
-    model = Model(places, pauses=True)
-    model.streams("greedy", places + 3)
+    model = Model(slots, pauses=True)
+    model.streams("greedy", slots + 3)
     return model
 
 
@@ -346,9 +344,7 @@ def clients(model: Model) -> str:
     return "".join(sorted(permit.admission.client[0] for permit in model.running))
 
 
-def test_a_client_without_a_place_gets_one_and_what_paused_goes_on_before_the_later_ones_of_its_client() -> (
-    None
-):
+def test_a_client_without_a_slot_gets_one_and_the_paused_sequence_continues_first() -> None:
     model = greedy()
     youngest = model.running[-1]
     model.take(model.ask("honest"))
@@ -378,23 +374,23 @@ def test_the_sequences_of_one_large_request_pause_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "asked", "expected"), [(8, 1, 1), (8, 2, 2), (8, 8, 3), (32, 32, 11), (2, 5, 1), (1, 5, 0)]
+    ("slots", "asked", "expected"), [(8, 1, 1), (8, 2, 2), (8, 8, 3), (32, 32, 11), (2, 5, 1), (1, 5, 0)]
 )
-def test_a_client_gets_places_until_no_other_has_more_than_twice_as_many(
-    places: int, asked: int, expected: int
+def test_a_client_gets_slots_until_no_other_has_more_than_twice_as_many(
+    slots: int, asked: int, expected: int
 ) -> None:
-    model = greedy(places)
+    model = greedy(slots)
     model.streams("honest", asked)
     for _ in range(50):  # clients do not preempt each other for ever
         model.control.advance()
     assert clients(model).count("h") == expected
-    assert len(model.running) == places
+    assert len(model.running) == slots
     assert len(model.paused) == expected
 
 
-def test_a_place_that_is_made_goes_to_the_client_for_which_it_was_made() -> None:
-    """Also if that client runs its share already (17 slots, 14 clients). The paused sequence is before its request in
-    the queue, and would otherwise get the slot back, again and again."""
+def test_a_preempted_slot_goes_to_the_client_for_which_it_was_preempted() -> None:
+    """Also if that client runs its share already (17 slots, 14 clients). Otherwise the paused sequence, which is ahead
+    in the queue, would get the slot back again and again."""
     model = Model(17, pauses=True)
     model.streams("greedy", 4)
     for client in ("small", *"abcdefghijkl"):
@@ -405,9 +401,9 @@ def test_a_place_that_is_made_goes_to_the_client_for_which_it_was_made() -> None
     assert [permit.admission.client for permit in model.paused] == ["greedy"]
 
 
-def test_a_place_is_made_by_kv_tokens_too() -> None:
+def test_sequences_pause_for_kv_tokens_too() -> None:
     model = greedy()
-    model.places, model.tokens = 100, 0.0
+    model.slots, model.tokens = 100, 0.0
     model.control.advance()
     assert not model.paused
     model.capacity = lambda: Capacity(100, 92, 0.0 if len(model.running) > 5 else 1.0)  # type: ignore[method-assign]
@@ -416,7 +412,7 @@ def test_a_place_is_made_by_kv_tokens_too() -> None:
     assert len(model.paused) == 3
 
 
-def test_an_unread_stream_pauses_first_and_until_it_is_read() -> None:
+def test_an_unread_stream_is_the_first_to_pause_and_continues_when_it_is_read() -> None:
     model = Model(3, pauses=True)
     unread = [model.streams(client, 1)[0] for client in "abc"]
     unread[2].admission.set_unread(True)
@@ -444,7 +440,7 @@ def test_an_unread_sequence_that_is_paused_may_end() -> None:
     assert not permit.admission.paused
 
 
-def test_places_are_kept_from_sequences_that_cannot_pause() -> None:
+def test_some_slots_are_kept_for_sequences_that_can_pause() -> None:
     model = Model(16, pauses=True)
     model.streams("greedy", 40, can_pause=False)
     assert len(model.running) == 12
@@ -458,27 +454,27 @@ def test_places_are_kept_from_sequences_that_cannot_pause() -> None:
     assert clients(model) == "g" * 12
 
 
-def test_another_frontend_gets_its_part() -> None:
+def test_sequences_pause_for_another_frontends_requests() -> None:
     model = Model(8, pauses=True)
     model.streams("modest", 2)
     permits = [*model.running, *model.streams("greedy", 6)]
-    model.places = 5
+    model.slots = 5
     has_slot = {permit: number < 6 for number, permit in enumerate(permits)}
     model.control.yield_slots(3, has_slot)
     assert clients(model) == "gggmm"
     assert model.paused == [permits[5], permits[4], permits[3]], "the last two have no slot in the engine"
-    model.places = 8
+    model.slots = 8
     model.control.advance()
     assert clients(model) == "ggggggmm"
 
 
-def test_a_client_never_yields_its_only_place() -> None:
+def test_a_client_never_yields_its_only_slot() -> None:
     model = Model(8, pauses=True)
     permits = [
         *model.streams("honest", 1),
         *model.streams("fixed", 4, can_pause=False),
         *model.streams("greedy", 3),
     ]
-    model.places = 0
+    model.slots = 0
     model.control.yield_slots(8, dict.fromkeys(permits, False))
     assert clients(model) == "ffffgh"

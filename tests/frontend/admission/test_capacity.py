@@ -28,17 +28,17 @@ def decode_worker(*, at_once: int = 8, kv: int = 1000) -> Instance:
         (decode_worker(at_once=0), Requests(), 1, Capacity(256, 256, 1000)),
         (decode_worker(kv=0), Requests(1, 10**9), 1, Capacity(8, 7, float("inf"))),
         (Instance("a", Role.DECODE, draining=True), Requests(), 1, Capacity()),
-        # one more for each in remote prefill, up to a quarter
+        # one more for each request in remote prefill, up to a quarter of the slots
         (decode_worker(), Requests(8, load=Load(waiting=1, remote=1)), 1, Capacity(8, 1, 1000)),
         (decode_worker(), Requests(8, load=Load(waiting=8, remote=8)), 1, Capacity(8, 2, 1000)),
         (decode_worker(at_once=1), Requests(1, load=Load(waiting=1, remote=1)), 1, Capacity(1, 1, 1000)),
-        # more than adds up may fit, where prefixes are shared: one at a time, while there is space
+        # the sum of tokens is used up, yet shared prefixes may leave space: one request at a time
         (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 1)),
         (decode_worker(), Requests(4, 1100, starting=True, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 0)),
         (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.95)), 1, Capacity(8, 4, 0)),
-        # a worker's report is older than this frontend's own count
+        # without other frontends, the worker's older report does not count
         (decode_worker(), Requests(2, 0, load=Load(running=10)), 1, Capacity(8, 6, 1000)),
-        # several frontends: an equal part, or what the others leave
+        # several frontends: an equal part, or more if the others leave it unused
         (decode_worker(), Requests(load=Load(running=0)), 2, Capacity(8, 8, 500)),
         (decode_worker(), Requests(2, load=Load(running=4)), 2, Capacity(8, 4, 500)),
         (decode_worker(), Requests(2, load=Load(running=30)), 2, Capacity(8, 2, 500)),

@@ -1,4 +1,4 @@
-"""Spare requests in admission control: they get what nothing else waits for."""
+"""Flex requests in admission control: they get slots for which no other request waits."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from pdserve.util.errors import Overloaded
 from tests.frontend.admission.test_admission import Model, clients, full
 
 
-def test_flex_requests_start_only_where_no_other_waits() -> None:
+def test_flex_requests_start_only_while_no_other_request_waits() -> None:
     model = full()
     waiting = [
         model.ask("batch", is_flex=True),
@@ -19,7 +19,7 @@ def test_flex_requests_start_only_where_no_other_waits() -> None:
     assert model.serve(waiting) == ["b", "b", "batch", "other"]
 
 
-def test_flex_requests_may_have_every_place_until_another_comes() -> None:
+def test_flex_requests_may_have_every_slot_until_another_request_comes() -> None:
     model = Model(4, pauses=True)
     first = model.streams("batch", 4, is_flex=True)
     model.take(model.ask("a"), model.ask("a"), model.ask("a"))
@@ -31,7 +31,7 @@ def test_flex_requests_may_have_every_place_until_another_comes() -> None:
     assert clients(model) == "bbb"
 
 
-def test_flex_requests_that_cannot_pause_fill_up_none_but_flex_ones() -> None:
+def test_flex_requests_that_cannot_pause_leave_room_for_other_requests() -> None:
     model = Model(8, AdmissionLimits(max_waiting=2), pauses=True)
     for _ in range(10):
         model.sequence(model.ask("batch", is_flex=True), can_pause=False)
@@ -40,7 +40,7 @@ def test_flex_requests_that_cannot_pause_fill_up_none_but_flex_ones() -> None:
     assert not model.ask("a").waiting
 
 
-def test_flex_requests_take_no_place_from_others_and_share_what_is_left() -> None:
+def test_flex_requests_preempt_no_others_and_share_the_free_slots() -> None:
     model = Model(4, pauses=True)
     permits = model.streams("greedy", 4)
     permits[0].admission.set_unread(True)
@@ -52,7 +52,7 @@ def test_flex_requests_take_no_place_from_others_and_share_what_is_left() -> Non
 
 
 @pytest.mark.parametrize("can_pause", [True, False])
-def test_for_requests_that_wait_at_a_worker_with_flex_ones_only_these_pause(can_pause: bool) -> None:
+def test_only_flex_requests_pause_for_requests_that_wait_at_a_worker(can_pause: bool) -> None:
     model = Model(8, pauses=True)
     flex = model.sequence(model.ask("batch", is_flex=True), can_pause=can_pause)
     model.streams("a", 4)
@@ -61,21 +61,21 @@ def test_for_requests_that_wait_at_a_worker_with_flex_ones_only_these_pause(can_
 
 
 @pytest.mark.parametrize(
-    ("places", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 2), (16, 0, 4), (8, 5, 1), (8, 6, 0)]
+    ("slots", "ordinary", "run"), [(1, 0, 1), (2, 0, 1), (8, 0, 2), (16, 0, 4), (8, 5, 1), (8, 6, 0)]
 )
-def test_flex_sequences_that_cannot_pause_have_a_quarter_of_the_places_and_leave_one_free(
-    places: int, ordinary: int, run: int
+def test_flex_sequences_that_cannot_pause_get_a_quarter_of_the_slots_and_leave_one_free(
+    slots: int, ordinary: int, run: int
 ) -> None:
-    model = Model(places, pauses=True)
+    model = Model(slots, pauses=True)
     model.streams("a", ordinary)
-    for number in range(places):
+    for number in range(slots):
         model.sequence(model.ask(f"batch {number}", is_flex=True), can_pause=False)
     assert clients(model).count("b") == run
-    model.streams("a", places - ordinary - run)
-    assert len(model.running) == places
+    model.streams("a", slots - ordinary - run)
+    assert len(model.running) == slots
 
 
-def test_a_flex_request_that_was_let_in_waits_for_others_before_it_begins() -> None:
+def test_an_admitted_flex_request_waits_for_others_before_it_begins() -> None:
     model = Model(1, pauses=True)
     flex = model.ask("batch", is_flex=True)
     other = model.ask("a")
@@ -86,7 +86,7 @@ def test_a_flex_request_that_was_let_in_waits_for_others_before_it_begins() -> N
     assert clients(model) == "a"
 
 
-def test_flex_requests_count_neither_in_the_wait_of_others_nor_in_the_queue() -> None:
+def test_flex_requests_count_neither_in_others_wait_nor_in_the_queue() -> None:
     model = full()
     model.estimate.record(0, ttft=10.0, decode_seconds=0.0)
     for _ in range(10):

@@ -1,5 +1,5 @@
-"""A flood on a real decode worker with a simulated engine: the engine gets what it can run, a polite client its
-turn, and the other requests are refused at once with the time to come again."""
+"""A flood on a real decode worker with a simulated engine: the engine gets no more than it can run, a polite
+client gets its turns, and excess requests get a 429 with Retry-After at once."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,17 +20,17 @@ from tests.frontend.test_generate import complete, completion
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NAME = "flooded"
-PLACES = 4
+SLOTS = 4
 
 
 @asynccontextmanager
 async def worker(graph: Graph) -> AsyncIterator[SimEngine]:
-    async with sim_engines(graph, 1, model=NAME, places=PLACES, step=0.01) as (engine,):
+    async with sim_engines(graph, 1, model=NAME, slots=SLOTS, step=0.01) as (engine,):
         yield engine
 
 
 def flood(graph: Graph, count: int, **changes: Any) -> "list[asyncio.Task[httpx.Response]]":
-    """So many requests at once, from one address."""
+    """Send `count` requests at once from one address."""
     asked: dict[str, Any] = {"model": NAME, "max_tokens": 30, "stream": True, **changes}
     return [asyncio.create_task(complete(graph, **asked)) for _ in range(count)]
 
@@ -48,8 +48,8 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
         for _ in range(3):
             answer = await polite.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
             assert answer.status_code == 200
-            assert engine.usage.running + engine.usage.waiting <= PLACES
-        assert len(admission) > 10  # they did not wait for the flood
+            assert engine.usage.running + engine.usage.waiting <= SLOTS
+        assert len(admission) > 10  # the polite client did not wait for the flood
         answers = await asyncio.gather(*crowd)
         assert not len(admission)
         assert await engine.all_blocks_free()
@@ -64,21 +64,21 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
             assert answer.text.endswith("data: [DONE]\n\n")
 
 
-async def test_what_is_flexible_pauses_for_the_rest_and_goes_on(graph: Graph) -> None:
+async def test_flex_requests_pause_for_others_and_continue(graph: Graph) -> None:
     async with worker(graph) as engine:
         admission = graph.models.find(NAME).admission
         crowd = flood(graph, 8, service_tier="flex", max_tokens=60)
-        await until(lambda: engine.usage.running == PLACES)
-        answers = await asyncio.gather(*(complete(graph, model=NAME, max_tokens=2) for _ in range(PLACES)))
-        assert [answer.status_code for answer in answers] == [200] * PLACES
+        await until(lambda: engine.usage.running == SLOTS)
+        answers = await asyncio.gather(*(complete(graph, model=NAME, max_tokens=2) for _ in range(SLOTS)))
+        assert [answer.status_code for answer in answers] == [200] * SLOTS
         assert not any(task.done() for task in crowd)
         assert {answer.text.count('"text"') for answer in await asyncio.gather(*crowd)} == {60}
         assert not len(admission.flex_queue)
-        assert admission._estimate().output_tokens <= 30, "it says nothing of the others"
+        assert admission._estimate().output_tokens <= 30, "flex requests do not count"
         assert await engine.all_blocks_free()
 
 
-async def test_what_is_flexible_leaves_its_place_also_while_a_prefill_worker_has_it(graph: Graph) -> None:
+async def test_a_flex_request_in_remote_prefill_yields_its_slot(graph: Graph) -> None:
     async with graph.worker(pace=None, at_once=1, asks=True) as decode:
         flexible = asyncio.create_task(complete(graph, service_tier="flex"))
         await decode.until(lambda: decode.jobs)
@@ -95,7 +95,7 @@ async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
         admission = graph.models.find("demo").admission
         answers = [asyncio.create_task(complete(graph)) for _ in range(5)]
         await until(lambda: (len(first.jobs), len(second.jobs), len(admission)) == (2, 2, 1))
-        full, free = sorted((first, second), key=lambda worker: worker.id)  # it is the turn of the first
+        full, free = sorted((first, second), key=lambda worker: worker.id)  # round-robin would choose `full`
         await finish(free)
         await free.until(lambda: len(free.seen) == 3)
         await finish(free)
@@ -104,17 +104,17 @@ async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
     assert (len(full.seen), len(free.seen)) == (2, 3)
 
 
-async def test_one_request_with_many_outputs_leaves_others_their_turns(graph: Graph) -> None:
+async def test_a_request_with_many_outputs_leaves_other_requests_their_turns(graph: Graph) -> None:
     async with worker(graph) as engine:
         admission = graph.models.find(NAME).admission
         prompts = [[310, 320, number] for number in range(10)]
         (crowd,) = flood(graph, 1, stream=False, prompt=prompts, n=3, temperature=1.0, max_tokens=20)
-        await until(lambda: engine.usage.running + engine.usage.waiting == PLACES)
+        await until(lambda: engine.usage.running + engine.usage.waiting == SLOTS)
         assert len(admission) == 1
-        for _ in range(3):  # of the same client: they pass it in the queue
+        for _ in range(3):  # of the same client: each gets a turn before the crowd ends
             answer = await complete(graph, model=NAME, max_tokens=2)
             assert answer.status_code == 200
-            assert engine.usage.running + engine.usage.waiting <= PLACES
+            assert engine.usage.running + engine.usage.waiting <= SLOTS
         assert not crowd.done()
         answer = await crowd
         assert len(answer.json()["choices"]) == 30
@@ -125,11 +125,11 @@ async def test_one_request_with_many_outputs_leaves_others_their_turns(graph: Gr
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph, stream: bool) -> None:
+async def test_a_client_that_disconnects_ends_its_waiting_sequences(graph: Graph, stream: bool) -> None:
     async with worker(graph) as engine:
         admission = graph.models.find(NAME).admission
         (crowd,) = flood(graph, 1, max_tokens=300, n=60, temperature=1.0, stream=stream)
-        await until(lambda: engine.usage.running == PLACES)
+        await until(lambda: engine.usage.running == SLOTS)
         crowd.cancel()
         await until(lambda: not len(admission) and not engine.usage.running)
         assert not admission.queue.running

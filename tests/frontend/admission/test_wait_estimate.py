@@ -32,10 +32,10 @@ def test_the_rate_is_unknown_at_first() -> None:
     assert rate.seconds(0, 10.0) == 0
     assert rate.seconds(100, 10.0) is None
     rate.admitted(50, 10.5)
-    assert rate.seconds(100, 10.5) is None  # a first request may be admitted at once
+    assert rate.seconds(100, 10.5) is None  # the first request may not have waited
 
 
-def test_the_rate_is_tokens_by_time_of_waiting() -> None:
+def test_the_rate_is_tokens_per_second_while_requests_wait() -> None:
     rate = AdmissionRate()
     for start in (0.0, 1000.0):  # between them no request waited
         rate.set_waiting(True, start)
@@ -53,7 +53,7 @@ def test_a_burst_counts_the_wait_before_it() -> None:
     assert rate.seconds(40, 6.0) == pytest.approx(6, rel=0.1)
 
 
-def test_the_rate_forgets() -> None:
+def test_the_rate_follows_the_newest_admissions() -> None:
     rate = AdmissionRate()
     rate.set_waiting(True, 0.0)
     for tenth in range(600):
@@ -79,13 +79,13 @@ def test_the_rate_falls_while_nothing_is_admitted() -> None:
     [
         (29, 600, 2, 30, 0),
         (35, 600, 2, 30, 5),
-        (4, 10, 2, 30, 0),  # half of the 8 s to spare
+        (4, 10, 2, 30, 0),  # half of the 8 s to spare may be waited
         (5, 10, 2, 30, 1),
-        (1, 10, 20, 30, 1),  # hopeless but for luck ...
-        (0, 10, 20, 30, 0),  # ... which the request that is next may try
+        (1, 10, 20, 30, 1),  # 20 s do not fit into 10 s
+        (0, 10, 20, 30, 0),  # the next request is never refused
     ],
 )
-def test_too_late(wait: float, left: float, run: float, max_wait: float, expected: float) -> None:
+def test_seconds_too_late(wait: float, left: float, run: float, max_wait: float, expected: float) -> None:
     assert seconds_too_late(wait, left, run, max_wait) == expected
 
 
@@ -93,7 +93,7 @@ def test_too_late(wait: float, left: float, run: float, max_wait: float, expecte
     ("turns", "running", "run", "expected"),
     [(80, 40, 12.0, 24.0), (1, 40, 12.0, 0.3), (0, 40, 12.0, 0.0), (80, 0, 12.0, None), (80, 40, 0.0, None)],
 )
-def test_turns_take_as_long_as_what_runs_now(
+def test_turns_take_as_long_as_running_requests(
     turns: int, running: int, run: float, expected: float | None
 ) -> None:
     assert seconds_of_turns(turns, running, run) == (expected and pytest.approx(expected))

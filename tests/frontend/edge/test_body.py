@@ -12,7 +12,7 @@ from pdserve.util.errors import BadRequest
 CHAT = "/v1/chat/completions"
 
 
-def test_a_body_is_bounded_by_the_context_and_in_all() -> None:
+def test_the_bound_of_a_body_grows_with_the_context_up_to_32_mib() -> None:
     contexts = (4096, 131072, 10_000_000)
     assert [max_body(each, tokenizing=False) for each in contexts] == [4456448, 12582912, 32 << 20]
     assert [max_body(each, tokenizing=True) for each in contexts] == [393216, 4456448, 32 << 20]
@@ -57,7 +57,7 @@ DATA = "A" * 400_000
     ],
 )
 def test_an_image_counts_as_its_tokens(path: str, part: dict[str, object]) -> None:
-    """And not as its base64, which had more tokens than some keys have a minute."""
+    """Its base64 would count as more tokens than some keys have a minute."""
     fields = {"input" if path == "responses" else "messages": [{"role": "user", "content": [part, part]}]}
     size = parse_body(f"/v1/{path}", json.dumps(fields).encode()).size
     assert 2 * IMAGE_TOKENS < size.prompt_tokens < 2 * IMAGE_TOKENS + 100
@@ -66,7 +66,7 @@ def test_an_image_counts_as_its_tokens(path: str, part: dict[str, object]) -> No
 @pytest.mark.parametrize(
     "part", [{"type": "text", "text": DATA}, {"source": DATA}, {"type": "image", "source": 1}]
 )
-def test_what_is_no_image_counts_as_text(part: dict[str, object]) -> None:
+def test_a_part_that_is_no_image_counts_as_text(part: dict[str, object]) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": [part, "image"]}]}).encode()
     assert parse_body(CHAT, body).size.prompt_tokens == len(body) // 4
 
@@ -81,7 +81,7 @@ def test_each_scored_item_is_an_output_of_one_token(items: list[object]) -> None
 @pytest.mark.parametrize(
     "spelled", [500, 500.0, True, "500", "+500", "5_00", "500.0", " 500\n", "0500", "+5_00.00"]
 )
-def test_a_number_is_what_vllm_reads(spelled: object) -> None:
+def test_a_number_is_read_as_vllm_reads_it(spelled: object) -> None:
     asked = CompletionRequest(prompt="a", n=spelled, max_tokens=spelled)
     size = parse_body("/v1/completions", json.dumps({"n": spelled, "max_tokens": spelled}).encode()).size
     assert (size.n, size.max_tokens) == (asked.n, asked.max_tokens)
@@ -90,7 +90,7 @@ def test_a_number_is_what_vllm_reads(spelled: object) -> None:
 @pytest.mark.parametrize(
     "spelled", ["500.5", "5__00", "0x10", "5e2", "\u0665", "\uff15", "", "+", 1e300, "9" * 5000]
 )
-def test_a_number_that_vllm_refuses_is_none(spelled: object) -> None:
+def test_a_number_that_vllm_refuses_counts_as_the_default(spelled: object) -> None:
     with pytest.raises(ValidationError):
         CompletionRequest(prompt="a", n=spelled)
     size = parse_body("/v1/completions", json.dumps({"n": spelled, "max_tokens": spelled}).encode()).size
@@ -107,7 +107,7 @@ def test_a_body_of_too_many_parts_is_refused(part: bytes) -> None:
         parse_body(CHAT, many)
 
 
-def test_a_text_that_is_not_closed_takes_no_longer_than_others() -> None:
+def test_an_unterminated_string_is_parsed_as_fast_as_others() -> None:
     took = []
     for end in (b"", b'"'):
         begun = time.process_time()
@@ -119,12 +119,12 @@ def test_a_text_that_is_not_closed_takes_no_longer_than_others() -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
 def test_parts_are_counted_in_other_encodings(encoding: str) -> None:
-    """Where a byte of another character, as of U+2200, is that of a quote."""
+    """There, U+2200 has a byte that equals a quote."""
     with pytest.raises(BadRequest, match="lists and objects"):
         parse_body(CHAT, f'{{"\u2200": [{"[]," * MAX_PARTS}[]]}}'.encode(encoding))
 
 
-def test_brackets_in_a_text_are_no_parts() -> None:
+def test_brackets_in_a_string_are_no_parts() -> None:
     parse_body(CHAT, json.dumps({"messages": [{"content": '{["\\\\' * MAX_PARTS}]}).encode())
 
 
@@ -144,10 +144,10 @@ def test_brackets_in_a_text_are_no_parts() -> None:
         ({"logprobs": 5, "stream": "off"}, True, 0),
     ],
 )
-def test_requests_that_would_hold_the_loop_are_large(
+def test_requests_that_would_block_the_event_loop_are_large(
     fields: dict[str, object], large: bool, of_prompt: int
 ) -> None:
-    """`of_prompt`: logprobs for each of its tokens, which count in its size."""
+    """`of_prompt`: logprobs for each prompt token, which count in the size."""
     body = parse_body("/v1/completions", json.dumps({"user": "a" * 40, **fields}).encode())
     assert body.is_large is large
     assert body.size.logprobs == of_prompt * body.size.prompt_tokens
@@ -155,7 +155,7 @@ def test_requests_that_would_hold_the_loop_are_large(
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "a\nb", "a\x1b[2Jb", "a b", "\ud800", "\xe9", "a/b"])
 def test_an_id_that_is_long_or_odd_is_refused(given: str) -> None:
-    """It is in each output and each log line."""
+    """Each output and log line has the id."""
     for path in GENERATING:
         with pytest.raises(BadRequest, match="request_id must") as refused:
             parse_body(path, json.dumps({"request_id": given}).encode())

@@ -1,4 +1,4 @@
-"""The same bytes, whether vLLM's app makes every chunk or the ordinary ones are written without it."""
+"""A stream has the same bytes whether vLLM's app makes its chunks or plain chunks are written without it."""
 
 import asyncio
 import gc
@@ -32,12 +32,12 @@ TEXTS = (
     "<|im_end|> special <|im_start|> tokens <|endoftext|> inside",
 )
 NOT_PLAIN = {"priority": 0}
-"""changes nothing, and is not known to `is_plain`: vLLM's app makes every chunk"""
+"""without effect and unknown to `is_plain`, so that vLLM's app makes every chunk"""
 
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 
-# which requests
+# which requests are plain
 
 
 PLAIN: list[dict[str, Any]] = [
@@ -54,7 +54,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", PLAIN + OTHERS)
-def test_plain(changes: dict[str, Any]) -> None:
+def test_which_requests_are_plain(changes: dict[str, Any]) -> None:
     assert is_plain({**COMPLETION, **changes}) is (changes in PLAIN)
 
 
@@ -76,7 +76,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 class Answer:
-    """A stream, read as it comes."""
+    """A streamed response, read while it arrives."""
 
     def __init__(self, graph: Graph, body: dict[str, Any], **headers: str) -> None:
         self._raw, self._more = bytearray(), asyncio.Event()
@@ -94,7 +94,7 @@ class Answer:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Those that are objects."""
+        """The events that are JSON objects."""
         lines = self._raw.rpartition(b"\n")[0].splitlines()
         return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
@@ -106,9 +106,9 @@ class Answer:
         return self._raw.count(b"\n\ndata:") + bool(self._raw)
 
     async def step(self, worker: EchoWorker, *, surely: bool = True) -> None:
-        """The next one begins when what this one brings has come: tokens of two steps are not merged. Not `surely`: it
-        may bring nothing."""
-        begins = self._chat and not self._raw  # with the role
+        """Make a step and wait for its chunks, so that tokens of two steps are not merged. Not `surely`: the step may
+        bring no chunk."""
+        begins = self._chat and not self._raw  # a chat's first chunk has the role only
         expected = self._count() + len(worker.jobs) * (1 + begins)
         await worker.step()
         with suppress(TimeoutError):
@@ -118,7 +118,7 @@ class Answer:
                     await self._more.wait()
 
     async def whole(self) -> bytes:
-        """Without its time."""
+        """Return the response with its time of creation set to 0."""
         await self._reading
         return re.sub(rb'"created":\d+', b'"created":0', self._raw)
 
@@ -152,7 +152,7 @@ async def both(graph: Graph, worker: EchoWorker, body: dict[str, Any], **options
 
 
 def script(text: str, rng: random.Random, finish: FinishReason, stop: int | None = None) -> list[Step]:
-    """The text in steps of one to three tokens."""
+    """Return the text in steps of one to three tokens."""
     tokens = TOKENIZER.encode(text)
     steps: list[Step] = []
     while tokens:
@@ -178,7 +178,7 @@ FINISHES = ((FinishReason.LENGTH, None), (FinishReason.STOP, None), (FinishReaso
 
 
 def noise(rng: random.Random) -> list[Step]:
-    """Any tokens, mostly no text."""
+    """Return steps of random tokens."""
     steps = [Step(rng.choices(range(len(TOKENIZER)), k=rng.choice((1, 1, 2)))) for _ in range(12)]
     steps[-1].finish = FinishReason.LENGTH
     return steps
@@ -186,8 +186,8 @@ def noise(rng: random.Random) -> list[Step]:
 
 @in_session
 @pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
-async def test_equal_bytes(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
-    """Also of an answer that fails."""
+async def test_the_bytes_are_equal(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
+    """Also if the answer fails."""
     rng, plain = random.Random(5), 0
     async with graph.worker(pace=None) as worker:
         for number, text in enumerate([*TEXTS, *[""] * 8]):
@@ -199,17 +199,15 @@ async def test_equal_bytes(graph: Graph, written: Counter[str], base: dict[str, 
                 answer = await both(graph, worker, body, fail_after=fails)
                 if is_plain(body) and b'"finish_reason":"stop"' not in answer:
                     steps = min(fails, len(worker.script) - 1)
-                    assert written["chunks"] - before == max(0, steps - 1)  # but the first and the last
+                    assert written["chunks"] - before == max(0, steps - 1)  # all but the first and the last
                     plain += 1
                 assert fails < len(worker.script) or answer.endswith(b"data: [DONE]\n\n")
     assert plain > 5
 
 
 @in_session
-async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
-    graph: Graph, written: Counter[str]
-) -> None:
-    """Its connection takes nothing more at some point: then the app has the outputs, and merges those that wait."""
+async def test_a_client_that_pauses_reading_gets_everything(graph: Graph, written: Counter[str]) -> None:
+    """When its connection is full, vLLM's app gets the outputs, and merges those that wait."""
     count, usage = 4000, {"include_usage": True}
     async with graph.worker(pace=None) as worker, client(address_of(graph.url), None) as sock:
         worker.script = [Step([300 + number % 600]) for number in range(count)]
@@ -226,7 +224,7 @@ async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
             await worker.step()
             await asyncio.sleep(0.001)
         raw = await rest
-    assert written["chunks"] > merged  # and then written again without the app
+    assert written["chunks"] > merged  # later chunks are written without the app again
     events = [json.loads(event) for event in re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)]
     text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
     assert text == TOKENIZER.decode([token for step in worker.script for token in step.tokens])
@@ -234,8 +232,8 @@ async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
 
 
 @in_session
-async def test_equal_bytes_beside_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
-    """It looks at nothing where the request has no tools, and makes no chunk of half a character."""
+async def test_the_bytes_are_equal_with_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
+    """It ignores requests without tools, and makes no chunk of half a character."""
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     tools = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
     async with graph.worker("tools", pace=None, args=tools) as worker:
@@ -254,7 +252,7 @@ async def test_equal_bytes_beside_a_tool_parser(graph: Graph, written: Counter[s
 async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever came before and after it in the same step; what met a stop string before it is stopped at the worker."""
+    """Requests before and after it in the step go on. One that met a stop string is cancelled at the worker."""
     before, poisoned, stopped, after = ({**COMPLETION, "max_tokens": 9, "user": name} for name in "abcd")
     stopped["stop"] = TOKENIZER.decode([302])
     async with graph.worker(pace=None) as worker:
@@ -282,8 +280,8 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
 
 
 @in_session
-async def test_memory_of_a_finished_request_is_free(graph: Graph) -> None:
-    """Without the garbage collector, which comes rarely: prompts are large."""
+async def test_a_finished_request_is_freed_without_garbage_collection(graph: Graph) -> None:
+    """Because prompts are large, and collections rare."""
     kinds = (RequestState, Generation)
     async with graph.worker():
         gc.collect()

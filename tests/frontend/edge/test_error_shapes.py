@@ -1,4 +1,4 @@
-"""Each error has its route's shape, made by vLLM's app or by the edge; and what a client did wrong is no traceback."""
+"""Errors of vLLM's app and of the edge have the shape of their route. A client's fault logs no traceback."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ SURROGATE = (
 
 
 def ask(**changes: object) -> bytes:
-    """A body for all of these routes."""
+    """Return a body that all these routes accept."""
     body = {**chat(), "prompt": "x", "input": "x", **changes}
     return json.dumps({name: value for name, value in body.items() if value}).encode()
 
@@ -37,7 +37,7 @@ WRONG: dict[str, tuple[bytes, dict[str, str], int]] = {
     "a wrong key": (ask(), {"authorization": "Bearer wrong"}, 401),
     "a long head": (ask(), {"x": "y" * 70_000}, 431),
 }
-"""What the edge answers itself; the other errors are in tests/conformance/routes/test_errors.py."""
+"""Requests that the edge refuses. The other errors are in tests/conformance/routes/test_errors.py."""
 
 
 def check_shape(path: str, answer: httpx.Response) -> None:
@@ -91,5 +91,5 @@ async def test_an_error_has_the_shape_of_its_route(
 def test_an_error_of_vllms_app_has_the_type_of_its_status(
     path: str, status: int, body: bytes, expected: bytes | None
 ) -> None:
-    """None: it stays as it is."""
+    """`expected` None: the body stays unchanged."""
     assert with_one_shape(f"/v1/{path}", body, status) == (expected or body)

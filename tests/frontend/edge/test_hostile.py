@@ -1,5 +1,4 @@
-"""What strangers send who have no key, in plain and over TLS: each is answered or cut off within its bounds, and leaves
-nothing behind."""
+"""Hostile clients, with and without TLS. Each is answered or cut off within limits, and leaves nothing behind."""
 
 import asyncio
 import json
@@ -42,8 +41,8 @@ class Edge:
     connections: ClientConnections
 
     async def say(self, *parts: bytes, answers: int = 0) -> bytes:
-        """All that is answered until the server closes or, on a connection that it keeps after so many `answers`, until
-        no more comes."""
+        """Send the parts. Return what comes until the server closes or, given `answers`, until that many have come and
+        nothing follows."""
         reader, writer = await asyncio.open_connection(*self.address, ssl=self.tls)
         answer = b""
         try:
@@ -70,7 +69,7 @@ class Edge:
 async def guarded(
     graph: Graph, files: ServerCertificate | None = None, connections: ClientConnections | None = None
 ) -> AsyncIterator[Edge]:
-    """With a key; leaving wants nothing to be left."""
+    """Serve with one API key. On exit, wait until no connection, buffered body, task or request is left."""
     app = graph.app_with(ApiKeys([ApiKey.of(KEY)]))
     connections = connections or ClientConnections(30.0, 30.0)
     async with AsyncExitStack() as stack:
@@ -112,10 +111,10 @@ HEADS = {
     "CONNECT": (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "OPTIONS *": (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", 401),
     "absolute": (b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 401),
-    "authority of nothing": (b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "empty authority": (b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "made-up method": (b"BREW / HTTP/1.1\r\nhost: x\r\n\r\n", 400),
     "lower case": (b"get / http/1.1\r\nhost: x\r\n\r\n", 400),
-    # any client on this host could pass for many: what needs no key here needs one from elsewhere
+    # ignored: /version needs no key from this host, and needs one from 10.0.0.7
     "forwarded address": (
         b"GET /version HTTP/1.1\r\nhost: 127.0.0.1\r\nx-forwarded-for: 10.0.0.7\r\n\r\n",
         200,
@@ -150,8 +149,8 @@ async def test_heads_that_are_wrong_or_too_large_are_refused(
     assert dict(zip(HEADS, found, strict=True)) == {name: [status] for name, (_, status) in HEADS.items()}
 
 
-async def test_bodies_that_two_programs_read_differently_are_refused(graph: Graph) -> None:
-    """What a proxy could take for another request than this server does: what follows is not looked at."""
+async def test_bodies_that_two_servers_may_read_differently_are_refused(graph: Graph) -> None:
+    """Request smuggling: a proxy could see other requests there. The bytes after such a body are not read."""
     async with guarded(graph) as server:
         hidden = GET + b"x-hidden: 1\r\n\r\n"
         found = await asyncio.gather(
@@ -168,11 +167,11 @@ async def test_an_offer_to_upgrade_is_answered_in_http_1_and_its_body_is_no_requ
         assert await server.statuses(post, GET + b"\r\n", answers=2) == [200, 401]
         hidden = GET + b"\r\n"
         inside = WITH_KEY + h2c + b"content-length: %d\r\n\r\n" % len(hidden)
-        assert await server.statuses(inside, hidden, answers=1) == [400]  # it is a body, and no JSON
+        assert await server.statuses(inside, hidden, answers=1) == [400]  # taken as a body, which is no JSON
 
 
 async def test_pipelined_requests_are_answered_in_order_and_bounded(graph: Graph) -> None:
-    """Those that may wait are answered in their order, and no more are taken."""
+    """The connection ends after the requests that may wait."""
     async with graph.worker(), guarded(graph) as server:
         flood = await server.statuses((GET + b"\r\n") * 5000)
         assert set(flood) == {401}
@@ -182,7 +181,7 @@ async def test_pipelined_requests_are_answered_in_order_and_bounded(graph: Graph
         assert await server.statuses(first + b"no HTTP\r\n\r\n") == [200]
 
 
-async def test_without_a_key_no_body_is_held(graph: Graph, either: ServerCertificate | None) -> None:
+async def test_without_a_key_no_body_is_buffered(graph: Graph, either: ServerCertificate | None) -> None:
     async with guarded(graph, either) as server:
         server.app._bodies = BodyReader(bound=0)
         large = b" " * (1 << 20)
@@ -236,7 +235,9 @@ async def test_connections_beyond_the_limit_are_closed(
     connections = ClientConnections(30.0, 30.0, most=2)
     async with guarded(graph, either, connections) as server:
         ask = GET + b"\r\n"
-        silent = [await asyncio.open_connection(*server.address) for _ in range(2)]  # no handshake over TLS
+        silent = [
+            await asyncio.open_connection(*server.address) for _ in range(2)
+        ]  # over TLS: without a handshake
         await until(lambda: len(connections._entered) == 2)
         with suppress(ConnectionError, ssl.SSLError):
             assert await server.say(ask) == b""

@@ -1,5 +1,4 @@
-"""The listening socket; clients that do not read, and clients that do not write, in plain and over TLS. All on real
-sockets."""
+"""The listening socket, and clients that do not read or do not write, with and without TLS, on real sockets."""
 
 import asyncio
 import json
@@ -41,8 +40,8 @@ _ALONE = (
 )
 
 
-def test_roles_that_run_alone_share_a_port_where_the_same_process_started_them() -> None:
-    """As a frontend's successor beside it, under systemd. To any other process they are named."""
+def test_roles_started_alone_share_a_port_if_one_process_started_them() -> None:
+    """As systemd starts a frontend's successor. The error of any other process names them."""
     holders, pids, port = [], list[str](), "0"
     for _ in range(2):
         command = [sys.executable, "-c", _ALONE, port]
@@ -78,8 +77,8 @@ async def silent(scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 @in_session
-async def test_connections_are_not_accepted_in_a_turn_each() -> None:
-    """Turns of a busy event loop are long, and uvloop alone accepts a single connection in each."""
+async def test_many_connections_are_accepted_in_one_turn_of_the_event_loop() -> None:
+    """A busy loop's turns are long, and uvloop itself accepts only one connection in each."""
 
     connections, count, turns = ClientConnections(30.0, 30.0), 100, 0
     async with AsyncExitStack() as stack:
@@ -106,7 +105,7 @@ async def server(
 async def client(
     address: Address, certificate: ServerCertificate | None, source: str = "127.0.0.1"
 ) -> AsyncIterator[socket.socket]:
-    """Blocking, so to be read in another thread; it holds next to nothing unread."""
+    """Yield a blocking socket, to be read in another thread. Its receive buffer is tiny."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.bind((source, 0))
@@ -136,8 +135,8 @@ def read(sock: socket.socket) -> bytes:
 
 
 @in_session
-async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCertificate | None) -> None:
-    """Long before their end: others get their places, and a client that reads again gets everything."""
+async def test_unread_streams_pause_and_continue(graph: Graph, either: ServerCertificate | None) -> None:
+    """Others get their slots long before their end. A client that reads again gets everything."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(graph.worker(at_once=4, pace=0.001))
         connections = ClientConnections(60.0, 60.0, pause_after=0.2)
@@ -153,14 +152,14 @@ async def test_unread_streams_make_way_and_go_on(graph: Graph, either: ServerCer
             await asyncio.to_thread(read, other)
         assert decode.cancelled
         for sock in unread[1:]:
-            sock.close()  # over TLS without a goodbye
+            sock.close()  # over TLS without close_notify
         assert b'"completion_tokens":1500' in await asyncio.to_thread(read, unread[0])
         admission = graph.models.find("demo").admission
         await until(lambda: not admission.queue.running)
 
 
 @in_session
-async def test_an_unread_stream_makes_way_also_with_a_second_request_behind_it(graph: Graph) -> None:
+async def test_an_unread_stream_is_noticed_with_a_pipelined_request_behind_it(graph: Graph) -> None:
     connections = ClientConnections(60.0, 60.0, pause_after=0.2)
     async with graph.worker(), server(graph, None, connections) as address, client(address, None) as sock:
         await until(lambda: bool(graph.models.usable_workers().get("demo")))
@@ -185,10 +184,10 @@ async def test_a_deadline_ends_the_request_of_a_slow_reader(graph: Graph) -> Non
 
 
 @in_session
-async def test_a_slow_reader_that_moves_is_served_to_the_end(
+async def test_a_slow_but_steady_reader_gets_the_whole_answer(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
-    """Also of what is left when the server has closed: over TLS its goodbye waits behind it."""
+    """Also what is unsent when the server closes. Over TLS, close_notify waits behind it."""
 
     def slowly(sock: socket.socket) -> bytes:
         answer, slow = b"", time.monotonic() + 1.5
@@ -210,9 +209,7 @@ async def test_a_slow_reader_that_moves_is_served_to_the_end(
 
 
 @in_session
-async def test_a_head_that_does_not_end_ends_the_connection(
-    graph: Graph, either: ServerCertificate | None
-) -> None:
+async def test_an_unfinished_head_ends_the_connection(graph: Graph, either: ServerCertificate | None) -> None:
     """Also when a byte comes now and then, and on a connection that was used before."""
     tls = trusting(either) if either else None
 
@@ -248,7 +245,7 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
 async def test_an_idle_connection_stays_open_longer_than_clients_and_proxies_keep_theirs(
     graph: Graph, either: ServerCertificate | None
 ) -> None:
-    """httpx keeps one for 5 s, Caddy for 120: where a server closes first, the request that is just sent is lost."""
+    """httpx keeps one for 5 s, Caddy for 120 s. If the server closes first, a request sent just then is lost."""
     connections, tls = ClientConnections(0.4, 0.4), trusting(either) if either else None
     async with server(graph, either, connections) as address:
         reader, writer = await asyncio.open_connection(*address, ssl=tls)
@@ -267,7 +264,7 @@ async def test_an_idle_connection_stays_open_longer_than_clients_and_proxies_kee
 
 
 @in_session
-async def test_a_slow_body_is_no_slow_head(graph: Graph) -> None:
+async def test_a_slow_body_does_not_count_as_a_slow_head(graph: Graph) -> None:
     body = json.dumps(completion()).encode()
     async with graph.worker(), server(graph, None, ClientConnections(0.3, 30.0)) as address:
         reader, writer = await asyncio.open_connection(*address)
@@ -280,8 +277,10 @@ async def test_a_slow_body_is_no_slow_head(graph: Graph) -> None:
 
 
 @in_session
-async def test_what_is_on_its_way_when_it_stops_is_answered(either: ServerCertificate | None) -> None:
-    """A connection that the kernel has made, one that is open, one with a request at work."""
+async def test_requests_on_open_connections_are_answered_during_shutdown(
+    either: ServerCertificate | None,
+) -> None:
+    """On one that is not accepted yet, an idle one, and one whose request is running."""
     working, release = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -341,7 +340,7 @@ async def test_a_client_that_closes_its_sending_side_gets_its_answers(
     async with graph.worker(pace=None) as worker, asked(graph, times, stream=stream) as (reader, writer):
         writer.write_eof()
         await worker.until(lambda: worker.jobs)
-        await asyncio.sleep(2 * RESET_WITHIN)  # it was not taken for closed
+        await asyncio.sleep(2 * RESET_WITHIN)  # the connection does not count as closed
         assert worker.jobs
         worker.go()
         text = (await reader.read()).decode()
@@ -351,7 +350,7 @@ async def test_a_client_that_closes_its_sending_side_gets_its_answers(
 
 
 @in_session
-async def test_an_answer_before_the_look_for_a_reset_leaves_no_error(
+async def test_an_answer_before_the_check_for_a_reset_logs_no_error(
     graph: Graph, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "RESET_WITHIN", 1.0)
@@ -365,7 +364,7 @@ async def test_an_answer_before_the_look_for_a_reset_leaves_no_error(
 @in_session
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_client_that_closes_both_sides_ends_its_request(graph: Graph, begun: bool) -> None:
-    """Also one whose answer has begun, and gets no more of it for a while."""
+    """Also if its answer has begun and then pauses."""
     async with graph.worker(pace=None) as worker, asked(graph, stream=begun) as (reader, writer):
         await worker.until(lambda: worker.jobs)
         if begun:

@@ -1,4 +1,4 @@
-"""A request has the same status with `stream` as without, and what failed is no success in log, metrics and receipt."""
+"""A request has the same status with and without `stream`. Log, metrics and receipt show a failed stream as failed."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ CASES = [
     *((RESPONSES, name) for name in ("regex", "logit_bias", "stop_token_ids")),
     *((path, RANK) for path in (CHAT, COMPLETIONS, MESSAGES)),
 ]
-"""routes that have the field; vLLM reads no rank for /v1/responses"""
+"""(route, wrong field that it has); vLLM reads no rank for /v1/responses"""
 
 
 def asked(path: str, name: str = "", **more: Any) -> tuple[dict[str, Any], dict[str, str]]:
@@ -81,7 +81,7 @@ async def test_a_wrong_request_is_answered_as_without_stream(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
-async def test_an_error_within_a_stream_is_no_success(
+async def test_an_error_within_a_stream_is_recorded_as_a_failure(
     graph: Graph, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = counted(200), counted(500)
@@ -110,7 +110,7 @@ async def test_an_error_within_a_stream_is_no_success(
     ],
 )
 @pytest.mark.parametrize("begun", [False, True])
-async def test_each_error_event_is_a_failure_and_the_answer_where_it_is_the_first(
+async def test_an_error_event_is_a_failure_and_if_first_sets_the_status(
     event: bytes, status: int, message: str, begun: bool
 ) -> None:
     sent: list[Message] = []

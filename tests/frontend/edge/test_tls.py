@@ -1,5 +1,5 @@
-"""TLS at the edge, on real sockets: the handshake, the goodbye, and the certificate's own life. What holds without
-TLS too is in `test_sockets.py`."""
+"""TLS on real sockets: handshake, close_notify, and renewal of the certificate. Tests that run with and without TLS
+are in `test_sockets.py`."""
 
 import asyncio
 import socket
@@ -33,7 +33,7 @@ from tests.frontend.edge.test_sockets import Address, ask, client, server, silen
 
 
 @in_session
-async def test_tls_1_2_or_1_3_with_http_1_1_is_agreed_on_and_no_older_one(
+async def test_only_tls_1_2_and_1_3_with_http_1_1_are_offered(
     graph: Graph, certificate: ServerCertificate
 ) -> None:
     async with server(graph, certificate) as address:
@@ -58,7 +58,7 @@ async def test_tls_1_2_or_1_3_with_http_1_1_is_agreed_on_and_no_older_one(
 
 
 @in_session
-async def test_a_handshake_that_does_not_end_ends_the_connection(
+async def test_an_unfinished_handshake_ends_the_connection(
     graph: Graph, certificate: ServerCertificate
 ) -> None:
     async def ended(address: Address, hello: bytes) -> None:
@@ -77,7 +77,9 @@ async def test_a_handshake_that_does_not_end_ends_the_connection(
 
 
 @in_session
-async def test_a_client_that_never_says_goodbye_is_left(graph: Graph, certificate: ServerCertificate) -> None:
+async def test_a_client_without_close_notify_is_disconnected(
+    graph: Graph, certificate: ServerCertificate
+) -> None:
     connections = ClientConnections(30.0, 4.0, pause_after=0.2)
     async with server(graph, certificate, connections) as address, client(address, certificate) as sock:
         sock.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -87,14 +89,14 @@ async def test_a_client_that_never_says_goodbye_is_left(graph: Graph, certificat
 
 
 @in_session
-async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: ServerCertificate) -> None:
+async def test_a_connection_whose_check_fails_is_dropped_alone(certificate: ServerCertificate) -> None:
     connections = ClientConnections(0.4, 30.0)
     async with AsyncExitStack() as stack:
         url = await serve(silent, stack, connections, RenewedCertificate(certificate))
         failed = TASK_FAILURES.labels("client connections")._value.get()
         broken = connections(http_config(silent, connections, 1.0), ServerState(), {})
         assert connections.enter(broken)
-        connections.open.add(broken)  # without a transport, so that looking and ending fail
+        connections.open.add(broken)  # without a transport, so that checking and closing it fail
         there = await stack.enter_async_context(client(address_of(url), certificate))
         assert b" 408 " in await asyncio.to_thread(there.recv, 4096), "the sweeps go on"
         assert broken not in connections.open
@@ -102,7 +104,7 @@ async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: Ser
         await until(lambda: not connections._entered)
 
 
-@pytest.mark.parametrize("way", ["goodbye", "half-close", "vanish"])
+@pytest.mark.parametrize("way", ["close_notify", "half-close", "vanish"])
 @in_session
 async def test_a_client_that_leaves_ends_its_request(
     graph: Graph, certificate: ServerCertificate, way: str
@@ -112,7 +114,7 @@ async def test_a_client_that_leaves_ends_its_request(
         async with client(address, certificate) as sock:
             ask(sock)
             await decode.until(lambda: decode.jobs)
-            if way == "goodbye":
+            if way == "close_notify":
                 with suppress(TimeoutError, OSError):
                     sock.settimeout(0.1)
                     assert isinstance(sock, ssl.SSLSocket)
@@ -125,7 +127,7 @@ async def test_a_client_that_leaves_ends_its_request(
 
 
 @in_session
-async def test_what_is_no_handshake_ends_the_connection_and_is_counted(
+async def test_a_failed_handshake_ends_the_connection_and_is_counted(
     graph: Graph, certificate: ServerCertificate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A port probe, and plain HTTP."""
@@ -178,7 +180,7 @@ def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) 
 
 
 @in_session
-async def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(
+async def test_a_certificate_is_loaded_once_it_becomes_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     certificate = RenewedCertificate(made(tmp_path / "tls"), every=0.02)
@@ -192,7 +194,7 @@ async def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(
 
 
 @in_session
-async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
+async def test_a_renewed_certificate_is_loaded_and_a_broken_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def shown(address: Address) -> str:

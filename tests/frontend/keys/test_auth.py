@@ -16,7 +16,7 @@ from tests.conditions import until
 
 
 def name(keys: ApiKeys, headers: Mapping[str, str]) -> str:
-    """Of the key that such a request came with; empty where it is refused."""
+    """Return the name of the request's key; empty for a 401."""
     try:
         key = keys.find(Headers(headers))
     except HttpError as error:
@@ -38,13 +38,13 @@ def name(keys: ApiKeys, headers: Mapping[str, str]) -> str:
     ],
 )
 def test_a_key_is_found_by_what_clients_send(authorization: str, x_api_key: str, found: str) -> None:
-    """One without a name is called by its digest."""
+    """A key without a name is named by its digest."""
     given = {"authorization": authorization, "x-api-key": x_api_key}
     headers = {name: value for name, value in given.items() if value}
     assert name(ApiKeys([ApiKey.of("one"), ApiKey.of("two", "alice")]), headers) == found
 
 
-async def test_a_file_is_read_again_when_it_changes(
+async def test_a_key_file_is_read_again_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(auth, "CHECK", 0.01)
@@ -69,7 +69,7 @@ async def test_a_file_is_read_again_when_it_changes(
         assert not name(source.keys, bob)
 
 
-async def test_a_file_that_could_not_be_read_is_tried_again_unchanged(
+async def test_a_key_file_that_could_not_be_read_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(auth, "CHECK", 0.01)
@@ -92,7 +92,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again_unchanged(
 
 
 def write(file: Path, text: str) -> None:
-    """As an administrator should: the file is never there by half."""
+    """Replace the file atomically, as administrators should."""
     fresh = file.with_suffix(".new")
     fresh.touch(0o600)
     fresh.write_text(text)

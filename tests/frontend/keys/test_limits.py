@@ -1,4 +1,4 @@
-"""Limits of API keys, by a clock of the test's own."""
+"""Limits of API keys. The test passes the time."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from pdserve.frontend.keys.limits import Bucket, KeyLedger, KeyQuota, LimitReach
         (61.25, "1m1.25s"),
     ],
 )
-def test_how_a_time_is_written(seconds: float, text: str) -> None:
+def test_how_a_duration_is_written(seconds: float, text: str) -> None:
     assert in_words(seconds) == text
 
 
@@ -33,7 +33,7 @@ def test_a_bucket_fills_steadily_and_counts_below_zero() -> None:
     assert bucket.level(10.0) == 60
 
 
-def test_what_was_used_stays_used_under_another_limit() -> None:
+def test_usage_stays_when_the_limit_changes() -> None:
     bucket = Bucket(60, 1, 0.0)
     bucket.take(20, 0.0)
     bucket.change(100, 1, 0.0)
@@ -88,7 +88,7 @@ def test_tokens_are_reserved_and_corrected() -> None:
 
 
 def admitted(quota: KeyQuota, seconds: int) -> int:
-    """Requests that go through when one is tried ten times a second."""
+    """Return how many requests are admitted of ten a second."""
     count = 0
     for tenth in range(10 * seconds):
         try:
@@ -100,8 +100,8 @@ def admitted(quota: KeyQuota, seconds: int) -> int:
 
 
 @pytest.mark.parametrize("frontends", [1, 2, 3])
-def test_over_time_all_frontends_admit_what_the_limit_says(frontends: int) -> None:
-    """Beside the minute's worth that each has when it starts."""
+def test_over_time_all_frontends_together_admit_the_limit(frontends: int) -> None:
+    """Besides the minute's budget with which each starts."""
     counts = []
     for _ in range(frontends):
         quota = KeyQuota(KeyLimits(requests_per_minute=60), 0.0)
@@ -110,7 +110,7 @@ def test_over_time_all_frontends_admit_what_the_limit_says(frontends: int) -> No
     assert 600 - frontends <= sum(counts) <= 600 + frontends
 
 
-def test_a_request_may_need_a_whole_minutes_tokens_at_one_of_several_frontends() -> None:
+def test_one_of_several_frontends_may_admit_a_whole_minutes_tokens() -> None:
     quota = KeyQuota(KeyLimits(tokens_per_minute=600), 0.0)
     quota.divide(3, 0.0)
     quota.take("tokens", 600, 0.0)
@@ -133,7 +133,7 @@ def test_frontends_that_come_and_go_change_the_share() -> None:
     assert quota.buckets["requests"].level(20.0) == 15
 
 
-def test_keys_that_come_and_go_leave_nothing() -> None:
+def test_a_removed_key_has_no_quota() -> None:
     ledger, keys = KeyLedger(), [ApiKey.of("key", "alice", KeyLimits(requests_per_minute=60))]
     ledger.replace(keys, 0.0)
     ledger.replace([ApiKey.of("other", "bob")], 0.0)

@@ -1,4 +1,4 @@
-"""Web pages: which of them a browser lets use the frontend, and which it could be tricked into helping."""
+"""Which web pages may use the frontend from a browser: CORS, and protection from DNS rebinding."""
 
 import pytest
 from starlette.applications import Starlette
@@ -27,7 +27,7 @@ class Pages:
     def ask(
         self, origin: str = "", host: str = "127.0.0.1:8000", path: str = "/v1/models"
     ) -> tuple[int, str]:
-        """Status, and the origin that may read the answer."""
+        """Return the status, and the origin that may read the answer."""
         headers = {"host": host, **({"origin": origin} if origin else {})}
         answer = self.http.post(path, headers=headers)
         assert (answer.status_code == 200) is (answer.text == "answer")
@@ -42,17 +42,20 @@ class Pages:
 EVIL, CHAT = "https://evil.example", "https://chat.example.com"
 
 
-def test_without_keys_pages_of_this_machine_alone() -> None:
+def test_without_keys_only_pages_of_this_machine_are_served() -> None:
     pages = Pages([])
     for here in ("http://localhost:3000", "http://127.0.0.1", "https://app.localhost", "http://[::1]:5173"):
         assert pages.ask(here) == (200, here)
         assert pages.preflight(here) == 200
-    assert pages.ask("http://127.0.0.1:8000")[0] == 200  # its own /docs
+    assert pages.ask("http://127.0.0.1:8000")[0] == 200  # the frontend's own /docs
     for name in ("localhost:8000", "LOCALHOST", "127.0.0.1:9", "10.1.2.3", "[::1]:8000", "a.localhost"):
         assert pages.ask(host=name) == (200, "")
     asked = pages.asked
     for other in (EVIL, "null", "http://localhost.evil.example", "http://127.0.0.1.evil.example", "file://"):
-        assert pages.ask(other) == (403, "")  # nor does it work for them: they may not care for the answer
+        assert pages.ask(other) == (
+            403,
+            "",
+        )  # and not processed: it could do harm although the page cannot read it
         assert pages.preflight(other) == 403
         assert pages.ask(other, path="/requests") == (403, "")
     assert pages.asked == asked
@@ -61,18 +64,18 @@ def test_without_keys_pages_of_this_machine_alone() -> None:
 @pytest.mark.parametrize(
     "name", ["evil.example:8000", "evil.example", "localhost.evil.example", "[::1", "127.0.0.1.nip.io"]
 )
-def test_a_name_that_was_made_to_lead_here(name: str) -> None:
+def test_a_rebound_dns_name_is_refused_without_keys(name: str) -> None:
     assert Pages([]).ask(host=name)[0] == 403
     assert Pages([]).ask(f"http://{name}", host=name)[0] == 403
-    assert Pages(["key"]).ask(host=name)[0] == 200  # it would have to know the key
-    assert Pages([], host="0.0.0.0").ask(host=name)[0] == 200  # what its names are is not known
+    assert Pages(["key"]).ask(host=name)[0] == 200  # the page would need the key
+    assert Pages([], host="0.0.0.0").ask(host=name)[0] == 200  # a public address may have any name
 
 
-def test_with_keys_any_page_may_ask_but_not_what_needs_none() -> None:
+def test_with_keys_any_page_may_use_paths_that_need_a_key() -> None:
     keys: list[str] = []
     pages = Pages(keys)
     assert pages.ask(EVIL)[0] == 403
-    keys.append("key")  # they may come later
+    keys.append("key")  # keys may be added at run time
     assert pages.ask(EVIL) == (200, "*")
     answer = pages.http.get("/v1/models", headers={"origin": EVIL})
     assert answer.headers["access-control-expose-headers"] == "*"
@@ -88,6 +91,6 @@ def test_allowed_origins(keys: list[str]) -> None:
     assert pages.preflight(EVIL) in (400, 403)
     assert pages.ask(EVIL)[1] == pages.ask("http://localhost:3000")[1] == ""
     assert pages.ask(EVIL)[0] == (200 if keys else 403)
-    assert pages.ask(host="chat.example.com")[0] == 200  # as a proxy on this machine passes it on
+    assert pages.ask(host="chat.example.com")[0] == 200  # a proxy on this machine forwards this host
     everything = Pages(keys, ["*"])
     assert everything.ask(EVIL, host="any.example") == (200, "*")

@@ -30,7 +30,7 @@ Limit = Callable[..., KeyQuota]
 
 @pytest.fixture
 def limit(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> Limit:
-    """Gives alice's key, the only one of the graph, these limits."""
+    """Return a function that sets limits of alice's key, the graph's only one."""
 
     def limit(**limits: int) -> KeyQuota:
         keys = ApiKeys([ApiKey.of(KEY, "alice", KeyLimits(**limits))])
@@ -83,10 +83,10 @@ async def test_the_headers_and_the_error_are_anthropics(graph: Graph, limit: Lim
     assert (body["type"], body["error"]["type"]) == ("error", "rate_limit_error")
 
 
-async def test_official_clients_wait_and_try_again_where_it_helps(
+async def test_official_clients_retry_where_it_helps(
     graph: Graph, limit: Limit, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As long as Retry-After says. What is too large for any minute they raise as their own errors at once."""
+    """They wait as long as Retry-After says. For a request over the minute's tokens they raise an error at once."""
     caplog.set_level(logging.INFO, "pdserve.frontend.observability.request_log")
     openais = openai.AsyncOpenAI(base_url=f"{graph.url}/v1", api_key=KEY, max_retries=1)
     anthropics = anthropic.AsyncAnthropic(base_url=graph.url, api_key=KEY, max_retries=1)
@@ -108,12 +108,12 @@ async def test_official_clients_wait_and_try_again_where_it_helps(
                 model="demo", messages=hello, max_tokens=1000, extra_headers=named
             )
     tries = [record for record in caplog.records if record.getMessage().startswith("large ")]
-    assert len(tries) == 2  # it would not help: they do not try again
+    assert len(tries) == 2  # one try for each client
     assert quota.running == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_are_counted_as_they_were(graph: Graph, limit: Limit, stream: bool) -> None:
+async def test_used_tokens_are_counted(graph: Graph, limit: Limit, stream: bool) -> None:
     quota = limit(tokens_per_minute=60_000, requests_per_minute=60)
     async with graph.worker():
         answer = await post(graph, max_tokens=8, n=2, temperature=1, stream=stream)
@@ -122,7 +122,7 @@ async def test_tokens_are_counted_as_they_were(graph: Graph, limit: Limit, strea
     assert quota.running == 0
 
 
-async def test_a_stream_that_is_cancelled_gives_back_what_it_did_not_use(graph: Graph, limit: Limit) -> None:
+async def test_a_cancelled_stream_gives_back_unused_tokens(graph: Graph, limit: Limit) -> None:
     quota = limit(tokens_per_minute=60_000, concurrent_requests=1)
     async with graph.worker(pace=0.01) as worker:
         request = asyncio.create_task(post(graph, max_tokens=3000, stream=True))
@@ -144,7 +144,7 @@ async def test_a_stream_that_is_cancelled_gives_back_what_it_did_not_use(graph: 
         ("/v1/completions", {"prompt": ["Hi"] * 20, "n": 10**300}, 429, 0),
     ],
 )
-async def test_what_counts_as_a_request_and_not_as_tokens(
+async def test_requests_without_output_use_no_tokens(
     graph: Graph, limit: Limit, path: str, body: dict[str, object], status: int, requests: int
 ) -> None:
     quota = limit(tokens_per_minute=60_000, requests_per_minute=60)
@@ -156,7 +156,7 @@ async def test_what_counts_as_a_request_and_not_as_tokens(
     assert answer.headers[kind] == "60"
 
 
-async def test_what_the_graph_does_not_serve_does_not_count(graph: Graph, limit: Limit) -> None:
+async def test_a_request_with_a_503_does_not_count(graph: Graph, limit: Limit) -> None:
     quota = limit(tokens_per_minute=60_000, requests_per_minute=60)
     async with graph.worker():
         pass
@@ -165,13 +165,13 @@ async def test_what_the_graph_does_not_serve_does_not_count(graph: Graph, limit:
     await until(lambda: quota.used == {"requests": 0, "tokens": 0})  # once the answer has left
 
 
-async def test_a_request_is_a_log_line_and_counted_with_the_name_of_its_key(
+async def test_log_line_and_metrics_have_the_name_of_the_key(
     graph: Graph, limit: Limit, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pdserve")
 
     def counted() -> list[float]:
-        """Requests that were answered, tokens of prompts and of outputs."""
+        """Return requests with status 200, prompt tokens and output tokens."""
         found = [("requests", "code", "200"), ("tokens", "kind", "prompt"), ("tokens", "kind", "output")]
         names = [
             (f"pdserve_key_{what}_total", {"key": "alice", label: value}) for what, label, value in found

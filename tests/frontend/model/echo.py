@@ -32,7 +32,7 @@ from pdserve.stream.tcp import TcpStreamServer
 from pdserve.util.errors import PeerGone
 
 FIRST, MANY = 300, 600
-"""the tokens it generates: plain words of the demo tokenizer"""
+"""first and number of the tokens it generates: words of the demo tokenizer"""
 
 
 def next_token(context: list[int]) -> int:
@@ -76,7 +76,7 @@ class EchoWorker:
     loaded: str = ""
     role: Role = Role.DECODE
     metrics: str = ""
-    """URL of its pages"""
+    """URL of its metrics page"""
     instance: Instance = field(init=False)
     """set on entering"""
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class EchoWorker:
     script: list[Step] | None = None
     """the steps of every request, in place of the echo"""
     shift: int = 0
-    """added to each token: a worker that generates other tokens"""
+    """added to each token, as if the worker had other weights"""
     fail: Failed | None = None
     """answered to every request instead of tokens, under that request's id"""
     archive: bytes = b""
@@ -131,7 +131,7 @@ class EchoWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def die(self) -> None:
-        """Die as by SIGKILL: the frontends find it gone."""
+        """Close all connections, as SIGKILL would."""
         if self._alive:
             self._alive = False
             self.jobs.clear()
@@ -172,7 +172,7 @@ class EchoWorker:
         self._spawn(self._run(0.0))
 
     async def step(self) -> None:
-        """One token for every request, in one message, as an engine does it."""
+        """Generate a token for every request, and send all in one message."""
         outputs = [self._generate(job) for job in list(self.jobs.values())]
         if outputs:
             body = [bytes(part) for part in self._encoder.encode(EngineCoreOutputs(outputs=outputs))]
@@ -242,7 +242,7 @@ def _logprobs(token: int, count: int) -> LogprobsLists:
 
 
 def _prompt_logprobs(prompt: list[int], count: int) -> LogprobsTensors:
-    """Of all tokens of the prompt but the first."""
+    """Return logprobs of all prompt tokens but the first."""
     others = torch.arange(FIRST, FIRST + count).repeat(len(prompt) - 1, 1)
     ids = torch.cat([torch.tensor(prompt[1:]).unsqueeze(1), others], 1)
     values = torch.linspace(-0.5, -3.0, count + 1).repeat(len(prompt) - 1, 1)

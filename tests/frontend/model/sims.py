@@ -33,15 +33,15 @@ async def sim_workers(
     prefill: int = 0,
     *,
     model: str = "demo",
-    places: int = 256,
+    slots: int = 256,
     step: float = 0.004,
     folder: Path = MODEL,
     args: Mapping[str, object] = MappingProxyType({}),
     traces: str | None = None,
 ) -> AsyncIterator[list[Started[EngineWorker]]]:
-    """Decode workers first. The lease of each ends with it. `args`: further ones of all workers."""
+    """Yield decode workers, then prefill workers. Leases end with workers. `args`: further engine arguments."""
     workers, broker = list[Started[EngineWorker]](), MemoryBroker(ack_wait=0.5)
-    args = {"block-size": 16, "max-model-len": 4096, "max-num-seqs": places, **args}
+    args = {"block-size": 16, "max-model-len": 4096, "max-num-seqs": slots, **args}
     simulated = args | {"additional-config": {"sim": SIM | {"step-seconds": step}}}
     settings = DecodeConfig(remote_prefill=bool(prefill), max_local_prefill_length=64, engine_args=args)
     prefilling = PrefillConfig(engine_args=args)

@@ -30,7 +30,7 @@ def post(graph: Graph, path: str = "/v1/completions", **changes: Any) -> "asynci
     return asyncio.create_task(graph.http.post(path, json={**BODIES[path], **changes}))
 
 
-async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> None:
+async def test_new_requests_go_to_the_newest_weights_and_old_ones_stay(graph: Graph) -> None:
     async with graph.worker("rolled", pace=None, loaded="old", generation=1) as old:
         running = post(graph)
         await old.until(lambda: len(old.jobs) == 1)
@@ -38,11 +38,11 @@ async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> 
             assert [(await post(graph)).status_code for _ in range(4)] == [200] * 4
             assert len(new.seen) == 4
             assert len(old.seen) == 1
-            assert graph.models._mixed["rolled"] == {"old", "new"}, "it was logged"
+            assert graph.models._mixed["rolled"] == {"old", "new"}, "mixed weights were logged"
             await old.step()
-            await old.die()  # while a new one is there, and another old one comes
+            await old.die()  # a new worker is available, and another old one will come
             await asyncio.sleep(0)
-            assert len(new.seen) == 4, "it does not go on where other weights are"
+            assert len(new.seen) == 4, "the old request does not continue with other weights"
             async with graph.worker("rolled", loaded="old", generation=1, connected=False) as another:
                 await another.until(lambda: another.seen)
                 assert (await running).status_code == 200
@@ -52,10 +52,10 @@ async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> 
 
 
 @pytest.mark.parametrize("theirs", ["0.31.0", "0.99.0"])
-async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(
+async def test_during_an_upgrade_of_vllm_a_frontend_serves_workers_of_its_version(
     graph: Graph, caplog: pytest.LogCaptureFixture, theirs: str
 ) -> None:
-    """The other's card is newer: its worker came later."""
+    """Although the other version's model card is newer."""
     other = card("upgraded", fingerprint="new", vllm_version=theirs, generation=99)
     async with MemoryRegistry(graph.registry) as registry:
         await registry.put(keys.card("upgraded", "decode-9-up"), encode_record(other))
@@ -76,7 +76,7 @@ async def test_while_vllm_is_upgraded_a_frontend_serves_the_workers_of_its_own(
 async def test_waiting_requests_go_to_the_newest_model_when_no_old_worker_is_left(
     graph: Graph, path: str, stream: bool
 ) -> None:
-    """Two at the old worker without a token, two in its queue."""
+    """Two are at the old worker without a token, two wait in admission."""
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(
             graph.worker("rolled", pace=None, at_once=2, loaded="old", generation=11)
@@ -86,7 +86,7 @@ async def test_waiting_requests_go_to_the_newest_model_when_no_old_worker_is_lef
         await old.until(lambda: len(old.seen) == 2)
         await until(lambda: len(served.admission) == 2)
         async with graph.worker("rolled", loaded="new", generation=12) as new:
-            assert graph.models.load() >= 4, "also those of a model that goes"
+            assert graph.models.load() >= 4, "requests of a retiring model count too"
             assert not new.seen
             await stack.aclose()
             answers = await asyncio.wait_for(asyncio.gather(*asked), 8)
@@ -97,7 +97,7 @@ async def test_waiting_requests_go_to_the_newest_model_when_no_old_worker_is_lef
         await until(lambda: served not in graph.models._retiring)
 
 
-async def test_several_outputs_begin_anew_together(graph: Graph) -> None:
+async def test_all_outputs_of_a_request_restart_with_the_new_weights(graph: Graph) -> None:
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(
             graph.worker("rolled", pace=None, at_once=2, loaded="old", generation=13)
@@ -130,7 +130,7 @@ async def test_a_suspect_is_not_tried_with_other_weights(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-async def test_a_model_that_is_replaced_while_it_cannot_be_built(graph: Graph, path: str) -> None:
+async def test_a_request_for_a_broken_model_goes_to_its_replacement(graph: Graph, path: str) -> None:
     bad = {"chat-template": "nowhere.jinja"}
     broken = card("rolled", engine_args=bad, fingerprint=f"broken {path}", generation=17)
     async with MemoryRegistry(graph.registry) as registry:
@@ -149,10 +149,10 @@ async def test_a_model_that_is_replaced_while_it_cannot_be_built(graph: Graph, p
     assert answer.status_code == 200, answer.text
 
 
-async def test_a_long_request_is_finished_by_what_began_it(
+async def test_a_long_request_stays_with_the_weights_that_began_it(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request may have a later deadline than is usual."""
+    """Also beyond `request-timeout`: its header may allow more."""
     context = dataclasses.replace(graph.models._context, request_timeout=0.1)
     monkeypatch.setattr(graph.models, "_context", context)
     async with graph.worker("rolled", pace=None, loaded="old", generation=19) as old:

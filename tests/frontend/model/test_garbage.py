@@ -1,4 +1,4 @@
-"""When a frontend looks through all of its objects."""
+"""When a frontend runs a full garbage collection."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ class Node:
 
 @pytest.fixture
 def full() -> Iterator[list[str]]:
-    """The full collections that run; the collector as it was, afterwards."""
+    """Record full collections. Restore the collector afterwards."""
     seen: list[str] = []
 
     def count(phase: str, info: dict[str, int]) -> None:
@@ -36,7 +36,7 @@ def full() -> Iterator[list[str]]:
     gc.unfreeze()
 
 
-async def test_no_full_collection_runs_beside_a_request_however_many_objects_it_makes(
+async def test_no_full_collection_runs_during_a_request_that_makes_many_objects(
     full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(garbage, "IDLE_CHECK_INTERVAL", 0.001)
@@ -51,7 +51,7 @@ async def test_no_full_collection_runs_beside_a_request_however_many_objects_it_
         await until(lambda: bool(full) and node() is None)
 
 
-async def test_a_full_collection_runs_beside_requests_that_never_end(
+async def test_a_full_collection_runs_at_last_if_some_request_always_runs(
     full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(garbage, "IDLE_CHECK_INTERVAL", 0.001)

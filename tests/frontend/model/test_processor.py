@@ -37,21 +37,23 @@ async def test_a_folder_on_this_host_and_a_hub_id_stay_as_they_are(tmp_path: Pat
         assert await folder_of(card(model), tmp_path) == model
 
 
-async def test_from_a_worker_once(tmp_path: Path) -> None:
+async def test_a_folder_is_fetched_from_a_worker_once(tmp_path: Path) -> None:
     there = card("/elsewhere/model", archive_name(ARCHIVE))
     gone = Instance("decode-9", Role.DECODE, address="tcp://127.0.0.1:1")
     async with EchoWorker("decode-0") as other, EchoWorker("decode-1") as worker:
         other.archive, worker.archive = b"of another model", ARCHIVE
         folder = await folder_of(there, tmp_path, gone, other.instance, worker.instance)
     assert files(folder) == {"config.json": b"{}", "sub/a.txt": b"a" * 1000}
-    assert await folder_of(there, tmp_path) == folder, "also when no worker is there any more"
+    assert await folder_of(there, tmp_path) == folder, "kept, so no worker is asked"
     assert len(files(str(tmp_path))) == 2
 
 
 @pytest.mark.parametrize(
     ("blob", "part"), [("", "has no archive"), ("gone", "no worker sends its archive gone")]
 )
-async def test_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blob: str, part: str) -> None:
+async def test_a_folder_that_no_worker_sends_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blob: str, part: str
+) -> None:
     monkeypatch.setattr("pdserve.frontend.model.processor.FETCH_TIMEOUT", 0.1)
     async with EchoWorker("decode-0") as worker:
         with pytest.raises(Unavailable, match=part):
@@ -86,20 +88,20 @@ def test_arguments_that_matter_to_a_frontend_are_passed_on_and_no_others() -> No
     assert (args["model"], args["served_model_name"], args["max_model_len"]) == ("/here", ["served"], 2048)
 
 
-def test_each_request_has_its_whole_images_whatever_the_file_says() -> None:
-    """A processor cache leaves out those that it has sent before: to one engine, of a graph that has several."""
+def test_each_request_has_its_whole_images_whatever_the_file_sets() -> None:
+    """vLLM's processor cache would omit images that it sent before, though to another engine."""
     for engine_args in ({}, {"mm_processor_cache_gb": 4}):
         assert parse_args(argv(**engine_args)).mm_processor_cache_gb == 0
 
 
-def test_bad_arguments_are_an_error_and_no_exit() -> None:
+def test_bad_arguments_raise_an_error_instead_of_exiting() -> None:
     with pytest.raises(ValueError, match="tokenizer-mode"):
         parse_args([*argv(), "--tokenizer-mode"])
     with pytest.raises(ValueError, match="nowhere"):
         parse_args(argv(chat_template="nowhere.jinja"))
 
 
-def test_while_its_card_changes_a_model_has_each_series_once() -> None:
+def test_a_model_has_each_series_once_while_its_card_changes() -> None:
     metrics = ModelMetrics()
     with metrics.model() as old, metrics.model() as new:
         for registry, seconds in ((old, (1.0, 3.0)), (new, (1.0,))):

@@ -73,7 +73,7 @@ async def test_models_vanish_with_their_cards(graph: Graph) -> None:
     assert "passing" not in await names(graph)
 
 
-async def test_a_card_that_cannot_be_used_keeps_no_other_model_out(
+async def test_other_models_are_served_beside_a_card_that_fails(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warn = graph.models._warn_if_mixed
@@ -88,7 +88,7 @@ async def test_a_card_that_cannot_be_used_keeps_no_other_model_out(
         assert "after-it" in await names(graph)
 
 
-async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_listed_model_is_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its processor is being built a model is not listed, and its requests wait."""
     build = asyncio.Event()
 
@@ -112,7 +112,7 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
     assert answer.status_code == 200
 
 
-async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
+async def test_a_removed_model_is_garbage_collected(graph: Graph) -> None:
     cores = []
     for number in range(3):
         async with serve_model(card(f"passing-{number}"), graph.models._context, list) as processor:
@@ -123,7 +123,7 @@ async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
 
 
 async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
-    """And the decode workers that it cannot reach."""
+    """And which decode workers it can reach."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         request = asyncio.create_task(complete(graph, max_tokens=1))
         await worker.until(lambda: worker.jobs)
@@ -138,7 +138,7 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
     await until(lambda: graph.models.report() == Load())
 
 
-async def test_what_waits_for_a_place_is_a_backlog_in_seconds(graph: Graph) -> None:
+async def test_requests_that_wait_for_a_slot_are_a_backlog_in_seconds(graph: Graph) -> None:
     def backlog() -> float | None:
         return REGISTRY.get_sample_value("pdserve_backlog_seconds", {"model": "queued", "role": "decode"})
 
@@ -170,7 +170,7 @@ async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_no
         await hangs.until(lambda: hangs.archives_asked)
         async with graph.worker("beside"):
             assert "beside" in await names(graph)
-        assert not graph.models._models["hung"].settled.is_set(), "it is still asked"
+        assert not graph.models._models["hung"].settled.is_set(), "still waiting for the archive"
         async with graph.worker("hung", archive=archive):
             answer = await complete(graph, model="hung")
         assert hangs.archives_asked == 1
@@ -178,8 +178,8 @@ async def test_a_worker_that_never_sends_its_archive_delays_neither_its_model_no
 
 
 async def test_requests_wait_while_the_graph_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bounded number of them, each within its own deadline; a client that leaves is forgotten. Only for the model of
-    the frontend's file."""
+    """Up to `max-waiting` for the configured model wait, each until its deadline. A client that disconnects leaves
+    the queue."""
     async with running_graph(tmp_path) as graph:
         monkeypatch.setattr(graph.models, "_limits", AdmissionLimits(max_waiting=3))
         unknown = await complete(graph, model="other")
@@ -217,7 +217,7 @@ async def test_requests_for_a_kept_adapter_wait_while_the_graph_starts(tmp_path:
 
 
 async def test_a_long_body_waits_while_the_graph_starts(tmp_path: Path) -> None:
-    """What is too long for a model is known when that is there."""
+    """Because the model's bound on bodies is not known yet."""
     long = json.dumps(completion()).encode() + b" " * (4 << 20)
     async with running_graph(tmp_path) as graph:
         post = graph.http.post("/v1/completions", content=long, headers={"content-type": "application/json"})
@@ -239,9 +239,9 @@ async def test_health_says_what_is_missing(graph: Graph) -> None:
     assert "demo: no decode worker is connected" in ill.json()["missing"]
 
 
-async def test_health_says_what_else_is_wrong_by_the_registry_and_is_200(graph: Graph) -> None:
+async def test_health_names_problems_from_the_registry_and_is_200(graph: Graph) -> None:
     async def told(*texts: str) -> bool:
-        """Whether the response names these problems and none of this test's others."""
+        """Return whether the response names exactly these of the test's problems."""
         answer = await graph.http.get("/health")
         problems = "; ".join(answer.json().get("problems", []))
         assert answer.status_code == 200
@@ -276,8 +276,8 @@ async def test_version(graph: Graph) -> None:
     assert set(answer.json()) == {"version", "vllm"}
 
 
-async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
-    """Then the load that workers report counts: other frontends' requests are known by it alone."""
+async def test_routing_is_round_robin_and_can_be_changed(graph: Graph) -> None:
+    """`least-loaded` adds the reported load, because it includes other frontends' requests."""
     async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
             await complete(graph, max_tokens=1)
@@ -308,7 +308,7 @@ async def test_parameters_that_need_an_engine_without_speculation_are_refused(gr
     assert all("with speculative decoding" in answer.json()["error"]["message"] for answer in refused)
 
 
-async def test_a_request_is_answered_once_where_building_its_model_fails_after_its_deadline(
+async def test_a_request_is_answered_once_if_building_its_model_fails_after_its_deadline(
     graph: Graph, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -27,7 +27,7 @@ def stand_in(
 
 @asynccontextmanager
 async def alone(graph: Graph, pace: float | None = None, at_once: int = 0) -> AsyncIterator[EchoWorker]:
-    """Of a model whose decode worker has gone."""
+    """Yield a prefill worker of a model that has lost its decode worker."""
     async with stand_in(graph, pace, at_once) as prefill:
         async with graph.worker():
             pass
@@ -35,12 +35,14 @@ async def alone(graph: Graph, pace: float | None = None, at_once: int = 0) -> As
 
 
 @pytest.mark.parametrize("generated", [0, 1, 5])
-async def test_a_stream_goes_on_at_a_prefill_worker_and_then_at_another(graph: Graph, generated: int) -> None:
-    """New requests do without a decode worker, too, and the model stays listed."""
+async def test_a_request_continues_at_a_prefill_worker_and_then_at_another(
+    graph: Graph, generated: int
+) -> None:
+    """New requests go to a prefill worker too, and the model stays listed."""
     async with graph.worker(pace=None) as decode, stand_in(graph, pace=None) as first:
         request = post(graph, max_tokens=12)
         await steps(decode, generated)
-        assert not first.hello, "it is not connected while a decode worker is there"
+        assert not first.hello, "not connected while a decode worker is available"
         await decode.die()
         await steps(first, 1)
         async with stand_in(graph) as second:
@@ -74,7 +76,7 @@ async def test_while_the_only_decode_worker_drains_new_requests_go_to_the_stand_
         assert answer.headers["x-pdserve-instance"] == prefill.id
 
 
-async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_not_begun(
+async def test_a_decode_worker_that_is_back_gets_new_requests_and_those_without_tokens(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_POLL", 0.01)
@@ -93,7 +95,7 @@ async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_n
             assert (await begun).headers["x-pdserve-instance"] == prefill.id
 
 
-async def test_streams_on_a_stand_in_are_handed_over_unless_they_would_have_to_be_replayed(
+async def test_requests_on_a_stand_in_are_handed_over_unless_they_need_a_replay(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.workers.pool.HAND_OVER_AFTER", 0.0)
@@ -159,7 +161,7 @@ async def test_prefill_workers_without_an_address_or_with_other_weights_do_not_s
 async def test_a_lost_connection_is_renewed_before_a_prefill_worker_stands_in(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a pause of the frontend, whose connections the workers have given up."""
+    """As after a pause of the frontend, during which workers closed its connections."""
     async with graph.worker() as decode, stand_in(graph) as prefill:
         monkeypatch.setattr("pdserve.frontend.workers.pool.MIN_RETRY_DELAY", 0.1)
         await holds(lambda: graph.models.usable_workers()["demo"], 0.2)

@@ -37,18 +37,20 @@ def sent(original: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
         ({"trace_decode_token_ids": [1, 2]}, "trace_decode_token_ids"),
     ],
 )
-def test_looks_back(params: dict[str, Any], expected: str | None) -> None:
+def test_which_parameters_depend_on_earlier_tokens(params: dict[str, Any], expected: str | None) -> None:
     assert stateful_parameter(request(**params).sampling_params) == expected
 
 
 @pytest.mark.parametrize(("words", "expected"), [([[5], [7]], None), ([[5], [7, 8]], "bad_words")])
-def test_bad_words_of_several_tokens_look_back(words: list[list[int]], expected: str | None) -> None:
+def test_bad_words_of_several_tokens_depend_on_earlier_tokens(
+    words: list[list[int]], expected: str | None
+) -> None:
     params = SamplingParams()
     params._bad_words_token_ids = words
     assert stateful_parameter(params) == expected
 
 
-def test_first_attempt_is_unchanged_but_for_prompt_and_id() -> None:
+def test_the_first_attempt_changes_only_prompt_id_and_transfer_params() -> None:
     transfers: dict[str, object] = {"kv_transfer_params": {}, "ec_transfer_params": {}}
     original = request(seed=5, min_tokens=4, prompt_logprobs=1, extra_args={"a": 1, **transfers})
     there = sent(original, [])
@@ -60,7 +62,7 @@ def test_first_attempt_is_unchanged_but_for_prompt_and_id() -> None:
     assert sent(request(extra_args=transfers), []).sampling_params.extra_args is None
 
 
-def test_later_attempt_counts_what_was_said() -> None:
+def test_a_later_attempt_subtracts_the_tokens_so_far() -> None:
     params = sent(request(seed=5, min_tokens=4, prompt_logprobs=1, logprobs=2), [9, 9, 9]).sampling_params
     assert (params.max_tokens, params.min_tokens, params.logprobs) == (17, 1, 2)
     assert params.prompt_logprobs is None
@@ -95,7 +97,7 @@ def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: in
         assert bool(failure.retry_after) == (status == 503)
 
 
-def test_the_wait_for_a_worker_is_not_learnt_as_time_to_first_token() -> None:
+def test_the_wait_for_a_worker_is_not_part_of_the_learnt_ttft() -> None:
     waited = generation([1])
     time.sleep(0.01)
     sent = time.monotonic()

@@ -37,8 +37,8 @@ async def steps(worker: EchoWorker, count: int) -> None:
 async def moved(
     graph: Graph, generated: int, shift: int = 0, **changes: Any
 ) -> tuple[EchoWorker, EchoWorker, httpx.Response]:
-    """A worker that dies after so many tokens, the one where its request goes on, and the answer. `shift`: the second
-    generates other tokens."""
+    """Return a worker that died after `generated` tokens, the next worker of its request, and the response. With
+    `shift`, the second worker generates other tokens."""
     async with graph.worker(pace=None) as first:
         request = post(graph, **changes)
         await first.until(lambda: len(first.jobs) == changes.get("n", 1))
@@ -54,10 +54,10 @@ async def moved(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("generated", "large"), [(0, 1 << 16), (1, 1 << 16), (5, 1 << 16), (1, 0)])
-async def test_text_is_the_same(
+async def test_the_text_is_the_same_after_a_migration(
     graph: Graph, monkeypatch: pytest.MonkeyPatch, stream: bool, generated: int, large: int
 ) -> None:
-    """Also of a large request, which is answered on another loop."""
+    """Also of a large request, which another event loop answers."""
     monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", large)
     first, second, answer = await moved(graph, generated, max_tokens=12, min_tokens=4, stream=stream)
     assert answer.status_code == 200
@@ -76,7 +76,7 @@ async def test_text_is_the_same(
     assert submit.request_id != first.seen[0].request_id
 
 
-async def test_logprobs_and_several_outputs(graph: Graph) -> None:
+async def test_logprobs_and_several_outputs_migrate(graph: Graph) -> None:
     first, second, answer = await moved(graph, 3, n=2, temperature=1.0, seed=3, logprobs=1)
     for choice in answer.json()["choices"]:
         assert len(choice["logprobs"]["token_logprobs"]) == 8
@@ -85,7 +85,7 @@ async def test_logprobs_and_several_outputs(graph: Graph) -> None:
     assert not before & after
 
 
-LOOKING_BACK = [
+STATEFUL = [
     ({"presence_penalty": 0.5}, 0),
     ({"presence_penalty": 0.5}, 3),
     ({"frequency_penalty": 0.5, "temperature": 0.9}, 3),
@@ -94,8 +94,8 @@ LOOKING_BACK = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("changes", "generated"), LOOKING_BACK)
-async def test_a_request_that_looks_back_at_its_tokens_is_replayed(
+@pytest.mark.parametrize(("changes", "generated"), STATEFUL)
+async def test_a_request_with_stateful_sampling_is_replayed(
     graph: Graph, changes: dict[str, Any], generated: int, stream: bool
 ) -> None:
     async with graph.worker(pace=None) as first:
@@ -127,7 +127,7 @@ async def test_a_replay_with_other_tokens_fails_cleanly(graph: Graph, generated:
     assert second.cancelled == [second.seen[0].request_id]
 
 
-async def test_a_draining_worker_sends_it_on(graph: Graph) -> None:
+async def test_a_request_at_a_draining_worker_goes_to_another(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second:
         for worker in (first, second):
             worker.fail = Failed("", f"{worker.id} is draining", retry=True)
@@ -141,7 +141,7 @@ async def test_a_draining_worker_sends_it_on(graph: Graph) -> None:
 
 
 async def test_a_request_ends_when_four_workers_have_lost_it(graph: Graph) -> None:
-    """It is unknown what a killed process died of, however soon the next one dies."""
+    """A killed process does not say why it died, so four losses are allowed, not two."""
     request = post(graph)
     for _ in range(4):
         async with graph.worker(pace=None) as worker:
@@ -152,7 +152,7 @@ async def test_a_request_ends_when_four_workers_have_lost_it(graph: Graph) -> No
 
 
 async def test_a_request_at_which_two_engines_died_is_not_tried_again(graph: Graph) -> None:
-    """Nor by its client. (The other requests of these engines: the chaos row `poison`.)"""
+    """Its client is told not to retry. (The chaos row `poison` tests these engines' other requests.)"""
     async with graph.worker() as worker, graph.worker() as other:
         worker.fail = other.fail = Failed("", "its engine died", retry=True, engines_died=2)
         answer = await complete(graph)
@@ -161,7 +161,7 @@ async def test_a_request_at_which_two_engines_died_is_not_tried_again(graph: Gra
     assert len(worker.seen) + len(other.seen) == 1
 
 
-async def test_outputs_that_cannot_be_read(graph: Graph) -> None:
+async def test_a_request_whose_outputs_cannot_be_read_migrates(graph: Graph) -> None:
     async with graph.worker(pace=None) as first:
         request = post(graph)
         await steps(first, 1)
@@ -174,10 +174,9 @@ async def test_outputs_that_cannot_be_read(graph: Graph) -> None:
     assert second.seen[0].prompt == PROMPT + continuation(PROMPT, 1)
 
 
-async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it_any_more(
-    graph: Graph,
-) -> None:
-    """They say which requests its engine was computing when it died. The first about a request cancels its sibling."""
+async def test_a_dead_workers_last_messages_are_read(graph: Graph) -> None:
+    """They say which requests its engine was computing. A request's first makes the frontend cancel its other sequence,
+    which cannot be sent any more."""
     async with graph.worker(pace=None) as worker:
         asked = [post(graph, n=2, temperature=1.0) for _ in range(30)]
         await worker.until(lambda: len(worker.jobs) == 60)
@@ -198,7 +197,7 @@ async def test_a_worker_that_refused_gets_no_more_requests(graph: Graph) -> None
     assert len(second.seen) == 4
 
 
-async def test_without_a_worker_it_waits_for_one(graph: Graph) -> None:
+async def test_a_lost_request_waits_for_a_worker(graph: Graph) -> None:
     async with graph.worker(pace=None) as first:
         request = post(graph, max_tokens=6)
         await steps(first, 2)
@@ -213,7 +212,7 @@ async def test_without_a_worker_it_waits_for_one(graph: Graph) -> None:
 async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its link held all the time, so there is no new connection."""
+    """Without a new connection, because its old one stayed up."""
     monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with EchoWorker("decode-0-away") as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
@@ -224,7 +223,7 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
             request = post(graph, max_tokens=6)
             await steps(first, 2)
         await until(lambda: graph.models.usable_workers().get("demo") == 0)
-        await holds(lambda: not request.done())  # longer than PAUSE: then it is not tried again by itself
+        await holds(lambda: not request.done())  # longer than RETRY_DELAY: no retry is due
         await registry.put(keys.instance(away.instance), encode_record(away.instance))
         assert (await asyncio.wait_for(request, 5)).status_code == 200
 
@@ -232,8 +231,8 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
 RED = Adapter("red", "/red", 5)
 
 
-async def test_of_a_search_whose_beam_is_lost_nothing_is_left(graph: Graph) -> None:
-    """vLLM has a task for each beam, and ends none when another fails."""
+async def test_a_beam_search_leaves_no_task_when_a_beam_fails(graph: Graph) -> None:
+    """vLLM has a task for each beam, and does not end the others."""
     async with graph.worker(pace=None, at_once=1) as worker:
         core = graph.processor().core
         fields = completion(use_beam_search=True, n=4, max_tokens=6)
@@ -243,15 +242,15 @@ async def test_of_a_search_whose_beam_is_lost_nothing_is_left(graph: Graph) -> N
         await worker.until(lambda: len(worker.seen) == 2)
         await worker.send(Failed(worker.seen[1].request_id, "refused", invalid=True))
         assert (await request).status_code == 400
-        worker.go()  # the beam that got its place has begun
+        worker.go()  # for the beam that got the failed one's slot
         await asyncio.wait_for(core.idle(), 5)
         await until(lambda: not [task for task in asyncio.all_tasks() if "collect_from" in repr(task)])
 
 
-async def test_a_beam_search_has_its_prompt_once_and_teaches_no_lengths(
+async def test_a_beam_search_counts_its_prompt_once_and_leaves_the_estimate(
     graph: Graph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each beam's next token is a request of one token for vLLM, whose prompt grows."""
+    """For vLLM, each token of a beam is a request with a longer prompt."""
     caplog.set_level("INFO")
     async with graph.worker():
         await complete(graph, max_tokens=60)
@@ -270,23 +269,23 @@ async def having(graph: Graph, worker: EchoWorker, *adapters: Adapter) -> AsyncI
         yield
 
 
-async def test_a_request_goes_on_where_its_adapter_is_loaded_later(
+async def test_a_request_continues_once_another_worker_loads_its_adapter(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That worker could not load it when the other one did."""
+    """The other worker could not load it at first."""
     monkeypatch.setattr("pdserve.frontend.sequence.migration.RETRY_DELAY", 0.01)
     async with graph.worker(pace=None) as first, graph.worker() as second, having(graph, first, RED):
         await until(lambda: "red" in graph.models.find("demo").adapters)
         request = post(graph, model="red")
         await steps(first, 1)
         await first.die()
-        await holds(lambda: not request.done())  # longer than PAUSE
+        await holds(lambda: not request.done())  # longer than RETRY_DELAY
         async with having(graph, second, RED):
             assert (await asyncio.wait_for(request, 5)).status_code == 200
 
 
 async def test_a_request_whose_adapter_is_unloaded_and_gone_fails_at_once(graph: Graph) -> None:
-    """Another one needed its place while the request was at no engine."""
+    """As when the engine needs the slot of an adapter without requests."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         async with having(graph, worker, RED):
             await until(lambda: "red" in graph.models.find("demo").adapters)
@@ -295,7 +294,7 @@ async def test_a_request_whose_adapter_is_unloaded_and_gone_fails_at_once(graph:
             unloaded = Adapter("red", asked="later", model="demo")
             await registry.put(keys.adapter(unloaded), encode_record(unloaded))
             await worker.send(Failed(worker.seen[0].request_id, "adapter 5 is not here", retry=True))
-            await holds(lambda: not request.done())  # it may be there yet
+            await holds(lambda: not request.done())  # a worker's record still has the adapter
         answer = await asyncio.wait_for(request, 5)
     assert (answer.status_code, answer.json()["error"]["message"][:31]) == (
         400,
@@ -303,7 +302,7 @@ async def test_a_request_whose_adapter_is_unloaded_and_gone_fails_at_once(graph:
     )
 
 
-async def test_without_a_worker_until_the_deadline(graph: Graph) -> None:
+async def test_a_request_without_a_worker_gets_a_503_at_its_deadline(graph: Graph) -> None:
     async with graph.worker():
         pass
     prompts: dict[str, dict[str, object]] = {
@@ -327,8 +326,8 @@ async def test_without_a_worker_until_the_deadline(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-async def test_engines_that_are_killed_in_a_row_are_no_fault_of_a_request(graph: Graph, killed: bool) -> None:
-    """As by the kernel for lack of memory, before they computed a token of it; engines that crash are."""
+async def test_killed_engines_do_not_count_against_a_request(graph: Graph, killed: bool) -> None:
+    """The kernel may kill them for lack of memory. Engines that crash do count."""
     async with sim_engines(graph, 3, 0) as engines:
         for engine in engines:
             engine.faults.going.clear()
@@ -346,8 +345,8 @@ async def test_engines_that_are_killed_in_a_row_are_no_fault_of_a_request(graph:
     assert not killed or answer.json()["choices"][0]["text"] == text
 
 
-async def test_after_a_loss_of_an_engine_it_is_prefilled_another_way(graph: Graph) -> None:
-    """KV that was read from another engine kills: the next worker computes the prompt itself."""
+async def test_after_an_engines_death_the_next_worker_prefills_locally(graph: Graph) -> None:
+    """Because the KV that the dead engine read may have killed it."""
     async with sim_engines(graph, 3, 1) as engines:
         for engine in engines[:3]:
             engine.faults.fatal_pulls = True

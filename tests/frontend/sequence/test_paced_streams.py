@@ -1,4 +1,4 @@
-"""Streams with a promise: what their clients get, and when; and what decode workers learn of it."""
+"""Streams with a promise: what clients get and when, and what decode workers are told of the promise."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CHAT = SloTargets(0.5, 0.06)
 FOR_EVER = SloTargets(600.0, 3600.0)
-"""outputs leave with others or with the last one"""
+"""so long that outputs are held until the response ends"""
 
 
 @asynccontextmanager
@@ -34,7 +34,7 @@ async def streaming(graph: Graph, body: dict[str, object] | None = None) -> Asyn
 
 
 async def come(graph: Graph, worker: EchoWorker, count: int) -> None:
-    """Let so many further outputs come to the frontend, for each request."""
+    """Make `count` steps, and wait until the frontend has the outputs of each."""
     await worker.until(lambda: worker.jobs)
     for _ in range(count):
         before = tokens_come(graph)
@@ -81,13 +81,13 @@ async def test_the_first_token_waits_for_the_second_and_the_others_for_the_end(g
     ],
     ids=["several", "stop string", "tools"],
 )
-async def test_what_must_not_wait_does_not(graph: Graph, body: dict[str, object]) -> None:
+async def test_responses_that_cannot_be_paced_are_not_held(graph: Graph, body: dict[str, object]) -> None:
     async with graph.worker(slo=FOR_EVER, pace=None) as worker, streaming(graph, body) as client:
         await come(graph, worker, 1)
         await until(lambda: bool(client.texts))
 
 
-async def test_a_client_that_leaves_leaves_nothing_behind(graph: Graph) -> None:
+async def test_nothing_is_held_for_a_client_that_disconnected(graph: Graph) -> None:
     async with graph.worker(slo=FOR_EVER, pace=None) as worker:
         async with streaming(graph):
             await come(graph, worker, 5)
@@ -98,7 +98,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("body", [completion(), completion(logprobs=2)], ids=["plain", "logprobs"])
-async def test_an_error_comes_behind_all_tokens(graph: Graph, body: dict[str, object]) -> None:
+async def test_an_error_follows_all_tokens(graph: Graph, body: dict[str, object]) -> None:
     async with (
         graph.worker(slo=FOR_EVER, pace=None) as worker,
         streaming(graph, body) as client,
@@ -110,7 +110,7 @@ async def test_an_error_comes_behind_all_tokens(graph: Graph, body: dict[str, ob
         assert "no more" in client.events[-1]["error"]["message"]
 
 
-async def test_the_reserve_goes_on_to_another_worker(graph: Graph) -> None:
+async def test_held_outputs_stay_held_during_a_migration(graph: Graph) -> None:
     async with graph.worker(slo=FOR_EVER, pace=None) as first, streaming(graph) as client:
         await come(graph, first, 5)
         async with graph.worker(slo=FOR_EVER) as second:
@@ -120,10 +120,10 @@ async def test_the_reserve_goes_on_to_another_worker(graph: Graph) -> None:
         promise = second.seen[0].promise
         assert isinstance(promise, Promise)
         assert promise.ttft is not None
-        assert 4 * 3600 < promise.ttft <= 5 * 3600, "four are held, and the next follows these"
+        assert 4 * 3600 < promise.ttft <= 5 * 3600, "four are held, and the next is due after them"
 
 
-async def test_what_is_held_when_a_model_is_replaced_is_not_sent_before_its_successors_answer(
+async def test_held_outputs_of_a_replaced_model_are_dropped_for_its_successors(
     graph: Graph,
 ) -> None:
     bodies = [completion(model="rolled"), completion(model="rolled", logprobs=2)]
@@ -146,11 +146,11 @@ async def test_what_is_held_when_a_model_is_replaced_is_not_sent_before_its_succ
         }
 
 
-# what a worker learns of the promise
+# what a worker is told of the promise
 
 
-async def test_a_worker_gets_what_is_left_of_the_promise(graph: Graph) -> None:
-    """A flexible request has none, and its client comes last at the worker. Without one, headers mean nothing."""
+async def test_a_worker_gets_the_rest_of_the_promise(graph: Graph) -> None:
+    """A flex request has no promise, and a prefixed client. Headers do nothing for a model without an SLO."""
     async with graph.worker() as unpromised:
         await complete(graph, headers={"x-slo-ttft-ms": "never", "x-slo-tpot-ms": "60"})
     assert unpromised.seen[0].promise is UNSET

@@ -38,7 +38,7 @@ def left(
 
 
 def come(interval: float, outputs: int = 64, stalls: dict[int, float] | None = None) -> list[float]:
-    """When outputs come, one each `interval`, with further seconds before those in `stalls`."""
+    """Return arrival times: an output each `interval` seconds, plus the seconds of `stalls`."""
     steps = [PREFILL] + [interval + (stalls or {}).get(number, 0.0) for number in range(1, outputs)]
     return [STARTED + passed for passed in itertools.accumulate(steps)]
 
@@ -66,9 +66,7 @@ def test_a_stall_breaks_no_gap_once_there_is_a_reserve(
 
 @pytest.mark.parametrize("promised", [CHAT, AGENT, RAG, SloTargets(gap=0.06)])
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_comes_no_answer_ends_later_and_no_gap_grows_beyond_the_pace(
-    promised: SloTargets, seed: int
-) -> None:
+def test_pacing_never_delays_the_end_and_makes_no_gap_above_the_pace(promised: SloTargets, seed: int) -> None:
     assert promised.gap is not None
     chance = random.Random(seed)
     interval = 10 ** chance.uniform(-3, -1)
@@ -83,7 +81,7 @@ def test_whatever_comes_no_answer_ends_later_and_no_gap_grows_beyond_the_pace(
 
 
 @pytest.mark.parametrize("interval", [0.001, 0.01, 0.03])
-def test_what_is_held_is_bounded(interval: float) -> None:
+def test_held_outputs_are_bounded(interval: float) -> None:
     """By `MAX_HELD` outputs (see `left`), and in seconds while outputs come."""
     arrivals = come(interval, 500)
     held = [after - before for before, after in zip(arrivals, left(CHAT, arrivals), strict=True)]
@@ -91,10 +89,10 @@ def test_what_is_held_is_bounded(interval: float) -> None:
     assert max(held[100:]) > 5 * interval, "there is a reserve"
 
 
-def test_an_answer_that_is_no_faster_than_its_promise_waits_for_nothing() -> None:
+def test_an_answer_slower_than_the_pace_is_not_held() -> None:
     arrivals = come(0.045)
     paced = left(CHAT, arrivals)
-    assert paced[0] == arrivals[1], "but for the first, which the second has to follow in time"
+    assert paced[0] == arrivals[1], "only the first waits, so that the second is not late"
     assert sum(after - before for before, after in zip(arrivals[12:], paced[12:], strict=True)) == 0.0
 
 
@@ -124,7 +122,7 @@ def test_nothing_is_held_when_the_deadline_is_near() -> None:
     assert left(CHAT, come(5.0, 2), STARTED + 1.3)[0] == pytest.approx(STARTED + 0.3)
 
 
-def test_an_output_may_leave_a_little_early_and_only_so() -> None:
+def test_an_output_leaves_at_most_max_early_seconds_early() -> None:
     reserve = Reserve[int].of(CHAT, STARTED, math.inf)
     assert reserve is not None
     assert reserve.add(0, STARTED) == []
