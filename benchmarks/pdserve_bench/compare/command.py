@@ -11,11 +11,11 @@ from pdserve.config.load import load
 from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.measuring import CompareOptions, UserLoad
 from pdserve_bench.compare.outcome import report_of, winning_file
-from pdserve_bench.compare.trace import read_trace
 from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.measure.report import Report, check_outputs
 from pdserve_bench.measure.runs import PoissonRequests, Scalable, run_and_show
 from pdserve_bench.measure.slo import read_slo
+from pdserve_bench.measure.trace import read_trace
 from pdserve_bench.options import AnswerLen, Gap, Json, PromptTokens, Share, Ttft
 
 

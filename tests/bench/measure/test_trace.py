@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pdserve_bench.compare.trace import BLOCK, Trace, read_trace
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.measure.runs import OpenLoop
+from pdserve_bench.measure.trace import BLOCK, Trace, read_trace
 
 from pdserve.util.errors import ConfigError
 
