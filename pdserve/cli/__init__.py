@@ -53,6 +53,10 @@ COMMANDS = {
                 "pdserve_bench.goodput.command:goodput",
                 "the highest rate at which 90 % of the requests meet an SLO",
             ),
+            "replay": (
+                "pdserve_bench.replay.command:replay",
+                "the requests of a trace when they came, and the server over time",
+            ),
             "promise": (
                 "pdserve_bench.promise.command:promise",
                 "the running graph with and without a promise (SLO), in turn",

@@ -17,7 +17,7 @@ from pdserve.util.errors import PdserveError
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.measure.load import arrivals
-from pdserve_bench.measure.report import Report
+from pdserve_bench.measure.report import Cell, Column, Report, Rows
 from pdserve_bench.measure.samples import percentile
 from pdserve_bench.measure.slo import Slo
 
@@ -97,6 +97,21 @@ class LoadRun:
         return figures
 
 
+def latency_rows(figures: Mapping[str, float]) -> Rows:
+    """Return a table of the latencies in `LoadRun.summary`."""
+    names = {
+        "TTFT": "TTFT",
+        "ITL": "gap between tokens (ITL)",
+        "longest gap": "longest gap of each answer",
+        "whole": "whole answer",
+    }
+    shares = ("p50", "p90", "p99")
+    rows: list[list[Cell]] = [
+        [shown, *(1000 * figures[f"{name} {share}"] for share in shares)] for name, shown in names.items()
+    ]
+    return Rows("Times of finished requests", [Column("ms"), *(Column(each, ".1f") for each in shares)], rows)
+
+
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -115,11 +130,14 @@ class Scalable(Protocol):
         """Return a workload at `rate` requests per second. Another seed gives other prompts and arrivals."""
 
 
+Arrival = tuple[float, Callable[[Endpoint], Mapping[str, object]]]
+
+
 @dataclass
 class OpenLoop:
     """A `Workload` that sends requests at fixed times, whether or not earlier ones have ended."""
 
-    requests: Iterable[tuple[float, Callable[[Endpoint], Mapping[str, object]]]]
+    requests: Iterable[Arrival]
     """Seconds after the start, and a function that makes the body."""
     seconds: float
     timeout: float

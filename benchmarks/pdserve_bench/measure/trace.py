@@ -2,8 +2,8 @@
 
 The format is that of the open Mooncake traces (FAST 2025): `{"timestamp": 27482, "input_length": 6955, "output_length":
 52, "hash_ids": [46, 47, …]}`. A hash id stands for 512 tokens and all tokens before them, so equal ids are equal
-prefixes; without `hash_ids` nothing is shared. Prompts are generated with these lengths and shared prefixes. The
-timestamps (ms) give the mean rate; arrivals are Poisson, as in all benchmarks. Other fields are ignored.
+prefixes; without `hash_ids` nothing is shared. Prompts are generated with these lengths and shared prefixes. Requests
+are sent at their timestamps (ms), or as Poisson arrivals of any rate. Other fields are ignored.
 """
 
 import random
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import structs
 
 from pdserve.util.errors import ConfigError
 from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.measure.load import arrivals
-from pdserve_bench.measure.runs import OpenLoop, Workload
+from pdserve_bench.measure.runs import Arrival, OpenLoop, Workload
 from pdserve_bench.measure.samples import percentile
 
 BLOCK = 512
@@ -32,17 +33,28 @@ class TraceRequest(msgspec.Struct, frozen=True):
     output_length: Annotated[int, msgspec.Meta(ge=0)]
     timestamp: float | None = None
     hash_ids: list[int] = []
+    block: Annotated[int, msgspec.Meta(ge=1)] = BLOCK
+    """tokens per hash id"""
 
     @property
     def blocks(self) -> list[int]:
         """Hash ids that fit into the prompt; the rest of the prompt is unique."""
-        return self.hash_ids[: -(-self.input_length // BLOCK)]
+        return self.hash_ids[: -(-self.input_length // self.block)]
+
+    def shrunk(self, divisor: int) -> "TraceRequest":
+        """Divide the lengths; an output keeps at least one token."""
+        return structs.replace(
+            self,
+            input_length=max(1, self.input_length // divisor),
+            output_length=max(1, self.output_length // divisor),
+            block=max(1, self.block // divisor),
+        )
 
     def body(self, endpoint: Endpoint, tokens_per_word: float, salt: str, own: str) -> dict[str, Any]:
         """Prompts of one salt share prefixes with each other, but not with another salt. `own` seeds the unique
         part."""
         words: list[str] = []
-        ends = [(f"{salt}/{block}", BLOCK * number) for number, block in enumerate(self.blocks, 1)]
+        ends = [(f"{salt}/{block}", self.block * number) for number, block in enumerate(self.blocks, 1)]
         for key, end in (*ends, (f"{salt}/{own}", self.input_length)):
             count = max(1, int(min(end, self.input_length) / tokens_per_word)) - len(words)
             words += Prompts(tokens_per_word, key).words(max(0, count))
@@ -84,17 +96,34 @@ class Trace:
         prompts."""
         return OpenLoop(self._from(rate, seconds, seed), seconds, self.timeout)
 
-    def _from(
-        self, rate: float, seconds: float, seed: int
-    ) -> Iterator[tuple[float, Callable[[Endpoint], Mapping[str, object]]]]:
+    def _from(self, rate: float, seconds: float, seed: int) -> Iterator[Arrival]:
         first = random.Random(seed).randrange(len(self.requests))
         for number, due in enumerate(arrivals(rate, seconds, seed), first):
             turn, place = divmod(number, len(self.requests))
-            salt, own = f"{seed}.{turn}", f"request {place}"
-            yield (
-                due,
-                partial(self.requests[place].body, tokens_per_word=self.tokens_per_word, salt=salt, own=own),
-            )
+            yield due, self._body_of(place, f"{seed}.{turn}")
+
+    def shrunk(self, divisor: int) -> "Trace":
+        """Divide the lengths of all prompts, responses and shared prefixes."""
+        return replace(self, requests=tuple(each.shrunk(divisor) for each in self.requests))
+
+    def replayed(self, speed: float, seconds: float, seed: int) -> list[Arrival]:
+        """Return the requests at the trace's own times, `speed` times as fast, of the first `seconds` of the replay.
+        Another seed gives other prompts. Raises ConfigError if a request has no timestamp."""
+        times = [each.timestamp for each in self.requests if each.timestamp is not None]
+        if len(times) < len(self.requests):
+            raise ConfigError([f"{self.name}: a replay needs the timestamp of each request."])
+        first = min(times)
+        order = sorted(range(len(times)), key=times.__getitem__)
+        due = [((times[place] - first) / 1000 / speed, place) for place in order]
+        return [(at, self._body_of(place, str(seed))) for at, place in due if at <= seconds]
+
+    def _body_of(self, place: int, salt: str) -> Callable[[Endpoint], Mapping[str, object]]:
+        return partial(
+            self.requests[place].body,
+            tokens_per_word=self.tokens_per_word,
+            salt=salt,
+            own=f"request {place}",
+        )
 
     @property
     def shared(self) -> float:
@@ -103,7 +132,7 @@ class Trace:
         for request in self.requests:
             for number, block in enumerate(request.blocks):
                 if block in seen:
-                    found += max(0, min(BLOCK, request.input_length - number * BLOCK))
+                    found += max(0, min(request.block, request.input_length - number * request.block))
             seen.update(request.blocks)
         return found / sum(request.input_length for request in self.requests)
 

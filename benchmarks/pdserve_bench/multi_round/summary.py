@@ -9,7 +9,7 @@ from pdserve.util import clock
 from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.measure.report import Cell, Column, Report, Rows
-from pdserve_bench.measure.runs import LoadRun
+from pdserve_bench.measure.runs import LoadRun, latency_rows
 from pdserve_bench.measure.samples import percentile
 from pdserve_bench.multi_round.workload import MultiRound, Question
 
@@ -68,7 +68,7 @@ class MultiRoundResult:
         )
         summary: list[list[Cell]] = [[name, value] for name, value in self.lines()]
         report.tables = [Rows("Performance summary", [Column("figure"), Column("value")], summary)]
-        report.tables += [self._times(figures), self._rounds()] if self.finished else []
+        report.tables += [latency_rows(figures), self._rounds()] if self.finished else []
         report.notes = self._notes(figures)
         report.data = self._data(figures)
         return report
@@ -80,21 +80,6 @@ class MultiRoundResult:
         return (
             f"{figures['requests']:.0f} requests of {users} users: {figures['finished']:.0f} finished, "
             f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished."
-        )
-
-    def _times(self, figures: dict[str, float]) -> Rows:
-        names = {
-            "TTFT": "TTFT",
-            "ITL": "gap between tokens (ITL)",
-            "longest gap": "longest gap of each answer",
-            "whole": "whole answer",
-        }
-        shares = ("p50", "p90", "p99")
-        rows: list[list[Cell]] = [
-            [shown, *(1000 * figures[f"{name} {share}"] for share in shares)] for name, shown in names.items()
-        ]
-        return Rows(
-            "Times of finished requests", [Column("ms"), *(Column(each, ".1f") for each in shares)], rows
         )
 
     def _rounds(self) -> Rows:
