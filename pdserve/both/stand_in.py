@@ -1,10 +1,10 @@
 """The stand-in: a prefill worker that decodes while no decode worker of its model is available
 (docs/decisions/0050-prefill-workers-stand-in.md).
 
-To decode workers it is a prefill worker. To frontends it listens as a decode worker does, at an address that it
-registers once a decode worker's model card shows that both give the same responses. Each frontend decides when it sends
-requests (`frontend/workers/pool.py`). All their prompts are prefilled locally, so the engine reads no KV and is
-configured as that of any prefill worker."""
+To decode workers it is a prefill worker. For frontends it listens like a decode worker, and registers the address once
+a decode worker's model card shows that both workers give the same responses. Each frontend decides when it sends
+requests (`frontend/workers/pool.py`). The stand-in prefills their prompts locally, so its engine reads no KV and is
+configured like that of any prefill worker."""
 
 import logging
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class StandIn(BothWorker):
 
     def permanent(self) -> Mapping[str, Work]:
         work = {**super().permanent(), "model card": self._keep_card}
-        del work["untaken prompts"]  # it queues none
+        del work["untaken prompts"]  # a stand-in queues no prompts
         return work
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -50,8 +50,8 @@ class StandIn(BothWorker):
 
     async def _keep_card(self) -> None:
         """Keep a copy of a decode worker's model card, from which frontends know the model while no decode worker is
-        available. The first may be another stand-in's copy. When the card's worker is gone, copy another worker's card,
-        because it may be newer."""
+        available. At first, this may be another stand-in's card. When the card's worker is gone, copy another worker's
+        card, because it may be newer."""
         await self._presence.announced.wait()
         model, fingerprint, source = self._config.served_model_name, self._engine.facts.fingerprint, ""
         for owner, card in await self._cards(""):

@@ -56,8 +56,8 @@ class BothWorker(DecodeWorker):
             request.resolve(OWN)
 
     async def _take_back_untaken(self) -> None:
-        """Prefill own prompts locally that no worker pulls, for ever. A worker that drains, or whose KV cache is full
-        of streams, pulls nothing, not even its own prompts, and all others may be full."""
+        """Loop: prefill this worker's prompts locally that no worker pulls. A worker that drains, or whose KV cache is
+        full (`Pulling.full`), pulls nothing, not even its own prompts, and all others may be full."""
         pulling = self._prompts.pulling
         while True:
             await asyncio.sleep(POLL_INTERVAL)

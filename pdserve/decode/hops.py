@@ -22,7 +22,7 @@ class RequestHops:
     _why: str = ""
     """Reason of the remote prefill."""
     _pulls: list[tuple[str, float]] = field(default_factory=list)
-    """Prefill workers that pulled the prompt, and its seconds in the queue by then; several if one was lost."""
+    """Prefill workers that pulled the prompt, and its seconds in the queue until then; several if one was lost."""
 
     @property
     def own(self) -> list[Hop]:

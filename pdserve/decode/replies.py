@@ -37,8 +37,8 @@ INTERNAL = "internal error in the decode worker"
 def choose_preemption(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
     """Choose requests to preempt: return the frontend and how many of its requests to pause, so that clients below half
     of the largest client's share get a slot; 0 if none. Flex requests are paused first, even those that wait for a
-    slot; no request is paused for a flex request. `queued`: number of requests that wait in the engine for a slot; they
-    are the last that entered."""
+    slot; no request is paused for a flex request. `queued`: number of requests that wait in the engine for a slot:
+    those that entered last."""
     inside = [request for request in requests if request.phase is Phase.RUNNING]
     entered = sorted((request for request in inside if not request.has_first_step), key=attrgetter("since"))
     waiting = entered[-queued:] if queued else []
@@ -82,8 +82,8 @@ class Frontends:
             await self.forget(frontend)
 
     async def send_outputs(self, frontend: str, outputs: list[Output]) -> None:
-        """Send outputs of one step in one message, or in one each if together they are too large. A request with a
-        single output that is too large fails, because it would at each worker."""
+        """Send a step's outputs in one message, or each in its own if that is too large. A request whose single output
+        is too large fails, because it would fail at every worker."""
         try:
             await self.send(frontend, Outputs(self.engine.pack(outputs)))
         except ProtocolError as error:
@@ -198,7 +198,7 @@ class Frontends:
                         await self.end(request, "the request's deadline passed", retry=False)
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Fail every request. One that the engine was computing counts one more died engine."""
+        """Fail every request. Count the death for each request that may have caused it (`engines_died`)."""
         for request in self.requests.clients():
             running = request.phase is Phase.RUNNING
             blamed = death.crashed and running and may_have_killed(len(request.submit.prompt), request.since)

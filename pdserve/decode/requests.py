@@ -121,7 +121,7 @@ class DecodeRequest:
         return self.answer is not None and not self.answer.done()
 
     def resolve(self, outcome: Outcome) -> None:
-        """End the wait for the prefill worker; no effect if there is none."""
+        """End the wait for the prefill worker, if there is one."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(outcome)
 
@@ -148,7 +148,7 @@ class DecodeRequest:
 
 
 class DecodeRequests:
-    """Refuses a recent id, even if its request is done: engines must not see an id twice."""
+    """Live requests by id. A recent id is refused even if its request is done: engines must not see an id twice."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -166,7 +166,7 @@ class RequestRunner:
         numbers = prompt, request.prefix_hit, depth, len(workers), estimates or thresholds(settings)
         logger.info(text, request.id, decision.mode, decision.reason, *numbers)
         if decision.mode == "remote":
-            if request.prefix_hit:  # the prefill worker's KV replaces blocks in host memory
+            if request.prefix_hit:  # with remote KV, vLLM reads no blocks from host memory
                 request.prefix_hit = self.engine.prefix_hit(submit.prompt, submit.body, host=False) or 0
             request.remote_tokens = prompt
         else:
@@ -185,8 +185,8 @@ class RequestRunner:
                 await request.computed.wait()
 
     async def _generate(self, request: DecodeRequest, handle: KvHandle | None, after: Sequence[int]) -> None:
-        """Hand the request to the engine. It is RUNNING before the call, so that a cancellation during the call reaches
-        the engine after it."""
+        """Hand the request to the engine. A cancellation during the call drops the request, which is RUNNING, and is
+        repeated after the call, because the engine may not have known the request."""
         request.phase = Phase.RUNNING
         request.since = time.monotonic()
         self.on_start()

@@ -11,7 +11,7 @@ The life of a request:
 5. A prefill worker pulls it and answers `PrefillStarted`, then `PrefillDone` with a KV handle and the first token.
    `AnswerReader` gives these to the request and rejects late ones (`remote/answer_reader.py`).
 6. The handle is checked (`kv/handles.py`). If anything failed, the prompt is prefilled locally.
-7. A request that may have killed an engine waits until it is the only suspect (`scheduling/quarantine.py`).
+7. A suspect of an engine's death waits until all requests in the engine have a token (`scheduling/quarantine.py`).
 8. `_report` sends `Placed` to the frontend, and the prefill worker's first token.
 9. Local: the prompt waits for a slot, because chunks of prompts delay running streams (`scheduling/prefill_slots.py`).
 10. `_generate` hands the request to the engine. With a handle, the engine reads the KV over NIXL (`kv/connector.py`);

@@ -108,7 +108,7 @@ class Step:
     """Request id -> why its KV could not be read and is computed instead; once, before the request's first output."""
     released: list[str] = field(default_factory=list)
     """`request_id` of the handles whose KV was freed (read, rejected, or past its lease), after the finishing output;
-    each rank names each once."""
+    each rank names each handle once."""
     unreachable: list[str] = field(default_factory=list)
     """`engine_id` of the handles whose prefill engine does not answer on its side channel."""
     complete: list[KvHandle] = field(default_factory=list)

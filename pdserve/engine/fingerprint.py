@@ -85,7 +85,7 @@ def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> 
     settings = {name: engine_args.get(name, known[name].default) for name in _ARGUMENTS}
     if length_changes_kv(find_folder(model, _revision(engine_args)), engine_args):
         settings["max-model-len"] = engine_args.get("max-model-len")
-    settings["speculative-config"] = draft_model(engine_args)  # its KV is in the blocks of the model's
+    settings["speculative-config"] = draft_model(engine_args)  # its KV lies in the same blocks as the model's
     if settings.get("load-format") == "dummy":
         settings["seed"] = engine_args.get("seed")
     files = {"model": _source(model, _revision(engine_args))}

@@ -7,9 +7,9 @@
    an engine it asks that engine's side channel how to reach its memory (`side_channel.py`).
 4. Its connector reads the blocks (`connector.py`). A read that takes too long is reported (`stalled_reads.py`), and the
    prompt is computed locally (`engine/vllm/engine.py`).
-5. After the read, the connector asks the prefill engine whether it held the blocks until now. Only then does the
-   request run; without a yes its prompt is computed locally.
-6. vLLM notifies the prefill engine that the blocks were read, and it frees them.
+5. With the end of the read, NIXL notifies the prefill engine, which frees the blocks.
+6. Then the connector asks that engine whether it held the blocks until they were read. With a yes the request runs;
+   otherwise its prompt is computed locally.
 
 Long prompts are read in pieces while the rest is computed (`read_ahead/`). Blocks that leave an engine's cache stay in
 host memory or on disk (`tiers/`). `connector.py`, `prefill_chunk.py`, `read_ahead/` and `tiers/` run in vLLM's
@@ -17,11 +17,11 @@ processes. The constants are keys of the connector's statistics, unless they say
 heavy."""
 
 STALLED = "pdserve_stalled_requests"
-"""Engine ids of requests whose read is overdue."""
+"""Requests whose read is overdue, by their ids in the engine."""
 FAILED = "pdserve_failed_requests"
-"""Engine ids of requests whose KV could not be read."""
+"""Requests whose KV could not be read, by their ids in the engine."""
 READS = "pdserve_reads"
-"""Each successful read: engine id of the request or piece, id of the source engine, seconds, bytes of this rank."""
+"""Each successful read: id of the request or piece, id of the source engine, seconds, bytes of this rank."""
 RELEASED = "pdserve_released_requests"
 """Ids of prefills whose blocks were freed."""
 UNREACHABLE = "pdserve_unreachable_engines"
@@ -66,7 +66,7 @@ def connectors(
         tiers = {"spec_name": "DiskSpec", "spec_module_path": "pdserve.kv.tiers.disk"}
         tiers |= {DISK: disk, FOLDER: folder}
     tiers["cpu_bytes_to_use"] = offload
-    tiers["offload_prompt_only"] = False  # the next prompt of a conversation has the answer, too
+    tiers["offload_prompt_only"] = False  # the next prompt of a conversation contains the answer
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

@@ -67,7 +67,7 @@ logger = init_logger(__name__)
 
 _KEYS = (STALLED, FAILED, READS, RELEASED, UNREACHABLE, COMPLETE)
 FLOOR, RATE = 3.0, 50e6
-"""Seconds, and bytes per second: a read that takes longer than both together is stalled (`StallWatch`)."""
+"""Seconds, and bytes per second, from which `StallWatch` computes when a read is stalled."""
 HANDSHAKE_PAUSE = 10.0
 """Seconds from a failed handshake to the next attempt with that engine."""
 

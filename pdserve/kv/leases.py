@@ -7,7 +7,7 @@ A read does not check what it reads, and a decode engine cannot judge the lease,
 from pdserve.util.lru import LruDict
 
 REMEMBERED = 10_000
-"""Prefills whose KV was read. Decode engines ask milliseconds after the read."""
+"""Number of read prefills to remember; decode engines ask milliseconds after the read."""
 
 
 class Leases:
@@ -19,12 +19,12 @@ class Leases:
         """Prefills whose blocks were freed because all ranks had read them."""
 
     def begin(self, prefill: str) -> None:
-        """The prefill starts. Its blocks change only if it is preempted, which its handle says."""
+        """Record that the prefill starts. Its blocks change only if it is preempted, which its handle says."""
         self._held.add(prefill)
 
     def end(self, prefill: str, *, read: bool) -> None:
-        """Its blocks are about to be freed: they were `read`, the lease ran out, or the prefill was aborted. A second
-        call is ignored."""
+        """Record that its blocks are about to be freed: they were `read`, the lease ran out, or the prefill was
+        aborted. A second call is ignored."""
         if prefill in self._held:
             if read:
                 self._read[prefill] = None

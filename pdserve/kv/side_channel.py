@@ -205,8 +205,8 @@ class Confirmations:
     _context: zmq.Context["zmq.Socket[bytes]"] = field(default_factory=zmq.Context)
 
     def update(self, ended: Mapping[str, Source]) -> tuple[set[str], set[str]]:
-        """Pass all ended reads that are not confirmed yet. Return those whose KV was held, and those whose KV was not
-        or whose engine does not answer. A read is asked about once, and forgotten when it is left out."""
+        """Pass all ended reads that are not confirmed yet. Return two sets: reads whose KV was held, and reads whose KV
+        was not held or whose engine does not answer. A read is asked about once, and forgotten when it is left out."""
         for gone in self._questions.keys() - ended.keys():
             del self._questions[gone]
         if not ended:

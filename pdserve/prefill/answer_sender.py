@@ -44,7 +44,7 @@ class AnswerSender:
         self._kept: dict[str, _Kept] = {}
         """Answers whose KV is kept, by the `request_id` of their handles."""
         self._warm: set[str] = set()
-        """Decode workers whose warm-up is over: they read its KV or rejected it, or it failed."""
+        """Decode workers whose warm-up is over: its KV was read or rejected, or it failed."""
         self._changed = asyncio.Event()
 
     async def send(self, decode: str, answer: PrefillAnswer, *, warm_up: bool = False) -> None:
@@ -90,8 +90,8 @@ class AnswerSender:
         await until(lambda: not self._kept, self._changed)
 
     async def warm(self, decode_workers: Callable[[], set[str]]) -> None:
-        """Wait until each of these has ended its warm-up with this worker, successful or not
-        (docs/decisions/0008-warm-up.md). Of more than `MAX_PAIRS`, only some warm up with this worker; half of
+        """Wait until each of `decode_workers` has ended its warm-up with this worker, successfully or not
+        (docs/decisions/0008-warm-up.md). Of more than `MAX_PAIRS` workers only some warm up with this one; half of
         `MAX_PAIRS` are enough."""
 
         def enough() -> bool:

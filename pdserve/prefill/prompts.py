@@ -88,7 +88,7 @@ class PromptRunner:
             logger.warning("leaving %d prompts to another worker", len(self._running))
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Answer prompts that may have killed the engine as failed, so that no other prefill worker gets them."""
+        """Fail the prompts that may have killed the engine, so that no other prefill worker gets them."""
         for running in self._running if death.crashed else ():
             request = running.request
             if may_have_killed(len(request.prompt), running.started):
@@ -99,7 +99,7 @@ class PromptRunner:
     # from the queue to the engine
 
     async def _pull(self, announced: asyncio.Event) -> None:
-        """Pull prompts, for ever, once this worker is registered: decode workers give up prompts of unknown workers."""
+        """Pull prompts, for ever, once this worker is registered: decode workers do not wait for unknown workers."""
         await announced.wait()
         while True:
             try:
@@ -117,7 +117,7 @@ class PromptRunner:
     async def _start(self, delivery: Delivery) -> None:
         with isolate_errors("prompts") as one:
             await self._begin(delivery)
-        if one.error is not None:  # delivered again, the prompt would cause the error at each worker
+        if one.error is not None:  # a redelivery would cause the error at each worker
             request = delivery.request
             if running := self._running.of_request(request.request_id):
                 self._running.drop(running, failed=True)

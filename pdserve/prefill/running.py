@@ -16,7 +16,7 @@ from pdserve.queue.base import Delivery
 from pdserve.util.lru import LruDict
 
 _REMEMBERED = 1000
-"""Newest cancelled prompts that the engine may have finished already."""
+"""Number of cancelled prompts to remember: the engine may have finished some."""
 
 
 @dataclass(eq=False)

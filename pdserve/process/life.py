@@ -90,9 +90,7 @@ class Service(ABC):
                 async with asyncio.TaskGroup() as self.tasks:
                     try:
                         await self._serve()
-                    except (
-                        BaseException
-                    ):  # in most cases the cancellation by the group, of which a task failed
+                    except BaseException:  # usually the group's cancellation after a task failed
                         self._fail("it ends")
                         raise
             except BaseExceptionGroup as failures:

@@ -40,7 +40,7 @@ WARM_UP_WITHIN = 5.0
 """Seconds for warm-ups with other workers before a worker is announced."""
 MAX_PAIRS = 16
 """Workers of the other role that a decode worker warms up with, at most: with hundreds of workers, all pairs would be
-too many handshakes. The first request of any other pair makes its own."""
+too many handshakes. Any other pair shakes hands at its first request."""
 INTERVAL = 1.0
 """Seconds between two checks of `queue_lost` and `stalled`."""
 

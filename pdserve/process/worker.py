@@ -135,7 +135,7 @@ class EngineWorker(Service):
             lambda: self._engine_watch.stalled,
         )
         self._engine_watch.on_change = self._stall_changed
-        if self._leader is not None:  # the lease ends after the engine
+        if self._leader is not None:  # the lease ends after the engine, so it would keep the record too long
             stack.push_async_callback(self._presence.leave)
         await self._presence.wait_until_compatible()
 

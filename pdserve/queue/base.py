@@ -58,7 +58,7 @@ class PrefillQueue(Lifetime):
     @property
     @abstractmethod
     def losses(self) -> int:
-        """Number of known losses of the queued requests, which are in the server's memory."""
+        """How often the server is known to have lost the queued requests, which are in its memory."""
 
     @property
     @abstractmethod

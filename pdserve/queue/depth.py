@@ -19,7 +19,7 @@ class QueueDepth:
     last: int = 0
     """highest known sequence that was stored"""
     missing: int = 0
-    """requests between the two that the server has no more: too old, or purged"""
+    """requests between the two that the server no longer has: too old, or purged"""
 
     @property
     def value(self) -> int:
@@ -31,7 +31,7 @@ class QueueDepth:
 
     def reported(self, state: QueueState) -> "QueueDepth":
         """Update for a prefill worker's pull. A lower sequence than the known one is a redelivery or late, and is
-        ignored. Requests stored beyond the state's end are newer than the pull, or missing: they count until
+        ignored. Requests stored after those that the state counts are newer than the pull, or missing: they count until
         `synced`."""
         if state.delivered_seq < self.delivered:
             return self

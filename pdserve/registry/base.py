@@ -47,15 +47,15 @@ class Registry(Lifetime):
     @abstractmethod
     async def put(self, key: str, value: bytes, *, leased: bool = True, holding: str = "") -> None:
         """Write a key. A leased key is written until the server accepts it. For an unleased key (a setting) raises
-        RegistryUnavailable during an outage, if the server refuses the value, and if this process does not own the key
-        `holding`, which it created, at that moment."""
+        RegistryUnavailable during an outage, if the server refuses the value, and if this process no longer owns the
+        key `holding`, which it created."""
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> bool:
         """Atomically write a leased key unless it exists. Of concurrent calls in any processes, exactly one returns
-        True. The key is this process's until it deletes it, or the lease expires during an outage; it is not written
-        again. Raises RegistryUnavailable during an outage, and if the server refuses the value. The key then does not
-        exist, or not for long."""
+        True. The process owns the key until it deletes the key, or its lease expires during an outage; the key is not
+        written again. Raises RegistryUnavailable during an outage, and if the server refuses the value. The key then
+        does not exist, or not for long."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:

@@ -137,7 +137,7 @@ class EtcdRegistry(Registry):
 
     async def create(self, key: str, value: bytes) -> bool:
         async with self._writing:
-            if key in self._created:  # also if it was lost: its creator does not know that yet
+            if key in self._created:  # even if the key was lost: its creator does not know that yet
                 return False
             self._created.add(key)
             try:

@@ -142,7 +142,7 @@ async def forever(
     all are counted. Raises EngineDead if `work` does, because the process must end.
 
     A return of `work` counts as a failure. Exceptions: with `until_done` this returns too; with `again_after`, `work`
-    (such as the life of one connection) runs again after so many seconds."""
+    (such as the life of one connection) runs again after that many seconds."""
     seen: set[str] = set()
     pause = FIRST_PAUSE
     while True:
@@ -173,7 +173,7 @@ async def forever(
 
 
 async def _until_it_ends(work: Work) -> None:
-    """Await `work` in a task of its own. When this task is cancelled, cancel that one until it ends."""
+    """Await `work` in an inner task. When this task is cancelled, cancel the inner task until it ends."""
     task = asyncio.ensure_future(work())
     try:
         await asyncio.wait([task])

@@ -109,7 +109,7 @@ def retry_after_seconds(seconds: float) -> int:
 
 
 def error_text(error: BaseException, otherwise: str = "") -> str:
-    """Return the error's message; if it has none, as a TimeoutError, `otherwise` or its type's name."""
+    """Return the error's message; if it has none, like a TimeoutError, `otherwise` or its type's name."""
     return str(error) or otherwise or type(error).__name__
 
 

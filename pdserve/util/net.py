@@ -25,7 +25,7 @@ _claims: deque[int] = deque()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address is a loopback address. False for every name but localhost, which may resolve to anything."""
+    """Whether the address is a loopback address. False for every name but localhost: a name may resolve to anything."""
     try:
         address = ip_address(host)
     except ValueError:

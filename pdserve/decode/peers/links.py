@@ -28,7 +28,7 @@ class _Link:
     failure: str = ""
     bytes: float = 0.0
     seconds: float = 0.0
-    """Both are decaying sums over reads, so that the speed follows recent and large reads."""
+    """`bytes` and `seconds`: decaying sums over reads, so that the speed follows recent and large reads."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class KvLinks:
     """By prefill worker."""
 
     def read(self, transfers: Transfers) -> None:
-        """Record the engine's reads: for requests, for warm-ups, and ahead of a prefill's end."""
+        """Record the engine's KV reads: of requests and warm-ups, read-ahead included."""
         KV_TRANSFER_BYTES.labels(self.workers.model).inc(transfers.bytes)
         for read in transfers.reads:
             link = self._of(read.source)

@@ -24,8 +24,7 @@ from pdserve.util.errors import QueueUnavailable
 logger = logging.getLogger(__name__)
 
 LAST_ANSWERS = 0.2
-"""Seconds to wait for a prefill worker's answers after the registry says that it is gone: they use another
-connection."""
+"""Seconds to wait for a prefill worker's last answers after the registry says that it is gone: they come over NATS."""
 AVOID_FOR = 30.0
 """Seconds without new requests for a prefill worker whose KV could not be read; then it is tried again."""
 POLL_INTERVAL = 0.5
@@ -33,7 +32,7 @@ POLL_INTERVAL = 0.5
 MAX_UNHEARD = 2
 """Failed checks in a row after which a worker counts as gone. After one it may be reconnecting."""
 MAX_UNTAKEN = 2
-"""Prompts in a row that no prefill worker pulled, after which all of them count as gone."""
+"""Prompts in a row that no prefill worker pulled, after which all workers count as gone."""
 RETRY_AFTER = 30.0
 """Seconds after which remote prefill is tried again, because a worker that gets no prompts sends no messages."""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
@@ -70,8 +69,8 @@ class UntakenPrompts:
 
 @dataclass(eq=False)
 class PrefillWorkers:
-    """Knows workers of the same model and fingerprint that confirm reads of their KV, without this worker itself (it
-    may be of role `both`)."""
+    """Knows workers of the same model and fingerprint that confirm reads of their KV, except this worker itself (it may
+    be of role `both`)."""
 
     instance: str
     model: str
@@ -105,7 +104,7 @@ class PrefillWorkers:
         return set(nsmallest(MAX_PAIRS, peers, key=lambda peer: crc32(f"{self.instance} {peer}".encode())))
 
     def is_known(self, worker: str) -> bool:
-        """Whether it is registered, draining or not ready yet. Answers of other workers are not trusted."""
+        """Whether the worker is registered, draining and unready ones included. Answers of others are not trusted."""
         return any(peer.id == worker for peer in self.peers())
 
     def registered(self) -> list[Instance]:
@@ -152,14 +151,14 @@ class PrefillWorkers:
             del self._avoided[worker]
         return worker in self._avoided
 
-    # workers that are registered, and neither pull nor answer
+    # registered workers that neither pull nor answer
 
     def heard(self) -> None:
         """Record that a prefill worker sent something."""
         self._untaken.heard(time.monotonic())
 
     def heard_since(self, when: float) -> bool:
-        """Whether a prefill worker has answered, or pulled from the queue, since then."""
+        """Whether a prefill worker has answered, or pulled from the queue, since `when`."""
         self._untaken.heard(max((at for _, at in self.queue.loads.values()), default=0.0))
         return self._untaken.last_message > when
 
@@ -180,8 +179,8 @@ class PrefillWorkers:
         return worker.is_working and self._unheard[worker.id] < MAX_UNHEARD
 
     async def watch(self) -> None:
-        """Check with NATS, while requests wait for prefill workers, whether these are still connected; for ever. The
-        registry shows a lost worker only when its lease ends."""
+        """While requests wait for prefill workers, check with NATS whether the workers are still connected; for ever.
+        The registry shows a lost worker only when its lease ends."""
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             workers = [worker.id for worker in self.registered()]
@@ -220,7 +219,7 @@ class PrefillWorkers:
                 request.resolve(LOST)
 
     def give_up_gone(self) -> None:
-        """Prefill locally the prompts that a worker that is gone had pulled, and all if no worker is left. First wait
+        """Prefill locally the prompts that a lost worker had pulled, and all prompts if no worker is left. First wait
         `LAST_ANSWERS`, because the worker's last message may say that its engine died of a request."""
         if lost := [request for request, _ in self._gone(self.requests)]:
             asyncio.get_running_loop().call_later(LAST_ANSWERS, self._give_up, lost)

@@ -16,7 +16,7 @@ class Estimates:
     """In seconds."""
 
     local_wait: float
-    """For prompts that this engine computes already."""
+    """For prompts that this engine computes first."""
     local_compute: float
     streams: int
     """Running streams of this engine."""
@@ -35,7 +35,7 @@ class Estimates:
 
     @property
     def local_cost(self) -> float:
-        """Weighs a second of this prompt, of a stream and of a later prompt the same."""
+        """A second of delay costs the same for this prompt, a stream and a later prompt."""
         wait = self._weight(self.local_compute) * self.local_wait
         return wait + self.local_compute + self.streams * self.local_stall
 

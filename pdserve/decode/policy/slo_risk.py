@@ -1,4 +1,4 @@
-"""Expected SLO misses of a local and of a remote prefill, and the chunk size that keeps the gaps of streams. Pure.
+"""Expected SLO misses of a local and of a remote prefill, and the chunk size with which streams keep their gaps. Pure.
 
 Counts the prompt's own request and the running streams, each with the probability that the prefill makes it miss an SLO
 that it has kept so far."""
@@ -45,13 +45,13 @@ class SloRisk:
     left: float
     """Until the TTFT deadline of the prompt's request."""
     gap: float
-    """Its longest gap by its SLO."""
+    """The request's longest gap by its SLO."""
     plain: float
     """Mean of a step without chunks."""
     step: float
     """Mean of a step with a chunk."""
     gaps: Sequence[float] = ()
-    """Gaps by SLO of running requests that missed none so far."""
+    """SLO gaps of the running requests that have kept their SLO so far."""
 
     def local_misses(self, wait: float, compute: float) -> float:
         return self._own(wait + compute) + sum(gap_miss_probability(self.step, gap) for gap in self.gaps)

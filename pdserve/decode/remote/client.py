@@ -1,6 +1,6 @@
 """Remote prefill at the decode worker: publishes a prompt, waits for the answer with a timeout, checks its KV handle.
 
-`answer_reader.py` handles lost and late answers, `decode/peers/prefill_workers.py` prefill workers that are gone or
+`answer_reader.py` handles lost and late answers; `decode/peers/prefill_workers.py`, prefill workers that are gone or
 whose KV cannot be read."""
 
 import asyncio
@@ -163,7 +163,7 @@ class RemotePrefill:
                 await self.queue.warm_up(request.warm_up_with, message)
             else:
                 await self.queue.publish(message)
-        except QueueUnavailable as error:  # no effect if the message arrived after all and was answered
+        except QueueUnavailable as error:  # without effect if the message was stored and answered
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
 
     async def _check(self, handle: KvHandle, submit: Submit) -> None:

@@ -26,9 +26,9 @@ prompts."""
 
 
 def are_busy(stored: int, own: Iterable[int], tokens: int, workers: int, token_seconds: float) -> bool:
-    """Whether the prefill workers are busy without another prompt, which has `tokens`. `stored`: prompts in the
-    JetStream queue; `own`: the tokens of each of this decode worker's prompts among them. If it has none, one more may
-    always be published. Pure."""
+    """Whether the prefill workers are busy without another prompt, of `tokens` tokens. `stored`: prompts in the
+    JetStream queue; `own`: the tokens of each of this decode worker's prompts among them. If `own` is empty, one more
+    may always be published. Pure."""
     prompts = list(own)
     stored = max(stored, len(prompts))
     if not prompts or stored < workers:

@@ -1,9 +1,9 @@
 """Warms up the KV transfer from each prefill worker before a client's request needs it.
 
-The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So this decode worker sends
-each new prefill worker a short random prompt, not through the queue, reads its KV, and generates one token. Workers
-warm up before they announce themselves: until then they register as newcomers, whom frontends do not see. They wait a
-few seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
+The first read of a pair shakes hands, connects and allocates, which may take seconds. So this decode worker sends each
+new prefill worker a short random prompt, not through the queue, reads its KV, and generates one token. Workers warm up
+before they announce themselves: until then they register as newcomers, whom frontends do not see. They wait a few
+seconds at most, so that a worker that hangs does not keep others from serving (docs/decisions/0008-warm-up.md).
 """
 
 import asyncio

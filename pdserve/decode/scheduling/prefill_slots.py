@@ -1,4 +1,4 @@
-"""Limits the prompts that a decode worker's engine computes at a time, and the tokens of them in a step (the chunk).
+"""Limits how many prompts a decode worker's engine computes at a time, and their tokens in a step (the chunk).
 
 Each engine step computes a chunk of every prompt in the engine, and running streams wait for all of these chunks. So
 the engine gets only as many prompts as fit into one chunk together: one long prompt, or several short ones. The others

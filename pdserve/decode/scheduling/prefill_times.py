@@ -71,9 +71,9 @@ class Estimator:
     _plain: LearnedMean = field(default_factory=LearnedMean)
     """Seconds of a step with streams alone."""
     _undisturbed: LearnedMean = field(default_factory=LearnedMean)
-    """The same, while no prefill worker computes for this worker."""
+    """The same, while no prefill worker computes a prompt for this worker."""
     _disturbed: LearnedMean = field(default_factory=LearnedMean)
-    """The same, while one does."""
+    """The same, while a prefill worker does."""
     _was_disturbed: bool = False
     """Whether a prefill worker was computing when the last step ended."""
     _chunk_token: LearnedMean = field(default_factory=LearnedMean)

@@ -38,9 +38,9 @@ class BlockPool:
         return [int.from_bytes(name) ^ self.weights for name in prefixes]
 
     def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:
-        """Take blocks for `tokens` tokens. Return them, and how many of the first hold the cached prefix of the prompt,
-        which has `prompt` tokens and the contents `whole`. As in vLLM the last token never counts as cached. None if
-        too few blocks are free."""
+        """Take blocks for `tokens` tokens. Return them, and the number of first blocks that hold the prompt's cached
+        prefix; None if too few blocks are free. `prompt`: tokens of the prompt; `whole`: contents of its full blocks.
+        As in vLLM, the last token never counts as cached."""
         hit: list[int] = []
         for content in whole[: (prompt - 1) // self.block_size]:
             if content not in self._cached:

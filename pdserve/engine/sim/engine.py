@@ -385,11 +385,11 @@ class SimEngine(SimAdapters, Engine):
         self._tasks.start(self._send_done(kv), "sim KV release")
 
     async def _send_done(self, kv: KvHandle) -> None:
-        with suppress(Unavailable):  # the engine is gone, or will free the blocks when their lease ends
+        with suppress(Unavailable):  # the prefill engine is gone, or frees the blocks when their lease ends
             await ask(kv, [], self._model.transfer_timeout, done=True)
 
     def _release(self, request_id: str) -> bool:
-        """Return whether the blocks were held until now."""
+        """Free a prefill's blocks; return whether they were held until now."""
         if request_id not in self._held:
             return False
         blocks, timer = self._held.pop(request_id)

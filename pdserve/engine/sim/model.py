@@ -44,7 +44,7 @@ class SimModel:
     transfer_seconds: float = 0.0
     """Fixed seconds of each transfer between two engines."""
     transfer_timeout: float = 3.0
-    """As the real connector's: `FLOOR` in `pdserve/kv/connector.py`."""
+    """Seconds; equals `FLOOR` in `pdserve/kv/connector.py`."""
     lease: float = 30.0
     """Seconds that a prefill engine keeps blocks for the decode engine."""
     fatal_token: int = 0
@@ -58,9 +58,9 @@ class SimModel:
     """The token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are whole words."""
 
     def step_time(self, decoding: int, context: int, chunks: Iterable[tuple[int, int]] = ()) -> float:
-        """Seconds of a step in which `decoding` sequences with `context` tokens in all get their next token, and these
-        chunks of prompts are computed: (tokens computed before, tokens of the chunk). Linear in the speeds, so that
-        they can be fitted."""
+        """Seconds of a step in which `decoding` sequences, with `context` tokens together, get their next token, and
+        these chunks of prompts are computed: (tokens computed before, tokens of the chunk). Linear in the costs, so
+        that they can be fitted."""
         seconds = self.step_seconds + decoding * self.sequence_seconds + context / 1000 * self.context_seconds
         for before, tokens in chunks:
             pairs = tokens * (before + tokens / 2) / 1e6
@@ -125,7 +125,7 @@ class Faults:
 
     @property
     def cause(self) -> dict[str, bool]:
-        """The cause of its death, as arguments of EngineDead."""
+        """Why the engine is dead, as arguments of EngineDead."""
         return {"crashed": not self.killed, "killed": self.killed}
 
     def toggle_hang(self) -> None:

@@ -77,7 +77,7 @@ class CoreRequest(Struct, array_like=True, frozen=True):
 
     @property
     def root(self) -> bytes:
-        """The parent of the names of its blocks."""
+        """Name of the parent of its first block."""
         return root_name(self.cache_salt, self.adapter)
 
     @property
@@ -149,7 +149,7 @@ def write_request(sampling: Sampling) -> list[bytes]:
 
 
 def read_output(packed: list[bytes], request_id: str, last: bool) -> CoreOutput | None:
-    """The single output in `packed`, as an output of this request, its `last` or not; None if it cannot be read."""
+    """The single output in `packed`, as an output of this request (`last`: its last); None if it cannot be read."""
     try:
         (output,) = _outputs.decode(packed[0]).outputs
     except (msgspec.MsgspecError, ValueError, IndexError):

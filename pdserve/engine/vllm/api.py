@@ -102,7 +102,7 @@ def meet_in(path: str) -> None:
 def end_with_ranks() -> None:
     """Have the core of engines that are forked from this process end with all ranks as soon as one rank ends, with an
     exit status that says how that rank ended (`BY_SIGNAL`). vLLM waits 9 s for the other ranks, which cannot finish,
-    and its core's status does not tell of the first."""
+    and its core's exit status does not say how the first ended."""
     this_process = os.getpid()
 
     def start_worker_monitor(self: MultiprocExecutor, inline: bool = False) -> None:

@@ -43,7 +43,7 @@ NO_EVENTS = "tcp://127.0.0.1:1"
 
 
 class VllmProcess:
-    """Start only one at a time in a process, because part of vLLM's configuration is in the environment."""
+    """Start only one engine at a time in a process, because part of vLLM's configuration is in the environment."""
 
     config: api.VllmConfig
     """With the values that the engine chose; set by `start`."""
@@ -167,7 +167,7 @@ class VllmProcess:
         return self._spec.node is not None and self._spec.node.rank > 0
 
     def _set_environment(self) -> None:
-        """Set what vLLM reads in this process and in its own."""
+        """Set the variables that vLLM reads in this process and in its own processes."""
         port = self._spec.kv_port or free_port(self._spec.host)
         if holder := find_port_holder(self._spec.host, port):  # vLLM would hang for ever
             raise ConfigError(
@@ -252,7 +252,7 @@ def _fork_this_process() -> None:
 
 
 def _remove(beginning: str) -> None:
-    """Remove all files whose path begins like this."""
+    """Remove all files whose path begins with this."""
     for path in glob(f"{escape(beginning)}*"):
         Path(path).unlink(missing_ok=True)
 
@@ -264,7 +264,7 @@ def _deaf_children() -> Iterator[None]:
     inherit the signals that this thread blocks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        resource_tracker.ensure_running()  # it ignores SIGINT anyway, but starting it unblocks SIGINT in this thread
+        resource_tracker.ensure_running()  # the tracker ignores SIGINT, but its start unblocks SIGINT in this thread
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:

@@ -109,8 +109,8 @@ def adapter_of(request: api.EngineCoreRequest) -> int:
 
 
 def remote_ok(request: api.EngineCoreRequest) -> bool:
-    """Whether another engine may prefill the request. Its prompt must be token ids and images, and need not be
-    computed by the engine that generates: prompt logprobs come from computing it, and vLLM then ignores KV."""
+    """Whether another engine may prefill the request: its prompt is token ids and images, and it asks for no prompt
+    logprobs, for which vLLM computes the prompt and ignores KV."""
     sampling = request.sampling_params
     return request.prompt_embeds is None and sampling is not None and not sampling.skip_reading_prefix_cache
 
@@ -264,7 +264,7 @@ def computed_prompt_tokens(stats: api.SchedulerStats | None) -> int:
 
 def is_whole_prompt(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:
     """Whether the prefill engine computed the whole prompt. With some models (Mamba) and kinds of speculative decoding
-    the decode engine computes its end, and the prefill engine's token is not the request's first."""
+    the decode engine computes the prompt's end, and the prefill engine's token is not the request's first."""
     return params is not None and params.get("remote_num_tokens") == len(prompt)
 
 

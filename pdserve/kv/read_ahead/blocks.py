@@ -1,4 +1,4 @@
-"""Reads KV ahead: overlaps KV transfer with prefill, so that a decode engine has most of a prompt's KV when it is done.
+"""Reads KV ahead: overlaps KV transfer with prefill, so that a decode engine has most of the KV when the prefill ends.
 
 A prefill engine names the blocks that are complete after each step. The decode engine reads them into free blocks of
 its pool, which belong to no request and are not in the prefix cache. It uses them only if the finished prefill's handle

@@ -53,7 +53,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     cache_manager: Any
     """vLLM's KVCacheManager."""
     pool: Any
-    """Its BlockPool."""
+    """The manager's BlockPool."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -105,7 +105,7 @@ class ReadAheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return meta
 
     def _complete(self, scheduled: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """Handles of the blocks that this step completes, for prompts that go on."""
+        """Handles of the blocks that this step completes, for prompts that need more steps."""
         for name in scheduled.keys() & self._prefills.keys():
             request, named = self._prefills[name]
             computed = request.num_computed_tokens + scheduled[name]

@@ -6,7 +6,7 @@ disk has waits in the queue until they are read back into host memory. Threads r
 
 **Never a wrong token.** The blocks lie in a file without a name that belongs to this process alone. The index is in
 memory: vLLM's hash of a block (tokens, adapter, salt, images) and its place in the file. A block enters the index once
-it is written. One that is read back with another checksum, or was evicted meanwhile, is a miss, and is computed.
+it is written. A block that has another checksum when it is read, or was evicted meanwhile, is a miss, and is computed.
 
 The private parts of vLLM that this relies on are in `tools/vllm_surface.py`, which a test compares with vLLM."""
 
@@ -311,7 +311,7 @@ class HostTier(HostManager, CPUPrimaryTierOffloadingManager):  # type: ignore[mi
 
 
 class Counters(TieringMetricsTracker):  # type: ignore[misc]
-    """Without gauges, because they would make every step report."""
+    """vLLM's metrics without gauges, because gauges would make every step report."""
 
     def _observe_active_transfer_stats(self, stats: Any) -> None: ...
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class PdserveConnectors(MultiConnector):  # type: ignore[misc]
-    """The NIXL connector, unless KV does not move between workers, and vLLM's OffloadingConnector.
+    """vLLM's OffloadingConnector and, if KV moves between workers, the NIXL connector.
 
     A block may be freed and allocated to another request while it is still being copied to host memory. vLLM ends such
     a copy before the step that writes into the block, but only for blocks of scheduled requests. Blocks into which the

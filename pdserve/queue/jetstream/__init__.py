@@ -1,1 +1,1 @@
-"""The queue seam on NATS: the only place that imports nats."""
+"""The prefill queue on NATS, and the only package that imports nats."""

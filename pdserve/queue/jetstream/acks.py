@@ -21,7 +21,7 @@ _MAX_SENDS = 20
 class Acks:
     def __init__(self, connection: NatsConnection) -> None:
         self.losses = 0
-        """known losses of the server's messages"""
+        """how often the server is known to have lost its messages"""
         self.connection = connection
         self._inbox = f"_INBOX.{secrets.token_hex(12)}"
         self._numbers = count()

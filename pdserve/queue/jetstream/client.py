@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 2
 PASSING = (nats.errors.Error, OSError, TimeoutError)
 """Errors that nats-py raises while the server is away or when it goes away."""
-_COPY = f"every process of the graph and its NATS need the same one, as `{pdserve_command('credentials')}` makes it."
+_COPY = f"all processes of the graph and NATS need the same folder, from `{pdserve_command('credentials')}`."
 
 T = TypeVar("T")
 

@@ -175,7 +175,7 @@ class NatsConnection(Lifetime):
         """Return when the server has all subscriptions. Raises QueueUnavailable."""
         with available(self.url):
             await self.subscribe()
-            for _ in range(2):  # the first ping of nats-py may overtake unwritten subscriptions
+            for _ in range(2):  # nats-py may send its first ping before new subscriptions
                 await cancellable(self.client().flush(PING_TIMEOUT))
 
     async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:

@@ -114,8 +114,8 @@ class PullConsumer:
         replies: "asyncio.Queue[Msg | None]",
         messages: list[Msg],
     ) -> None:
-        """Abandon a request and give its messages, also those still arriving, to another worker. The first ping of
-        nats-py may overtake the unwritten UNSUB, so drain()'s ping proves that the server has it only after `flush`."""
+        """Abandon a request and give its messages, also those still arriving, to another worker. nats-py may send its
+        first ping before the UNSUB, so only after `flush` does drain()'s ping prove that the server has it."""
         with suppress(nats.errors.Error, QueueUnavailable, TimeoutError):
             async with asyncio.timeout(ABANDON_TIMEOUT):
                 await client._send_unsubscribe(subscription._id)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
 REPLICAS = 3
-"""Replicas of the stream in a cluster of at least so many servers; one server may then be lost."""
+"""Replicas of the stream in a cluster of at least this many servers; one server may then be lost."""
 STREAM_FULL = 10077
 """Error code of a stream that has reached its number of messages or bytes."""
 _NO_SPACE = (10028, 10047)
@@ -35,7 +35,7 @@ _NO_SPACE = (10028, 10047)
 _NO_LEADER = (10008,)
 """Error code of a cluster that is electing a leader."""
 _NOT_ENABLED = (None, 10039, 10076)
-"""Error codes of a server or account without JetStream. None: no responders, as also during a leader election."""
+"""Error codes of a server or account without JetStream. None: nothing responds, also during a leader election."""
 MESSAGE_TTL = (2, 11)
 """First server version with a TTL for each message."""
 SAMPLES = 3
@@ -192,7 +192,7 @@ def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) ->
         "duplicate_window": min(120.0, limits.max_age),
         "no_ack": False,
         "sealed": False,
-        # sealing a stream sets both, and a worker that restores a stream may copy them into one that another recreated
+        # sealing a stream sets both; a worker that restores it may copy them into a stream that another recreated
         "deny_delete": False,
         "deny_purge": False,
     }
