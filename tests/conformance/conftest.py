@@ -9,7 +9,7 @@ from tests.real import Reference
 
 @pytest.fixture(scope="module")
 def begun(request: pytest.FixtureRequest, pair: Pair) -> None:
-    """Send all `REQUESTS` of the file ahead, several at a time, so that engines batch them."""
+    """Send all `REQUESTS` of the file in advance, several at a time, so that engines batch them."""
     pair.begin(request.module.REQUESTS)
 
 

@@ -47,12 +47,12 @@ class Pair:
         self._ways.append(ours.prefill)
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """Send them ahead, several at a time. Names must be unique."""
+        """Send requests in advance, several at a time. Their names must be unique."""
         for request in requests:
             self._begun[request.name] = self._ask(request)
 
     def both(self, request: Request) -> tuple[Answer, Answer]:
-        """Return both responses, requested at the same time unless sent ahead."""
+        """Return both responses, requested at the same time unless sent in advance."""
         ours, theirs = self._begun.pop(request.name, None) or self._ask(request)
         return ours.result(), theirs.result()
 
@@ -92,7 +92,7 @@ def ask(client: httpx.Client, request: Request) -> Answer:
 
 
 def alone(url: str, request: Request) -> Answer:
-    """Ask one server, where the two do not run at the same time."""
+    """Ask one server, if the two do not run at the same time."""
     with httpx.Client(base_url=url, timeout=300) as client:
         return ask(client, request)
 

@@ -51,7 +51,7 @@ in_session = pytest.mark.asyncio(loop_scope="session")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Frontends run on uvloop; what transports do, above all with TLS, is the loop's."""
+    """Frontends run on uvloop, whose transports behave differently, above all with TLS."""
     return {"uvloop": Loop}
 
 
@@ -78,7 +78,7 @@ class Graph:
     """A frontend in this process, on a real port, with echoing decode workers."""
 
     def __init__(self, id: str = "frontend-0-test", registry: MemoryServer | None = None) -> None:
-        """`registry`: of another, for a second frontend of one graph."""
+        """`registry`: the first frontend's, for a second one of the same graph."""
         self.id, self.registry = id, registry or MemoryServer()
         self._count = 0
         self.models: ServedModels
@@ -87,7 +87,7 @@ class Graph:
         self.app: FrontendApp
         self.url = ""
         self.http: httpx.AsyncClient
-        """a client of it"""
+        """a client of this frontend"""
 
     async def start(self, stack: AsyncExitStack, state: Path, tracer: Tracer | None = None) -> None:
         enter, serial = stack.enter_async_context, itertools.count()
@@ -127,7 +127,7 @@ class Graph:
         return found
 
     def app_with(self, keys: ApiKeys, plugins: Iterable[str] = PLUGINS) -> FrontendApp:
-        """A further app of the same models, with these keys."""
+        """Return another app of the same models, with these keys."""
         context = replace(self.context, keys=keys, running={})
         return FrontendApp(self.models, keys, Plugins.load(context, plugins), 20.0)
 
@@ -143,8 +143,8 @@ class Graph:
         role: Role = Role.DECODE,
         **options: Any,
     ) -> AsyncIterator[EchoWorker]:
-        """A worker that is registered and connected; leaving kills it and its lease. With an archive, its model is on
-        another host. `options`: of the worker."""
+        """Yield a registered and connected worker. On exit, kill it and end its lease. With an archive, its model is on
+        another host. `options`: fields of EchoWorker."""
         self._count += 1
         worker = EchoWorker(f"{role.value}-0-{self._count:04}", model, role=role, **options)
         served = card(model, fingerprint=worker.loaded, generation=generation)

@@ -20,7 +20,7 @@ from tests.frontend.test_generate import chat, complete, completion
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
+async def test_headers_name_the_workers_of_both_sequences(graph: Graph) -> None:
     async with graph.worker(prefill="remote") as first, graph.worker(prefill="local") as second:
         answer = await complete(graph, n=2, temperature=1.0)
     assert answer.headers["x-pdserve-prefill"] == "local,remote"
@@ -28,7 +28,7 @@ async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("given", ["abc", "", "with space", "x" * 200, "a/b"])
-async def test_errors_carry_the_request_id_too_and_a_strange_one_is_replaced(
+async def test_errors_have_the_request_id_too_and_an_invalid_one_is_replaced(
     graph: Graph, given: str
 ) -> None:
     answer = await graph.http.get("/nowhere", headers={"x-request-id": given})
@@ -39,7 +39,7 @@ async def test_errors_carry_the_request_id_too_and_a_strange_one_is_replaced(
 
 
 @pytest.mark.parametrize("tokenizing", [False, True])
-async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
+async def test_an_oversize_body_is_413(graph: Graph, tokenizing: bool) -> None:
     most = max_body(4096, tokenizing=tokenizing)
     async with graph.worker():
         await until(lambda: bool(graph.models.listed()))
@@ -48,11 +48,11 @@ async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
         fine = await graph.http.post("/tokenize", json={"prompt": "a b c d " * 5000})
     assert answer.status_code == 413
     assert str(most) in answer.json()["error"]["message"]
-    assert fine.json()["count"] > 4096  # longer than the context, as vLLM answers it
+    assert fine.json()["count"] > 4096  # vLLM tokenizes texts beyond the context too
 
 
 async def test_a_refused_body_is_read_so_that_the_answer_arrives(graph: Graph) -> None:
-    """Sockets that are closed with unread data reset: a client that writes all before it reads would learn nothing."""
+    """Closing a socket with unread data resets it, so that a client that reads only after writing would miss the 413."""
     body = b" " * (20 << 20)
 
     async def send() -> bytes:
@@ -69,7 +69,7 @@ async def test_a_refused_body_is_read_so_that_the_answer_arrives(graph: Graph) -
         assert b"PayloadTooLarge" in answer
 
 
-async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(graph: Graph) -> None:
+async def test_long_texts_to_tokenize_do_not_delay_prompts(graph: Graph) -> None:
     async with graph.worker():
         body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4000}
         long = [asyncio.create_task(graph.http.post("/tokenize", json=body)) for _ in range(6)]
@@ -114,7 +114,9 @@ async def test_pages_that_probes_ask_for(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("pace", [None, 0.02], ids=["silent", "a stream that has begun"])
-async def test_a_deadline_ends_a_request_here_and_at_its_worker(graph: Graph, pace: float | None) -> None:
+async def test_a_deadline_ends_a_request_at_the_frontend_and_its_worker(
+    graph: Graph, pace: float | None
+) -> None:
     async with graph.worker(pace=pace) as worker:
         body = completion(max_tokens=3000, stream=pace is not None)
         answer = await graph.http.post("/v1/completions", json=body, headers={"x-request-timeout": "0.3"})
@@ -128,7 +130,7 @@ async def test_a_deadline_ends_a_request_here_and_at_its_worker(graph: Graph, pa
 async def full(
     graph: Graph, limits: AdmissionLimits
 ) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
-    """A worker with two places, both taken; `finish` ends what it runs."""
+    """Yield a worker with two slots, both in use; `finish` ends its requests."""
     async with graph.worker(pace=None, at_once=2) as worker:
         await until(lambda: bool(graph.models.usable_workers().get("demo")))
         running = asyncio.create_task(complete(graph, n=2, temperature=1.0))
@@ -147,7 +149,7 @@ async def finish(worker: EchoWorker) -> None:
         await worker.step()
 
 
-async def test_too_much_is_429_before_anything_is_answered_and_has_receipts(graph: Graph) -> None:
+async def test_a_request_beyond_the_queue_is_429_and_has_a_receipt(graph: Graph) -> None:
     async with full(graph, AdmissionLimits(max_waiting=1)) as (worker, running):
         admission = graph.models.find("demo").admission
         waiting = asyncio.create_task(complete(graph, stream=True, headers={"x-request-id": "waits"}))
@@ -173,7 +175,7 @@ async def test_too_much_is_429_before_anything_is_answered_and_has_receipts(grap
     assert receipt.hops[0].seconds > 0
 
 
-async def test_a_request_that_waits_and_leaves_costs_nothing(graph: Graph) -> None:
+async def test_a_request_that_ends_while_it_waits_reaches_no_worker(graph: Graph) -> None:
     async with full(graph, AdmissionLimits()) as (worker, running):
         admission = graph.models.find("demo").admission
         waiting = asyncio.create_task(complete(graph))
@@ -188,7 +190,7 @@ async def test_a_request_that_waits_and_leaves_costs_nothing(graph: Graph) -> No
     assert len(worker.seen) == 2
 
 
-async def test_a_body_that_does_not_come_ends_at_the_deadline(graph: Graph) -> None:
+async def test_an_unfinished_body_is_408_at_the_deadline(graph: Graph) -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b'{"model": '
         await asyncio.sleep(1)
@@ -210,7 +212,7 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
         body = completion(prompt="a " * 700)
         first = asyncio.create_task(graph.http.post("/v1/completions", json=body))
         await worker.until(lambda: worker.jobs)
-        refused = await graph.http.post("/v1/completions", json=body)  # one client, one half
+        refused = await graph.http.post("/v1/completions", json=body)  # a client gets half of the bound
         second = asyncio.create_task(neighbour.post("/v1/completions", json=completion(prompt="a " * 500)))
         await worker.until(lambda: len(worker.jobs) == 2)
         await finish(worker)
@@ -224,7 +226,7 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: bool) -> None:
+async def test_a_workers_error_is_in_the_response(graph: Graph, stream: bool) -> None:
     async with graph.worker() as worker:
         worker.fail = Failed("", "this prompt does not fit the KV cache")
         answer = await complete(graph, stream=stream)
@@ -236,7 +238,7 @@ async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: b
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/models", "/health"])
-async def test_a_slash_too_many_is_redirected(graph: Graph, path: str) -> None:
+async def test_a_trailing_slash_is_redirected(graph: Graph, path: str) -> None:
     answer = await graph.http.post(f"{path}/?a=b", content=b"x" * 100_000)
     assert (answer.status_code, answer.headers["location"]) == (307, f"{graph.url}{path}?a=b")
 

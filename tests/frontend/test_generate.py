@@ -1,4 +1,4 @@
-"""Every route that generates, against an echoing worker: vLLM's own app does the talking."""
+"""Every generating route with an echo worker. vLLM's own app writes the responses."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ def chat(**changes: object) -> dict[str, object]:
 async def complete(
     graph: Graph, *, headers: Mapping[str, str] | None = None, **changes: Any
 ) -> httpx.Response:
-    """The answer to a completion."""
+    """Post a completion. Return the response."""
     return await graph.http.post("/v1/completions", json=completion(**changes), headers=headers)
 
 
@@ -80,7 +80,7 @@ async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
     submit, request = worker.seen[0], worker.requests[0]
     assert submit.prompt == PROMPT
     assert request.sampling_params.max_tokens == 8
-    assert request.prompt_token_ids is None, "the prompt travels once"
+    assert request.prompt_token_ids is None, "the prompt is sent once"
     assert request.request_id == submit.request_id
     assert request.sampling_params.extra_args == {"colour": "red"}
     assert request.sampling_params.seed == 7
@@ -88,7 +88,7 @@ async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_and_header_agree_on_cached_tokens(graph: Graph, stream: bool) -> None:
-    """The second of two outputs finds what the first has left: the request found nothing."""
+    """The second output hits the first one's KV, which is no hit of the request."""
     given = {"enable-prompt-tokens-details": True, "max-num-seqs": 1}
     prompt = [300 + number % 600 + stream for number in range(600)]
     asked = completion(prompt=prompt, n=2, temperature=1, stream=stream)
@@ -102,7 +102,7 @@ async def test_usage_and_header_agree_on_cached_tokens(graph: Graph, stream: boo
             assert int(answer.headers["x-pdserve-cached-tokens"]) == cached
 
 
-async def test_docs_and_schema(graph: Graph) -> None:
+async def test_docs_and_schema_have_existing_routes(graph: Graph) -> None:
     async with graph.worker():
         paths = (await graph.http.get("/openapi.json")).json()["paths"]
         docs = await graph.http.get("/docs")

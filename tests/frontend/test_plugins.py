@@ -1,4 +1,4 @@
-"""What watches requests, or adds pages beside them, can be left out, and its errors reach no client."""
+"""Plugins can be left out, and their errors reach no client."""
 
 import httpx
 import pytest
@@ -29,7 +29,7 @@ def client(app: FrontendApp, address: str = "127.0.0.1") -> httpx.AsyncClient:
 
 
 def comparable(answer: httpx.Response) -> tuple[int, dict[str, str], list[str]]:
-    """All but the second in which it was made, and what its parts took."""
+    """Return the response without its time of creation and its durations."""
     headers = {name: value for name, value in answer.headers.items() if name not in TIMED}
     fields = answer.text.replace("\n", ",").split(",")
     return answer.status_code, headers, [field for field in fields if '"created"' not in field]

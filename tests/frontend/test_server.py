@@ -1,5 +1,5 @@
-"""A whole frontend on a real etcd, with an echoing decode worker: start, serve, drain. (What becomes of requests whose
-worker is lost: model/test_moving.py.)"""
+"""A whole frontend on a real etcd, with an echoing decode worker: start, serve, drain. (Requests whose worker is lost:
+sequence/test_moving.py.)"""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ class FrontendProcess:
         self._stopped = False
 
     def stop(self) -> None:
-        """SIGTERM, once: afterwards it no longer handles the signal, which would end the tests."""
+        """Send SIGTERM, once: the ended frontend no longer handles it, so a second one would end the tests."""
         if not self._stopped:
             self._stopped = True
             os.kill(os.getpid(), signal.SIGTERM)
@@ -73,7 +73,7 @@ class FrontendProcess:
 
 @asynccontextmanager
 async def frontend(config: Config) -> AsyncIterator[FrontendProcess]:
-    """Leaving stops it, and wants an orderly end."""
+    """Yield a running frontend. On exit, stop it, and check that it deregisters."""
     assert config.etcd is not None
     async with connect_registry(config.etcd, config.namespace) as registry, RegistryView(registry) as view:
         others = view.instances(Role.FRONTEND)
@@ -104,10 +104,10 @@ async def decode_worker(config: Config) -> AsyncIterator[EchoWorker]:
         yield worker
 
 
-async def test_from_its_start_to_its_end(config: Config) -> None:
-    """It listens at `Frontend.host`, which need not be at `Graph.host`, where other machines reach the workers. Before
-    a decode worker comes it says so, and requests wait within their deadlines. At SIGTERM running requests finish; what
-    has no answer when the drain timeout is over may be sent again."""
+async def test_a_frontend_from_start_to_end(config: Config) -> None:
+    """It listens at `Frontend.host`, which may differ from `Graph.host`, the workers' address. Until a decode worker
+    registers, /health says so, and requests wait until their deadlines. After SIGTERM requests finish; one that runs
+    longer than the drain timeout gets a 503 with Retry-After."""
     async with frontend(replace(config, host="127.0.0.2", drain_timeout=2.0)) as client:
         health = await client.get("/health")
         impatient = await client.post("/v1/completions", json=completion(), headers=BRIEF)
@@ -131,8 +131,8 @@ async def test_from_its_start_to_its_end(config: Config) -> None:
     assert late.json()["error"]["message"] == "the frontend is shutting down"
 
 
-async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_them(config: Config) -> None:
-    """They share a port: a request that came to it earlier would wait for its start, and not be served by the other."""
+async def test_beside_another_frontend_a_new_one_listens_only_when_it_can_serve(config: Config) -> None:
+    """They share a port. A request could otherwise wait for the new one's start, though the other could serve it."""
     other = Instance("frontend-7-other", Role.FRONTEND)
     assert config.etcd is not None
     async with decode_worker(config), connect_registry(config.etcd, config.namespace) as registry:

@@ -1,5 +1,5 @@
-"""LoRA adapters on real engines: the tokens of one vLLM server with the same adapters, for remote prefill and prefix
-hits. (Loss of their worker: frontend/model/test_adapters.py.)"""
+"""LoRA adapters on real engines: the same tokens as one vLLM server, for remote prefill and prefix hits. (Loss of a
+worker: frontend/vllm/test_lora_adapters.py.)"""
 
 import asyncio
 import shutil
@@ -90,11 +90,11 @@ def wide(blue: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.usefixtures("blue")
-async def test_the_graph_answers_as_one_server(thinking: Thinking) -> None:
+async def test_tokens_of_each_adapter_equal_those_of_one_server(thinking: Thinking) -> None:
     """The same prompts for each model, together, then again with prefix hits."""
     async with Reference(thinking.pair.theirs).client() as client:
         theirs = [await tokens_of(client, case, model=model, cache_salt=model) for model, case in JOBS]
-    assert len({tuple(tokens) for tokens in theirs}) == len(JOBS), "each adapter answers otherwise"
+    assert len({tuple(tokens) for tokens in theirs}) == len(JOBS), "each adapter gives other tokens"
     for stream in (False, True):
         asked = [Exchange(case.body(model=model, stream=stream)) for model, case in JOBS]
         await asyncio.gather(*(LoadClient(thinking.graph.url).ask(each, 300) for each in asked))
@@ -103,7 +103,7 @@ async def test_the_graph_answers_as_one_server(thinking: Thinking) -> None:
         assert asked[-1].prefill == ("local" if stream else "remote")
 
 
-def test_conforms(pair: Pair, blue: str, wide: str, subtests: pytest.Subtests) -> None:
+def test_responses_equal_vllms(pair: Pair, blue: str, wide: str, subtests: pytest.Subtests) -> None:
     for request in requests(blue, wide):
         with subtests.test(request.name):
             pair.same(request)

@@ -73,8 +73,8 @@ REFUSED: dict[str, Body] = {
 REQUESTS = [
     *table(CHAT, IN_CHAT, HELLO),
     *whole(table(CHAT, {"a stop string in the thoughts": STOPPED}, HELLO)),
-    # without usage: how many tokens vLLM 0.32 counts as thoughts, while it holds text back for a stop string, depends
-    # on which tokens came together
+    # without usage: if vLLM 0.32 holds text back for a stop string, its count of reasoning tokens depends on which
+    # tokens came together
     Request("a stop string in the thoughts, streamed", CHAT, body(CHAT, HELLO, stream=True, **STOPPED)),
     *table(RESPONSES, IN_RESPONSES, HELLO),
     *table(MESSAGES, IN_MESSAGES, HELLO),
@@ -88,7 +88,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_as_vllm(pair: Pair, request_: Request) -> None:
+def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
     pair.same(request_)
 
 

@@ -30,7 +30,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 FLAT = [{"type": "function", **function} for function in FUNCTIONS]
 ANTHROPIC = [{"name": function["name"], "input_schema": function["parameters"]} for function in FUNCTIONS]
 
-# The model would never call a tool by itself: a grammar has it write calls as the parser knows them.
+# The model would never call a tool by itself: a grammar makes it write calls in the parser's format.
 ONE = (
     r'<tool_call>\{"name": "get_weather", "arguments": \{"city": "[a-z]{3,5}", "days": [1-9]\}\}</tool_call>'
 )
@@ -179,7 +179,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_as_vllm(pair: Pair, request_: Request) -> None:
+def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
     pair.same(request_)
 
 
@@ -192,7 +192,7 @@ def test_calls_are_found(pair: Pair) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_after_a_remote_prefill(pair: Pair) -> None:
+def test_responses_equal_vllms_after_a_remote_prefill(pair: Pair) -> None:
     for name, fields in (("thoughts", {"tools": TOOLS}), ("a call", written(TWO))):
         ours = pair.same(Request(f"{name} alone", CHAT, body(CHAT, long(f"{name} alone"), **fields)))
         pair.remote(ours)

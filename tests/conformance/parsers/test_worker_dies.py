@@ -35,9 +35,9 @@ KINDS: dict[str, Body] = {
 }
 
 
-def test_the_worker_dies(thinking: Thinking) -> None:
-    """The only decode worker dies and the prefill worker stands in. Sampling that looks back is replayed; reasoning
-    continues."""
+def test_streams_equal_vllms_when_the_worker_dies(thinking: Thinking) -> None:
+    """The only decode worker dies and the prefill worker stands in. Requests with stateful sampling are replayed;
+    reasoning continues."""
     graph = thinking.graph
     requests = [body(CHAT, HELLO, stream=True, **fields) for fields in KINDS.values()]
     in_the_middle = Semaphore(0)

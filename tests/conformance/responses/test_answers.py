@@ -15,7 +15,7 @@ ALL = {"token_ids": [1, 2, 3], "prompt_token_ids": [7, 8]}
 
 
 def stream(*chunks: dict[str, object]) -> object:
-    """The events of a stream with one output and its last chunk."""
+    """Return the events of a stream with one output. The last chunk finishes it."""
     ends = [None] * (len(chunks) - 1) + ["length"]
     choices = [{"index": 0, "finish_reason": end, **chunk} for end, chunk in zip(ends, chunks, strict=True)]
     return events_of("\n\n".join(f"data: {json.dumps({'choices': [choice]})}" for choice in choices))
@@ -50,7 +50,7 @@ WHOLE = (ROLE, TEXT, END, USAGE, "[DONE]")
     ("events", "same"),
     [
         (WHOLE, True),
-        ((ROLE, TEXT, TEXT, END, USAGE, "[DONE]"), False),  # the text is another one
+        ((ROLE, TEXT, TEXT, END, USAGE, "[DONE]"), False),  # the text differs
         ((ROLE, ROLE, TEXT, END, USAGE, "[DONE]"), False),
         ((ROLE, TEXT, END, END, USAGE, "[DONE]"), False),
         ((ROLE, TEXT, END, USAGE, USAGE, "[DONE]"), False),

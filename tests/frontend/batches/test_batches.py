@@ -47,14 +47,14 @@ def jsonl(*lines: object) -> bytes:
 
 
 class Served:
-    """A frontend with batches; its clients by the name of their keys."""
+    """A frontend with batches, and its clients by key name."""
 
     def __init__(self, graph: Graph, folder: Path, keys: list[ApiKey]) -> None:
         self.drains = False
         self.faults: dict[str, Exception | ASGIApp] = {}
-        """in place of the answers to these lines"""
+        """by custom_id: what happens in place of the line's request"""
         self.statuses = Counter[int]()
-        """of all answers to lines"""
+        """how many responses to lines had each status"""
         config = FrontendConfig(batches=folder)
         self.context = replace(
             graph.context,
@@ -105,7 +105,7 @@ class Served:
         )
 
     async def end(self, batch: Batch, name: str = "ann", done: int | None = None) -> Batch:
-        """Wait until it is over or, if given, so many lines are done."""
+        """Wait until the batch has ended or, if given, `done` of its lines have."""
         for _ in range(600):
             batch = await self.client(name).batches.retrieve(batch.id)
             counts = batch.request_counts
@@ -117,7 +117,7 @@ class Served:
         raise AssertionError(batch)
 
     async def results(self, file_id: str | None, name: str = "ann") -> dict[str, dict[str, Any]]:
-        """By `custom_id`, each of which is there once."""
+        """Return the file's lines by `custom_id`, each of which must occur once."""
         text = (await self.client(name).files.content(file_id)).text if file_id else ""
         lines = [json.loads(line) for line in text.splitlines()]
         found = {line["custom_id"]: line for line in lines}
@@ -207,7 +207,7 @@ async def test_a_batch_from_upload_to_results(graph: Graph, tmp_path: Path) -> N
         ([json.dumps(chat("a")).encode() + b"\r\n", b'{"custom_id": "\xff"}'], "invalid_json_line", 2),
     ],
 )
-async def test_a_batch_with_bad_lines_fails_and_none_is_sent(
+async def test_a_batch_with_bad_lines_fails_and_sends_no_line(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[object], code: str, number: int
 ) -> None:
     monkeypatch.setattr(store, "MAX_LINES", 3)
@@ -285,7 +285,7 @@ async def test_metadata_has_the_bounds_of_openai(
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "expired"])
-async def test_lines_stop_where_the_batch_ends(
+async def test_lines_stop_when_the_batch_is_cancelled_or_expires(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     async with graph.worker(pace=None) as worker, served(graph, tmp_path) as one:
@@ -310,7 +310,7 @@ async def test_lines_stop_where_the_batch_ends(
 
 
 @pytest.mark.parametrize("drains", [True, False])
-async def test_another_frontend_goes_on_where_the_first_ended(
+async def test_another_frontend_continues_a_batch_where_the_first_stopped(
     graph: Graph, tmp_path: Path, drains: bool
 ) -> None:
     async with graph.worker(at_once=2) as worker, served(graph, tmp_path) as two:
@@ -324,10 +324,10 @@ async def test_another_frontend_goes_on_where_the_first_ended(
         batch = await two.end(batch)
         assert batch.status == "completed"
         assert list(await two.results(batch.output_file_id)) == [f"line {number}" for number in range(60)]
-        assert len(worker.seen) < 120, "what was done is not done again"
+        assert len(worker.seen) < 120, "completed lines are not sent again"
 
 
-async def test_each_line_ends_and_none_holds_up_the_others(graph: Graph, tmp_path: Path) -> None:
+async def test_each_line_ends_and_none_delays_the_others(graph: Graph, tmp_path: Path) -> None:
     deep = json.dumps(chat("deep", x=[])).replace("[]", "[" * 985 + "]" * 985).encode() + b"\n"
     full, text = PlainTextResponse("full", 429), PlainTextResponse("no JSON", 500)
     async with graph.worker() as worker, served(graph, tmp_path) as one:
@@ -346,7 +346,7 @@ async def test_each_line_ends_and_none_holds_up_the_others(graph: Graph, tmp_pat
         assert len(await one.results(batch.output_file_id)) == len(worker.seen) == 41
 
 
-async def test_a_batch_that_cannot_go_on_holds_up_no_other_and_can_be_cancelled(
+async def test_a_batch_whose_lines_are_lost_delays_no_other_and_can_be_cancelled(
     graph: Graph, tmp_path: Path
 ) -> None:
     async with graph.worker(), served(graph, tmp_path) as one:
@@ -372,14 +372,14 @@ async def test_a_batch_with_an_unknown_model_does_not_delay_the_next_one_of_its_
         assert (await one.client().batches.retrieve(unknown.id)).status == "in_progress"
 
 
-async def test_a_clock_that_is_set_ends_no_batch(
+async def test_setting_the_clock_ends_no_batch(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with graph.worker(pace=None) as worker, served(graph, tmp_path) as one:
         batch = await one.begin(chat("a"))
         await worker.until(lambda: worker.jobs)
         monkeypatch.setenv("PDSERVE_CLOCK_OFFSET", "90000")
-        for _ in range(3):  # each is looked at
+        for _ in range(3):  # the runner looks at every batch between two of these
             await one.end(await one.begin(b"nothing", name="bob"), "bob")
         worker.go()
         assert (await one.end(batch)).status == "completed"
@@ -476,7 +476,7 @@ async def test_uploads_are_bounded(graph: Graph, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("path", ["files", "batches"])
-async def test_bodies_that_do_not_come_leave_room_for_others_and_end(
+async def test_silent_uploads_leave_room_for_others_and_get_a_408(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(bodies, "DISCARD_WITHIN", 0.1)

@@ -1,5 +1,5 @@
-"""What vLLM's frontend does with its engine core, and with the parts of it that pdserve stands in for. (The names that
-pdserve uses of vLLM: tests/engine/test_vllm_api.py.)"""
+"""What vLLM's frontend expects of its engine core, and of other parts that pdserve replaces. (Names that pdserve uses
+of vLLM: tests/engine/test_vllm_api.py.)"""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from pdserve.frontend.vllm import api_server
 from pdserve.stream.tcp import TcpStreamClient
 from tests.frontend.conftest import card
 
-# What AsyncLLM does with its engine core: a new use must be answered by RemoteCore, or be one that may fail.
+# Members of its engine core that AsyncLLM uses. RemoteCore must have a new one, unless that one may fail.
 CORE_USES = {
     "abort_requests_async", "add_request_async", "get_output_async", "get_supported_tasks_async",
     "shutdown", "engine_ranks_managed", "resources", "get_kv_event_sources",
@@ -31,12 +31,12 @@ CORE_MAY_FAIL = {
 }  # fmt: skip
 
 
-def test_finish_reasons() -> None:
+def test_the_values_of_finish_reasons() -> None:
     found = {reason.name: reason.value for reason in api_server.FinishReason}
     assert found == {"STOP": 0, "LENGTH": 1, "ABORT": 2, "ERROR": 3, "REPETITION": 4}
 
 
-def test_uses_of_the_engine_core() -> None:
+def test_async_llm_uses_only_known_members_of_its_engine_core() -> None:
     source = inspect.getsource(api_server.AsyncLLM)
     found = set(re.findall(r"engine_core\.(\w+)", source)) - {"output_handler"}
     assert found == CORE_USES | CORE_MAY_FAIL, (
@@ -44,7 +44,7 @@ def test_uses_of_the_engine_core() -> None:
     )
 
 
-def test_remote_core_answers_all_uses(tmp_path: Path) -> None:
+def test_remote_core_has_all_members_that_may_not_fail(tmp_path: Path) -> None:
     from pdserve.frontend.model.engine_core import RemoteCore
 
     def connected(address: str) -> TcpStreamClient:

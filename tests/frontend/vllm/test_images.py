@@ -1,4 +1,4 @@
-"""Images as clients send them: vLLM's parts and errors, over workers with simulated engines."""
+"""Images in requests, with vLLM's formats and errors, on workers with simulated engines."""
 
 import base64
 import io
@@ -31,7 +31,7 @@ TEXT = "Say what you see. " * 8
 
 
 def png(color: str = "", size: tuple[int, int] = (40, 30)) -> bytes:
-    """An image of one color, or of noise that does not pack."""
+    """An image of one color, or of noise, which does not compress."""
     noise = random.Random(0).randbytes(3 * size[0] * size[1])
     image = Image.new("RGB", size, color) if color else Image.frombytes("RGB", size, noise)
     image.save(file := io.BytesIO(), "PNG")
@@ -73,7 +73,7 @@ def pages() -> Iterator[ThreadingHTTPServer]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def seeing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
-    """A model that reads data: URLs alone, and `open`, which fetches from one host."""
+    """Serve `demo`, which reads only data: URLs, and `open`, which fetches from one host too."""
     folder = sight.make(tmp_path_factory.mktemp("sight"))
     args = {"allowed-media-domains": ["127.0.0.1"]}
     async with AsyncExitStack() as stack:
@@ -134,17 +134,19 @@ async def test_all_routes_read_large_images_on_another_loop(seeing: Graph) -> No
         ("", "is missing"),
     ],
 )
-async def test_what_is_no_image_is_refused(
+async def test_image_urls_that_cannot_be_read_are_refused(
     seeing: Graph, pages: ThreadingHTTPServer, url: str, text: str
 ) -> None:
-    """(More of these: tests/e2e/test_images.py.)"""
+    """(More cases: tests/e2e/test_images.py.)"""
     answer = await ask(seeing, part(url.format(port=pages.server_port), uuid="mine"))
     assert (answer.status_code, text in answer.text) == (400, True), answer.text
     assert not pages.asked, "nothing was fetched"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("size", [1, 70_000])
-async def test_images_of_hosts_that_are_allowed(seeing: Graph, pages: ThreadingHTTPServer, size: int) -> None:
+async def test_images_are_fetched_only_from_allowed_hosts(
+    seeing: Graph, pages: ThreadingHTTPServer, size: int
+) -> None:
     """Large requests are read on another event loop."""
     text, at = "y" * size if size > 1 else TEXT, f"http://127.0.0.1:{pages.server_port}"
     if size == 1:
@@ -156,18 +158,18 @@ async def test_images_of_hosts_that_are_allowed(seeing: Graph, pages: ThreadingH
 
 
 def blank(side: int, kind: str = "PNG", mode: str = "1") -> str:
-    """An image of one color, which packs well."""
+    """An image of one color, which compresses well."""
     Image.new(mode, (side, side)).save(file := io.BytesIO(), kind)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def peak_memory() -> int:
-    """Bytes that this process has had at most."""
+    """Peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def used() -> int:
-    """Pixels that are held."""
+    """Pixels that the budget counts now."""
     return images.pixel_budget.used - sum(pixels for _, pixels in images._freed)
 
 
@@ -188,7 +190,7 @@ async def test_many_small_images_are_bounded(seeing: Graph) -> None:
 
 
 async def test_pixels_of_all_requests_are_bounded(seeing: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They count until the prompt is made, and not while it is answered."""
+    """They count until the prompt is rendered, and not until its response ends."""
     monkeypatch.setattr(images, "pixel_budget", Budget(2 * images.MIN_COUNTED, "{} pixels"))
     answer = await ask(seeing, *[part(RED)] * 2)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1"), answer.text

@@ -33,7 +33,7 @@ INVALID = "InvalidUserInput"
 
 
 class Adapted(Graph):
-    """Two decode workers and a prefill worker, whose file names the adapter `red`."""
+    """Two decode workers and a prefill worker, configured with the adapter `red`."""
 
     engines: list[SimEngine]
     """decode engines first"""
@@ -62,7 +62,7 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        # it may have been read
+        # vllm.envs may have cached the value
         patch.setattr("vllm.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING", True, raising=False)
         routes = frozenset({LOAD, UNLOAD})
         patch.setattr("pdserve.frontend.app.WITH_BODY", paths.WITH_BODY | routes)
@@ -78,11 +78,11 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ada
 
 
 async def test_the_second_app_of_a_process_has_its_routes_once(adapted: Adapted) -> None:
-    """vLLM adds them to one router for all apps; twice would be a warning, which is an error here."""
+    """vLLM adds them to one router for all apps. Twice would warn, and warnings are errors in tests."""
     assert LOAD not in (await adapted.second.http.get("/openapi.json")).raise_for_status().json()["paths"]
 
 
-async def test_an_adapter_is_a_name_beside_its_model(adapted: Adapted) -> None:
+async def test_an_adapter_is_listed_and_served_beside_its_model(adapted: Adapted) -> None:
     listed = {each["id"]: each for each in (await adapted.http.get("/v1/models")).json()["data"]}
     assert listed["red"]["parent"] == "demo"
     assert listed["red"]["root"].endswith("/red")
@@ -105,10 +105,10 @@ async def test_names_and_paths_are_bounded(adapted: Adapted) -> None:
         assert said in answer.json()["error"]["message"]
 
 
-async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
+async def test_a_request_continues_with_its_adapter_when_its_worker_dies(
     adapted: Adapted, tmp_path: Path
 ) -> None:
-    """And while the adapter is unloaded."""
+    """Also if the adapter was unloaded before."""
     path = str(adapter_in(tmp_path, "green"))
     await adapted.post(LOAD, lora_name="green", lora_path=path)
     green = adapted.number("green")
@@ -127,7 +127,7 @@ async def test_a_request_goes_on_with_its_adapter_when_its_worker_dies(
     assert (await adapted.complete("green")).status_code == 404
 
 
-async def test_a_loaded_adapter_has_never_the_number_that_vllm_counts(
+async def test_a_loaded_adapter_has_the_graphs_number_at_once_and_not_vllms(
     adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapters = adapted.processor().adapters
@@ -147,8 +147,8 @@ async def test_a_loaded_adapter_has_never_the_number_that_vllm_counts(
 
 
 async def test_an_unloaded_name_leaves_nothing_in_the_registry(adapted: Adapted, tmp_path: Path) -> None:
-    """Training loads one after each step. But a name in the workers' files stays unloaded, also one that was loaded
-    from elsewhere meanwhile."""
+    """Training may load an adapter after each step. Only a name in the workers' files keeps a record that it is
+    unloaded."""
 
     def kept() -> list[str]:
         return [key.rpartition("/")[2] for key in adapted.registry.data if f"/{keys.ADAPTERS}" in key]
@@ -175,7 +175,7 @@ async def test_an_unloaded_name_leaves_nothing_in_the_registry(adapted: Adapted,
 
 
 async def loads(*asked: tuple[Graph, Path], **more: object) -> list[int]:
-    """Ask for all at once by one name; return the statuses."""
+    """Load all at once under one name. Return the statuses."""
     posts = [
         frontend.http.post(LOAD, json={"lora_name": "blue", "lora_path": str(path), **more})
         for frontend, path in asked
@@ -187,10 +187,10 @@ async def loads(*asked: tuple[Graph, Path], **more: object) -> list[int]:
     return [answer.status_code for answer in answers]
 
 
-async def test_of_two_frontends_that_load_a_name_from_two_folders_one_does(
+async def test_if_two_frontends_load_one_name_from_two_folders_one_succeeds(
     adapted: Adapted, tmp_path: Path
 ) -> None:
-    """Nothing of the other's load is in any worker; it is repeated when the name is free, or if the call says so."""
+    """No worker has the other's folder. Its load succeeds once the name is free, or with `load_inplace`."""
     frontends: list[Graph] = [adapted, adapted.second]
     view = adapted.context.view
     for turn in range(2):
@@ -218,7 +218,7 @@ async def test_of_two_frontends_that_load_a_name_from_two_folders_one_does(
 
 
 class Late(MemoryRegistry):
-    """Its watch yields the first changes at once, and others when `now` is set."""
+    """A registry whose watch yields the first changes at once, and others when `now` is set."""
 
     def __init__(self, server: MemoryServer) -> None:
         super().__init__(server)
@@ -230,7 +230,7 @@ class Late(MemoryRegistry):
             await self.now.wait()
 
 
-async def test_a_load_sees_what_another_frontend_has_loaded_a_moment_before() -> None:
+async def test_a_load_sees_what_another_frontend_loaded_just_before() -> None:
     server = MemoryServer()
     async with MemoryRegistry(server) as theirs, Late(server) as late, RegistryView(late) as view:
         red = Adapter("red", "/red", 5, asked="theirs", model="other")
@@ -291,7 +291,7 @@ async def test_a_load_whose_claim_is_lost_meanwhile_is_not_kept() -> None:
         assert view.adapters("demo") == {}
 
 
-async def test_without_workers_an_adapter_waits_as_its_model_does(adapted: Adapted) -> None:
+async def test_an_adapter_without_workers_is_found_with_its_model(adapted: Adapted) -> None:
     lost = Adapter("lost", "/lost", 5)
     worker = Instance("decode-0-gone", Role.DECODE, "gone", "tcp://127.0.0.1:9", adapters=[lost])
     models = adapted.models
@@ -304,7 +304,9 @@ async def test_without_workers_an_adapter_waits_as_its_model_does(adapted: Adapt
     assert models.find("lost") is models.find("gone")
 
 
-async def test_what_another_frontend_writes_at_once_ends_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_ends_when_another_frontend_overwrites_its_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with MemoryRegistry(MemoryServer()) as registry, RegistryView(registry) as view:
         put = registry.put
 
@@ -327,8 +329,8 @@ RED, BLUE = Adapter("red", "/red", 5), Adapter("blue", "/blue", 6, asked="mine",
 async def test_a_name_of_another_model_or_its_adapter_is_taken(
     name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one whose workers restart; not one that was unloaded, though an engine may hold it yet. (What is not taken
-    waits for workers.)"""
+    """Also while its workers restart. An unloaded name is free, although an engine may still have the adapter; its load
+    waits for workers."""
     monkeypatch.setattr("pdserve.frontend.vllm.lora_adapters.LOAD_TIMEOUT", 0.0)
     held = Adapter("gone", "/gone", 7, asked="before")
     worker = Instance("decode-0-x", Role.DECODE, "other", adapters=[RED, held])

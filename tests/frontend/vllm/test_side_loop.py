@@ -1,4 +1,4 @@
-"""Large requests: the same answers, and the frontend's loop goes on."""
+"""Large requests get the same answers on the side loop, and do not block the frontend's event loop."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
     "a chat streamed": ("/v1/chat/completions", chat(stream=True, stream_options={"include_usage": True})),
     "a chat with logprobs": ("/v1/chat/completions", chat(logprobs=True, top_logprobs=2, prompt_logprobs=1)),
     "a chat with tools": ("/v1/chat/completions", chat(tools=[TOOL], tool_choice="none")),
-    "its stream": ("/v1/chat/completions", chat(tools=[TOOL], tool_choice="none", stream=True)),
+    "a chat with tools streamed": ("/v1/chat/completions", chat(tools=[TOOL], tool_choice="none", stream=True)),
     "a chat streamed with logprobs": ("/v1/chat/completions", chat(stream=True, logprobs=True, top_logprobs=2)),
     "a grammar": ("/v1/completions", completion(structured_outputs={"json": SCHEMA})),
     "a response": ("/v1/responses", {"model": "demo", "input": HELLO, "max_output_tokens": 8}),
@@ -52,7 +52,7 @@ REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def assert_alike(ours: httpx.Response, theirs: httpx.Response) -> None:
-    """But for ids and times, and for which tokens came together in a stream."""
+    """Compare all but ids, times, and which tokens share a chunk of a stream."""
     one, other = answer_of(ours), answer_of(theirs)
     assert one.status == other.status
     assert not list(differences(one.body, other.body))
@@ -69,7 +69,7 @@ async def test_the_answers_are_the_same(graph: Graph, monkeypatch: pytest.Monkey
     assert_alike(aside, here)
 
 
-async def test_a_large_request_of_which_the_client_leaves_is_cancelled(
+async def test_a_large_request_whose_client_disconnects_is_cancelled(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
@@ -83,10 +83,10 @@ async def test_a_large_request_of_which_the_client_leaves_is_cancelled(
     await until(lambda: graph.models.find("demo").running == 0)
 
 
-async def test_the_loop_goes_on_while_the_logprobs_of_a_prompt_are_written(
+async def test_the_event_loop_is_not_blocked_while_prompt_logprobs_are_written(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In CPU time of the loop's thread between two of its turns."""
+    """Measured as CPU seconds of the loop's thread between two turns."""
     body = completion(prompt=[300] * 2000, prompt_logprobs=20, n=3, temperature=0.5)
     done = False
     longest = 0.0
@@ -124,8 +124,10 @@ TOO_MANY = f"one request may have {MAX_PROMPT_LOGPROBS}"
         ({"n": 64, "vllm_xargs": {"a": "x" * 1_000_000}}, "in all outputs; they may have 33554432"),
     ],
 )
-async def test_what_its_outputs_multiply_is_bounded(graph: Graph, asked: dict[str, Any], why: str) -> None:
-    """Logprobs of prompts, and parameters, which each output takes along to a worker."""
+async def test_what_each_output_of_a_request_repeats_is_bounded(
+    graph: Graph, asked: dict[str, Any], why: str
+) -> None:
+    """Prompt logprobs, and parameters, which are sent to a worker for each output."""
     async with graph.worker() as worker:
         answer = await complete(graph, temperature=0.5, max_tokens=1, **asked)
         assert answer.status_code == 400, answer.text[:300]
@@ -134,7 +136,7 @@ async def test_what_its_outputs_multiply_is_bounded(graph: Graph, asked: dict[st
         assert (await complete(graph)).status_code == 200
 
 
-async def test_a_model_that_is_gone_leaves_no_thread(graph: Graph) -> None:
+async def test_a_removed_model_leaves_no_thread(graph: Graph) -> None:
     before = set(threading.enumerate())
     async with graph.worker("other"):
         await until(lambda: any(card.name == "other" for card in graph.models.listed()))

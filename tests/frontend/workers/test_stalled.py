@@ -32,14 +32,14 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def stalled(graph: Graph, worker: EchoWorker) -> AsyncIterator[None]:
-    """While entered, the worker's record says so."""
+    """While entered, the worker's record says that it is stalled."""
     async with MemoryRegistry(graph.registry) as registry:
         instance = replace(worker.instance, stalled=True)
         await registry.put(keys.instance(instance), encode_record(instance))
         yield
 
 
-async def test_a_hung_engine_gets_nothing_beside_an_idle_one_and_work_again_when_it_steps(
+async def test_a_hung_engine_gets_no_requests_until_it_steps_again(
     graph: Graph,
 ) -> None:
     before = counted("pdserve_migrations_total", reason="stalled")
@@ -60,7 +60,7 @@ async def test_a_hung_engine_gets_nothing_beside_an_idle_one_and_work_again_when
         await until(hung.engine.all_blocks_free)
 
 
-async def test_the_only_worker_keeps_its_requests_and_another_that_comes_gets_those_without_a_token(
+async def test_a_stalled_only_worker_keeps_its_requests_until_a_new_one_takes_those_without_a_token(
     graph: Graph,
 ) -> None:
     async with graph.worker(pace=None) as only:
@@ -76,7 +76,7 @@ async def test_the_only_worker_keeps_its_requests_and_another_that_comes_gets_th
                 assert (await stream).headers["x-pdserve-instance"] == only.id
 
 
-async def test_prefill_workers_stand_in_for_the_only_decode_worker(graph: Graph) -> None:
+async def test_prefill_workers_stand_in_for_a_stalled_decode_worker(graph: Graph) -> None:
     async with stand_in(graph) as prefill, graph.worker(pace=None) as only:
         waiting = post(graph)
         await only.until(lambda: only.jobs)
@@ -90,7 +90,7 @@ async def test_prefill_workers_stand_in_for_the_only_decode_worker(graph: Graph)
 async def test_a_silent_worker_is_stalled_until_it_is_heard(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process is stopped: the connection stays, for some seconds."""
+    """As when its process is stopped: the connection stays open."""
     async with graph.worker(pace=None) as silent, graph.worker() as other:
         requests = [post(graph), post(graph)]
         await silent.until(lambda: silent.jobs)
@@ -130,8 +130,8 @@ async def test_prefill_workers_stand_in_for_a_decode_worker_whose_connection_was
             assert (await waiting).headers["x-pdserve-instance"] == f"{only.id},{prefill.id}"
 
 
-async def test_a_request_whose_workers_stall_one_after_the_other_leaves_two_of_them(graph: Graph) -> None:
-    """It may be what makes their engines hang; and it would be moved to and fro for ever."""
+async def test_a_request_is_moved_from_at_most_two_stalled_workers(graph: Graph) -> None:
+    """It may make engines hang, and would otherwise move to and fro for ever."""
     async with graph.worker(pace=None) as first, graph.worker(pace=None) as second:
         request = post(graph)
         for here in (first, second):
