@@ -59,7 +59,7 @@ async def test_a_stream_that_ends_with_its_connection() -> None:
     assert (exchange.error, exchange.text) == ("", "a")
 
 
-async def test_usage_says_how_many_tokens_there_were() -> None:
+async def test_token_counts_come_from_the_usage() -> None:
     event_of_two = event(delta(content="a b"))
     exchange = await _ask(STREAM + event_of_two + event({"choices": [], "usage": USAGE}) + DONE)
     assert (exchange.prompt_tokens, exchange.output_tokens, exchange.cached_tokens) == (7, 2, 5)
@@ -68,7 +68,7 @@ async def test_usage_says_how_many_tokens_there_were() -> None:
     assert (without.prompt_tokens, without.output_tokens, without.cached_tokens) == (0, 1, None)
 
 
-async def test_reasoning_is_tokens_but_no_part_of_the_answer() -> None:
+async def test_reasoning_counts_as_tokens_and_not_as_the_answer() -> None:
     thought = event(delta(reasoning_content="hm ")) + event(delta(reasoning="so"))
     exchange = await _ask(STREAM + thought + event(delta(content="yes")) + DONE)
     assert (exchange.reasoning, exchange.text, exchange.answer) == ("hm so", "yes", "yes")
@@ -77,7 +77,7 @@ async def test_reasoning_is_tokens_but_no_part_of_the_answer() -> None:
     assert (cut.text, cut.answer) == ("", "hm so")
 
 
-async def test_a_server_that_knows_no_streams() -> None:
+async def test_a_server_without_streaming() -> None:
     answer = {"choices": [{"message": {"role": "assistant", "content": "ab"}}], "usage": USAGE}
     exchange = await _ask(whole(answer))
     assert (exchange.error, exchange.text, exchange.output_tokens, len(exchange.arrivals)) == ("", "ab", 2, 1)
@@ -85,7 +85,7 @@ async def test_a_server_that_knows_no_streams() -> None:
     assert (unasked.error, unasked.text, unasked.ttft) == ("", "ab", None)
 
 
-async def test_times_are_those_of_the_tokens() -> None:
+async def test_latencies_follow_the_arrival_of_tokens() -> None:
     exchange = Exchange({"messages": [], "max_tokens": 2, "stream": True})
     async with tiny_server(OpenAi(ttft=0.1, gap=0.2)) as server:
         await LoadClient(server.url).ask(exchange, 10, CHAT)
@@ -147,7 +147,7 @@ async def test_a_key_and_an_id_are_sent() -> None:
         await LoadClient(f"{server.url}/behind/", {"authorization": "Bearer k"}).ask(exchange, 10, CHAT)
     (asked,) = server.asked
     assert (asked.method, asked.path, asked.body) == ("POST", f"/behind{CHAT}", STREAMED)
-    assert asked.headers["authorization"] == "bearer k"  # in lower case, as all of them here
+    assert asked.headers["authorization"] == "bearer k"  # the tiny server lowers headers
     assert asked.headers["x-request-id"] == exchange.request_id
 
 

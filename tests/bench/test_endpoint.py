@@ -26,7 +26,7 @@ def test_base_url() -> None:
             base_url(url)
 
 
-async def test_the_server_is_that_of_the_running_graph(
+async def test_the_default_server_is_the_running_graph(
     tmp_path: Path, etcd_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PDSERVE_ETCD", raising=False)
@@ -65,7 +65,7 @@ async def test_the_endpoint_has_the_servers_model() -> None:
 
 
 def without(path: str) -> Respond:
-    """A server without this path."""
+    """Respond as a server without this path."""
     tiny = OpenAi()
 
     async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -123,7 +123,7 @@ async def test_prompts_have_the_length_that_was_asked_for(chat: bool) -> None:
     assert made[1].split()[0] != made[2].split()[0]
 
 
-async def test_without_usage_the_length_of_words_is_assumed() -> None:
+async def test_without_usage_two_tokens_per_word_are_assumed() -> None:
     async with tiny_server(OpenAi(usage=False)) as server:
         prompts = await learn_prompts(Endpoint(server.url, "tiny"), 1)
         assert len(prompts.of(100).split()) == 50

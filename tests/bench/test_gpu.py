@@ -30,7 +30,7 @@ def run(folder: Path, *parts: str, **more: str) -> "subprocess.CompletedProcess[
     ("parts", "code", "problem"),
     [([], 3, "no GPU here: graph and what follows need one"), (["all"], 2, "no part is called all")],
 )
-def test_without_a_gpu_it_goes_as_far_as_the_plan(
+def test_without_a_gpu_the_script_ends_after_the_plan(
     tmp_path: Path, parts: list[str], code: int, problem: str
 ) -> None:
     done = run(tmp_path, *parts)
@@ -57,7 +57,7 @@ def test_a_part_stops_what_it_started(tmp_path: Path, limit: str, code: int) -> 
 
 @pytest.mark.timeout(600)
 def test_ctrl_c_stops_a_part_and_what_it_started(tmp_path: Path) -> None:
-    """Also where a background shell has made the tests ignore Ctrl-C."""
+    """Also if a background shell makes the tests ignore Ctrl-C."""
     command = ["env", "--default-signal=INT", SCRIPT, str(tmp_path), "graph", "float32"]
     with Terminal(command, variables(SIM="1")) as terminal:
         terminal.until("measured: ready")

@@ -52,7 +52,7 @@ async def test_an_oversize_body_is_413(graph: Graph, tokenizing: bool) -> None:
 
 
 async def test_a_refused_body_is_read_so_that_the_answer_arrives(graph: Graph) -> None:
-    """Closing a socket with unread data resets it, so that a client that reads only after writing would miss the 413."""
+    """Closing a socket with unread data resets it, so a client that reads only after writing would miss the 413."""
     body = b" " * (20 << 20)
 
     async def send() -> bytes:

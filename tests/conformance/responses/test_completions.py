@@ -67,7 +67,7 @@ OF_COMPLETIONS: dict[str, Body] = {
     },
 }
 LOCAL = {"echo", "echo only", "truncated", "truncated from the right"}
-"""Prefilled locally, however long."""
+"""Cases that are prefilled locally, however long."""
 
 MESSAGES: dict[str, list[Body]] = {
     "system": [{"role": "system", "content": "Be short."}, {"role": "user", "content": SHORT}],
@@ -129,15 +129,15 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_as_vllm(pair: Pair, request_: Request) -> None:
+def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
     ours = pair.same(request_)
     name = request_.name.partition(" ")[2]
     if ours.status == 200 and name.endswith(", long") and name.removesuffix(", long") not in LOCAL:
         pair.remote(ours)
 
 
-def test_an_old_prompt_comes_from_the_cache(pair: Pair) -> None:
-    """Again, and with another end: the client does not see where the KV came from."""
+def test_a_cached_prompt_gets_the_same_response(pair: Pair) -> None:
+    """Also with another end of the prompt: the client does not see where the KV came from."""
     prompt = ids("again", 320)
     for end in ([], [300], [301, 302]):
         pair.same(completion("again", [*prompt, *end], **USAGE))

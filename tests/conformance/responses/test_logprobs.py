@@ -74,20 +74,20 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_as_vllm(pair: Pair, request_: Request) -> None:
+def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
     pair.same(request_)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_after_a_remote_prefill(pair: Pair, path: str) -> None:
+def test_responses_equal_vllms_after_a_remote_prefill(pair: Pair, path: str) -> None:
     """The first token's logprobs come from the prefill worker, all others from the decode worker."""
     asked = top(3) if path == CHAT else {"logprobs": 3}
     ours = pair.same(Request(f"{path} alone", path, body(path, long(f"test_logprobs {path}"), **asked)))
     pair.remote(ours)
 
 
-def test_of_some_ids(pair: Pair) -> None:
-    """Not in a batch with others, because vLLM 0.32 then returns the logprob of a wrong token, minus infinity."""
+def test_logprobs_of_chosen_token_ids(pair: Pair) -> None:
+    """Not in a batch with other requests, because vLLM 0.32 then returns the logprob of a wrong token, minus infinity."""
     fields: Body = {"logprobs": True, "logprob_token_ids": [300, 301], "max_tokens": 4}
     for name, asked in (("whole", fields), ("streamed", {**fields, "stream": True})):
         pair.same(Request(name, CHAT, body(CHAT, **asked)))

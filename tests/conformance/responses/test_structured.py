@@ -98,12 +98,12 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_as_vllm(pair: Pair, request_: Request) -> None:
+def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
     pair.same(request_)
 
 
 @pytest.mark.parametrize("name", BAD_OUTPUTS)
-def test_a_stream_is_refused_as_vllm_refuses_the_whole_answer(pair: Pair, name: str) -> None:
+def test_a_refused_stream_gets_vllms_error_without_stream(pair: Pair, name: str) -> None:
     whole, stream = (
         Request(name, CHAT, body(CHAT, **BAD_OUTPUTS[name], stream=stream)) for stream in (False, True)
     )
@@ -121,7 +121,7 @@ def test_a_stream_is_refused_as_vllm_refuses_the_whole_answer(pair: Pair, name: 
         (MESSAGES, IN_MESSAGES["json_schema"]),
     ],
 )
-def test_after_a_remote_prefill(pair: Pair, path: str, asked: Body) -> None:
+def test_responses_equal_vllms_after_a_remote_prefill(pair: Pair, path: str, asked: Body) -> None:
     prompt = long(f"test_structured {path}")
     pair.remote(pair.same(Request(f"{path} alone", path, body(path, prompt, **asked))))
 

@@ -27,7 +27,7 @@ class Code(BaseModel):
 
 
 def seen(value: Any) -> Any:
-    """A client's object, with its type."""
+    """Return a client's object, with its type, as JSON."""
     if isinstance(value, BaseModel):
         return [type(value).__name__, masked(value.model_dump(mode="json", warnings=False))]
     if isinstance(value, openai.Stream | anthropic.Stream):
@@ -36,7 +36,7 @@ def seen(value: Any) -> Any:
 
 
 def streamed(events: list[Any]) -> list[Any]:
-    """Text, finish, kinds of events, and all events that do not depend on how tokens are grouped."""
+    """Return text, finish, kinds of events, and all events that do not depend on how tokens are grouped."""
     ends = [choice.finish_reason for event in events for choice in getattr(event, "choices", ())]
     kinds = list(dict.fromkeys(getattr(event, "type", "") for event in events))
     whole = [event for event in events[1:] if not said(event) and not getattr(event, "choices", ())]
@@ -52,7 +52,7 @@ def said(event: Any) -> str:
 
 
 def refused(error: Exception) -> list[Any]:
-    """Everything an exception handler can read."""
+    """Return all that an exception handler can read."""
     names = ("status_code", "code", "param", "type", "message", "body")
     return [type(error).__name__, *(getattr(error, name, None) for name in names)]
 
@@ -117,7 +117,9 @@ def anthropic_s(url: str) -> anthropic.Anthropic:
         *(pytest.param(anthropic_s, use, id=f"anthropic {name}") for name, use in ANTHROPIC.items()),
     ],
 )
-def test_clients(pair: Pair, client_of: Callable[[str], Any], use: Use) -> None:
+def test_clients_return_the_same_from_both_servers(
+    pair: Pair, client_of: Callable[[str], Any], use: Use
+) -> None:
     found = []
     for url in (pair.ours, pair.theirs):
         with client_of(url) as client:

@@ -24,7 +24,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/generative_scoring": {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [300, 301]},
 }
 FORMS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize")
-"""Routes of different kinds; all read bodies alike."""
+"""Some routes are enough, because all read bodies alike."""
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 DEEP = b'{"model": "demo", "messages": ' + b"[" * 900 + b"]" * 900 + b"}"
 RAW: dict[str, bytes] = {
@@ -267,5 +267,5 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_error(pair: Pair, request_: Request) -> None:
+def test_errors_equal_vllms(pair: Pair, request_: Request) -> None:
     pair.same(request_)

@@ -126,7 +126,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_as_vllm(pair: Pair, request_: Request) -> None:
+def test_responses_equal_vllms(pair: Pair, request_: Request) -> None:
     pair.same(request_)
 
 

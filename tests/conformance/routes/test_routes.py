@@ -43,7 +43,7 @@ NOWHERE = (
 )
 
 
-def test_vllm_has_no_route_that_is_not_known_here(pair: Pair) -> None:
+def test_all_routes_of_vllm_are_known(pair: Pair) -> None:
     found = httpx.get(f"{pair.theirs}/openapi.json").json()["paths"]
     assert set(found) == {*SERVED, *BY_ID, *PAGES, *LEFT_OUT}
 
@@ -133,14 +133,14 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_route(pair: Pair, request_: Request) -> None:
+def test_routes_respond_as_listed(pair: Pair, request_: Request) -> None:
     ours = pair.same(request_)
     if request_.differs == "left out":
         assert ours.status == 404
 
 
 def test_without_a_key(pair: Pair) -> None:
-    """The graph under test has no key to lack; tests/frontend covers its responses."""
+    """The graph here needs no key; tests/frontend tests its responses."""
     answer = httpx.post(f"{pair.theirs}/v1/completions", json=BODY, headers={"authorization": "Bearer no"})
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
     assert KEY not in answer.text
