@@ -88,7 +88,7 @@ class SlowToStop:
             await asyncio.sleep(0.5)
 
 
-async def test_ctrl_c_is_heard_while_a_hopeless_probe_is_cut_short() -> None:
+async def test_ctrl_c_works_while_a_hopeless_probe_is_cut_short() -> None:
     users, made = SlowToStop(), Probe(20.0, 3.0, 1)
     task = asyncio.create_task(probe(Endpoint("http://127.0.0.1:1", "tiny"), users, made, GoodputOptions()))
     await until(lambda: users.stopping)
@@ -111,8 +111,8 @@ class Forgetful(OpenAi):
         await super()._stream(body, writer)
 
 
-async def test_requests_that_never_end_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop, which server and generator share here, is blocked too."""
+async def test_requests_that_never_end_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also, a blocked event loop (server and generator share one here) is reported."""
     monkeypatch.setattr(measure, "_HANGS", 3.0)
     made, options = Probe(30.0, 1.0, 1), GoodputOptions(Slo(1.0, 0.8), share=0.3)
     async with tiny_server(Forgetful()) as tiny:
@@ -133,7 +133,7 @@ async def test_requests_that_never_end_have_failed(monkeypatch: pytest.MonkeyPat
     assert percentile(made.longest_gaps, 0.9) > 0.8
 
 
-def test_a_request_that_was_refused_had_no_fast_first_token() -> None:
+def test_a_refused_request_has_no_ttft() -> None:
     made = Probe(10.0, 1.0, 1, LoadRun(began=100.0, ended=104.0), slo=Slo(0.7, 1.0))
     made.run.exchanges += [
         Exchange(started=100.0, ended=100.001, error="HTTP 503"),
@@ -153,8 +153,8 @@ async def test_a_server_without_responses_is_reported() -> None:
 
 
 async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:
-    """The server takes 0.2 s per prompt. At r requests/s, a request that arrives after t seconds waits t (r / 5 - 1).
-    That is at most 0.8 s for three quarters of the arrivals of 2 s at r = 7.7, and at less if this machine stalls."""
+    """The server takes 0.2 s per prompt. At r requests/s, a request that arrives after t seconds waits t (r / 5 - 1)
+    seconds. At r = 7.7, that is at most 0.8 s for three quarters of 2 s. If this machine stalls, r is lower."""
     load = "--prompt-tokens 20 --answer-len 2 --seconds 2 --start-rate 10 --precision 0.4"
     slo = "--ttft 1s --gap 9s --share 0.75 --json found.json"
     async with tiny_server(Prefilling(0.2)) as tiny:

@@ -60,7 +60,7 @@ def test_the_border_is_found(steep: float, typical: float, worst: float) -> None
     assert max(probes) <= 24
 
 
-def test_a_server_that_carries_nothing_and_one_that_carries_everything() -> None:
+def test_a_server_without_a_good_rate_and_one_without_a_bad_rate() -> None:
     search = GoodputSearch(start=4.0, lowest=0.25)
     assert _searched(Curve(0.001, 60), search) == [4.0, 2.0, 1.0, 0.5, 0.25, 0.25]
     assert (search.carried, search.broken, search.estimate, search.found) == (None, 0.25, None, False)
@@ -104,7 +104,7 @@ def test_doubtful_ends_are_probed_again_and_pooled() -> None:
     search = GoodputSearch(start=4.0, precision=0.5)
     search.tell(4.0, 92, 100)
     search.tell(5.5, 50, 100)
-    assert search.next() == 5.5  # what broke, once more
+    assert search.next() == 5.5  # the broken rate, once more
     search.tell(5.5, 50, 100)
     assert search.next() == 4.0  # 92 of 100 leave a doubt
     assert list(search.interval) == [None, 5.5]

@@ -32,7 +32,7 @@ def test_the_number_of_active_users_is_constant() -> None:
     assert (load.interval, load.joining, load.rate) == pytest.approx((interval, 2.5, 2.4))
     visits = list(takewhile(lambda visit: visit.at < 100, load.visits()))
     stays = [(visit.at, visit.at + (load.num_rounds - visit.first_round) * interval) for visit in visits]
-    for moment in range(int(2 * interval), 90):  # before, those that were there already have not asked yet
+    for moment in range(int(2 * interval), 90):  # earlier, not all initial users have asked
         assert sum(came <= moment <= left for came, left in stays) == pytest.approx(20, abs=3)
     assert [visit.user for visit in visits] == list(range(1, len(visits) + 1))
     assert [visit.at for visit in visits] == sorted(visit.at for visit in visits)
@@ -102,7 +102,7 @@ async def test_chats_grow_with_the_answers_and_are_asked_at_the_rate() -> None:
     assert max(prompts[1]) < min(prompts[2]) <= max(prompts[2]) < min(prompts[3])
 
 
-async def test_a_server_that_does_not_keep_up() -> None:
+async def test_users_wait_for_a_slow_server() -> None:
     """No user asks before the last response, so users stay longer and more are active."""
     slow = OpenAi(ttft=0.7)
     run, _ = await _ran(_small(seconds=3), slow)
@@ -142,7 +142,9 @@ async def test_a_failed_question_leaves_no_trace_in_the_chat() -> None:
     for asked in server.asked:
         roles = [message["role"] for message in asked.body["messages"]]
         assert roles == (["user", "assistant"] * len(roles))[: len(roles)]
-        assert len(asked.body["messages"][0]["content"].split()) > 30  # the opening is said until it is heard
+        assert (
+            len(asked.body["messages"][0]["content"].split()) > 30
+        )  # the opening is sent until a request succeeds
     outcomes = Counter(question.outcome for question in run.exchanges)
     assert outcomes[Outcome.FAILED] == pytest.approx(outcomes[Outcome.FINISHED], abs=1)
     report = _result(run).report()
@@ -169,7 +171,7 @@ def _known() -> LoadRun:
     return LoadRun([*answered, failed, unfinished], 100, 112, 110)
 
 
-def test_the_summary_has_the_lines_of_the_original() -> None:
+def test_the_summary_has_the_lines_of_multi_round_qa() -> None:
     *lines, (name, times) = _result(_known()).lines()
     assert lines == [
         ("QPS", "4.0000 reqs/s"),
@@ -205,7 +207,7 @@ def test_causes_of_wrong_figures_are_reported() -> None:
     assert "Answers had 2 tokens on average, not 3: the server ends them itself" in notes
 
 
-async def test_the_command(tmp_path: Path) -> None:
+async def test_the_command_reports_all_requests(tmp_path: Path) -> None:
     """Against a server that reports no usage."""
     tiny = OpenAi(gap=0.01, usage=False)
     small = "multi-round --warm-up 2 --num-users 4 --answer-len 3 --time 2 --json found.json"
@@ -215,7 +217,7 @@ async def test_the_command(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     figures = found["data"]["figures"]
     assert figures["requests"] == figures["finished"] > 5
-    assert len(tiny.chats) == figures["requests"] + 3  # and the first one, and the warm-up
+    assert len(tiny.chats) == figures["requests"] + 3  # plus the check of the server, and two for warm-up
     assert {asked.headers["authorization"] for asked in server.asked} == {"bearer k"}
     assert found["complete"]
     assert re.search(r"QPS +10\.0000 reqs/s", out)

@@ -22,7 +22,7 @@ CHAT = Slo(9.0, 0.25)
 
 
 class Keeping(OpenAi):
-    """Its second token misses `CHAT`, unless that SLO is set."""
+    """A server whose second token misses `CHAT`, unless that SLO is set."""
 
     def __init__(self, server: MemoryServer) -> None:
         super().__init__()

@@ -65,11 +65,11 @@ def test_on_the_cpu_engines_share_the_threads() -> None:
     words = " ".join(system.arguments)
     for word in ("block-size=32", "max-model-len=4096", "enforce-eager", "max-num-seqs=64"):
         assert f"--{word}" in words, words
-    assert system.variables["VLLM_CPU_KVCACHE_SPACE"] == "2", "that of both workers"
+    assert system.variables["VLLM_CPU_KVCACHE_SPACE"] == "2", "the sum of both workers"
     assert system.served == "demo"
 
 
-def test_on_gpus_an_engine_has_all_of_them_where_its_heads_divide() -> None:
+def test_an_engine_has_all_gpus_if_they_divide_its_heads() -> None:
     (engine, *_) = maker(CONFIGS / "disagg.yaml", GPUS, SMALL).aggregated()
     assert engine.name.startswith("aggregated: 1 engine x 4 GPUs")
     system = engine.system
@@ -82,9 +82,7 @@ def test_on_gpus_an_engine_has_all_of_them_where_its_heads_divide() -> None:
 
 
 @pytest.mark.parametrize(("keys", "share"), [("gpu-memory-utilization: 0.4", 0.8), ("max-num-seqs: 8", 0.92)])
-def test_workers_that_share_a_gpu_leave_their_shares_to_the_one_engine(
-    tmp_path: Path, keys: str, share: float
-) -> None:
+def test_one_engine_gets_the_shares_of_workers_on_one_gpu(tmp_path: Path, keys: str, share: float) -> None:
     worker = f"model: demo, {keys}, ServiceArgs: {{resources: {{gpu: 0.5}}}}"
     file = tmp_path / "shared.yaml"
     file.write_text(
@@ -107,8 +105,8 @@ def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
 
 
 def workers(folder: Path, prefill: int, decode: int, *ranks: int) -> dict[str, dict[str, object]]:
-    """A file with these workers and a model of 27.5 GiB with 8 KV heads; without prefill workers, one worker for both.
-    `ranks` of prefill and decode workers, if more than one."""
+    """Return sections with these workers, for a model of 27.5 GiB with 8 KV heads. Without prefill workers, decode
+    workers prefill. `ranks`: of each prefill worker and each decode worker (default 1, 1)."""
 
     def worker(count: int, size: int) -> dict[str, object]:
         keys = {
@@ -129,12 +127,12 @@ def workers(folder: Path, prefill: int, decode: int, *ranks: int) -> dict[str, d
     [
         ("4xH100", (0, 1, 1, 4), {}, ["2Px1+1Dx2", "1Px2+2Dx1"]),
         ("8xH100", (4, 4), {}, ["4Px1+2Dx2", "2Px2+4Dx1"]),
-        ("8xH100", (1, 3), {}, ["2Px1+1Dx2", "1Px2+2Dx1"]),  # the file has four GPUs
-        ("3xH100", (1, 1, 1, 2), {}, ["1Px2+1Dx1"]),  # the other one is the file's own
-        ("8xA10", (2, 2, 2, 2), {}, ["2Px2+1Dx4", "1Px4+2Dx2"]),  # the weights do not fit on one
+        ("8xH100", (1, 3), {}, ["2Px1+1Dx2", "1Px2+2Dx1"]),  # the file uses four GPUs
+        ("3xH100", (1, 1, 1, 2), {}, ["1Px2+1Dx1"]),  # the other split is the file's own
+        ("8xA10", (2, 2, 2, 2), {}, ["2Px2+1Dx4", "1Px4+2Dx2"]),  # the weights do not fit on one GPU
         ("4xA10", (1, 1, 2, 2), {}, []),
         ("2xH100", (1, 1), {}, []),
-        # decode ranks may have copies of heads
+        # decode ranks may have copies of KV heads
         ("4xH100", (2, 2), {"num_key_value_heads": 1, "num_attention_heads": 8}, ["2Px1+1Dx2"]),
         ("4xH100", (2, 2), {"num_key_value_heads": 5, "num_attention_heads": 5, "hidden_size": 640}, []),
     ],
@@ -168,14 +166,14 @@ def test_unequal_ranks_come_after_the_files_own_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["pipeline-parallel-size", "nnodes"])
-def test_workers_of_stages_or_several_hosts_keep_their_ranks(tmp_path: Path, key: str) -> None:
+def test_workers_with_pipeline_stages_or_several_hosts_keep_their_ranks(tmp_path: Path, key: str) -> None:
     sections = workers(qwen_14b(tmp_path / "model"), 0, 1, 1, 4)
     sections["VllmWorker"][key] = 2
     assert unequal(load(write(sections, tmp_path / "file.yaml"), {}), what_if("8xH100", GPUS), 8) == []
 
 
 @pytest.mark.parametrize("decode", [{"max-local-prefill-length": 0}, {"conditional-disagg": False}])
-def test_a_split_decides_as_its_file_does(tmp_path: Path, decode: dict[str, object]) -> None:
+def test_a_split_keeps_the_files_policy_for_remote_prefill(tmp_path: Path, decode: dict[str, object]) -> None:
     file = write(simulated(decode=decode), tmp_path / "sim.yaml")
     found = maker(file, CPU)
     (split,) = found.disaggregated()
@@ -188,7 +186,7 @@ def test_a_split_decides_as_its_file_does(tmp_path: Path, decode: dict[str, obje
         assert getattr(changed, name) == getattr(own, name)
 
 
-def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:
+def test_batch_sizes_are_not_below_vllms_minimum(tmp_path: Path) -> None:
     sections = read_sections(CONFIGS / "local.yaml")
     sections["VllmWorker"] |= {"max-num-seqs": 256, "max-num-batched-tokens": 1024}
     found = maker(write(sections, tmp_path / "file.yaml"), CPU)

@@ -25,7 +25,7 @@ WITHIN = 400
 
 @contextmanager
 def running(folder: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
-    """A run in its own folder that leaves no process and no file."""
+    """Run a comparison. On exit, check that it left no process and no file."""
     file = write(simulated({"step-seconds": 0.01, "prefill-rate": 10_000}), folder / "graph.yaml")
     (folder / "tmp").mkdir()
     command = [*PDSERVE, "compare", "-f", str(file), *options, "--json", str(folder / "found.json")]
@@ -43,7 +43,7 @@ def running(folder: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.timeout(2 * WITHIN)
-def test_the_verdict_follows_from_the_results_that_it_comes_with(tmp_path: Path) -> None:
+def test_the_verdict_follows_from_its_results(tmp_path: Path) -> None:
     load_ = "--prompt-tokens 200 --answer-len 8 --ttft 2s --gap 1s --share 0.5 --rate 4"
     with running(tmp_path, *load_.split(), "--minutes", "0.2") as process:
         said, _ = process.communicate(timeout=WITHIN)
@@ -62,7 +62,7 @@ def test_the_verdict_follows_from_the_results_that_it_comes_with(tmp_path: Path)
 
 
 @pytest.mark.timeout(2 * WITHIN)
-def test_interrupted_while_a_graph_starts_it_stops_the_graph(tmp_path: Path) -> None:
+def test_a_comparison_interrupted_while_a_graph_starts_stops_the_graph(tmp_path: Path) -> None:
     with running(tmp_path) as process:
         asyncio.run(until(lambda: bool(processes_below(tmp_path)), within=WITHIN))
         process.send_signal(signal.SIGINT)

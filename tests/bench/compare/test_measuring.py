@@ -1,4 +1,4 @@
-"""From a candidate's probes to its result."""
+"""A candidate's result follows from its probes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -50,7 +50,7 @@ def probe(found: Entrant, rate: float, kept: int, failed: int = 0) -> None:
 
 
 def test_the_best_of_each_kind() -> None:
-    """The highest goodput; of equals the first; of those that carry nothing, the nearest to it."""
+    """It has the highest goodput; among equals, it is the first; if none carries any rate, the nearest to it."""
     slow, fast = entrant("slow", True, r2=20, r4=5), entrant("fast", True, r2=20, r4=20, r8=3)
     same, other = entrant("same", True, r2=20, r4=20, r8=3), entrant("other", False, r2=20, r4=20, r8=20)
     assert best_of([slow, fast, same, other], True) is fast
@@ -101,7 +101,7 @@ def test_an_interval_rests_on_enough_requests(
     assert (found.found.thin, found.result().thin) == (rate, said)
 
 
-def test_noise_is_known_where_both_searches_came_near_the_border() -> None:
+def test_noise_is_known_if_both_searches_came_near_the_border() -> None:
     near, again, wide = unknown(), unknown(), unknown()
     for found, low, high in ((near, 4.0, 4.4), (again, 3.6, 4.0), (wide, 2.0, 4.0)):
         found.search.tell(low, 100, 100)
@@ -113,7 +113,7 @@ def test_noise_is_known_where_both_searches_came_near_the_border() -> None:
     assert noise(near, unknown()) is None
 
 
-def test_a_graph_that_carries_what_the_baseline_carried_the_second_time_gains_nothing() -> None:
+def test_a_graph_that_carries_as_much_as_the_repeated_baseline_gains_nothing() -> None:
     """A graph that carries more than both by more than the noise gains."""
     baseline, control, same = (
         entrant(name, name == "a", r1=20, **rates)
@@ -135,7 +135,7 @@ def test_a_graph_that_carries_what_the_baseline_carried_the_second_time_gains_no
 
 @dataclass(frozen=True)
 class Served:
-    """A server with a token every `gap` seconds, or one that does not start."""
+    """A server with a token every `gap` seconds. With `gap` 0 it does not start."""
 
     name: str
     gap: float
@@ -153,7 +153,7 @@ class Served:
 
 @dataclass(frozen=True)
 class KnownMaker(CandidateMaker):
-    """Candidates given by the gaps of their servers."""
+    """Makes the candidates in `made`."""
 
     made: Sequence[Candidate] = ()
 
@@ -182,11 +182,11 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring, name, seconds)
 
 
-async def test_each_is_tried_and_the_best_of_each_kind_are_measured_further(tmp_path: Path) -> None:
+async def test_each_candidate_is_tried_and_the_best_of_each_kind_measured_further(tmp_path: Path) -> None:
     log: list[str] = []
     found = compared(tmp_path, log, 0.2, a1=0.3, d1=0.01)
     await found.run()
-    assert log == ["+a1", "-a1", "+d1", "-d1", "+a1", "-a1"], "one at a time, and the one that runs goes on"
+    assert log == ["+a1", "-a1", "+d1", "-d1", "+a1", "-a1"], "one at a time, and d1 is not restarted"
     assert [each.name for each in found.finalists] == ["a1", "d1"]
     first, second = found.results()
     assert first.carried is None

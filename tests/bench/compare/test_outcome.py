@@ -16,8 +16,8 @@ from tests.bench.compare.test_measuring import probe, unknown
 
 @pytest.fixture
 def comparison(tmp_path: Path) -> Comparison:
-    """Disaggregation carries twice as much, from 40 requests per rate, while other programs took half of the
-    machine."""
+    """A comparison in which disaggregation carries twice the rate, with 40 requests per rate, while other programs used
+    half of the CPU."""
     file = write(simulated(), tmp_path / "graph.yaml")
     found = Comparison.prepare(CompareOptions(file, Slo()), _single(100, 8, 1))
     both = found.maker.aggregated()[0], found.maker.disaggregated()[0]

@@ -31,7 +31,7 @@ def separate(
 
 DISAGGREGATE, DONT, SAME, UNKNOWN = Verdict
 FEW = together(None, 3.0, Tally(kept=2, gap=13))
-"""Surely does not carry 3 requests/s."""
+"""An aggregated candidate that surely does not carry 3 requests/s."""
 CASES = {
     "the intervals touch": (SAME, Criteria(), [together(3.0, 3.4), separate(3.3, 3.6)]),
     "apart, but within the noise": (SAME, Criteria(noise=0.2), [together(), separate(3.5, 3.8)]),
@@ -70,14 +70,14 @@ def test_verdict(case: str) -> None:
 QUIET = Criteria(noise=0.02, foreign=0.0)
 
 
-def test_of_too_few_requests_nothing_is_recommended() -> None:
+def test_too_few_requests_give_no_recommendation() -> None:
     few = "8 requests at 3 requests/s"
     for findings in ([together(thin=few), separate()], [together(), separate(thin=few)]):
         found = recommend(findings, QUIET)
         assert (found.verdict, found.choice, found.headline) == (UNKNOWN, None, "No recommendation.")
         assert f"by {few}. Give --minutes more." in found.reason
     asked = recommend([together(), separate(thin=few)], Criteria(rate=1.0))
-    assert asked.verdict is DONT, "it rests on the other one alone"
+    assert asked.verdict is DONT, "the baseline alone carries the rate"
 
 
 def test_an_answer_comes_with_its_doubts() -> None:

@@ -35,7 +35,7 @@ def report() -> Report:
     )
 
 
-def test_in_a_pipe_it_is_plain_text_with_the_answer_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_in_a_pipe_is_plain_text_with_the_answer_last(capsys: pytest.CaptureFixture[str]) -> None:
     report().show()
     lines = capsys.readouterr().out.splitlines()
     assert "\x1b" not in "".join(lines)
@@ -58,7 +58,7 @@ def test_a_table_breaks_no_number(
     assert [Column("", ".1f").shown(cell) for cell in (math.nan, None, "none")] == ["", "", "none"]
 
 
-def test_texts_of_servers_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_of_servers_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     Report(EVIL, EVIL, [Rows(EVIL, [Column(EVIL)], [[EVIL]], EVIL)], notes=[EVIL], verdict=EVIL).show()
     out = capsys.readouterr().out
     assert "\x1b" not in out

@@ -38,7 +38,7 @@ def test_every_request_is_accounted_for() -> None:
     run = _run(
         _request(0, 0.2, 2.2),
         _request(1, 0.4, 5.0, gap=1.5),
-        _request(9, 0.2, 12.0),  # after the end of asking
+        _request(9, 0.2, 12.0),  # after the last request was sent
         _request(2, None, 3, "HTTP 503 busy"),
         _request(8, 0.5, 13, "connection: reset"),
         _request(9, None, None),
@@ -65,7 +65,7 @@ def test_an_interrupted_run_has_its_actual_length() -> None:
     assert "kept" not in figures
 
 
-def test_errors_that_differ_in_numbers_alone_are_one() -> None:
+def test_errors_that_differ_only_in_numbers_count_as_one() -> None:
     texts = ["HTTP 400 has 4100 tokens", "HTTP 503 busy", "HTTP 400 has 5.5 tokens"]
     run = _run(*(_request(1, None, 2, text) for text in texts))
     assert run.errors() == [("HTTP 400 has 4100 tokens", 2), ("HTTP 503 busy", 1)]
